@@ -1,4 +1,4 @@
-"""Two reward functions of one's own, written as for TRL. A config uses them by their place:
+"""Two custom reward functions with TRL's signature. A config refers to them by import path:
 
     env:
       mine:
@@ -7,13 +7,13 @@
     gdpo:
       rewards: {correctness: 1.0, brevity: 0.5}
 
-A function gets lists with one entry per completion: the completions, the prompts, and every column of the dataset under
-its own name. It returns one number per completion, or None where the reward does not apply.
+The arguments are lists with one entry per completion: the completions, the prompts, and each column of the dataset by
+name. A function returns one number per completion, or None if the reward does not apply to it.
 """
 
 
 def correctness(completions, answer, **columns):
-    """1 where the completion ends with the row's answer; None for rows without one."""
+    """Return 1 if the completion ends with the row's answer, 0 if not, and None for rows without an answer."""
     return [
         None if gold is None else float(text.rstrip(" .\n").endswith(str(gold)))
         for text, gold in zip(completions, answer)
@@ -21,5 +21,5 @@ def correctness(completions, answer, **columns):
 
 
 def brevity(completions, completion_ids, **columns):
-    """1 for an empty completion, falling to 0 at 200 tokens."""
+    """Return 1 for an empty completion, decreasing linearly to 0 at 200 tokens."""
     return [max(0.0, 1.0 - len(tokens) / 200) for tokens in completion_ids]

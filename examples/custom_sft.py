@@ -1,13 +1,15 @@
-"""An algorithm of one's own, one that samples nothing: supervised fine-tuning on answers that the data holds.
+"""Custom algorithm without sampling: supervised fine-tuning on answers in the data.
 
     uv run examples/run_gdpo.py --config examples/custom_sft.yaml
 
-The loop, the Megatron policy, checkpoints, resuming, metrics and the export are those of every run; no engine is
-started. An algorithm says what a batch becomes (``prepare``), the sequences of each optimizer update (``updates``), and
-which loss the ranks compute. Preference training is built in the same way: make the sequences of a pair in ``prepare``,
-ask ``self.policy.logprobs`` for theirs (``reference=True``: under the starting weights), and put the derivative of the
-objective by each sequence's log-prob into ``advantage`` before the update is yielded; see ``GDPO`` in
-gdpo_nemo/algorithm.py, which does that for TargetPO.
+The training loop, the Megatron policy, checkpoints, resuming, metrics and the export are the same as in other runs, but
+no engine is started. An algorithm defines how a batch is prepared (``prepare``), the sequences of each optimizer update
+(``updates``), and the loss.
+
+Preference training can be implemented in the same way. Create the sequences of a pair in ``prepare``, and compute their
+log-probs with ``self.policy.logprobs`` (``reference=True`` for the initial weights). Set each sequence's ``advantage``
+to the derivative of the objective with respect to its log-prob, then yield the update. See ``GDPO`` in
+gdpo_nemo/training/algorithm.py, which does this for TargetPO.
 """
 
 from __future__ import annotations
@@ -16,26 +18,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from gdpo_nemo.algorithm import Algorithm
-from gdpo_nemo.algorithms import token_weights
-from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo import Algorithm, ConfigError, LossSettings, RunError, TrainSequence, token_weights
 
 
 class SupervisedFineTuning(Algorithm):
-    """Cross-entropy of a column of the data. Option: ``target_key`` (answer), the column."""
+    """Cross-entropy loss on a column of the data. Option: ``target_key``, the name of the column (default: answer)."""
 
     samples = False
+    loss: LossSettings
 
     def __init__(self, config, policy, tokenizer, log):
         super().__init__(config, policy, tokenizer, log)
-        self.loss = replace(self.loss, type="reinforce")  # with advantages of 1: -log p
+        self.loss = replace(self.loss, type="reinforce")  # with advantages of 1 the loss is -log p
         self.target_key = config.algorithm.options.get("target_key", "answer")
 
     @classmethod
     def check(cls, config):
         if config.gdpo.num_generations_per_prompt != 1:
-            raise ConfigError("gdpo.num_generations_per_prompt: must be 1, a row has one answer")
+            raise ConfigError("gdpo.num_generations_per_prompt: must be 1, because a row has one answer")
         if unknown := sorted(set(config.algorithm.options) - {"target_key"}):
             raise ConfigError(f"algorithm.options: unknown option {unknown[0]!r}; known: target_key")
 

@@ -1,7 +1,7 @@
-"""A transport of your own: ``weights.transport=examples/custom_transport.py:CompressedTransport``.
+"""Custom weight transport: ``weights.transport=examples/custom_transport.py:CompressedTransport``.
 
-Weights go through one compressed file in the run's folder, for nodes that share nothing but a slow disk. The three
-classes run in three places: on the driver, on every rank of the policy, in every engine.
+Weights are sent as one compressed file in the run's folder, for nodes that share only a slow disk. The transport runs
+on the driver, the sender on each policy rank, and the receiver in each engine.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from gdpo_nemo.errors import RunError
-from gdpo_nemo.weights.manifest import pack, unpack
-from gdpo_nemo.weights.transports.memory import MemoryReceiver
-from gdpo_nemo.weights.transports.transport import Receiver, Sender, Transport
+from gdpo_nemo import MemoryReceiver, Receiver, RunError, Sender, Transport, pack, unpack
 
 
 class CompressedTransport(Transport):
-    """On the driver."""
+    """Driver part of the transport."""
 
     uses_buckets = False
     refuses = {
@@ -29,7 +26,7 @@ class CompressedTransport(Transport):
     }
 
     def prepare(self, version):
-        """All ranks gather, rank 0 writes; the file of the version before goes."""
+        """Gather the weights on all ranks, write them on rank 0, and delete the file of the previous version."""
         self.options.folder.mkdir(parents=True, exist_ok=True)
         before = set(self.options.folder.glob("version_*.zlib"))
         self._file = self.options.folder / f"version_{version}.zlib"
@@ -39,20 +36,20 @@ class CompressedTransport(Transport):
             old.unlink()
 
     def send(self, engines):
-        """The engines read; the policy has no part in it."""
+        """Let the engines read the file. The policy does not take part."""
         receiver = CompressedReceiver(str(self._file))
         return [engine.update_weights.remote(self.manifest, receiver) for engine in engines.values()], []
 
     def close(self):
-        """Remove what would outlast the run."""
+        """Delete the files."""
         shutil.rmtree(self.options.folder, ignore_errors=True)
 
 
 class CompressedSender(Sender):
-    """On every rank of the policy."""
+    """Sender on each policy rank."""
 
     def write(self, file, version):
-        """The manifest on rank 0, which writes; the others take part in gathering."""
+        """Write the file on rank 0 and return the manifest. Other ranks only take part in gathering and return None."""
         with self.gathered() as tensors:
             if self.rank:
                 return None
@@ -65,18 +62,18 @@ class CompressedSender(Sender):
 
 @dataclass(frozen=True)
 class CompressedReceiver(Receiver):
-    """In every engine, and in each of its processes."""
+    """Receiver in each engine and each of its processes."""
 
     file: str
 
     @contextlib.contextmanager
     def opened(self, manifest, in_process, *data):
-        """Once an engine: unpack the file, and let its processes load from memory."""
+        """Decompress the file once per engine, so that its processes load the weights from memory."""
         with MemoryReceiver().opened(manifest, in_process, self._buffer(manifest)) as receiver:
             yield receiver
 
     def receive(self, manifest, device, worker):
-        """Names and tensors, each checked against the manifest."""
+        """Return names and tensors, which are compared with the manifest."""
         return unpack(manifest, self._buffer(manifest))
 
     def _buffer(self, manifest):

@@ -1,10 +1,11 @@
-"""How many different advantages can a group of rollouts get? Figure 3 of the GDPO paper, counted by enumeration.
+"""Count the distinct advantages that a group of rollouts can get, as in Figure 3 of the GDPO paper.
 
     python examples/distinct_advantages.py [--out distinct_advantages.png]
 
-Every group of G rollouts with n binary rewards is enumerated, its advantages are computed as the trainer computes
-them, and the sorted results are counted. Summing the rewards first (GRPO) merges groups that normalising each reward
-first (GDPO) keeps apart; up to G = 3, GDPO and the sum without division by the deviation keep equally many.
+The script enumerates all groups of G rollouts with n binary rewards, computes their advantages with the trainer's code,
+and counts the distinct sorted results. GDPO, which normalizes each reward first, distinguishes groups that GRPO, which
+sums the rewards first, does not. Up to G = 3, GDPO and GRPO without division by the standard deviation distinguish the
+same number of groups.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from itertools import chain, combinations_with_replacement
 
 import numpy as np
 
-from gdpo_nemo.algorithms import compute_advantages
+from gdpo_nemo import compute_advantages
 
 ESTIMATORS = {"grpo": "GRPO", "dr_grpo": "GRPO without std", "gdpo": "GDPO"}
 
 
 def every_group(rewards: int, size: int) -> np.ndarray:
-    """All multisets of `size` vectors in {0, 1}^rewards: float [groups, size, rewards]."""
+    """Return all multisets of `size` vectors in {0, 1}^rewards: float [groups, size, rewards]."""
     multisets = chain.from_iterable(combinations_with_replacement(range(2**rewards), size))
     codes = np.fromiter(multisets, dtype=np.int64).reshape(-1, size)
     return (codes[:, :, None] >> np.arange(rewards) & 1).astype(np.float64)
 
 
 def count(groups: np.ndarray, estimator: str) -> int:
-    """Different sorted advantage vectors among the groups, before the batch norm."""
+    """Return the number of distinct sorted advantage vectors, before batch norm."""
     number, size, rewards = groups.shape
     ids = np.repeat(np.arange(number), size)
     table = groups.reshape(-1, rewards)
@@ -37,7 +38,7 @@ def count(groups: np.ndarray, estimator: str) -> int:
 
 
 def curve(cases: list[tuple[int, int]]) -> dict[str, list[int]]:
-    """Counts of every estimator for each (rewards, group size); printed as they come."""
+    """Return the counts of each estimator for each (rewards, group size), and print them."""
     counts: dict[str, list[int]] = {name: [] for name in ESTIMATORS}
     for rewards, size in cases:
         groups = every_group(rewards, size)
@@ -49,7 +50,7 @@ def curve(cases: list[tuple[int, int]]) -> dict[str, list[int]]:
 
 
 def draw(panels: list[tuple[str, list[int], dict[str, list[int]]]], path: str) -> None:
-    """One panel per (axis label, axis values, counts), on a logarithmic scale."""
+    """Plot a panel on a logarithmic scale for each (axis label, axis values, counts)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -63,12 +64,12 @@ def draw(panels: list[tuple[str, list[int], dict[str, list[int]]]], path: str) -
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.savefig(path, dpi=150)
-    print(f"drawn to {path}")
+    print(f"saved plot to {path}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", default="distinct_advantages.png", help="figure to write")
+    parser.add_argument("--out", default="distinct_advantages.png", help="image file to write (default: %(default)s)")
     arguments = parser.parse_args()
     print(f"{'rewards':>8} {'group':>6} {'multisets':>10}" + "".join(f"{title:>18}" for title in ESTIMATORS.values()))
     sizes = list(range(2, 13))

@@ -1,24 +1,24 @@
-"""GDPO against GRPO on a CPU, through the real trainer: where normalising each reward first helps, and where it does
-not.
+"""Compare GDPO with GRPO on a CPU, with the real trainer: when normalising each reward first helps, and when not.
 
     uv run examples/gdpo_vs_grpo.py            three seeds, two settings and the control, under 30 minutes on two cores
     uv run examples/gdpo_vs_grpo.py --quick    two seeds, one setting and the control, under 8 minutes
 
-A small language model sorts digits for three rewards: correct (C), well-formed (F), short (L). Every run is one of
-``examples/run_gdpo.py``, with Megatron, vLLM and Ray. All methods start, seed by seed, from the same warmed-up model,
-with the same prompts and sample seeds, so differences between methods are taken within a seed. What is shown are the
-raw flags, whatever the trained rewards are. Two settings and a control:
+A small language model sorts digits for three rewards: correct (C), well-formed (F) and short (L). Every run is a run
+of ``examples/run_gdpo.py``, with Megatron, vLLM and Ray. For each seed, all methods start from the same warmed-up model
+and use the same prompts and sample seeds, so methods are compared within a seed. The report shows the raw flags C, F
+and L, whatever rewards were trained. There are two settings and a control:
 
-* scaled and conditioned: C pays -3 or 3, and L pays only if the answer is right (scale and conditioning of the GDPO
-  paper). Summed, the small and conditioned rewards drown in the large one. GDPO is expected to win here.
-* equal: all three pay 0 or 1. Nothing drowns, and nothing is expected to differ.
+* scaled: C is -3 or 3, and L is paid only if the answer is correct (scale and condition of the GDPO paper). In a sum,
+  the large reward dominates the small and the conditional one. GDPO is expected to win.
+* equal: all three rewards are 0 or 1. No reward dominates, and no difference is expected.
 * control: GRPO in the first setting with weights (1/6, 1, 1), which undo the scale by hand.
 
-What GDPO does not do: it does not learn correctness faster, it does not find skills that the model lacks (the warm-up
-taught this one, reinforcement selects it), and it takes scale that was meant as priority away: use weights for that.
+GDPO does not learn correctness faster. It does not find skills that the model lacks: the warm-up taught sorting, and
+reinforcement learning selects it. If a reward has a larger scale because it matters
+more, GDPO removes this effect; set the reward's weight instead.
 
-Runs that are finished are not run again; ``--report`` only draws what is there. Results are in
-``results/gdpo_vs_grpo``.
+Finished runs are not repeated, and ``--report`` only reports on them. Results are in ``results/gdpo_vs_grpo``. Its
+``comparison.md`` is the page ``docs/gdpo_vs_grpo.md``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import textwrap
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo import read_metrics
 
 HERE = Path(__file__).resolve().parent
 FLAGS = {"C": "correct", "F": "well-formed", "L": "short", "All": "all three at once"}
@@ -57,14 +56,21 @@ SETTINGS = {
     "scaled": ("C in {-3, 3}, L paid only if C", SCALED, ("gdpo", "grpo", "control", "dr_grpo")),
     "equal": ("C, F and L in {0, 1}", [], ("gdpo", "grpo", "dr_grpo")),
 }
-LEARNING_RATE_REMARK = (
-    "The learning rate moves more than the estimator. Measured once in the first setting with a plain PyTorch loop, "
-    "six seeds, GRPO / GDPO, All at the end: .226 / .316 at 5e-5, .515 / .583 at 1.5e-4 (used here), .679 / .680 at "
-    "5e-4. The sign of the gap is the same throughout, but GRPO at 5e-4 beats GDPO at 1.5e-4."
-)
+LEARNING_RATE = """## Learning rate
+
+The learning rate has more effect than the estimator.
+The share All at the end of the first setting was measured once with a plain PyTorch loop and six seeds:
+
+| learning rate | GRPO | GDPO |
+|---|---|---|
+| 5e-5 | .226 | .316 |
+| 1.5e-4 (used here) | .515 | .583 |
+| 5e-4 | .679 | .680 |
+
+GDPO is ahead at each learning rate, but GRPO at 5e-4 is better than GDPO at 1.5e-4."""
 
 Curves = dict[tuple[str, str], np.ndarray]
-"""(setting, method) -> float [seeds, steps, flags]; the seeds of a setting are the same for all its methods."""
+"""(setting, method) -> float [seeds, steps, flags]. All methods of a setting have the same seeds."""
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------
@@ -82,17 +88,17 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run's own folder."""
+        """Run folder."""
         return self.out / "runs" / f"{self.setting}_{self.method}_{self.seed}"
 
     @property
     def model(self) -> Path:
-        """The warmed-up model that all runs of the seed start from."""
+        """Warmed-up model from which all runs of the seed start."""
         return self.out / "models" / f"small_{self.seed}"
 
     def overrides(self) -> list[str]:
-        """What distinguishes the run from the demo; nothing is measured or written that the comparison does not
-        read."""
+        """Return the config overrides relative to the demo. Measurements and files that the comparison does not use
+        are turned off."""
         return [
             f"run.name={self.folder.name}",
             f"run.dir={self.folder}",
@@ -116,11 +122,11 @@ class Run:
         ]
 
     def finished(self) -> bool:
-        """Whether the metrics of all steps are there."""
+        """Return whether the run has the metrics of all steps."""
         return (self.folder / "metrics.jsonl").exists() and len(_steps(self.folder)) == STEPS
 
     def start(self) -> None:
-        """Run to the end; a run that was cut short starts anew, since it saves no checkpoints."""
+        """Run to the end. An interrupted run starts again at step 0, because it has no checkpoints."""
         if self.finished():
             return
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -136,7 +142,7 @@ class Run:
 
 
 def _call(command: list[str], log: Path) -> None:
-    """Run a command with its output in a file."""
+    """Run a command and write its output to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     with open(log, "w") as file:
@@ -144,7 +150,7 @@ def _call(command: list[str], log: Path) -> None:
             command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=HERE.parent
         ).returncode
     if status:
-        sys.exit(f"{shlex.join(command[:2])} ended with status {status}; see {log}")
+        sys.exit(f"{shlex.join(command[:2])}: exit status {status}; see {log}")
 
 
 def _make_model(run: Run) -> None:
@@ -154,7 +160,7 @@ def _make_model(run: Run) -> None:
 
 
 def plan(settings: list[str], methods: set[str], seeds: list[int], out: Path, cores: int) -> list[Run]:
-    """All runs, seed by seed, so that whatever is finished when somebody stops is paired."""
+    """Return all runs ordered by seed, so that after an interruption all methods have the same finished seeds."""
     return [
         Run(setting, method, seed, out, cores)
         for seed in seeds
@@ -169,7 +175,7 @@ def _steps(folder: Path) -> list[dict]:
 
 
 def flags_of(run: Run) -> np.ndarray:
-    """The raw flags C, F, L and All of every step's batch, whatever was trained: [steps, 4]."""
+    """Return the raw flags C, F, L and All of every step's batch, whatever rewards were trained. Shape: [steps, 4]."""
     table = []
     for row in _steps(run.folder):
         correct = row["reward/correctness/mean"]
@@ -180,7 +186,7 @@ def flags_of(run: Run) -> np.ndarray:
 
 
 def collect(runs: list[Run]) -> tuple[Curves, dict[str, list[int]]]:
-    """Curves of the finished runs, and the seeds of every setting for which all its methods are finished."""
+    """Return the curves of the finished runs, and for every setting the seeds whose runs are all finished."""
     curves: Curves = {}
     complete: dict[str, list[int]] = {}
     for setting in dict.fromkeys(run.setting for run in runs):
@@ -198,25 +204,25 @@ def collect(runs: list[Run]) -> tuple[Curves, dict[str, list[int]]]:
 
 
 def trailing(curves: np.ndarray) -> np.ndarray:
-    """Mean over the last five steps, [seeds, steps - 4, flags]; the first belongs to step 5."""
+    """Return the mean over the last five steps. Shape: [seeds, steps - 4, flags]; the first entry belongs to step 5."""
     return np.lib.stride_tricks.sliding_window_view(curves, WINDOW, axis=1).mean(axis=-1)
 
 
 def steps_to(curves: np.ndarray) -> np.ndarray:
-    """First step at which the trailing mean reaches each goal, STEPS + 1 where none does: [seeds, flags]."""
+    """Return the first step at which the trailing mean reaches each goal, or STEPS + 1. Shape: [seeds, flags]."""
     reached = trailing(curves) >= np.array(list(GOALS.values()))
     return np.where(reached.any(axis=1), reached.argmax(axis=1) + WINDOW, STEPS + 1)
 
 
 def standard_error(values: np.ndarray) -> np.ndarray:
-    """Over seeds, axis 0; NaN for one seed."""
+    """Return the standard error over seeds (axis 0); NaN for one seed."""
     if len(values) < 2:
         return np.full(values.shape[1:], np.nan)
     return values.std(axis=0, ddof=1) / np.sqrt(len(values))
 
 
 def _cells(values: np.ndarray, form: str) -> list[str]:
-    """Mean ± standard error of every column of [seeds, columns]."""
+    """Format mean ± standard error of every column. ``values`` has the shape [seeds, columns]."""
     pairs = zip(values.mean(axis=0), standard_error(values))
     return [f"{mean:{form}}" + ("" if np.isnan(error) else f" ± {error:{form.lstrip('+')}}") for mean, error in pairs]
 
@@ -227,7 +233,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def ends_table(curves: Curves) -> str:
-    """End values and steps to the goals."""
+    """Return a table of the values at the end and the steps to the goals."""
     goals = [f"steps to {flag} ≥ {goal:g}" for flag, goal in GOALS.items()]
     rows = [
         [
@@ -242,7 +248,7 @@ def ends_table(curves: Curves) -> str:
 
 
 def differences_table(curves: Curves) -> str:
-    """Paired differences of the mean over all steps."""
+    """Return a table of the paired differences of the mean over all steps."""
     rows = []
     for (setting, method), runs in curves.items():
         if method != "gdpo":
@@ -252,54 +258,65 @@ def differences_table(curves: Curves) -> str:
 
 
 def headline(curves: Curves) -> str:
-    """What the settings show, with their reservations, in sentences filled in from the numbers."""
+    """Return the main results as a Markdown list."""
     to_all = {m: _cells(steps_to(curves["scaled", m]), ".1f")[3] for m in ("gdpo", "grpo", "control")}
     end = {m: _cells(trailing(curves["scaled", m])[:, -1], ".3f")[0] for m in ("gdpo", "grpo")}
-    text = (
-        "With C in {-3, 3} and L paid only if C, GDPO has all three right in 40 % of the samples after "
-        f"{to_all['gdpo']} steps, GRPO on the raw scales after {to_all['grpo']}, GRPO with weights chosen by hand "
-        f"after {to_all['control']} ({STEPS + 1}: not within {STEPS}). Correctness ends at {end['gdpo']} with GDPO "
-        f"and {end['grpo']} with GRPO."
-    )
+    lines = [
+        "The runs show:",
+        "",
+        f"* In the first setting, 40 % of the samples have all three right after {to_all['gdpo']} steps with GDPO "
+        f"and after {to_all['grpo']} with GRPO.",
+        f"  GRPO with weights chosen by hand takes {to_all['control']} steps.",
+        f"* Correctness ends at {end['gdpo']} with GDPO and {end['grpo']} with GRPO.",
+    ]
     if ("equal", "gdpo") in curves:
         gap = _cells(curves["equal", "gdpo"].mean(axis=1) - curves["equal", "grpo"].mean(axis=1), "+.3f")
-        text += (
-            f" With rewards of equal scale GDPO minus GRPO is {gap[0]} in C and {gap[3]} in All, averaged over the run."
-        )
-    return text
+        lines += [
+            "* In the second setting the rewards have equal scale.",
+            f"  Averaged over the run, GDPO minus GRPO is {gap[0]} in C and {gap[3]} in All.",
+        ]
+    return "\n".join(lines)
 
 
 def report(curves: Curves, complete: dict[str, list[int]], command: str) -> str:
-    """The whole result as Markdown."""
-    seeds = "; ".join(f"{', '.join(map(str, found))} ({SETTINGS[setting][0]})" for setting, found in complete.items())
-    about = (
-        f"Made by `{command}`, seeds {seeds}. Each run is the real trainer on a model of 224,256 parameters after 250 "
-        f"warm-up steps: {STEPS} steps of 16 prompts x 8 samples, learning rate 1.5e-4, one update a step, no KL. "
-        f"Values are raw flags of the training batches, at the end the mean of the last {WINDOW} steps. ± is the "
-        "standard error over so few seeds that it is itself uncertain."
-    )
-    limits = (
-        "What this does not show: that GDPO learns correctness faster, or finds what the model lacks (the warm-up "
-        "taught sorting; reinforcement selects it). Equal scales, or weights that undo the scales, leave GDPO little "
-        "to gain; and where a larger scale was meant as priority, GDPO takes it away: use weights for that."
-    )
-    paired = f"Paired differences of the mean over all {STEPS} steps (same seed, same model, same prompts):"
-    texts = [
-        "# GDPO against GRPO on a CPU",
-        _wrapped(headline(curves)),
-        _wrapped(about),
+    """Return the results as a Markdown page."""
+    named = {setting: ", ".join(map(str, found)) for setting, found in complete.items()}
+    if len(set(named.values())) == 1:
+        seeds = f"seeds {named['scaled']} in each setting"
+    else:
+        seeds = "; ".join(f"seeds {found} ({SETTINGS[setting][0]})" for setting, found in named.items())
+    sections = [
+        "# GDPO compared with GRPO on a CPU",
+        "After this page you know when GDPO helps and by how much, on a small model.",
+        f"```bash\n{command}\n```",
+        "This command makes this page.\n"
+        "The model sorts digits for three rewards: C (correct), F (format) and L (length).\n"
+        "*All* is the share of samples with all three right.",
+        "* In the first setting C is in {-3, 3}, and L is paid only if the answer is correct.\n"
+        "* In the second setting, which `--quick` skips, C, F and L are in {0, 1}.",
+        headline(curves),
+        "GDPO does not learn correctness faster.\n"
+        "It does not find skills that the model lacks: the warm-up taught sorting, and reinforcement learning selects "
+        "it.\n"
+        "If the rewards have equal scales, or weights that undo the scales, GDPO gains little.\n"
+        "If a reward has a larger scale because it matters more, GDPO removes this effect; set the reward's weight "
+        "instead.",
+        "## Results",
+        f"Method: the real trainer on a model of 224,256 parameters after 250 warm-up steps, with {seeds}.\n"
+        f"Each run has {STEPS} steps of 16 prompts x 8 samples, learning rate 1.5e-4, one update per step and no KL.\n"
+        "Values are the raw flags C, F and L of the training batches, whatever rewards were trained.\n"
+        f'"At the end" is the mean of the last {WINDOW} steps; {STEPS + 1} steps means "not within {STEPS} steps".\n'
+        "± is the standard error, which is itself uncertain with so few seeds.",
         ends_table(curves),
-        paired,
-    ] + [differences_table(curves), _wrapped(limits), _wrapped(LEARNING_RATE_REMARK)]
-    return "\n\n".join(texts) + "\n"
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+        f"Paired differences of the mean over all {STEPS} steps (same seed, same model, same prompts):",
+        differences_table(curves),
+        LEARNING_RATE,
+    ]
+    return "\n\n".join(sections) + "\n"
 
 
 def draw(curves: Curves, path: Path) -> None:
-    """Four panels a setting, one line a method: mean over seeds and a band of one standard error."""
+    """Draw four panels per setting and one line per method: mean over seeds, with a band of one standard error."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -314,9 +331,9 @@ def draw(curves: Curves, path: Path) -> None:
     FigureCanvasAgg(figure)
     bands = figure.subfigures(len(settings), 1, squeeze=False)[:, 0]
     handles = {}
-    for place, (band, setting) in enumerate(zip(bands, settings)):
+    for row, (band, setting) in enumerate(zip(bands, settings)):
         count = len(curves[setting, "gdpo"])
-        title = f"Rewards: {SETTINGS[setting][0]}" + ("" if setting == "scaled" else ", all three alike")
+        title = f"Rewards: {SETTINGS[setting][0]}" + ("" if setting == "scaled" else ", equal scale")
         band.suptitle(f"{title}   ({count} seed{'s' * (count > 1)})", x=0.01, ha="left", fontsize=11, fontweight="bold")
         for k, (axes, (flag, meaning)) in enumerate(zip(band.subplots(1, 4, sharey=True), FLAGS.items())):
             for method in (m for s, m in curves if s == setting):
@@ -332,7 +349,7 @@ def draw(curves: Curves, path: Path) -> None:
             axes.set(xlim=(WINDOW, STEPS), ylim=(0, 1.02))
             axes.spines[["top", "right"]].set_visible(False)
             axes.grid(alpha=0.25)
-            if place == len(settings) - 1:
+            if row == len(settings) - 1:
                 axes.set_xlabel("step")
             if k == 0:
                 axes.set_ylabel("share of samples")
@@ -344,15 +361,18 @@ def draw(curves: Curves, path: Path) -> None:
 
 
 def main() -> int:
-    """Command line; see the top of the file."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="two seeds, the first setting with its control")
-    parser.add_argument("--seeds", type=int, help="number of seeds, from 0 on (3; 2 with --quick)")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (2)")
+    parser.add_argument("--quick", action="store_true", help="two seeds, only the first setting and its control")
+    parser.add_argument("--seeds", type=int, help="number of seeds, from seed 0 (default: 3, with --quick 2)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of runs at the same time (default: 2)")
     parser.add_argument(
-        "--out", type=Path, default=Path("results/gdpo_vs_grpo"), help="folder of runs and results (%(default)s)"
+        "--out",
+        type=Path,
+        default=Path("results/gdpo_vs_grpo"),
+        help="folder of runs and results (default: %(default)s)",
     )
-    parser.add_argument("--report", action="store_true", help="run nothing; report what is finished")
+    parser.add_argument("--report", action="store_true", help="start no runs; report on the finished ones")
     chosen = parser.parse_args()
     cores = max(1, len(os.sched_getaffinity(0)) // chosen.jobs)
     settings, methods = (["scaled"], {"gdpo", "grpo", "control"}) if chosen.quick else (list(SETTINGS), set(METHODS))

@@ -1,16 +1,16 @@
-"""Make the small models that the CPU configs start from; ``policy.model_factory`` names the functions here.
+"""Create the small initial models of the CPU configs. Configs use these functions as ``policy.model_factory``.
 
     python examples/make_tiny_model.py results/models/digit_sort_0 --seed 0       a minute on two cores
     python examples/make_tiny_model.py results/models/small_0 --seed 0 --small    a fifth of the size
-    python examples/make_tiny_model.py results/models/random_0 --seed 0 --random  seconds, knows nothing
+    python examples/make_tiny_model.py results/models/random_0 --seed 0 --random  seconds; untrained
 
-``make_tiny_model`` warms a random Qwen2 up on digit sorting, by next-token training through the same Megatron policy
-that reinforcement learning then continues. The texts are wrong, malformed and long on purpose, each in more than half
-of the rows: the model comes to know how the digits are sorted and what a good completion looks like, but seldom does
-all of it at once. What the rewards then bring out is there already; they select it, they do not teach it.
+``make_tiny_model`` warms up a random Qwen2 on digit sorting. It uses next-token training with the same Megatron policy
+that reinforcement learning uses later. More than half of the texts are wrong on purpose, and as many are malformed or
+long. The model thus learns how digits are sorted and what a good completion looks like, but rarely does both at once.
+Reinforcement learning then selects these skills; it does not teach them.
 
-The same seed gives the same bits on the same machine with the same number of threads. A folder appears when it is
-whole.
+The same seed gives bitwise equal weights on the same machine with the same number of threads. The output folder is
+created atomically.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Iterator, NamedTuple
 
-# Threads that spin while they wait cost more than they gain on a few cores. Read once, when torch is imported.
+# On a few cores, threads that spin while waiting slow the training down. torch reads this variable during import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import numpy as np
@@ -37,12 +37,11 @@ import transformers
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2Tokenizer
 
-from gdpo_nemo.algorithms import LossSettings
+from gdpo_nemo import GdpoError, LossSettings, TrainSequence
 from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
-from gdpo_nemo.data.packing import TrainSequence, assign
+from gdpo_nemo.data.packing import assign
 from gdpo_nemo.environments.tasks.digit_sort import DIGITS, is_held_out
-from gdpo_nemo.errors import GdpoError
-from gdpo_nemo.weights.model_folder import whole_or_nothing
+from gdpo_nemo.models.hf_folder import whole_or_nothing
 
 ALPHABET = "0123456789+=<>/ta,."
 PAD = 0
@@ -50,12 +49,12 @@ EOS = 1
 
 WARM_UP_STEPS = 200
 ROUNDS = 8
-"""Of a text of ``make_rounds_model``."""
+"""Number of rounds in a training text of ``make_rounds_model``."""
 ROWS_PER_STEP = 96
 _PROGRESS_EVERY = 20
 
-# What the functions below write, which --dry-run and `plan` read from here (as text: nothing of this file is run for
-# it). A head has at least 32 places: vLLM's attention on CPUs knows no smaller one.
+# Configs of the models that the functions below write. --dry-run and `plan` parse them without running this file. The
+# head size is at least 32, the minimum of vLLM's attention on CPUs.
 MODEL_CONFIGS = {
     "make_tiny_model": {
         "model_type": "qwen2", "vocab_size": 21, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -100,106 +99,106 @@ CHAT_TEMPLATE = (
 def make_tiny_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
     """Write a digit-sorting Qwen2 (1,053,952 parameters, 21 characters as tokens) to ``folder``.
 
-    Call it in a process that has not imported Megatron: it joins a process group of one and leaves it again.
+    Call it in a process that has not imported Megatron, because it creates and destroys a process group of one rank.
 
     Raises:
-        ConfigError: there is something at ``folder`` already.
+        ConfigError: if ``folder`` already exists and is not empty.
     """
     _make_digit_sorter(folder, seed, steps, MODEL_CONFIGS["make_tiny_model"])
 
 
 def make_small_model(folder: str, seed: int, steps: int = 250) -> None:
-    """Write a digit sorter of a fifth of the size (224,256 parameters), for comparisons that need many runs.
+    """Write a digit-sorting model of a fifth of the size (224,256 parameters), for comparisons of many runs.
 
-    As ``make_tiny_model``.
+    See ``make_tiny_model``.
     """
     _make_digit_sorter(folder, seed, steps, MODEL_CONFIGS["make_small_model"])
 
 
 def make_rounds_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
-    """Write a digit sorter of the tiny size that has seen ``ROUNDS`` rounds of ``digit_rounds.py`` in each text.
+    """Write a model of the size of ``make_tiny_model``, trained on texts with ``ROUNDS`` rounds of ``digit_rounds.py``.
 
-    As ``make_tiny_model``.
+    See ``make_tiny_model``.
     """
     tokenizer = character_tokenizer()
-    with whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+    with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
         _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_rounds_model"])
-        _warm_up(scratch, whole, seed, steps, _round_rows(seed), rows_per_step=24)
+        _warm_up(scratch, partial, seed, steps, _round_rows(seed), rows_per_step=24)
 
 
 def _make_digit_sorter(folder: str, seed: int, steps: int, fields: dict) -> None:
     tokenizer = character_tokenizer()
-    with whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+    with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
         _write_random(scratch, tokenizer, seed, fields)
-        _warm_up(scratch, whole, seed, steps, _character_rows(seed))
+        _warm_up(scratch, partial, seed, steps, _character_rows(seed))
 
 
 def make_answering_model(folder: str, seed: int, steps: int = 120) -> None:
-    """Write a two-layer Qwen2 over bytes that answers any question with tags and some number, mostly not quite in form.
+    """Write a two-layer byte-level Qwen2 that answers each question with a number in tags, which are often malformed.
 
-    It cannot do arithmetic; it gives a run over real question texts something that its rewards tell apart.
+    It cannot do arithmetic. With it, runs on real question texts get different rewards for different samples.
 
     Raises:
-        ConfigError: there is something at ``folder`` already.
+        ConfigError: if ``folder`` already exists and is not empty.
     """
     tokenizer = byte_tokenizer()
-    with whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+    with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
         _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_answering_model"])
-        _warm_up(scratch, whole, seed, steps, _byte_rows(seed, tokenizer), rows_per_step=16)
+        _warm_up(scratch, partial, seed, steps, _byte_rows(seed, tokenizer), rows_per_step=16)
 
 
 def make_tool_calling_model(folder: str, seed: int, steps: int = 120) -> None:
-    """Write a two-layer Qwen2 over bytes that answers questions about the weather with a call, more or less.
+    """Write a two-layer byte-level Qwen2 that answers questions about the weather with tool calls.
 
-    As ``make_answering_model``: right in form often, right in everything sometimes.
+    The calls are often well-formed and sometimes correct. See ``make_answering_model``.
 
     Raises:
-        ConfigError: there is something at ``folder`` already.
+        ConfigError: if ``folder`` already exists and is not empty.
     """
     tokenizer = byte_tokenizer()
-    with whole_or_nothing(folder) as whole, tempfile.TemporaryDirectory() as scratch:
+    with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
         _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_tool_calling_model"])
-        _warm_up(scratch, whole, seed, steps, _tool_call_rows(seed, tokenizer), rows_per_step=16)
+        _warm_up(scratch, partial, seed, steps, _tool_call_rows(seed, tokenizer), rows_per_step=16)
 
 
 def make_random_model(folder: str, seed: int) -> None:
-    """Write a random two-layer Qwen2 over bytes, with a chat template, to ``folder``: for trying real text out.
+    """Write a random two-layer byte-level Qwen2 with a chat template to ``folder``, for tests with real text.
 
     Raises:
-        ConfigError: there is something at ``folder`` already.
+        ConfigError: if ``folder`` already exists and is not empty.
     """
-    with whole_or_nothing(folder) as whole:
-        _write_random(whole, byte_tokenizer(), seed, MODEL_CONFIGS["make_random_model"])
+    with whole_or_nothing(folder) as partial:
+        _write_random(partial, byte_tokenizer(), seed, MODEL_CONFIGS["make_random_model"])
 
 
 def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, fields: dict) -> None:
-    """A randomly initialised Qwen2 with these ``fields`` of its configuration, and its tokenizer."""
-    ends = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
+    """Write a randomly initialized Qwen2 with the config ``fields``, and its tokenizer."""
+    special_ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
     shape = {key: value for key, value in fields.items() if key != "model_type"}
-    config = Qwen2Config(dtype="float32", **shape, **ends)
+    config = Qwen2Config(dtype="float32", **shape, **special_ids)
     transformers.logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
-    model.generation_config = GenerationConfig(do_sample=True, **ends)
+    model.generation_config = GenerationConfig(do_sample=True, **special_ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    for file in Path(folder).glob("*.safetensors"):  # which safetensors makes private
+    for file in Path(folder).glob("*.safetensors"):  # safetensors writes files that only their owner can read
         file.chmod((Path(folder) / "config.json").stat().st_mode & 0o777)
 
 
 # -- tokenizers -----------------------------------------------------------------------------------------------------
 #
-# Both are Qwen2's own tokenizer, with another vocabulary and no merges: whatever class a Qwen2 folder names,
-# transformers reads it as that one.
+# Both are Qwen2 tokenizers with another vocabulary and without merges, because transformers loads the tokenizer of a
+# Qwen2 folder as this class, whatever class the folder specifies.
 
 
 def character_tokenizer() -> Qwen2Tokenizer:
-    """One token per character of ``ALPHABET``, after padding (0) and end (1). Other characters are dropped."""
+    """Return a tokenizer with padding (0), end (1), and a token per character of ``ALPHABET``. It drops all others."""
     return _tokenizer(["<pad>", "<eos>", *ALPHABET], unk_token="<pad>", pad_token="<pad>", eos_token="<eos>")
 
 
 def byte_tokenizer() -> Qwen2Tokenizer:
-    """One token per byte of the text (Unicode-normalised, NFC), and three for the ends of a chat's turns."""
+    """Return a tokenizer with a token per byte (after Unicode normalization to NFC) and three special tokens."""
     pad = "<|pad|>"
     end = "<|end|>"
     start = "<|start|>"
@@ -219,13 +218,13 @@ def _tokenizer(tokens: list[str], **special) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(vocabulary, merges=[], clean_up_tokenization_spaces=False, **special)
 
 
-# -- what the warm-up shows -----------------------------------------------------------------------------------------
+# -- texts of the warm-up -------------------------------------------------------------------------------------------
 
 
 def warm_up_texts(seed: int) -> Iterator[tuple[str, str]]:
-    """Prompts and completions without end. No prompt is held out; every choice is independent of the others.
+    """Yield an infinite sequence of prompts and completions. Held-out prompts are excluded.
 
-    Well-formed in 40 % of the rows, right in 40 %, and with a short body in 40 %.
+    Independently, 40 % of completions are well-formed, 40 % are correct, and 40 % have a short body.
     """
     rng = random.Random(seed)
     for digits in _questions(rng):
@@ -255,7 +254,7 @@ def _body(rng: random.Random) -> str:
 
 
 def _completion(rng: random.Random, answer: str, body: str) -> str:
-    """At most 35 characters: with the end token they fill the 36 that the config lets the model write."""
+    """Return a completion of at most 35 characters. With the end token, these are the 36 tokens of the config."""
     if rng.random() < 0.4:
         return f"<t>{body}</t><a>{answer}</a>"
     malformed = (
@@ -272,13 +271,13 @@ _LETTERS = string.ascii_lowercase * 8 + string.ascii_uppercase + string.digits +
 
 
 class Row(NamedTuple):
-    """A text of the warm-up."""
+    """Training text of the warm-up."""
 
     prompt: list[int]
     completion: list[int]
-    """Token ids, the end token included."""
+    """Token ids, including the end token."""
     written: list[bool] | None = None
-    """Which tokens of the completion are learnt; None: all."""
+    """True for completion tokens that are trained; None: all of them are."""
 
 
 def _character_rows(seed: int) -> Iterator[Row]:
@@ -287,7 +286,7 @@ def _character_rows(seed: int) -> Iterator[Row]:
 
 
 def _round_rows(seed: int) -> Iterator[Row]:
-    """``ROUNDS`` questions and answers behind each other, the answers as in ``warm_up_texts`` but without a body."""
+    """Yield texts of ``ROUNDS`` questions and answers. Answers are as in ``warm_up_texts``, but without a body."""
     rng = random.Random(seed)
     questions = _questions(rng)
     while True:
@@ -301,7 +300,7 @@ def _round_rows(seed: int) -> Iterator[Row]:
 
 
 def _byte_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
-    """Chats of random words, up to the length of a GSM8K question under its system prompt, and answers to them."""
+    """Yield chats of random words, with up to the length of a GSM8K prompt, and tagged answers."""
     from gdpo_nemo.environments.tasks.gsm8k import Gsm8k
 
     rng = random.Random(seed)
@@ -315,7 +314,7 @@ def _byte_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
 
 
 def _tagged_answer(rng: random.Random) -> str:
-    """Half of them in form, half with a whole number; the numbers are small, so that a few happen to be right."""
+    """Return an answer. Half are well-formed, half are integers, and some small numbers are correct by chance."""
     number = str(rng.randint(1, 20)) if rng.random() < 0.5 else f"{rng.randint(1, 20)}.{rng.randint(0, 9)}"
     if rng.random() < 0.5:
         return f"<think>so</think>\n<answer>{number}</answer>"
@@ -325,8 +324,8 @@ def _tagged_answer(rng: random.Random) -> str:
 
 
 def _tool_call_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
-    """The prompts of ``data/weather_calls.jsonl`` with calls for any of their cities, a third of them spoilt."""
-    from gdpo_nemo.environments.nemo_gym.gym_rows import read_row
+    """Yield prompts of ``data/weather_calls.jsonl`` with calls for a random city, a third of which are malformed."""
+    from gdpo_nemo.environments.nemo_gym.rows import read_row
 
     rng = random.Random(seed)
     file = Path(__file__).with_name("data") / "weather_calls.jsonl"
@@ -337,8 +336,8 @@ def _tool_call_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
         prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
         city = rng.choice(cities)
         call = f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{city}"}}}}</tool_call>'
-        spoilt = (f"Sure. {call}", call.replace('"}}', '"}'), call.replace("city", "place", 1), f"Fine in {city}.")
-        answer = tokenizer.encode(call if rng.random() < 0.67 else rng.choice(spoilt), add_special_tokens=False)
+        malformed = (f"Sure. {call}", call.replace('"}}', '"}'), call.replace("city", "place", 1), f"Fine in {city}.")
+        answer = tokenizer.encode(call if rng.random() < 0.67 else rng.choice(malformed), add_special_tokens=False)
         yield Row(tokenizer.encode(prompt, add_special_tokens=False), [*answer, tokenizer.eos_token_id])
 
 
@@ -348,19 +347,19 @@ def _tool_call_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
 def _warm_up(
     start: str | Path, result: Path, seed: int, steps: int, rows: Iterator[Row], rows_per_step: int = ROWS_PER_STEP
 ) -> None:
-    """Train the model in ``start`` on the completions of ``rows`` and write it to ``result``."""
+    """Train the model in ``start`` on the completions of ``rows``, and write it to ``result``."""
     from gdpo_nemo.megatron import runtime
 
-    ours = runtime.prepare()
-    from gdpo_nemo.megatron.hf_files import write_model
+    process_runtime = runtime.prepare()
     from gdpo_nemo.megatron.policy import Policy
+    from gdpo_nemo.models.hf_folder import write_model
 
     config = _training(str(start), steps)
-    with tempfile.TemporaryDirectory() as meeting:
-        runtime.initialize(ours, rank=0, world_size=1, init_method=f"file://{meeting}/rendezvous")
+    with tempfile.TemporaryDirectory() as rendezvous_dir:
+        runtime.initialize(process_runtime, rank=0, world_size=1, init_method=f"file://{rendezvous_dir}/rendezvous")
         try:
             runtime.lay_out(config.megatron_cfg, seed)
-            policy = Policy(config, start, ours, total_updates=steps)
+            policy = Policy(config, start, process_runtime, total_updates=steps)
             _train(policy, rows, steps, rows_per_step)
             write_model(result, policy.weights(), policy.built.hf_config, start)
         finally:
@@ -378,7 +377,7 @@ def _training(folder: str, steps: int) -> PolicyConfig:
 
 
 def _train(policy, rows: Iterator[Row], steps: int, rows_per_step: int) -> None:
-    """Cross-entropy of the completion tokens: a policy loss that is linear in the log-probs, with every advantage 1."""
+    """Minimize the cross-entropy of completion tokens, with a loss that is linear in log-probs and advantages of 1."""
     settings = LossSettings(type="target_po")
     start = time.monotonic()
     for step in range(1, steps + 1):
@@ -386,12 +385,12 @@ def _train(policy, rows: Iterator[Row], steps: int, rows_per_step: int) -> None:
         (micro_batches,) = assign([len(s) for s in batch], 1, policy.config.micro_batch_tokens)
         result = policy.train(batch, micro_batches, settings)
         if step in (1, steps) or step % _PROGRESS_EVERY == 0:
-            spent = time.monotonic() - start
-            print(f"warm-up step {step:3d}/{steps}  loss {result.loss:.3f}  {spent:.0f} s", flush=True)
+            seconds = time.monotonic() - start
+            print(f"warm-up step {step:3d}/{steps}  loss {result.loss:.3f}  {seconds:.0f} s", flush=True)
 
 
 def _sequences(rows: list[Row]) -> list[TrainSequence]:
-    """The rows as training sequences, each completion token of the batch with the same weight."""
+    """Convert rows to training sequences. All completion tokens of the batch have the same weight."""
     sequences = [
         TrainSequence(
             prompt_ids=np.array(row.prompt, np.int32),
@@ -410,17 +409,21 @@ _ID = {character: number for number, character in enumerate(ALPHABET, start=EOS 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; see the top of the file."""
+    """Parse the command line, write the model, and return the exit status."""
     parser = argparse.ArgumentParser(description="Make a small model for the CPU configs.")
-    parser.add_argument("folder", help="where the model is written; must not exist")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and texts (0)")
+    parser.add_argument("folder", help="output folder; must not exist")
+    parser.add_argument("--seed", type=int, default=0, help="random seed for weights and texts (default: %(default)s)")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--small", action="store_true", help="a digit sorter of a fifth of the size")
-    kind.add_argument("--random", action="store_true", help="random weights over bytes instead of the digit sorter")
-    chosen = parser.parse_args(arguments)
-    make = make_small_model if chosen.small else make_random_model if chosen.random else make_tiny_model
+    kind.add_argument("--small", action="store_true", help="make a digit-sorting model of a fifth of the size")
+    kind.add_argument("--random", action="store_true", help="make a byte-level model with random weights instead")
+    options = parser.parse_args(arguments)
+    make = make_tiny_model
+    if options.small:
+        make = make_small_model
+    elif options.random:
+        make = make_random_model
     try:
-        make(chosen.folder, chosen.seed)
+        make(options.folder, options.seed)
     except GdpoError as error:
         print(f"make_tiny_model: {error}", file=sys.stderr)
         return 2

@@ -1,12 +1,12 @@
-"""Serve NeMo Gym resources servers from one process, without Ray: enough for verification on one machine.
+"""Serve NeMo Gym resources servers from one process, without Ray, for verification on one machine.
 
     uv venv --python 3.12 gym && uv pip install --no-config --python gym/bin/python nemo-gym==0.4.0
     gym/bin/python examples/serve_nemo_gym.py example_tool_call_multireward=12503
 
-Each argument is SERVER=PORT, a folder of `resources_servers` and where it listens; port 0 takes any free one. A head
-server that knows them all listens at --head-port. Prints a line of JSON with the URLs once all of them answer. To be
-run by a Python that has nemo-gym (0.4) and what the servers need; `gym env start` serves agents and models, too, and
-takes half a minute and two gigabytes for it.
+Each argument is SERVER=PORT: a folder in `resources_servers` and its port, or 0 for any free port. A head server, which
+lists all servers, listens on --head-port. After all servers have started, the script prints a line of JSON with their
+URLs. It requires a Python environment with nemo-gym 0.4 and the servers' dependencies. `gym env start` also serves
+agents and models, but takes half a minute and two gigabytes.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from omegaconf import OmegaConf  # noqa: E402
 
 
 def main() -> None:
-    """Command line; see the top of the file."""
+    """Parse the command line and serve until interrupted."""
     parser = argparse.ArgumentParser(description="Serve NeMo Gym resources servers without Ray.")
     parser.add_argument("servers", nargs="+", metavar="SERVER=PORT")
     parser.add_argument("--head-port", type=int, default=0)
     parser.add_argument("--host", default="127.0.0.1")
-    chosen = parser.parse_args()
-    wanted = [text.partition("=")[::2] for text in chosen.servers]
-    listeners = {name: _listen(chosen.host, int(port or 0)) for name, port in wanted}
-    head = _listen(chosen.host, chosen.head_port)
+    arguments = parser.parse_args()
+    requested = [text.partition("=")[::2] for text in arguments.servers]
+    listeners = {name: _listen(arguments.host, int(port or 0)) for name, port in requested}
+    head = _listen(arguments.host, arguments.head_port)
     ports = {name: listener.getsockname()[1] for name, listener in listeners.items()}
     config = OmegaConf.create(
-        {k: v for name, port in ports.items() for k, v in _sections(name, chosen.host, port).items()}
+        {k: v for name, port in ports.items() for k, v in _sections(name, arguments.host, port).items()}
     )
     global_config._GLOBAL_CONFIG_DICT = config
-    address = BaseServerConfig(host=chosen.host, port=head.getsockname()[1])
+    address = BaseServerConfig(host=arguments.host, port=head.getsockname()[1])
     client = ServerClient(head_server_config=address, global_config_dict=config)
-    apps = {name: _server(name, chosen.host, port, client).setup_webserver() for name, port in ports.items()}
+    apps = {name: _server(name, arguments.host, port, client).setup_webserver() for name, port in ports.items()}
     served = [
         (HeadServer(config=address).setup_webserver(), head),
         *((app, listeners[name]) for name, app in apps.items()),
     ]
-    urls = {name: f"http://{chosen.host}:{port}" for name, port in ports.items()}
-    asyncio.run(_serve(served, {"head": f"http://{chosen.host}:{address.port}", "servers": urls}))
+    urls = {name: f"http://{arguments.host}:{port}" for name, port in ports.items()}
+    asyncio.run(_serve(served, {"head": f"http://{arguments.host}:{address.port}", "servers": urls}))
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -63,7 +63,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _sections(name: str, host: str, port: int) -> dict:
-    """What the head server tells about a server, and about the agent by which datasets name it."""
+    """Return the head server's config of a server and of the agent by which datasets refer to it."""
     agent = {"entrypoint": "app.py", "resources_server": {"type": "resources_servers", "name": name}}
     return {
         name: {"resources_servers": {name: {"entrypoint": "app.py", "domain": "other", "host": host, "port": port}}},
@@ -73,15 +73,15 @@ def _sections(name: str, host: str, port: int) -> dict:
 
 def _server(name: str, host: str, port: int, client: ServerClient) -> SimpleResourcesServer:
     module = importlib.import_module(f"resources_servers.{name}.app")
-    [kind] = [
+    [server_class] = [
         value
         for value in vars(module).values()
         if inspect.isclass(value) and issubclass(value, SimpleResourcesServer) and value.__module__ == module.__name__
     ]
-    settings = kind.model_fields["config"].annotation(
+    settings = server_class.model_fields["config"].annotation(
         host=host, port=port, entrypoint="app.py", name=name, domain="other"
     )
-    return kind(config=settings, server_client=client)
+    return server_class(config=settings, server_client=client)
 
 
 async def _serve(served: list, report: dict) -> None:

@@ -11,11 +11,17 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-from gdpo_nemo.startup import importing
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.utils.progress import importing
 
 # A property that is slow once because the machine is busy is not broken.
 hypothesis.settings.register_profile("shared machine", deadline=None)
 hypothesis.settings.load_profile("shared machine")
+
+# Threads of OpenMP spin while they wait for each other. Where another process has the core of one, a computation of
+# two threads takes ten times as long. Read when torch is imported, here and in the processes that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 pytest_plugins = ["time_table"]
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -51,7 +57,7 @@ _LONGEST_FIRST = (
 def _scope(nodeid: str) -> str:
     """The file of a test, in these folders; elsewhere its folder, whose tests share engines, ranks or servers."""
     _, folder, *file = nodeid.partition("::")[0].split("/")
-    return "/".join([folder, *file]) if folder in ("end_to_end", "cluster") else folder
+    return "/".join([folder, *file]) if folder in ("end_to_end", "cluster", "commands", "training") else folder
 
 
 _SLOW = ("browser", "chaos", "cluster", "end_to_end", "generation", "megatron", "turns")
@@ -66,15 +72,20 @@ _QUICK_ALL_THE_SAME = (
 )
 
 _SLOW_TESTS = (
+    "tests/environments/test_nemo_gym_real.py",
+    "tests/environments/test_nemo_gym_training.py",
     "tests/examples/test_fetch_smollm2.py::test_a_disk_that_is_full_is_one_sentence_and_nothing_is_left",
     "tests/examples/test_fetch_smollm2.py::test_a_killed_fetch_leaves_no_model_and_the_next_one_cleans_up",
     "tests/examples/test_fetch_smollm2.py::test_two_runs_that_start_together_fetch_the_model_once",
     "tests/examples/test_tiny_models.py::test_a_killed_making_leaves_no_model_under_the_name",
     "tests/examples/test_tiny_models.py::test_the_same_seed_gives_the_same_files_bit_for_bit",
-    "tests/formats/test_sources_of_a_run.py::test_a_gguf_file_is_converted_once_and_again_when_it_changes",
-    "tests/formats/test_sources_of_a_run.py::test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices",
+    "tests/models/test_sources_of_a_run.py::test_a_gguf_file_is_converted_once_and_again_when_it_changes",
+    "tests/models/test_sources_of_a_run.py::test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices",
+    "tests/examples/test_tiny_models.py::test_the_warmed_up_model_is_the_architecture_that_was_announced",
+    "tests/examples/test_tiny_models.py::test_warm_up_lowers_the_loss_and_says_where_it_is",
+    "tests/examples/test_tiny_models.py::test_warm_up_moves_every_matrix_away_from_its_start",
     "tests/gpu/test_first_hour.py::test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits",
-    "tests/test_wheel.py::test_the_factory_of_the_demo_makes_its_model",
+    "tests/docker/test_wheel.py::test_the_factory_of_the_demo_makes_its_model",
 )
 """Tests elsewhere of more than five CPU seconds: they make models or start several processes."""
 
@@ -107,6 +118,35 @@ def pytest_xdist_make_scheduler(config, log):
             return _scope(nodeid)
 
     return ByScope(config, log)
+
+
+MINIMAL = """\
+gdpo: {rewards: {correctness: 1.0, format: 0.5}}
+policy: {model_name: organisation/model, precision: float32}
+data: {train: {environment: toy}}
+env: {toy: {plugin: digit_sort}}
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    """A small valid config file to vary."""
+    path = tmp_path / "minimal.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """The demo's config with a run folder of the test's own."""
+    demo = REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml"
+    return load_config(demo, [f"run.dir={tmp_path / 'run'}", "logger.console=plain"])
+
+
+@pytest.fixture
+def run_dir(config: Config) -> Path:
+    """The run folder of ``config``, not made yet."""
+    return Path(config.run.dir)
 
 
 @pytest.fixture(scope="session")

@@ -1,28 +1,89 @@
-"""Reward vectors to updates: advantages, losses, off-policy corrections, diagnostics. Tensor code and nothing else.
+"""Computation of updates from reward vectors: advantages, losses, off-policy corrections and diagnostics.
 
-The names below are imported when first asked for, because those that check a configuration (estimators, settings,
-reward shaping) need no torch and are wanted without its import. The function ``policy_loss`` is in the module of that
+The names below are imported on first access. The modules that check a config (estimators, settings, reward shaping)
+must be usable without importing torch. The function ``policy_loss`` is not listed here, because a module has the same
 name.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gdpo_nemo.algorithms.advantages import Advantages as Advantages, compute_advantages as compute_advantages
+    from gdpo_nemo.algorithms.diagnostics import (
+        Diagnostics as Diagnostics,
+        GroupSignal as GroupSignal,
+        groups_with_signal as groups_with_signal,
+    )
+    from gdpo_nemo.algorithms.estimators import (
+        ESTIMATORS as ESTIMATORS,
+        Terms as Terms,
+        weighted_terms as weighted_terms,
+        z_scores as z_scores,
+    )
+    from gdpo_nemo.algorithms.loss_settings import LossSettings as LossSettings, OffPolicySettings as OffPolicySettings
+    from gdpo_nemo.algorithms.losses import (
+        LOSSES as LOSSES,
+        LossMetrics as LossMetrics,
+        TokenFields as TokenFields,
+        importance_ratio as importance_ratio,
+        token_weights as token_weights,
+    )
+    from gdpo_nemo.algorithms.offpolicy import CORRECTIONS as CORRECTIONS, level_ratio as level_ratio
+    from gdpo_nemo.algorithms.rewards import (
+        SHAPING_RULES as SHAPING_RULES,
+        apply_shaping as apply_shaping,
+        check_shaping as check_shaping,
+    )
+    from gdpo_nemo.algorithms.selection import check_selection as check_selection
+    from gdpo_nemo.algorithms.settings import PRESETS as PRESETS, Settings as Settings
+    from gdpo_nemo.algorithms.table import RewardTable as RewardTable
+    from gdpo_nemo.algorithms.target_po import target_po_coefficients as target_po_coefficients
 
 _HOMES = {
-    "advantages": ("Advantages", "compute_advantages"),
-    "diagnostics": ("Diagnostics", "GroupSignal", "groups_with_signal"),
-    "estimators": ("ESTIMATORS", "Terms", "weighted_terms", "z_scores"),
-    "losses": ("LOSSES", "importance_ratio", "token_weights"),
-    "loss_settings": ("LossSettings", "OffPolicySettings"),
-    "offpolicy": ("CORRECTIONS", "level_ratio"),
-    "policy_loss": ("LossMetrics",),
-    "rewards": ("SHAPING_RULES", "apply_shaping", "check_shaping"),
+    "advantages": (
+        "Advantages",
+        "compute_advantages",
+    ),
+    "diagnostics": (
+        "Diagnostics",
+        "GroupSignal",
+        "groups_with_signal",
+    ),
+    "estimators": (
+        "ESTIMATORS",
+        "Terms",
+        "weighted_terms",
+        "z_scores",
+    ),
+    "loss_settings": (
+        "LossSettings",
+        "OffPolicySettings",
+    ),
+    "losses": (
+        "LOSSES",
+        "LossMetrics",
+        "TokenFields",
+        "importance_ratio",
+        "token_weights",
+    ),
+    "offpolicy": (
+        "CORRECTIONS",
+        "level_ratio",
+    ),
+    "rewards": (
+        "SHAPING_RULES",
+        "apply_shaping",
+        "check_shaping",
+    ),
     "selection": ("check_selection",),
-    "settings": ("PRESETS", "Settings"),
+    "settings": (
+        "PRESETS",
+        "Settings",
+    ),
     "table": ("RewardTable",),
-    "token_fields": ("TokenFields",),
     "target_po": ("target_po_coefficients",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
@@ -30,12 +91,14 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # A type checker would give every unknown name the type Any.
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

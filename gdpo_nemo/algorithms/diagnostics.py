@@ -1,61 +1,60 @@
-"""What a batch's rewards did to its advantages, component by component.
-
-The questions are those that a curve of the total reward hides: which component is dead in how many groups, how much of
-the advantage each one really decides, where two of them pull in opposite directions, and how many differences summing
-would have erased.
-"""
+"""Diagnostics of a batch: the effect of each reward component on the advantages, and unbiased pass@k."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from math import comb
+from typing import Any, Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms.estimators import grpo
-from gdpo_nemo.algorithms.groups import moments
 from gdpo_nemo.algorithms.settings import Settings
-from gdpo_nemo.algorithms.table import RewardTable, build_table
+from gdpo_nemo.algorithms.table import RewardTable, build_table, moments
 
 SHRUNK_SHARE = 0.1
-"""A component is called shrunk when epsilon takes more than this share of its z-scores."""
+"""A component is reported as shrunk if epsilon reduces its z-scores by more than this fraction."""
 IGNORED_SHARE = 0.1
-"""A component is called ignored when its effective weight is below this share of its nominal one."""
+"""A component is reported as ignored if its effective weight is below this fraction of its nominal weight."""
 
 
 @dataclass(frozen=True)
 class GroupSignal:
-    """Which groups can teach what; the input of dynamic sampling."""
+    """Groups and components that have a training signal. Input of dynamic sampling."""
 
     ids: np.ndarray
-    """int64 [groups], ascending."""
+    """int64 [groups], ascending group ids."""
     dead: np.ndarray
-    """bool [groups, components]; constant, or fewer than two present values."""
+    """bool [groups, components]. True if the component is constant in the group, or fewer than two values are
+    present."""
     weights: np.ndarray
-    """float64 [components]"""
+    """float64 [components], weights of the components."""
 
     @property
     def alive(self) -> np.ndarray:
-        """bool [groups]; at least one weighted component varies. Ties of the *sum* do not kill a group."""
+        """bool [groups]. True if at least one weighted component varies, even if the *sums* of the rewards are
+        equal."""
         return np.asarray(~self.dead[:, self.weights != 0].all(axis=1))
 
 
 def groups_with_signal(rewards: Any, group_ids: Any, weights: Any = None, valid: Any = None) -> GroupSignal:
-    """Dead components of every group, from the arguments of `compute_advantages`."""
+    """Return which components vary in which groups. The arguments are those of `compute_advantages`."""
     table = build_table(rewards, group_ids, weights, valid)
     return GroupSignal(table.groups.ids, dead_groups(table), table.weights)
 
 
 def dead_groups(table: RewardTable) -> np.ndarray:
-    """bool [groups, components]; where a component is constant or has fewer than two values."""
+    """Return a bool array [groups, components], True if a component is constant or has fewer than two values in a
+    group."""
     columns = zip(table.columns, table.present, strict=True)
     return np.stack([moments(table.groups, column, present).constant for column, present in columns], axis=1)
 
 
 def count_distinct(values: np.ndarray) -> int:
-    """Number of different values, counting as equal what differs by less than 1e-5 of the largest.
+    """Return the number of distinct values. Values count as equal if they differ by less than 1e-5 of the largest one.
 
-    The epsilon of the normalisation sets values apart by 1e-6 that the formula without it would make equal.
+    Without this tolerance, the epsilon of the normalisation would separate values by about 1e-6 that are equal in the
+    formula.
     """
     if not len(values):
         return 0
@@ -64,83 +63,93 @@ def count_distinct(values: np.ndarray) -> int:
 
 
 METRICS = {
-    "reward/NAME/mean": ("reward", "Component NAME, mean over the batch's samples that have it"),
-    "reward/NAME/std": ("reward", "Component NAME, sample standard deviation over the batch"),
+    "reward/NAME/mean": ("reward", "Mean of component NAME over the samples of the batch that have it"),
+    "reward/NAME/std": ("reward", "Sample standard deviation of component NAME over the batch"),
     "reward/NAME/dead_groups": (
         "share",
-        "Groups in which component NAME is constant and so trains nothing",
+        "Groups in which component NAME is constant and therefore has no training signal",
         {
             "label": "dead groups",
             "max": 0.999,
             "at": "end",
             "required": True,
-            "why": "constant in every group; not held against a component that stands still at the best it has been",
+            "why": "constant in every group; ignored for a component that stays at its best value",
         },
     ),
     "reward/NAME/missing": ("share", "Samples to which component NAME does not apply"),
     "reward/NAME/effective_weight": (
         "share",
-        "What component NAME makes of the advantages' variance, before the batch norm; negative: it is outvoted",
+        "Contribution of component NAME to the advantages' variance, before the batch norm; negative: outvoted",
     ),
-    "reward/NAME/saturation": ("share", "Where the mean of component NAME lies between the batch's worst and best"),
+    "reward/NAME/saturation": (
+        "share",
+        "Position of component NAME's mean between the smallest (0) and largest (1) value of the batch",
+    ),
     "reward/NAME/conflicts": (
         "share",
-        "Samples that component NAME and another pull in opposite directions, of those where both act; the worst pair",
+        "Samples on which component NAME and another have opposite signs, among those with both nonzero; the worst "
+        "pair",
     ),
-    "advantage/std": ("", "Standard deviation of the advantages over the samples that carry signal"),
+    "advantage/std": ("", "Standard deviation of the advantages over the samples with signal"),
     "advantage/dead_groups": (
         "share",
         "Groups in which every weighted component is constant",
         {
             "max": 0.9,
             "advisory": True,
-            "why": "most prompts train nothing: too easy, too hard, or a temperature too low",
-            "remedy": "other prompts, gdpo.dynamic_sampling, more samples for each prompt",
+            "why": "most prompts give no training signal: they are too easy or too hard, or the temperature is too low",
+            "remedy": "other prompts, gdpo.dynamic_sampling, more samples per prompt",
         },
     ),
-    "advantage/distinct": ("", "Different advantages in the batch", {"label": "distinct advantages"}),
-    "advantage/distinct_if_summed": ("", "Different advantages if the weighted rewards had been summed first"),
+    "advantage/distinct": ("", "Number of distinct advantages in the batch", {"label": "distinct advantages"}),
+    "advantage/distinct_if_summed": ("", "Number of distinct advantages if the weighted rewards were summed first"),
 }
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Measurements of one batch. Arrays are float64 in the order of `names`, NaN where nothing can be measured."""
+    """Diagnostics of one batch. Arrays are float64, with components in the order of `names`, and NaN if undefined."""
 
     names: tuple[str, ...]
     mean: np.ndarray
-    """[components], over present rewards."""
+    """[components], mean of the present rewards."""
     std: np.ndarray
-    """[components], sample standard deviation over present rewards."""
+    """[components], sample standard deviation of the present rewards."""
     missing: np.ndarray
-    """[components], share of valid rows without this reward."""
+    """[components], fraction of valid rows without this reward."""
     saturation: np.ndarray
-    """[components], (mean - smallest) / (largest - smallest) of the batch."""
+    """[components], (mean - smallest) / (largest - smallest) reward in the batch."""
     dead_groups: np.ndarray
-    """[components], share of the groups that have this reward in which it is constant."""
+    """[components], fraction of the groups with this reward in which it is constant."""
     all_dead: float
-    """Share of groups in which every weighted component is constant."""
+    """Fraction of groups in which all weighted components are constant."""
     nominal_weight: np.ndarray
     """[components], |w_k| / sum |w|."""
     effective_weight: np.ndarray
-    """[components], cov(term_k, A) / var(A) before the batch norm: shares of the advantage's variance, sum 1. Negative
-    for a reward that is outvoted."""
+    """[components], cov(term_k, A) / var(A) before the batch norm.
+
+    This is the component's fraction of the advantage variance. The fractions sum to 1. Negative for a reward that is
+    outvoted.
+    """
     sign_conflicts: np.ndarray
-    """[components, components], share of rows with both terms non-zero whose signs differ."""
+    """[components, components], fraction of rows in which the terms have opposite signs, among rows with both terms
+    non-zero."""
     correlation: np.ndarray
-    """[components, components], of the terms, over rows with both non-zero."""
+    """[components, components], correlation of the terms over rows with both terms non-zero."""
     shrinkage: np.ndarray
-    """[components], epsilon / (std + epsilon) with the median deviation of the groups in which it varies: the share of
-    its z-scores that epsilon takes. NaN where z-scores are not of components."""
+    """[components], epsilon / (std + epsilon), the fraction by which epsilon reduces the z-scores.
+
+    std is the median deviation over the groups in which the component varies. NaN if components have no z-scores.
+    """
     advantage_std: float
-    """Standard deviation of the advantages over the rows that carry signal."""
+    """Standard deviation of the advantages over rows with signal."""
     distinct: int
-    """Different advantages among the valid rows of the batch."""
+    """Number of distinct advantages among the valid rows."""
     distinct_if_summed: int
-    """The same if the weighted rewards had been summed first (GRPO)."""
+    """Number of distinct advantages if the weighted rewards were summed before normalisation (GRPO)."""
 
     def metrics(self) -> dict[str, float]:
-        """The metric row's keys `reward/<component>/...` and `advantage/...`; what was not measured is absent."""
+        """Return the metrics `reward/<component>/...` and `advantage/...`. Undefined values are left out."""
         row = {"advantage/std": self.advantage_std, "advantage/dead_groups": self.all_dead}
         row["advantage/distinct"] = float(self.distinct)
         row["advantage/distinct_if_summed"] = float(self.distinct_if_summed)
@@ -154,7 +163,8 @@ class Diagnostics:
         return {key: value for key, value in row.items() if np.isfinite(value)}
 
     def describe(self) -> str:
-        """The diagnosis as plain text: a line per component, a line per pair that disagrees, the alerts."""
+        """Return the diagnostics as text: one line per component, one per pair of conflicting components, and the
+        alerts."""
         head = ("component", "weight", "effective", "dead groups", "missing", "saturation", "mean", "std")
         arrays = (self.nominal_weight, self.effective_weight, self.dead_groups, self.missing, self.saturation)
         lines = [f"{head[0]:<20}" + "".join(f"{title:>12}" for title in head[1:])]
@@ -162,13 +172,14 @@ class Diagnostics:
             shares = "".join(f"{array[k]:>12.1%}" for array in arrays)
             lines.append(f"{name:<20}{shares}{self.mean[k]:>12.4g}{self.std[k]:>12.4g}")
         lines.append(
-            f"{self.distinct} distinct advantages, {self.distinct_if_summed} if the rewards were summed; "
-            f"{self.all_dead:.1%} of the groups carry no signal"
+            f"{self.distinct} distinct advantages, {self.distinct_if_summed} if the rewards were "
+            f"summed; {self.all_dead:.1%} of the groups have no signal"
         )
         return "\n".join([*lines, *self._disagreements(), *self.alerts]).replace("nan%", "   -").replace("nan", "  -")
 
     def _disagreements(self) -> list[str]:
-        """Pairs of components whose terms oppose each other in a third of the rows or more."""
+        """Return a sentence for each pair of components whose terms have opposite signs in at least a third of the
+        rows."""
         pairs = zip(*np.nonzero(np.triu(np.nan_to_num(self.sign_conflicts) >= 1 / 3, 1)), strict=True)
         return [
             f"{self.names[k]!r} and {self.names[m]!r} pull in opposite directions in {self.sign_conflicts[k, m]:.0%}"
@@ -178,7 +189,7 @@ class Diagnostics:
 
     @property
     def alerts(self) -> list[str]:
-        """One sentence per component that trains nothing or is being ignored."""
+        """One sentence for each component that has no training signal, is shrunk, outvoted or ignored."""
         return [line for k in np.flatnonzero(self.nominal_weight) if (line := self._alert(int(k)))]
 
     def _alert(self, k: int) -> str | None:
@@ -186,13 +197,15 @@ class Diagnostics:
         share = self.effective_weight[k]
         nominal = self.nominal_weight[k]
         if self.missing[k] == 1:
-            return f"component {name!r} is missing in every row: it trains nothing"
+            return f"component {name!r} is missing in every row, so it has no training signal"
         if self.dead_groups[k] == 1:
-            return f"component {name!r} is constant in every group (mean {self.mean[k]:.4g}): it trains nothing"
+            return (
+                f"component {name!r} is constant in every group (mean {self.mean[k]:.4g}), so it has no training signal"
+            )
         if self.shrinkage[k] > SHRUNK_SHARE:
             return (
-                f"component {name!r} varies little more than epsilon (which takes {self.shrinkage[k]:.0%} of its "
-                "z-scores): scale the reward up, or lower epsilon"
+                f"component {name!r} varies little more than epsilon, which shrinks its z-scores "
+                f"by {self.shrinkage[k]:.0%}; scale the reward up, or lower epsilon"
             )
         if share < 0:
             return f"component {name!r} is outvoted: the advantage moves against it (weight {nominal:.0%})"
@@ -204,13 +217,13 @@ class Diagnostics:
 def diagnose(
     table: RewardTable, terms: np.ndarray, has_signal: np.ndarray, values: np.ndarray, epsilon: float | None = None
 ) -> Diagnostics:
-    """Measure one batch.
+    """Compute the diagnostics of one batch.
 
     Args:
         terms: float64 [components, sequences], weighted terms in the table's row order.
-        has_signal: bool [sequences], rows that carry signal.
-        values: float64 [sequences], the advantages.
-        epsilon: what was added to the deviations of components within their groups; None where nothing was.
+        has_signal: bool [sequences], rows with signal.
+        values: float64 [sequences], advantages.
+        epsilon: constant added to the deviations of components within their groups; None if none was added.
     """
     present = table.present
     count = present.sum(axis=1)
@@ -242,7 +255,8 @@ def diagnose(
 
 
 def column_statistics(table: RewardTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean, sample standard deviation and saturation of every component's present rewards; NaN where undefined."""
+    """Return mean, sample standard deviation and saturation of each component's present rewards, each [components]. NaN
+    if undefined."""
     result = np.full((3, len(table.names)), np.nan)
     for k, (column, present) in enumerate(zip(table.columns, table.present, strict=True)):
         values = column if present.all() else column[present]
@@ -259,7 +273,8 @@ def column_statistics(table: RewardTable) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def _shrinkage(table: RewardTable, dead: np.ndarray, epsilon: float | None) -> np.ndarray:
-    """Share of each weighted component's z-scores that epsilon takes; NaN where it varies in no group."""
+    """Return the fraction by which epsilon reduces the z-scores of each weighted component. NaN if the component varies
+    in no group."""
     share = np.full(len(table.names), np.nan)
     for k in np.flatnonzero(table.weights) if epsilon is not None else ():
         if not dead[:, k].all():
@@ -269,7 +284,7 @@ def _shrinkage(table: RewardTable, dead: np.ndarray, epsilon: float | None) -> n
 
 
 def _variance_shares(terms: np.ndarray) -> np.ndarray:
-    """cov(term_k, sum of terms) / var(sum of terms); NaN when the sum does not vary."""
+    """Return cov(term_k, sum of terms) / var(sum of terms): [components]. NaN if the sum does not vary."""
     if terms.shape[1] < 2:
         return np.full(len(terms), np.nan)
     centred = terms - terms.mean(axis=1, keepdims=True)
@@ -282,9 +297,9 @@ def _variance_shares(terms: np.ndarray) -> np.ndarray:
 
 
 def _pairs(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Correlation and share of opposite signs of every pair of components, [components, components] each.
+    """Return correlation and fraction of opposite signs for each pair of components, both [components, components].
 
-    Terms have mean 0 in each group, so the correlation needs no centring; matrix products keep it cheap.
+    The terms are not centred, because their mean is 0 in each group. Matrix products keep the cost low.
     """
     signs = np.sign(terms).astype(np.float32)
     active = np.abs(signs)
@@ -293,3 +308,30 @@ def _pairs(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     power = (terms * terms) @ active.T.astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         return terms @ terms.T / np.sqrt(power * power.T), (both - agreement) / (2 * both)
+
+
+def pass_at_k(values: Sequence[float], k: int) -> float:
+    """Return the expected maximum of k values that are drawn from ``values`` without replacement.
+
+    For values 0 and 1 this is pass@k, 1 - C(n - c, k) / C(n, k) with c ones among n values (arXiv 2107.03374 eq. 1).
+    The estimate is unbiased. In contrast, 1 - (1 - c / n)^k and the best of all n samples are biased.
+
+    Raises:
+        ValueError: if k is not between 1 and the number of values.
+    """
+    n = len(values)
+    if not 1 <= k <= n:
+        raise ValueError(f"k must be between 1 and the number of values ({n}), got {k}")
+    # The i-th smallest value (from 0) is the largest of C(i, k - 1) of the C(n, k) possible samples.
+    return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(sorted(values)))
+
+
+def mean_pass_at_k(rows: Sequence[Sequence[float | None]], k: int) -> float | None:
+    """Return the mean of ``pass_at_k`` over the prompts with at least k values, or None if there are none.
+
+    Args:
+        rows: values of the samples of each prompt; None for a sample without a value.
+    """
+    present = [[value for value in row if value is not None] for row in rows]
+    found = [pass_at_k(values, k) for values in present if len(values) >= k]
+    return float(np.mean(found)) if found else None

@@ -1,7 +1,8 @@
-"""Advantage estimators: each maps a reward table to weighted terms per component.
+"""Advantage estimators. An estimator computes weighted terms per component from a reward table.
 
-All are parts of one pipeline: transform each component -> weight -> mask rollouts -> scale over the batch. An
-estimator covers the first three; `advantages.compute_advantages` does the last. Rows are in the table's order.
+All estimators have the same steps: transform each component, apply the weights, mask rollouts, scale over the batch. An
+estimator implements the first three; `advantages.compute_advantages` implements the last. Rows are in the table's
+order.
 """
 
 from __future__ import annotations
@@ -11,39 +12,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gdpo_nemo.algorithms.groups import Groups, Moments, moments
 from gdpo_nemo.algorithms.settings import Settings
-from gdpo_nemo.algorithms.table import RewardTable, nearest
+from gdpo_nemo.algorithms.table import Groups, Moments, RewardTable, moments, nearest
 
 ROUNDING = 1e-12
-"""z-scores smaller than this are rounding noise: samples that are exactly average."""
+"""z-scores below this size are set to 0, because they are rounding noise of samples that equal the mean."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What an estimator returns: a row's advantage before the batch scale is the sum of its terms."""
+    """Result of an estimator. The advantage of a row, before the batch norm, is the sum of its terms."""
 
     components: np.ndarray
-    """float64 [components, sequences]"""
+    """float64 [components, sequences], weighted term of each component."""
     has_signal: np.ndarray
-    """bool [sequences]; rows that carry signal. An advantage of 0 by cancellation is still signal."""
+    """bool [sequences], True for rows with signal. A row whose terms cancel to 0 still has signal."""
     total: np.ndarray | None = None
-    """float64 [sequences]; the summed terms where they are known more exactly than by summing."""
+    """float64 [sequences], sum of the terms, if the estimator can compute it more accurately than by summation."""
     holds_kl: bool = False
-    """Whether `total` has the KL in the reward in it already, as that of estimators of the sum has."""
+    """True if `total` includes the KL in the reward, as in estimators of the sum."""
 
     @property
     def values(self) -> np.ndarray:
-        """float64 [sequences]"""
+        """float64 [sequences], sum of the terms."""
         return self.components.sum(axis=0) if self.total is None else self.total
 
 
 def z_scores(table: RewardTable, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """z = (r - mean) / (std + epsilon) within each group, every component by itself (GDPO eq. 4).
+    """Return z = (r - mean) / (std + epsilon) within each group, for each component separately (GDPO eq. 4).
 
     Returns:
-        float64 and bool [components, sequences]: z, and where it comes from a group that varies. Components of
-        weight 0 are not computed.
+        z, float64 [components, sequences], and bool [components, sequences] that is True in groups that vary. Both are
+        0 for components of weight 0.
     """
     z = np.zeros_like(table.columns)
     has_signal = np.zeros(table.columns.shape, dtype=bool)
@@ -61,17 +61,17 @@ def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray
     else:
         z = stats.deviation
         z *= groups.rows(np.where(stats.constant, 0.0, _scale(table.columns[k][present], stats, settings)))
-    # A value at the mean of its group has rounding noise for a z, with a sign that depends on the order of the rows.
+    # The z-score of a value that equals the group mean is rounding noise, whose sign depends on the order of the rows.
     z[np.abs(z) < ROUNDING] = 0.0
     if settings.singleton == "raw":
-        alone = groups.rows(stats.count == 1) & present
-        z[alone] = table.columns[k, alone] / (1.0 + settings.epsilon)
-        return z, present & (groups.rows(~stats.constant) | alone)
+        single = groups.rows(stats.count == 1) & present
+        z[single] = table.columns[k, single] / (1.0 + settings.epsilon)
+        return z, present & (groups.rows(~stats.constant) | single)
     return z, present & groups.rows(~stats.constant)
 
 
 def _scale(values: np.ndarray, stats: Moments, settings: Settings) -> np.ndarray:
-    """What ``scale_rewards`` multiplies the deviations by, float64 [groups]; ``values`` are all that are present."""
+    """Return the factor for the centred rewards of each group, depending on ``scale_rewards``: float64 [groups]."""
     if settings.scale_rewards == "none":
         return np.ones(len(stats.std))
     std = stats.std
@@ -81,18 +81,19 @@ def _scale(values: np.ndarray, stats: Moments, settings: Settings) -> np.ndarray
 
 
 def _leave_one_out(table: RewardTable, k: int, settings: Settings) -> np.ndarray:
-    """(r - mean of the others) / std of the others; not divided where the others are constant or a single one."""
+    """Return (r - mean) / std with mean and std of the group's other samples. No division if these are constant or only
+    one."""
     stats = moments(table.groups, table.columns[k], table.present[k], settings.ddof, settings.exact_zero)
     scores: np.ndarray = stats.deviation * _leave_one_out_scale(table.groups, stats, settings)
     return scores
 
 
 def _leave_one_out_scale(groups: Groups, stats: Moments, settings: Settings) -> np.ndarray:
-    """Factor per row from its distance to the group's mean to its leave-one-out score."""
+    """Return the factor that converts a row's deviation from the group mean to its leave-one-out score: [sequences]."""
     count = groups.rows(np.maximum(stats.count, 2)).astype(np.float64)
     squares = groups.rows(groups.sum(stats.deviation**2))
     others = squares - stats.deviation**2 * count / (count - 1)
-    # The difference cancels to noise when this row is the group's only outlier.
+    # If this row is the group's only outlier, the difference is only rounding noise.
     others[others <= 1e-12 * squares] = 0.0
     std = np.sqrt(others / np.maximum(count - 1 - settings.ddof, 1))
     std[count - 1 <= settings.ddof] = 0.0
@@ -102,19 +103,25 @@ def _leave_one_out_scale(groups: Groups, stats: Moments, settings: Settings) -> 
 
 
 def weighted_terms(z: np.ndarray, has_signal: np.ndarray, weights: np.ndarray) -> Terms:
-    """Scores and where they are signal (both [components, sequences]) times the weights [components]. Writes into
-    ``z``."""
+    """Multiply the scores of each component by its weight. Modifies ``z`` in place.
+
+    Args:
+        z: scores, float64 [components, sequences].
+        has_signal: bool [components, sequences], True if the score comes from a group that varies.
+        weights: float64 [components].
+    """
     z *= weights[:, None]
     return Terms(z, np.asarray(has_signal.any(axis=0)))
 
 
 def gdpo(table: RewardTable, settings: Settings) -> Terms:
-    """A = sum_k w_k z_k: each reward normalised in its group, weights after it (arXiv 2601.05242 eq. 4, 5, 7)."""
+    """A = sum_k w_k z_k. Normalise each reward within its group, then apply the weights (arXiv 2601.05242 eq. 4, 5,
+    7)."""
     weighted = np.flatnonzero(table.weights)
     if len(weighted) == 1 and settings.single_reward == "error":
         only = table.names[weighted[0]]
         raise ValueError(
-            f"this variant of gdpo needs two components or more with a weight, got only {only!r}; use grpo"
+            f"this variant of gdpo requires at least two components with a weight, got only {only!r}; use grpo"
         )
     if len(weighted) == 1 and settings.single_reward == "grpo":
         return grpo(table, settings)
@@ -122,13 +129,14 @@ def gdpo(table: RewardTable, settings: Settings) -> Terms:
 
 
 def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndarray] | None = None) -> Terms:
-    """Centre the weighted sum of a row's rewards in its group, then multiply by a factor.
+    """Centre the weighted reward sum of each row within its group, and multiply it by a factor per group.
 
-    ``scale(stats, settings)`` gives it per group, or else ``scale_rewards`` does; with ``leave_one_out`` it is each
-    row's own instead.
+    The terms show the contribution of each component to the centred sum. The KL in the reward is included in the sum,
+    as published, but in no term.
 
-    The terms are the components' centred shares of that sum, so they show what each reward contributed. KL in the
-    reward is part of the sum, as it was published, and of no term.
+    Args:
+        scale: function (stats, settings) that returns the factors, [groups]; None: according to ``scale_rewards``. With
+            ``leave_one_out``, each row has a separate factor instead.
     """
     groups = table.groups
     total, scored = table.total()
@@ -151,28 +159,30 @@ def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndar
 def grpo(table: RewardTable, settings: Settings) -> Terms:
     """A = (r - mean) / (std + epsilon) of the weighted reward sum r = sum_k w_k r_k (arXiv 2402.03300).
 
-    With the option ``leave_one_out`` mean and std are those of the group's other members, as NeMo-RL's default has it.
+    With ``leave_one_out``, mean and std are those of the group's other samples, as in NeMo-RL's default.
     """
     return _summed(table, settings)
 
 
 def dr_grpo(table: RewardTable, settings: Settings) -> Terms:
-    """A = r - mean of the weighted reward sum, not divided by its deviation (Dr. GRPO, arXiv 2503.20783)."""
+    """A = r - mean of the weighted reward sum, without division by the standard deviation (Dr. GRPO, arXiv
+    2503.20783)."""
     return _summed(table, settings, lambda stats, s: np.ones(len(stats.count)))
 
 
 def rloo(table: RewardTable, settings: Settings) -> Terms:
-    """A = r - mean of the other members' weighted reward sums (RLOO, arXiv 2402.14740) = n / (n - 1) (r - mean)."""
+    """A = r - mean of the other samples' weighted reward sums = n / (n - 1) (r - mean) (RLOO, arXiv 2402.14740)."""
     return _summed(table, settings, lambda stats, s: stats.count / np.maximum(stats.count - 1, 1))
 
 
 def gpg(table: RewardTable, settings: Settings, f_norm: float = 1.0) -> Terms:
-    """A = alpha (r - mean) / f_norm, where alpha is the number of samples over that of samples in groups that vary
-    (GPG, arXiv 2504.02546): what groups without a gradient take from the mean over the batch is given back. Its loss is
-    ``reinforce``.
+    """A = alpha (r - mean) / f_norm (GPG, arXiv 2504.02546).
+
+    alpha = number of samples / number of samples in groups that vary. It compensates for groups without a gradient,
+    which still count in the batch mean. Use it with the loss ``reinforce``.
 
     Raises:
-        ValueError: f_norm not positive.
+        ValueError: if f_norm is not positive.
     """
     if not f_norm > 0:
         raise ValueError(f"f_norm must be positive, got {f_norm}")
@@ -185,10 +195,10 @@ def gpg(table: RewardTable, settings: Settings, f_norm: float = 1.0) -> Terms:
 
 
 def reinforce_plus_plus(table: RewardTable, settings: Settings, minus_baseline: bool = True) -> Terms:
-    """A = r - mean of the group (REINFORCE++-baseline), or r itself, standardised over the batch (arXiv 2501.03262).
+    """A = r - mean of the group (REINFORCE++-baseline), or A = r, standardised over the batch (arXiv 2501.03262).
 
-    NeMo-RL and OpenRLHF take the batch's statistics over tokens and all scored samples: ``batch_unit: token`` and
-    ``batch_rows: scored``. Without the baseline every scored sample carries signal.
+    NeMo-RL and OpenRLHF compute the batch statistics over tokens and all scored samples: ``batch_unit: token`` and
+    ``batch_rows: scored``. Without the baseline, every scored sample has signal.
     """
     if minus_baseline:
         return dr_grpo(table, settings)
@@ -200,16 +210,16 @@ def reinforce_plus_plus(table: RewardTable, settings: Settings, minus_baseline: 
 
 
 def mo_grpo(table: RewardTable, settings: Settings) -> Terms:
-    """A = sum_k w_k z_k without batch norm, so each reward has the same variance (MO-GRPO, arXiv 2509.22047)."""
+    """A = sum_k w_k z_k without batch norm, so that all rewards have the same variance (MO-GRPO, arXiv 2509.22047)."""
     return weighted_terms(*z_scores(table, settings), table.weights)
 
 
 def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float = 0.2) -> Terms:
-    """GDPO without the rollouts whose rewards contradict each other (GD2PO, arXiv 2606.16771).
+    """GDPO without rollouts whose rewards conflict (GD2PO, arXiv 2606.16771).
 
-    hard: a rollout is dropped when two of its terms w_k z_k have opposite signs. snr: only if moreover
-    |sum_k w_k z_k| < tau x sum_k |w_k z_k|. What is kept is multiplied by the kept share of its group. The original
-    whitens over kept tokens: `batch_unit="token"` with `lengths`.
+    mode hard: drop a rollout if two of its terms w_k z_k have opposite signs. mode snr: drop it only if also |sum_k w_k
+    z_k| < tau x sum_k |w_k z_k|. The remaining rollouts are multiplied by the fraction of their group that remains. The
+    original whitens over the remaining tokens: `batch_unit="token"` with `lengths`.
     """
     if mode not in ("hard", "snr"):
         raise ValueError(f"mode must be 'hard' or 'snr', got {mode!r}")
@@ -226,8 +236,10 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
 
 
 def dvao(table: RewardTable, settings: Settings) -> Terms:
-    """A = sum_k v_k z_k with v_k = w_k std_k / sum_l |w_l| std_l per group: rewards count by how much they vary in the
-    group, and |A| stays below GRPO's (DVAO, arXiv 2605.25604)."""
+    """A = sum_k v_k z_k with v_k = w_k std_k / sum_l |w_l| std_l per group (DVAO, arXiv 2605.25604).
+
+    Each reward counts in proportion to its variation within the group. |A| is smaller than in GRPO.
+    """
     z, has_signal = z_scores(table, settings)
     spread = table.weights[:, None] * _group_stds(table, settings)
     share = spread / np.maximum(np.abs(spread).sum(axis=0), 1e-300)
@@ -237,7 +249,7 @@ def dvao(table: RewardTable, settings: Settings) -> Terms:
 
 
 def _group_stds(table: RewardTable, settings: Settings) -> np.ndarray:
-    """Standard deviation of every weighted component in every group, [components, groups]."""
+    """Return the standard deviation of each weighted component in each group: [components, groups]."""
     stds = np.zeros((len(table.names), len(table.groups)))
     for k in np.flatnonzero(table.weights):
         stds[k] = moments(table.groups, table.columns[k], table.present[k], settings.ddof).std
@@ -250,14 +262,16 @@ def sa_mrpo(
     gamma: float = 0.5,
     bounds: Mapping[str, tuple[float, float]] | None = None,
 ) -> Terms:
-    """GDPO with weights w_k (1 - s_k)^gamma, where s_k = (batch mean - min) / (max - min) is the saturation of a
-    bounded reward (SA-MRPO, arXiv 2608.16072). gamma 0 is GDPO; the paper uses ddof 0.
+    """GDPO with the weights w_k (1 - s_k)^gamma (SA-MRPO, arXiv 2608.16072).
+
+    s_k = (batch mean - min) / (max - min) is the saturation of a bounded reward. With gamma 0 this is GDPO. The paper
+    uses ddof 0.
 
     Args:
-        bounds: (min, max) of the reward by component name; (0, 1) where not given.
+        bounds: (min, max) of each reward, by component name; default (0, 1).
 
     Raises:
-        ValueError: a reward outside its bounds, or bounds of an unknown component.
+        ValueError: if a reward is outside its bounds, or bounds are given for an unknown component.
     """
     limits = dict.fromkeys(table.names, (0.0, 1.0))
     for name, limit in (bounds or {}).items():
@@ -273,17 +287,18 @@ def sa_mrpo(
         if not low < high or values.min() < low or values.max() > high:
             raise ValueError(
                 f"sa_mrpo: rewards of {table.names[k]!r} span [{values.min()}, {values.max()}], outside the bounds "
-                f"({low}, {high}); give `bounds`"
+                f"({low}, {high}); set `bounds`"
             )
         weights[k] *= (1.0 - (values.mean() - low) / (high - low)) ** gamma
     return weighted_terms(*z_scores(table, settings), weights)
 
 
 def corr_grpo(table: RewardTable, settings: Settings) -> Terms:
-    """A = (r - mean) / sqrt(sum_lm rho_lm + epsilon), r the weighted sum and rho the Pearson correlations of the
-    components in the group, constant ones dropped (CorrGRPO, arXiv 2609.36820): GRPO's direction, another scale.
+    """A = (r - mean) / sqrt(sum_lm rho_lm + epsilon) (CorrGRPO, arXiv 2609.36820): GRPO with another scale.
 
-    The sum of all correlations is the variance of the sum of the standardised components; missing entries deviate by 0.
+    r is the weighted reward sum. rho_lm are the Pearson correlations between components within the group, without
+    constant components. Their sum equals the variance of the sum of the standardised components. A missing reward has
+    deviation 0.
     """
     groups = table.groups
     summed = np.zeros(table.columns.shape[1])
@@ -299,8 +314,10 @@ def corr_grpo(table: RewardTable, settings: Settings) -> Terms:
 
 
 def dara(table: RewardTable, settings: Settings, cap: float = 5.0, asymmetric: bool = False) -> Terms:
-    """GDPO with rare signals amplified: w_k times min(cap, sqrt(max_l pi_l / pi_k)), where pi_k is the share of groups
-    in which component k varies (DARA, arXiv 2610.00574). asymmetric: only positive terms are amplified.
+    """GDPO with amplified rare signals (DARA, arXiv 2610.00574).
+
+    w_k is multiplied by min(cap, sqrt(max_l pi_l / pi_k)). pi_k is the fraction of groups in which component k varies.
+    With asymmetric, only positive terms are amplified.
     """
     z, has_signal = z_scores(table, settings)
     groups = table.groups
@@ -316,13 +333,13 @@ def dara(table: RewardTable, settings: Settings, cap: float = 5.0, asymmetric: b
 
 @dataclass(frozen=True)
 class Estimator:
-    """An entry of the registry."""
+    """Registry entry of an estimator."""
 
     function: Callable[..., Terms]
     batch_norm: bool
-    """Whether its published form standardises over the batch."""
+    """True if the published form standardises the advantages over the batch."""
     options: tuple[str, ...] = ()
-    """Its own options, beyond those of `Settings`."""
+    """Names of options that only this estimator has, in addition to `Settings`."""
 
 
 ESTIMATORS: dict[str, Estimator] = {

@@ -1,36 +1,23 @@
-"""Policy losses of single tokens, and the weights that make their sum a mean over the global batch.
-
-Tensors are 1-D float32 [tokens]: the trained tokens of any number of sequences, however they were padded, packed or
-split over ranks. The loss of an update is `sum_t weight[t] * loss[t]`, with weights that the driver computes once over
-the whole update batch. Sums do not care how they are cut, so the gradient is that of one big batch under every
-micro-batch size, packing and parallel layout.
-
-A loss is a function (logprobs, fields, settings, **options) -> loss [tokens], or loss and a dict of further
-measurements [tokens]; `LOSSES` below makes it a value of `loss_fn.type`. What it needs of a whole sequence it takes,
-detached, from `fields.sequence_sums` and `sequence_means`. Use methods of tensors: the registry is read by every check
-of a configuration, which must not wait for torch.
-"""
+"""Token-level policy losses, their input tensors, and token weights with which the loss is a mean over the global
+batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from gdpo_nemo.algorithms.token_fields import required
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gdpo_nemo.algorithms.loss_settings import LossSettings
-    from gdpo_nemo.algorithms.token_fields import TokenFields
 
     TokenLoss = Tensor | tuple[Tensor, dict[str, Tensor]]
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped to +-20 before exp, which keeps float32 finite. Beyond it the gradient is 0."""
+"""Log-ratios are clamped to +-20 before exp, so that float32 stays finite. Clamped values have no gradient."""
 
 
 # -- weights --------------------------------------------------------------------------------------------------------
@@ -46,7 +33,7 @@ def _sequence_mean(tokens: np.ndarray, count: int, constant_length: int | None) 
 
 def _constant(tokens: np.ndarray, count: int, constant_length: int | None) -> np.ndarray:
     if not constant_length or constant_length <= 0:
-        raise ValueError("aggregation 'constant' needs a positive constant_length")
+        raise ValueError("aggregation 'constant' requires a positive constant_length")
     return np.full(len(tokens), 1.0 / (count * constant_length))
 
 
@@ -60,27 +47,27 @@ AGGREGATIONS: dict[str, Callable[[np.ndarray, int, int | None], np.ndarray]] = {
     "sequence_sum": _sequence_sum,
     "constant": _constant,
 }
-"""(tokens [sequences], sequences that are trained, constant_length) -> weight of a token of each sequence."""
+"""Functions (tokens [sequences], number of trained sequences, constant_length) -> weight per token of each sequence."""
 
 
 def token_weights(lengths: object, aggregation: str, *, constant_length: int | None = None) -> np.ndarray:
-    """Weight of each trained token of a sequence, over the whole update batch.
+    """Return the weight of a token in each sequence, with which the loss of an update is aggregated.
 
-    * token_mean: 1 / (trained tokens of the batch), as DAPO does;
-    * sequence_mean: 1 / (sequences x length), the mean of the sequences' token means (GRPO eq. 3);
-    * sequence_sum: 1 / sequences, the mean of the sequences' token sums; with the loss gspo this is LUSPO (arXiv
-      2602.05261), whose sequences count by their length;
-    * constant: 1 / (sequences x constant_length), the length-free normaliser of Dr. GRPO.
+    * token_mean: 1 / (trained tokens of the batch), as in DAPO.
+    * sequence_mean: 1 / (sequences x length), the mean over sequences of token means (GRPO eq. 3).
+    * sequence_sum: 1 / sequences, the mean over sequences of token sums. With the loss gspo this is LUSPO (arXiv
+      2602.05261), in which a sequence counts in proportion to its length.
+    * constant: 1 / (sequences x constant_length), Dr. GRPO's normalisation without lengths.
 
     Args:
-        lengths: trained tokens per sequence [sequences], 0 for sequences that are masked. Those get weight 0 and do
-            not count as sequences.
+        lengths: number of trained tokens [sequences]. Masked sequences have length 0, get weight 0 and do not count as
+            sequences.
 
     Returns:
         float64 [sequences].
 
     Raises:
-        ValueError: unknown aggregation, negative lengths, or `constant` without a positive constant_length.
+        ValueError: if the aggregation is unknown, a length is negative, or `constant` has no positive constant_length.
     """
     tokens = np.asarray(lengths, dtype=np.float64)
     if tokens.ndim != 1 or (tokens < 0).any():
@@ -95,23 +82,26 @@ def token_weights(lengths: object, aggregation: str, *, constant_length: int | N
 
 
 def importance_ratio(log_ratio: Tensor) -> Tensor:
-    """exp of a log-ratio [tokens], kept finite."""
+    """Return exp(log_ratio) [tokens], with the log-ratio clamped so that the result is finite."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
 def clipped_pg(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
-    """max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max)) with r = pi / pi_old (PPO; clip-higher is DAPO's).
+    """max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max)) with r = pi / pi_old (PPO; clip-higher as in DAPO).
 
-    For A < 0 the loss is at most -A x ratio_clip_c (dual clip, arXiv 1912.09729), which must exceed 1 + ratio_clip_max
-    to act only where the other clip does not.
+    With ratio_clip_c, the loss for A < 0 is at most -A x ratio_clip_c (dual clip, arXiv 1912.09729). ratio_clip_c
+    should exceed 1 + ratio_clip_max, so that it applies only where the other clip does not.
     """
     ratio = importance_ratio(logprobs - required(fields.old_logprobs, "old_logprobs"))
     return _clipped(ratio, fields.advantages, settings)
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> TokenLoss:
-    """The loss, with the metrics `ratio`, `clipped`, 1 where a clip removes the gradient, and with a dual clip
-    `clipped_dual`, 1 where it is that one."""
+    """Return the clipped loss of each token and its metrics.
+
+    Metric `clipped` is 1 if a clip removes the token's gradient. With a dual clip, `clipped_dual` is 1 if the dual clip
+    removes it.
+    """
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1.0 - settings.ratio_clip_min, 1.0 + settings.ratio_clip_max)
     loss = plain.maximum(bounded)
@@ -127,27 +117,29 @@ def _clipped(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> Token
 
 
 def gspo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
-    """The clipped loss with one ratio per sequence, s = exp(mean_t log r_t) (GSPO, arXiv 2507.18071 eq. 7).
+    """Clipped loss with one ratio per sequence, s = exp(mean_t log r_t) (GSPO, arXiv 2507.18071 eq. 7).
 
-    Each token carries the value of s and its own gradient, s x grad(logprob_t) (GSPO-token, eq. 14). As the weights of
-    a sequence's tokens are equal, the sum over them is the gradient of the sequence form, and no gradient has to cross
-    ranks. Importance corrections by token would make them unequal; `LossSettings` refuses those.
+    Each token has the value of s and its own gradient, s x grad(logprob_t) (GSPO-token, eq. 14). All tokens of a
+    sequence have equal weights, so their gradients sum to the gradient of the sequence form, and no gradient crosses
+    ranks. Per-token importance corrections would make the weights unequal, so `check_loss` refuses them.
     """
     mean = fields.sequence_means(logprobs - required(fields.old_logprobs, "old_logprobs"))
     return _clipped(importance_ratio(mean + logprobs - logprobs.detach()), fields.advantages, settings)
 
 
 def cispo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
-    """-A x stop_gradient(clip(r)) x logprob: the clip bounds the weight, every token keeps a gradient (CISPO,
-    arXiv 2506.13585 eq. 4)."""
+    """-A x stop_gradient(clip(r)) x logprob (CISPO, arXiv 2506.13585 eq. 4).
+
+    The clip limits the weight of a token, but every token keeps a gradient.
+    """
     ratio = importance_ratio(logprobs.detach() - required(fields.old_logprobs, "old_logprobs"))
     bounded = ratio.clamp(1.0 - settings.ratio_clip_min, 1.0 + settings.ratio_clip_max)
     return -fields.advantages * bounded * logprobs, {"ratio": ratio, "clipped": (bounded != ratio).to(ratio.dtype)}
 
 
 def kl_cov(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
-    """-A r, and for the tokens that `covariance.kl_cov` chose kl_cov_coef x |log r| besides (KL-Cov, arXiv 2505.22617
-    eq. 13)."""
+    """-A r, plus kl_cov_coef x |log r| for tokens that `entropy.kl_cov` has selected (KL-Cov, arXiv 2505.22617 eq.
+    13)."""
     log_ratio = logprobs - required(fields.old_logprobs, "old_logprobs")
     ratio = importance_ratio(log_ratio)
     loss = -fields.advantages * ratio
@@ -157,8 +149,11 @@ def kl_cov(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> Tok
 
 
 def reinforce(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
-    """-A x logprob (REINFORCE). With A = 1 it is the cross-entropy of supervised fine-tuning; and any objective of
-    whole sequences is trained by it whose derivative by each sequence's log-prob the driver puts into A."""
+    """-A x logprob (REINFORCE).
+
+    With A = 1 this is the cross-entropy of supervised fine-tuning. It can train any objective of whole sequences, if
+    the driver sets A to the objective's derivative with respect to the log-prob of the sequence.
+    """
     return -fields.advantages * logprobs
 
 
@@ -167,26 +162,29 @@ def reinforce(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> 
 
 @dataclass(frozen=True)
 class Loss:
-    """An entry of the registry."""
+    """Registry entry of a loss."""
 
     function: Callable[..., TokenLoss]
     reads: tuple[str, ...] = ()
-    """Keys of `loss_fn` that matter to it alone; to change one that no loss in use reads is refused."""
+    """Keys of `loss_fn` that this loss reads, but not all losses. A changed key that the loss in use does not read is
+    an error."""
     options: tuple[str, ...] = ()
-    """Its own options, the keys of `loss_fn.options`."""
+    """Names of the loss's options, the keys of `loss_fn.options`."""
     has_ratio: bool = True
-    """True if it weighs tokens by pi / pi_old. Without a ratio `loss_fn.old_logprobs` corrects nothing."""
+    """True if the loss weights tokens by pi / pi_old. Otherwise `loss_fn.old_logprobs` has no effect."""
     by_sequence: bool = False
-    """Whether its gradient is right only where the tokens of a sequence have equal weights."""
+    """True if the gradient is only correct if all tokens of a sequence have equal weights."""
     by_group: bool = False
-    """Whether its coefficients couple the samples of a group, which then have to be in one update."""
+    """True if the coefficients depend on all samples of a group, which must then be in the same update."""
     by_covariance: bool = False
-    """Whether the driver chooses tokens of every update by the covariance of their log-prob and advantage."""
+    """True if the driver selects tokens of each update by the covariance of log-prob and advantage."""
     reads_staleness: bool = False
-    """Whether it reads `TokenFields.staleness`, which is made and sent only then. One of one's own may."""
+    """True if the loss may read `TokenFields.staleness`, which is created only then. Always True for a custom loss."""
     skips_zero_advantage: bool = False
-    """Whether a sequence of advantage 0 gets no gradient from it and reaches that of no other sequence, so that
-    `policy.skip_zero_advantage` may leave it out. A function of one's own says so by an attribute of this name."""
+    """True if a sequence with advantage 0 has no gradient and does not affect other sequences.
+
+    `policy.skip_zero_advantage` may then skip it. A custom function declares this with an attribute of the same name.
+    """
 
 
 _CLIP = ("ratio_clip_min", "ratio_clip_max")
@@ -197,7 +195,7 @@ LOSSES: dict[str, Loss] = {
     "clipped_pg": Loss(clipped_pg, reads=(*_CLIP, "ratio_clip_c", "aggregation"), skips_zero_advantage=True),
     "gspo": Loss(gspo, reads=(*_CLIP, "ratio_clip_c", "aggregation"), by_sequence=True, skips_zero_advantage=True),
     "cispo": Loss(cispo, reads=(*_CLIP, "aggregation"), skips_zero_advantage=True),
-    # The tokens that `covariance.clip_cov` chose have the advantage 0.
+    # The tokens that `entropy.clip_cov` selected have advantage 0.
     "clip_cov": Loss(
         clipped_pg,
         reads=(*_CLIP, "ratio_clip_c", "aggregation", *_CLIP_COV),
@@ -205,12 +203,12 @@ LOSSES: dict[str, Loss] = {
         skips_zero_advantage=True,
     ),
     "kl_cov": Loss(kl_cov, reads=("aggregation", "kl_cov_ratio", "kl_cov_coef"), by_covariance=True),
-    # The advantages hold the coefficients of `target_po_coefficients`, which weigh the sequences themselves.
+    # The driver sets the advantages to `target_po_coefficients`, which account for the token weights.
     "target_po": Loss(reinforce, reads=_TARGET, by_group=True, skips_zero_advantage=True),
     "reinforce": Loss(reinforce, reads=("aggregation",), has_ratio=False, skips_zero_advantage=True),
 }
 LOSS_KEYS = tuple(dict.fromkeys(key for loss in LOSSES.values() for key in loss.reads))
-"""Keys of `loss_fn` that some losses read and others do not."""
+"""Keys of `loss_fn` that only some losses read."""
 
 
 # -- KL to the reference --------------------------------------------------------------------------------------------
@@ -223,7 +221,7 @@ KL_KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "abs": lambda d: d.abs(),
     "mse": lambda d: 0.5 * d * d,
 }
-"""Estimators of KL(pi || reference) from d = logprob - reference logprob."""
+"""Estimators of KL(pi || reference), as functions of d = logprob - reference logprob."""
 
 
 def kl_penalty(
@@ -235,26 +233,26 @@ def kl_penalty(
     input_clamp: float | None = LOG_RATIO_LIMIT,
     output_clamp: float | None = None,
 ) -> Tensor:
-    """Estimator of KL(pi || reference) per sampled token, d = logprob - reference logprob (Schulman's k1 to k3).
+    """Return an estimate of KL(pi || reference) for each sampled token, from d = logprob - reference logprob.
 
-    * k1 = d: unbiased, but its expected gradient is 0: as a loss it does not hold the policy, as a reward it does;
-    * k2 = mse = d^2 / 2: gradient d, which is unbiased for the reverse KL on-policy;
-    * k3 = exp(-d) - 1 + d: never negative, gradient 1 - exp(-d), that of the forward KL;
+    * k1 = d: unbiased, but its expected gradient is 0, so it constrains the policy as a reward but not as a loss.
+    * k2 = mse = d^2 / 2: gradient d, which is unbiased for the reverse KL if on-policy.
+    * k3 = exp(-d) - 1 + d: at least 0, gradient 1 - exp(-d), which is that of the forward KL.
     * abs = |d|: gradient sign(d).
 
-    d is clamped to +-input_clamp; outside the gradient is 0, for all kinds.
+    k1 to k3 are Schulman's estimators. d is clamped to +-input_clamp; clamped tokens have no gradient.
 
     Args:
-        weight: factor of every estimate [tokens], with a gradient (see ``score_weight``); it loses it where d is
-            clamped. Weighted by it, the gradients are those of the sampled estimate of KL(pi || reference): k1's is
-            d + 1 and k3's is d, times that of the log-prob.
-        output_clamp: bound of the weighted estimate; beyond it the gradient is 0.
+        weight: factor of each estimate [tokens], with gradient (see ``score_weight``). The total gradient is then that
+            of the sampled estimate of KL(pi || reference). Relative to the gradient of the log-prob, it is d + 1 for k1
+            and d for k3. The gradient of the factor is removed if d is clamped.
+        output_clamp: bound of the weighted estimate; clamped values have no gradient.
 
     Returns:
         [tokens]
 
     Raises:
-        ValueError: unknown kind.
+        ValueError: if the kind is unknown.
     """
     if kind not in KL_KINDS:
         raise ValueError(f"unknown kind of KL {kind!r}; known: {', '.join(KL_KINDS)}")
@@ -266,12 +264,108 @@ def kl_penalty(
     return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
 
 
-def score_weight(logprobs: Tensor, drawn_under: Tensor | None = None) -> Tensor:
-    """pi over the probability that the token was drawn with [tokens], with the gradient of pi; 0 where that is not
+def score_weight(logprobs: Tensor, sampled_logprobs: Tensor | None = None) -> Tensor:
+    """Return pi divided by the probability with which the token was sampled [tokens], with the gradient of pi. 0 if not
     finite.
 
     Args:
-        drawn_under: log-probs of the sampler; None: pi itself, so that the weight is 1 and only its gradient counts.
+        sampled_logprobs: sampler's log-probs; None: those of pi, so that the weight is 1 and has only a gradient.
     """
-    weight = (logprobs - (logprobs.detach() if drawn_under is None else drawn_under)).exp()
+    weight = (logprobs - (logprobs.detach() if sampled_logprobs is None else sampled_logprobs)).exp()
     return weight.where(weight.isfinite(), weight.new_zeros(len(weight)))
+
+
+Reduce = Callable[["Tensor"], "Tensor"]
+"""Function that sums a float64 [sequences] tensor over the ranks that share the sequences (context parallelism).
+
+It is only called with detached tensors, and does not propagate gradients.
+"""
+
+
+def required(values: Tensor | None, name: str) -> Tensor:
+    """Return an optional tensor of ``TokenFields``.
+
+    Raises:
+        ValueError: if it is None.
+    """
+    if values is None:
+        raise ValueError(f"requires {name}, which was not given")
+    return values
+
+
+@dataclass(frozen=True)
+class LossMetrics:
+    """Metrics over the trained tokens of one micro-batch."""
+
+    sums: dict[str, Tensor]
+    """Scalars that are summed over micro-batches and ranks. Divided by `tokens`, they are means."""
+    maxima: dict[str, Tensor]
+    """Scalars that are combined by maximum. Empty if the micro-batch has no trained token."""
+
+
+@dataclass(frozen=True)
+class TokenFields:
+    """Inputs of the loss of a micro-batch, in addition to the model's output. All tensors are 1-D [tokens] in the same
+    order.
+
+    Tokens may belong to any sequences, in any order. With context parallelism, each rank holds a part of the tokens.
+    """
+
+    advantages: Tensor
+    """float32; advantage of the token's sequence, or of the token with credit by turn."""
+    weights: Tensor
+    """float32; `token_weights` of the token's sequence, 0 for tokens that are not trained."""
+    sequence_ids: Tensor
+    """int64; index of the token's sequence in the micro-batch, equal on all ranks that share the sequence."""
+    num_sequences: int
+    """Number of sequences in the micro-batch, including those without tokens on this rank."""
+    old_logprobs: Tensor | None = None
+    """float32; log-probs in the denominator of the ratio. None: those of the current forward pass (ratio 1).
+
+    Losses and corrections always receive a tensor.
+    """
+    sampler_logprobs: Tensor | None = None
+    """float32; log-probs with which the tokens were sampled, NaN if unknown."""
+    reference_logprobs: Tensor | None = None
+    """float32; log-probs of the reference model, for the KL penalty."""
+    old_values: Tensor | None = None
+    """float32; value head outputs before the step. None without a value head."""
+    returns: Tensor | None = None
+    """float32; training targets of the value head, if there is one."""
+    staleness: Tensor | None = None
+    """int32; trained version of the weights minus the version that sampled the token. None: 0 for all tokens.
+
+    Custom losses and corrections always receive a tensor.
+    """
+    pairs: Tensor | None = None
+    """int64; number of the token's pair of completions in the micro-batch, from 1 to at most `num_sequences`.
+
+    Negative for rejected completions. None for losses without pairs.
+    """
+    chosen: Tensor | None = None
+    """bool; True for tokens that the driver has selected by covariance for the loss kl_cov. None: no tokens."""
+    reduce: Reduce | None = None
+    """Sum over the ranks that share the sequences. None if each rank has whole sequences."""
+
+    def select(self, keep: Tensor) -> TokenFields:
+        """Return the fields of the tokens for which ``keep`` (bool [tokens]) is True."""
+        tensors = {name: value[keep] for name, value in vars(self).items() if hasattr(value, "detach")}
+        return replace(self, **tensors)
+
+    def sequence_sums(self, values: Tensor) -> Tensor:
+        """Return the sum of a per-token tensor over the token's sequence, on all ranks: [tokens], detached.
+
+        It is summed in float64, so that the order of additions, which is not fixed on a GPU, hardly affects the result.
+        """
+        return self._sums(values)[self.sequence_ids]
+
+    def sequence_means(self, values: Tensor) -> Tensor:
+        """Return the mean of a per-token tensor over the trained tokens of the token's sequence: [tokens], detached."""
+        count = self._sums(values.new_ones(len(values)))
+        return (self._sums(values) / count.clamp(min=1.0))[self.sequence_ids]
+
+    def _sums(self, values: Tensor) -> Tensor:
+        """Return the sum over each sequence: [sequences]."""
+        partial = values.detach().double().new_zeros(self.num_sequences)
+        partial.index_add_(0, self.sequence_ids, values.detach().double())
+        return (partial if self.reduce is None else self.reduce(partial)).to(values.dtype)

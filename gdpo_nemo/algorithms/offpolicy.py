@@ -1,11 +1,11 @@
-"""Corrections for tokens that were sampled from other probabilities than the trainer computes.
+"""Off-policy corrections, for tokens whose sampling probabilities differ from those that the trainer computes.
 
-The sampler (another engine, other kernels, perhaps older weights) drew the tokens with `sampler_logprobs`; the trainer
-believes `old_logprobs`. The importance ratio exp(old - sampler) reweights the loss, or tells what to leave out. All of
-it is detached, and what is left out has weight exactly 0: no bound is applied after the mask.
+The sampler (another engine, other kernels, possibly older weights) sampled the tokens with `sampler_logprobs`. The
+trainer computes `old_logprobs`. The importance ratio exp(old - sampler) is used to weight or to mask the loss, without
+gradient. Masked tokens have a weight of exactly 0, because no bound is applied after the mask.
 
-A correction is a function (log_gap, fields, settings, **options) -> weights [tokens]; `CORRECTIONS` makes it a value of
-`loss_fn.off_policy.mode`. As in `losses.py`, torch is not imported.
+A correction is a function (log_gap, fields, settings, **options) -> weights [tokens]. `CORRECTIONS` lists the values of
+`loss_fn.off_policy.mode`. Like `losses.py`, this module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,43 +14,43 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdpo_nemo.algorithms.losses import importance_ratio
-from gdpo_nemo.algorithms.token_fields import required
+from gdpo_nemo.algorithms.losses import importance_ratio, required
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from gdpo_nemo.algorithms.loss_settings import OffPolicySettings
-    from gdpo_nemo.algorithms.token_fields import TokenFields
+    from gdpo_nemo.algorithms.losses import TokenFields
 
 LEVELS: dict[str, Callable[[Tensor, TokenFields], Tensor]] = {
     "token": lambda gap, fields: gap,
     "sequence": lambda gap, fields: fields.sequence_sums(gap),
     "geometric": lambda gap, fields: fields.sequence_means(gap),
 }
-"""What the importance ratio is of: the token, the product over its sequence, or that product's geometric mean."""
+"""Levels of the importance ratio: token, sequence (product over the sequence) or geometric (geometric mean over the
+sequence)."""
 
 
 def level_ratio(log_gap: Tensor, fields: TokenFields, settings: OffPolicySettings) -> Tensor:
-    """The importance ratio rho at `level` [tokens]."""
+    """Return the importance ratio rho at the configured `level` [tokens]."""
     return importance_ratio(LEVELS[settings.level](log_gap, fields))
 
 
 def truncate(log_gap: Tensor, fields: TokenFields, settings: OffPolicySettings) -> Tensor:
-    """min(rho, ratio_max) (TIS)."""
+    """min(rho, ratio_max) (truncated importance sampling, TIS)."""
     return level_ratio(log_gap, fields, settings).clamp(max=settings.ratio_max)
 
 
 def mask(log_gap: Tensor, fields: TokenFields, settings: OffPolicySettings) -> Tensor:
-    """rho where ratio_min <= rho <= ratio_max, else 0 (MIS)."""
+    """rho if ratio_min <= rho <= ratio_max, otherwise 0 (masked importance sampling, MIS)."""
     ratio = level_ratio(log_gap, fields, settings)
     return ratio * _inside(ratio, settings)
 
 
 def icepop(log_gap: Tensor, fields: TokenFields, settings: OffPolicySettings) -> Tensor:
-    """The token's own ratio where ratio_min <= rho <= ratio_max, else 0.
+    """The token's own ratio if ratio_min <= rho <= ratio_max, otherwise 0.
 
-    At level token this is IcePop; at the other levels rho only decides which sequences stay.
+    At level token this is IcePop. At the other levels, rho only decides which sequences are masked.
     """
     return importance_ratio(log_gap) * _inside(level_ratio(log_gap, fields, settings), settings)
 
@@ -61,21 +61,25 @@ def _inside(ratio: Tensor, settings: OffPolicySettings) -> Tensor:
 
 @dataclass(frozen=True)
 class Correction:
-    """An entry of the registry."""
+    """Registry entry of an off-policy correction."""
 
     function: Callable[..., Tensor] | None
-    """None: no correction."""
+    """Function (log_gap, fields, settings, **options) -> weights. None: no correction."""
     reads: tuple[str, ...] = ()
-    """Keys of `loss_fn.off_policy` that it reads."""
+    """Keys of `loss_fn.off_policy` that the correction reads."""
     options: tuple[str, ...] = ()
-    """Its own options, the keys of `loss_fn.off_policy.options`."""
+    """Names of the correction's options, the keys of `loss_fn.off_policy.options`."""
     by_token: bool = False
-    """Whether tokens of one sequence get unlike weights at every level."""
+    """True if tokens of one sequence may get different weights at every level."""
     reads_staleness: bool = False
-    """Whether it reads `TokenFields.staleness`, which is made and sent only then. One of one's own may."""
+    """True if the correction may read `TokenFields.staleness`, which is created only then. Always True for a custom
+    correction."""
     skips_zero_advantage: bool = False
-    """Whether its weights depend on no other sequence, so that `policy.skip_zero_advantage` may leave some out. A
-    function of one's own says so by an attribute of this name."""
+    """True if the weights do not depend on other sequences, so that `policy.skip_zero_advantage` may skip some
+    sequences.
+
+    A custom function declares this with an attribute of the same name.
+    """
 
 
 CORRECTIONS: dict[str, Correction] = {
@@ -85,14 +89,14 @@ CORRECTIONS: dict[str, Correction] = {
     "icepop": Correction(icepop, reads=("level", "ratio_max", "ratio_min"), by_token=True, skips_zero_advantage=True),
 }
 CORRECTION_KEYS = tuple(dict.fromkeys(key for correction in CORRECTIONS.values() for key in correction.reads))
-"""Keys of `loss_fn.off_policy` that some corrections read and others do not."""
+"""Keys of `loss_fn.off_policy` that only some corrections read."""
 
 
 def sequence_keep_mask(logprobs: Tensor, fields: TokenFields, threshold: float) -> Tensor:
-    """0 for the tokens of sequences that are far off-policy and bad, else 1 (DeepSeek-V3.2, arXiv 2512.02556).
+    """Return a mask that is 0 for tokens of far off-policy sequences with a negative advantage, and 1 for other tokens.
 
-    A sequence is left out when its mean of sampler_logprob - logprob exceeds `threshold` **and** its advantage is
-    negative. Good samples stay however far they are.
+    A sequence is masked if its mean of sampler_logprob - logprob exceeds `threshold` **and** its advantage is negative
+    (DeepSeek-V3.2, arXiv 2512.02556). Sequences with a positive advantage are never masked.
 
     Returns:
         [tokens]

@@ -1,58 +1,54 @@
-"""The loss of one micro-batch, as the policy worker calls it.
-
-Consumes 1-D tensors of any layout and returns sums: the worker adds them over micro-batches and ranks, and nothing is
-divided on the way, because the weights of the tokens already hold the mean over the global batch.
-"""
+"""Loss of a micro-batch, selected by the type of the settings, and the policy-gradient losses with and without a value
+head."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gdpo_nemo.algorithms.loss_selection import (
+    Functions,
+    Objective,
+    check_loss,
+    correction_entry,
+    is_import_path,
+    loss_entry,
+    reads_staleness,
+)
 from gdpo_nemo.algorithms.loss_settings import LossSettings, OffPolicySettings
-from gdpo_nemo.algorithms.losses import kl_penalty, score_weight
+from gdpo_nemo.algorithms.losses import LossMetrics, Reduce, TokenFields, kl_penalty, required, score_weight
 from gdpo_nemo.algorithms.offpolicy import sequence_keep_mask
-from gdpo_nemo.algorithms.own_functions import Functions, correction_entry, is_place, loss_entry
-from gdpo_nemo.algorithms.token_fields import Reduce, TokenFields, required
-
-
-@dataclass(frozen=True)
-class LossMetrics:
-    """Measurements over the trained tokens of one micro-batch."""
-
-    sums: dict[str, Tensor]
-    """Scalars that add up over micro-batches and ranks; divided by `tokens` at the end they are means."""
-    maxima: dict[str, Tensor]
-    """Scalars of which the largest counts. Absent when the micro-batch trains no token."""
-
+from gdpo_nemo.algorithms.ppo import ActorCriticSettings
+from gdpo_nemo.algorithms.preference_losses import preference_loss
+from gdpo_nemo.algorithms.preference_settings import PreferenceUpdate
 
 METRICS = {
-    "policy/importance_weight": ("", "Weight of a token by loss_fn.off_policy.mode, mean over the trained tokens"),
+    "policy/importance_weight": ("", "Mean off-policy correction weight of trained tokens (loss_fn.off_policy.mode)"),
     "policy/importance_masked": (
         "share",
-        "Trained tokens that loss_fn.off_policy.mode gives the weight 0",
+        "Trained tokens that the off-policy correction masks (loss_fn.off_policy.mode)",
         {
             "max": 0.5,
             "advisory": True,
-            "why": "half of what was sampled trains nothing",
+            "why": "half of the sampled tokens are not trained",
             "remedy": "less staleness, a lower learning rate, a wider off_policy.ratio_min and ratio_max",
         },
     ),
     "policy/reference_kl": (
         "nats/token",
-        "KL to the starting model by loss_fn.reference_policy_kl_type, mean",
+        "Mean KL to the initial model, estimated by loss_fn.reference_policy_kl_type",
         {
             "max": 1.0,
             "advisory": True,
-            "why": "far from the starting model",
+            "why": "far from the initial model",
             "remedy": "a larger loss_fn.reference_policy_kl_penalty, a lower learning rate",
         },
     ),
-    "policy/sequence_masked": ("share", "Trained tokens left out by loss_fn.off_policy.sequence_mask_threshold"),
+    "policy/sequence_masked": ("share", "Trained tokens masked by loss_fn.off_policy.sequence_mask_threshold"),
 }
 
 
@@ -65,26 +61,25 @@ def policy_loss(
     functions: Functions | None = None,
     all_trained: bool = False,
 ) -> tuple[Tensor, LossMetrics]:
-    """Weighted sum of the token losses of one micro-batch.
+    """Return the weighted sum of the token losses of one micro-batch.
 
     Args:
-        logprobs: float32 [tokens] with gradient.
-        entropy: float32 [tokens] of the policy's distribution, with gradient if there is an entropy bonus; None if
-            nobody asked for it.
-        reduce: sums a detached [sequences] tensor over the context-parallel ranks; needed where a sequence is spread
-            over ranks and a loss or correction works on whole sequences. All of those ranks must call with the same
-            settings, also those without a trained token.
-        functions: the user's own, by the places that the settings name them by.
-        all_trained: the caller has left out the tokens of weight 0. To find them here, a GPU has to be waited for.
+        logprobs: float32 [tokens], with gradient.
+        entropy: entropies of the policy's distributions, float32 [tokens], with gradient if there is an entropy bonus.
+            None if not needed.
+        reduce: sums a detached [sequences] tensor over the context-parallel ranks. Required if sequences are split over
+            ranks and the loss or correction uses whole sequences. All of these ranks must call this function with the
+            same settings, even without a trained token.
+        functions: custom functions by their import paths in the settings.
+        all_trained: True if the caller has removed all tokens of weight 0. Removing them here requires a GPU sync.
 
     Returns:
-        `sum_t weights[t] * loss[t]` as a scalar, and the metrics. Tokens of weight 0 enter neither, whatever their
+        `sum_t weights[t] * loss[t]` as a scalar, and the metrics. Tokens of weight 0 affect neither, whatever their
         log-probs are.
 
     Raises:
-        ValueError: settings that `LossSettings.check` refuses, a KL penalty without reference log-probs, a correction
-            without sampler log-probs, a bonus without entropy, a function of the user's own that gives another shape
-            or what is not finite.
+        ValueError: if `check_loss` refuses the settings, required log-probs or entropies are missing, or a custom
+            function returns a wrong shape or non-finite values.
     """
     _check_inputs(entropy, fields, settings, functions)
     if not all_trained:
@@ -92,9 +87,9 @@ def policy_loss(
         fields = fields.select(trained)
         logprobs = logprobs[trained]
         entropy = None if entropy is None else entropy[trained]
-    given = replace(fields, reduce=reduce)
-    fields = given if given.old_logprobs is not None else replace(given, old_logprobs=logprobs.detach())
-    if settings.reads_staleness and fields.staleness is None:
+    inputs = replace(fields, reduce=reduce)
+    fields = inputs if inputs.old_logprobs is not None else replace(inputs, old_logprobs=logprobs.detach())
+    if reads_staleness(settings) and fields.staleness is None:
         fields = replace(fields, staleness=torch.zeros_like(fields.sequence_ids, dtype=torch.int32))
 
     loss, per_token = _token_loss(logprobs, fields, settings, functions)
@@ -108,32 +103,32 @@ def policy_loss(
     if entropy is not None:
         loss = loss - settings.entropy_bonus * entropy if settings.entropy_bonus else loss
         per_token["entropy"] = entropy.detach()
-    per_token.update(_parity(logprobs, given, settings))
+    per_token.update(_parity(logprobs, inputs, settings))
     return (fields.weights * loss).sum(), _collect(per_token, len(logprobs), logprobs)
 
 
 def _check_inputs(
     entropy: Tensor | None, fields: TokenFields, settings: LossSettings, functions: Functions | None
 ) -> None:
-    settings.check(functions)
+    check_loss(settings, functions)
     if settings.reference_policy_kl_penalty and fields.reference_logprobs is None:
-        raise ValueError("reference_policy_kl_penalty needs reference_logprobs")
+        raise ValueError("reference_policy_kl_penalty requires reference_logprobs")
     if settings.entropy_bonus and entropy is None:
-        raise ValueError("entropy_bonus needs the entropy of the policy")
+        raise ValueError("entropy_bonus requires the entropy of the policy")
     weighted = settings.reference_policy_kl_penalty and settings.reference_policy_kl_gradient == "importance"
     if weighted and fields.sampler_logprobs is None:
-        raise ValueError("reference_policy_kl_gradient importance needs sampler_logprobs")
+        raise ValueError("reference_policy_kl_gradient importance requires sampler_logprobs")
     corrected = settings.off_policy.correction != "none" or settings.off_policy.sequence_mask_threshold is not None
     if corrected and fields.sampler_logprobs is None:
-        raise ValueError("off_policy corrections need sampler_logprobs")
+        raise ValueError("off_policy corrections require sampler_logprobs")
 
 
 def _reference_kl(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> Tensor:
-    """The KL estimate of every token, with the gradient that the settings ask for."""
+    """Return the estimated KL to the reference for each token, with the configured gradient."""
     weight = None
     if settings.reference_policy_kl_gradient != "estimator":
-        drawn = fields.sampler_logprobs if settings.reference_policy_kl_gradient == "importance" else None
-        weight = score_weight(logprobs, drawn)
+        sampler = fields.sampler_logprobs if settings.reference_policy_kl_gradient == "importance" else None
+        weight = score_weight(logprobs, sampler)
     return kl_penalty(
         logprobs,
         required(fields.reference_logprobs, "reference_logprobs"),
@@ -147,21 +142,21 @@ def _reference_kl(logprobs: Tensor, fields: TokenFields, settings: LossSettings)
 def _token_loss(
     logprobs: Tensor, fields: TokenFields, settings: LossSettings, functions: Functions | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The policy term of every token, and what else the loss measured."""
+    """Return the policy-gradient loss of each token, and the metrics of the loss function."""
     entry = loss_entry(settings.type, functions)
-    if not is_place(settings.type):
+    if not is_import_path(settings.type):
         loss, metrics = _with_metrics(entry.function(logprobs, fields, settings, **settings.options))
         return loss, dict(metrics)
     what = f"loss_fn.type: {settings.type}"
-    # Of its own, so that a gradient that is not finite is known to be this function's.
-    own = logprobs.view_as(logprobs)
-    if own.requires_grad:
-        hook: Any = own.register_hook  # torch has not annotated it
-        hook(lambda gradient: _check_own(gradient, logprobs, f"{what} has a gradient that"))
-    loss, metrics = _with_metrics(_called(what, entry.function, own, fields, settings, settings.options))
-    _check_own(loss, own, f"{what} returned a loss that")
+    # The hook on a separate view attributes a non-finite gradient to this function.
+    view = logprobs.view_as(logprobs)
+    if view.requires_grad:
+        hook: Any = view.register_hook  # torch does not annotate it
+        hook(lambda gradient: _check_custom_result(gradient, logprobs, f"{what} has a gradient that"))
+    loss, metrics = _with_metrics(_called(what, entry.function, view, fields, settings, settings.options))
+    _check_custom_result(loss, view, f"{what} returned a loss that")
     for name, values in metrics.items():
-        _check_own(values, own, f"{what} returned metric {name!r}, which")
+        _check_custom_result(values, view, f"{what} returned metric {name!r}, which")
     return loss, {name: values.detach() for name, values in metrics.items()}
 
 
@@ -170,15 +165,23 @@ def _with_metrics(returned: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
 
 
 def _called(what: str, function: Any, values: Tensor, fields: TokenFields, settings: Any, options: Any) -> Any:
-    """What a function of the user's own returns. Raises ValueError: it raised."""
+    """Call a custom function.
+
+    Raises:
+        ValueError: if the function raises an exception.
+    """
     try:
         return function(values, fields, settings, **options)
     except Exception as error:
         raise ValueError(f"{what} raised {type(error).__name__}: {error}") from error
 
 
-def _check_own(values: Any, like: Tensor, what: str) -> None:
-    """Refuse what a function of the user's own must not give. Raises ValueError."""
+def _check_custom_result(values: Any, like: Tensor, what: str) -> None:
+    """Check a tensor that a custom function has returned.
+
+    Raises:
+        ValueError: if its shape or type is wrong, or a value is not finite.
+    """
     if not isinstance(values, Tensor) or values.shape != like.shape or not values.is_floating_point():
         shape = f"{values.dtype} {list(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"{what} is {shape}, not a float tensor {list(like.shape)}")
@@ -191,7 +194,7 @@ def _check_own(values: Any, like: Tensor, what: str) -> None:
 def _correction(
     logprobs: Tensor, fields: TokenFields, settings: LossSettings, functions: Functions | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Factor of every token's policy term for the gap to the sampler, with its metrics."""
+    """Return the off-policy factor of each token's loss, and its metrics."""
     factor = torch.ones_like(logprobs)
     metrics: dict[str, Tensor] = {}
     off_policy = settings.off_policy
@@ -199,54 +202,55 @@ def _correction(
         factor = importance_weights(fields, settings.off_policy, functions)
         metrics = {"importance_weight": factor, "importance_masked": (factor == 0).to(factor.dtype)}
     if off_policy.sequence_mask_threshold is not None:
-        kept = sequence_keep_mask(logprobs, fields, off_policy.sequence_mask_threshold)
-        factor = factor * kept
-        metrics["sequence_masked"] = 1.0 - kept
+        mask = sequence_keep_mask(logprobs, fields, off_policy.sequence_mask_threshold)
+        factor = factor * mask
+        metrics["sequence_masked"] = 1.0 - mask
     return factor, metrics
 
 
 def importance_weights(fields: TokenFields, settings: OffPolicySettings, functions: Functions | None = None) -> Tensor:
-    """Weight of every token [tokens] from the gap between trainer and sampler, old_logprobs - sampler_logprobs.
+    """Return the off-policy correction weight of each token [tokens], from the gap old_logprobs - sampler_logprobs.
 
-    Where the sampler gave no log-prob (NaN) there is no gap. What the modes make of it is said in `offpolicy.py`.
+    The gap is 0 if the sampler's log-prob is NaN (unknown). For the modes see `offpolicy.py`.
     """
     old = required(fields.old_logprobs, "old_logprobs")
     gap = (old - required(fields.sampler_logprobs, "sampler_logprobs")).detach().nan_to_num(nan=0.0)
     entry = correction_entry(settings.correction, functions)
     if entry.function is None:
         return torch.ones_like(gap)
-    if not is_place(settings.correction):
+    if not is_import_path(settings.correction):
         return entry.function(gap, fields, settings, **settings.options)
     what = f"loss_fn.off_policy.mode: {settings.mode}"
     weights: Tensor = _called(what, entry.function, gap, fields, settings, settings.options)
-    _check_own(weights, gap, f"{what} returned a weight that")
-    return weights  # without a gradient: nothing that the function is given has one
+    _check_custom_result(weights, gap, f"{what} returned a weight that")
+    return weights  # without gradient, because no input of the function has one
 
 
 def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> dict[str, Tensor]:
-    """How far the sampler is from the trainer: |difference of log-probs|, |difference of probabilities| and k3 of
-    KL(sampler || trainer).
+    """Return per-token differences between sampler and trainer.
 
-    The trainer's are those from before the update, or of this pass if the sampler's serve as the old ones.
+    These are the absolute difference of log-probs, the absolute difference of probabilities, and the k3 estimate of
+    KL(sampler || trainer). The trainer's log-probs are those before the update. If the sampler's log-probs are used as
+    old log-probs, they are those of this forward pass.
     """
     if fields.sampler_logprobs is None:
         return {}
     before = None if settings.old_logprobs == "sampler" else fields.old_logprobs
-    believed = logprobs.detach() if before is None else before
-    gap = torch.nan_to_num(fields.sampler_logprobs - believed, nan=0.0)
-    off = believed.exp() * torch.expm1(gap)
+    trainer = logprobs.detach() if before is None else before
+    gap = torch.nan_to_num(fields.sampler_logprobs - trainer, nan=0.0)
+    difference = trainer.exp() * torch.expm1(gap)
     return {
         "parity_abs": gap.abs(),
-        "parity_prob": off.abs(),
+        "parity_prob": difference.abs(),
         "parity_kl": kl_penalty(gap, torch.zeros_like(gap), "k3"),
     }
 
 
 def _collect(per_token: dict[str, Tensor], tokens: int, like: Tensor) -> LossMetrics:
-    """Sums of every per-token measurement, and the maxima of four. float64, so that 1e8 tokens still count.
+    """Sum all per-token metrics, and take the maxima of some. Sums are float64, so that counts of 1e8 tokens are exact.
 
-    `clipped_low` counts the clipped tokens with a ratio below 1; `ratio_negated` is the largest of -ratio, as parts of
-    a batch join maxima.
+    `clipped_low` counts clipped tokens with a ratio below 1. `ratio_negated` is the maximum of -ratio, because parts of
+    a batch are combined by maximum.
     """
     ratio = per_token.get("ratio")
     if ratio is not None and "clipped" in per_token:
@@ -259,3 +263,105 @@ def _collect(per_token: dict[str, Tensor], tokens: int, like: Tensor) -> LossMet
     if ratio is not None and tokens:
         maxima["ratio_negated"] = (-ratio).max()
     return LossMetrics(sums, maxima)
+
+
+def value_losses(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) for each token.
+
+    This is the value loss of TRL's PPOTrainer and verl's ``compute_value_loss``, which comes from
+    https://github.com/openai/baselines (ppo2).
+
+    Args:
+        values: value head outputs V, float32 [tokens], with gradient.
+        old: values V_old before the step, float32 [tokens].
+        returns: targets R, float32 [tokens].
+        clip: clip range c; None: no clipping, (V - R)^2 / 2.
+
+    Returns:
+        float32 [tokens], and bool [tokens]: True if the clipped value applies, which has no gradient.
+    """
+    plain = (values - returns).square()
+    if clip is None:
+        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
+    clipped = (values.clamp(old - clip, old + clip) - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+
+
+def actor_critic_loss(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    values: Tensor,
+    fields: TokenFields,
+    settings: ActorCriticSettings,
+    reduce: Reduce | None = None,
+    functions: Functions | None = None,
+) -> tuple[Tensor, LossMetrics]:
+    """Return ``policy_loss`` plus ``vf_coef`` times the value loss, with the same token weights.
+
+    Args:
+        values: value head outputs, float32 [tokens], with gradient. The other arguments are those of ``policy_loss``,
+            without tokens of weight 0.
+
+    Raises:
+        ValueError: if ``policy_loss`` raises it, or old values or returns are missing.
+    """
+    loss, metrics = policy_loss(logprobs, entropy, fields, settings, reduce, functions, all_trained=True)
+    each, clipped = value_losses(
+        values, required(fields.old_values, "old_values"), required(fields.returns, "returns"), settings.cliprange_value
+    )
+    measured = {"value_loss": each, "value_clipped": clipped, "value": values}
+    sums = {name: tensor.detach().double().sum() for name, tensor in measured.items()}
+    return loss + settings.vf_coef * (fields.weights * each).sum(), LossMetrics(
+        {**metrics.sums, **sums}, metrics.maxima
+    )
+
+
+# -- by the type of the settings ------------------------------------------------------------------------------------
+
+Columns = tuple[Tensor, ...]
+"""Model outputs for the trained tokens, each float32 [tokens] with gradient: log-probs; entropies (except for a reward
+model); and with a value head, values of the state before each token."""
+
+
+def _policy_gradient(
+    columns: Columns, fields: TokenFields, settings: LossSettings, reduce: Reduce | None, functions: Functions
+) -> tuple[Tensor, LossMetrics]:
+    return policy_loss(columns[0], _entropy(columns), fields, settings, reduce, functions, all_trained=True)
+
+
+def _actor_critic(
+    columns: Columns, fields: TokenFields, settings: ActorCriticSettings, reduce: Reduce | None, functions: Functions
+) -> tuple[Tensor, LossMetrics]:
+    logprobs, entropy, values = columns
+    return actor_critic_loss(logprobs, entropy, values, fields, settings, reduce, functions)
+
+
+def _preference(
+    columns: Columns, fields: TokenFields, settings: PreferenceUpdate, reduce: Reduce | None, functions: Functions
+) -> tuple[Tensor, LossMetrics]:
+    return preference_loss(columns[0], _entropy(columns), fields, settings, reduce)
+
+
+def _entropy(columns: Columns) -> Tensor | None:
+    return columns[1] if len(columns) > 1 else None
+
+
+ObjectiveLoss = Callable[[Columns, TokenFields, Any, "Reduce | None", Functions], tuple[Tensor, LossMetrics]]
+OBJECTIVES: dict[type[Objective], ObjectiveLoss] = {
+    LossSettings: _policy_gradient,
+    ActorCriticSettings: _actor_critic,
+    PreferenceUpdate: _preference,
+}
+"""Loss function for each type of settings. The caller must remove tokens of weight 0."""
+
+
+def objective_loss(settings: Objective) -> ObjectiveLoss:
+    """Return the loss function for settings whose type, or a base class of it, is in ``OBJECTIVES``.
+
+    Raises:
+        TypeError: if no type matches.
+    """
+    for kind in type(settings).__mro__:
+        if kind in OBJECTIVES:
+            return OBJECTIVES[kind]
+    raise TypeError(f"settings of type {type(settings).__name__} do not select a loss")

@@ -1,7 +1,8 @@
-"""The settings of preference losses: the configuration section `preference`, and what a rank is handed of an update.
+"""Settings of preference losses: the config section `preference`, and the settings of an update that every rank
+receives.
 
-The string under a field is what ``gdpo-nemo explain preference.KEY`` prints. No torch here: a configuration is checked
-with this before anything else is imported.
+``gdpo-nemo explain preference.KEY`` prints the docstring of a field. This module does not import torch, so that a
+config can be checked quickly.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Optional
 
-from gdpo_nemo.algorithms.own_functions import Functions
 from gdpo_nemo.algorithms.ranges import Range, check_numbers
 
 LOSS_TYPES = {
@@ -20,11 +20,11 @@ LOSS_TYPES = {
     "kto": ("sigmoid",),
     "reward_model": ("sigmoid",),
 }
-"""Objectives, and the values of `preference.loss_type` that each knows."""
+"""Supported values of `preference.loss_type` for each objective."""
 PAIRED = ("dpo", "cpo", "simpo", "orpo", "reward_model")
-"""Objectives of pairs; KTO's is one of single completions."""
+"""Objectives that train on pairs of completions. KTO trains on single completions."""
 WITH_REFERENCE = ("dpo", "kto")
-"""Objectives that ask for log-probs of the starting model."""
+"""Objectives that need log-probs of the initial model."""
 _SMOOTHED = ("sigmoid", "robust")
 _SINGLE_READERS = {
     "simpo_gamma": "simpo",
@@ -32,55 +32,60 @@ _SINGLE_READERS = {
     "undesirable_weight": "kto",
     "center_rewards_coefficient": "reward_model",
 }
-"""Options that one objective alone reads."""
+"""Options that only one objective reads, with that objective."""
 
 
 @dataclass
 class PreferenceSettings:
-    """The objective of `algorithm.type` dpo, kto, orpo, simpo, cpo and reward_model. Names are TRL's where it has
-    them."""
+    """Objective for `algorithm.type` dpo, kto, orpo, simpo, cpo or reward_model. Keys have the same names as in TRL if
+    they exist there."""
 
     loss_type: str = "sigmoid"
-    """Of dpo: sigmoid, hinge, ipo or robust; of cpo: sigmoid, hinge or ipo. The others have one form each."""
+    """Loss function. dpo supports sigmoid, hinge, ipo and robust; cpo supports sigmoid, hinge and ipo. The other
+    objectives support only sigmoid."""
     beta: Annotated[Optional[float], Range(above=0)] = None
-    """Strength of the preference: what log-probs (for dpo and kto: their distance to the starting model) are multiplied
-    with; for ipo its tau, for orpo the weight of the odds ratio. Null: 0.1, and 2.0 for simpo."""
+    """Strength of the preference: the factor of the log-probs, or with dpo and kto of the log-ratios to the initial
+    model. With loss_type ipo it is tau, and with orpo the weight of the odds ratio. Null: 2.0 for simpo, 0.1 for the
+    others."""
     label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
-    """Share of pairs whose labels are taken to be wrong, 0 to below 0.5: cDPO with sigmoid, robust DPO with robust; the
-    same for cpo and simpo."""
+    """Assumed fraction of wrong preference labels, from 0 to below 0.5. For dpo, loss_type sigmoid is then cDPO and
+    robust is robust DPO. Also supported by cpo and simpo."""
     reference_free: bool = False
-    """Whether dpo takes the starting model to give every answer the same log-prob, so that none is kept."""
+    """Use no reference model, by assuming that it gives all answers the same log-prob. Supported by dpo only."""
     length_normalize: Optional[bool] = None
-    """Whether an answer counts by the mean log-prob of its tokens and not by their sum. Null: as published and as in
-    TRL, for simpo and orpo, and for loss_type ipo."""
+    """Use the mean instead of the sum of an answer's token log-probs. Null: as published and as in TRL, which is the
+    mean for simpo, orpo and loss_type ipo, and the sum otherwise."""
     rpo_alpha: Annotated[Optional[float], Range(0)] = None
-    """Weight of the cross-entropy of the chosen answers, mean over their tokens (RPO; cpo_alpha in TRL). Null: 1 for
-    cpo and orpo, which are published with it, and 0 for the others."""
+    """Weight of an additional cross-entropy loss on the chosen answers, averaged over their tokens (RPO; cpo_alpha in
+    TRL). Null: 1 for cpo and orpo, which are published with this loss, and 0 for the others."""
     simpo_gamma: Annotated[float, Range(0)] = 0.5
-    """Margin that simpo asks for between the rewards of the two answers."""
+    """Target margin of simpo between the rewards of the chosen and the rejected answer."""
     desirable_weight: Annotated[float, Range(0)] = 1.0
-    """Weight of kto's desirable answers."""
+    """Weight of desirable answers in the kto loss."""
     undesirable_weight: Annotated[float, Range(0)] = 1.0
-    """Weight of kto's undesirable answers."""
+    """Weight of undesirable answers in the kto loss."""
     center_rewards_coefficient: Annotated[Optional[float], Range(0)] = None
-    """Weight of the squared sum of both rewards of a pair in the loss of reward_model, which keeps their mean near 0
-    (arXiv 2312.09244); TRL suggests 0.01. Null: no such term."""
+    """Coefficient of a term that keeps the mean reward of reward_model near 0: the squared sum of both rewards of a
+    pair (arXiv 2312.09244). TRL suggests 0.01. Null: no such term."""
 
     def check(self, kind: str) -> None:
-        """Refuse values that mean nothing to the objective ``kind``. Raises ValueError; the message begins with the
-        key."""
+        """Raise ValueError if a value is not valid for the objective ``kind``.
+
+        Raises:
+            ValueError: if a value is invalid. The message begins with the key.
+        """
         if self.loss_type not in LOSS_TYPES[kind]:
             known = ", ".join(LOSS_TYPES[kind])
-            raise ValueError(f"loss_type: {self.loss_type!r} is none of algorithm {kind}; known: {known}")
+            raise ValueError(f"loss_type: {self.loss_type!r} is not supported by algorithm {kind}; supported: {known}")
         check_numbers(self)
         if self.label_smoothing and (kind in ("kto", "orpo") or self.loss_type not in _SMOOTHED):
             raise ValueError(f"label_smoothing: has no effect on {kind} with loss_type {self.loss_type}")
         if self.reference_free and kind != "dpo":
-            raise ValueError(f"reference_free: is a choice of algorithm dpo; {kind} has none")
+            raise ValueError(f"reference_free: is only supported by algorithm dpo, not {kind}")
         if kind in ("orpo", "kto") and self.length_normalize is not None and self.length_normalize != (kind == "orpo"):
-            raise ValueError(f"length_normalize: {kind} is published with {str(kind == 'orpo').lower()} alone")
+            raise ValueError(f"length_normalize: must be {str(kind == 'orpo').lower()} with {kind}, as published")
         if kind == "kto" and self.rpo_alpha:
-            raise ValueError("rpo_alpha: kto has no chosen answers whose cross-entropy could be added")
+            raise ValueError("rpo_alpha: not supported by kto, which has no chosen answers")
         self._check_readers(kind)
 
     def _check_readers(self, kind: str) -> None:
@@ -90,46 +95,46 @@ class PreferenceSettings:
                 raise ValueError(f"{name}: has no effect unless algorithm.type is {reader}")
         for option in fields(self) if kind == "reward_model" else ():
             if option.name in changed and option.name != "center_rewards_coefficient":
-                raise ValueError(f"{option.name}: has no effect on reward_model, whose scores are no log-probs")
+                raise ValueError(f"{option.name}: has no effect on reward_model, whose scores are not log-probs")
 
     def strength(self, kind: str) -> float:
-        """``beta`` with its default for the objective."""
-        return self.beta if self.beta is not None else 2.0 if kind == "simpo" else 0.1
+        """Return ``beta``, or its default for the objective."""
+        if self.beta is not None:
+            return self.beta
+        return 2.0 if kind == "simpo" else 0.1
 
     def averages(self, kind: str) -> bool:
-        """``length_normalize`` with its default for the objective."""
+        """Return ``length_normalize``, or its default for the objective."""
         if self.length_normalize is not None:
             return self.length_normalize
         return kind in ("simpo", "orpo") or self.loss_type == "ipo"
 
     def supervised_weight(self, kind: str) -> float:
-        """``rpo_alpha`` with its default for the objective."""
+        """Return ``rpo_alpha``, or its default for the objective."""
         return self.rpo_alpha if self.rpo_alpha is not None else float(kind in ("cpo", "orpo"))
 
     def needs_reference(self, kind: str) -> bool:
-        """Whether log-probs of the starting model are asked for."""
+        """Return True if the objective needs log-probs of the starting model."""
         return kind in WITH_REFERENCE and not self.reference_free
 
 
 @dataclass(frozen=True)
 class PreferenceUpdate:
-    """What every rank is told of an update of preference training, in place of ``LossSettings``."""
+    """Settings of a preference-training update, sent to every rank in place of ``LossSettings``."""
 
     kind: str
-    """dpo, kto, orpo, simpo, cpo or reward_model"""
+    """dpo, kto, orpo, simpo, cpo or reward_model."""
     settings: PreferenceSettings = field(default_factory=PreferenceSettings)
     count: int = 1
-    """Pairs of the whole update; of kto: its completions."""
+    """Number of pairs in the whole update; with kto, the number of completions."""
     chosen_tokens: int = 1
-    """Trained tokens of the chosen answers of the whole update."""
+    """Number of trained tokens in the chosen answers of the whole update."""
     kl: float = 0.0
-    """KTO's estimate of the KL to the starting model, nats per completion, never negative."""
-
-    places: tuple[str, ...] = ()
-    """No function of the user's own is in it."""
+    """KTO's estimate of the KL to the initial model in nats per completion, at least 0."""
     entropy_bonus: float = 0.0
-    """As the field of ``LossSettings``."""
+    """See ``LossSettings``."""
 
-    def why_all_sequences(self, functions: Functions | None = None) -> str:
-        """As the method of ``LossSettings``: no sequence may be left out."""
-        return f"algorithm {self.kind} compares completions, whose advantages say nothing"
+    @property
+    def reads_every_sequence(self) -> str:
+        """Reason why sequences with advantage 0 must not be skipped. See ``LossSettings``."""
+        return f"algorithm {self.kind} compares completions and does not use advantages"

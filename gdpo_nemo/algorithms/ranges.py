@@ -1,7 +1,7 @@
-"""Ranges of numbers, declared in the annotation of a field: ``lr: Annotated[float, Range(0)] = 1e-6``.
+"""Ranges of config numbers, declared in the annotation of a field: ``lr: Annotated[float, Range(0)] = 1e-6``.
 
-A range holds for the number, or for each number of a list or a mapping; null is allowed if the type says so. Sections
-of a config are dataclasses, so `check_numbers` takes a section or a whole config. No torch here.
+A range applies to the number, or to each number in a list or mapping. null is valid if the type allows it.
+`check_numbers` checks a dataclass, which is a config section or the whole config. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -12,34 +12,36 @@ from functools import cache
 from typing import Any, Iterator, get_args, get_type_hints
 
 LARGEST = 10**15
-"""Default limit of every number: a petabyte, a quadrillion tokens or steps."""
+"""Default limit for the absolute value of any number. No sensible value is larger: it is a petabyte, or a quadrillion
+tokens or steps."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Values that a number may have: ``least`` to ``most``, both included."""
+    """Range of valid numbers, from ``least`` to ``most`` inclusive."""
 
     least: float = -LARGEST
     most: float = LARGEST
     above: float = -math.inf
-    """Excluded lower bound; use `least` or `above`."""
+    """Exclusive lower bound, used instead of `least`."""
     below: float = math.inf
-    """Excluded upper bound; use `most` or `below`."""
+    """Exclusive upper bound, used instead of `most`."""
     also: tuple[float, ...] = ()
-    """Values outside that have a meaning of their own, such as -1 for all."""
+    """Valid values outside the range that have a special meaning, such as -1 for all."""
 
     def __contains__(self, value: float) -> bool:
-        """Return whether a number is in the range; NaN never is."""
+        """Return True if a number is in the range. NaN is in no range."""
         return value in self.also or (self.least <= value <= self.most and self._inside(value))
 
     def __str__(self) -> str:
-        """The range as text that follows "must be"."""
+        """Describe the range as text that can follow "must be"."""
         bounds = [self._lower(), self._upper()]
         words = " and ".join(bound for bound in bounds if bound) or "finite"
         return " or ".join([*map(_number, self.also), words])
 
     def demand(self, value: float) -> str:
-        """Return what a number outside the range must be. The default limits are named only if they are exceeded."""
+        """Describe the bounds for an invalid number. The default limits are only mentioned if the number exceeds
+        them."""
         if value > LARGEST and self.most == LARGEST and math.isinf(self.below):
             return f"at most {_number(LARGEST)}"
         if value < -LARGEST and self.least == -LARGEST and math.isinf(self.above):
@@ -67,31 +69,32 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """One field of a section, as far as its numbers are concerned."""
+    """Field of a config section, with the properties needed to check its numbers."""
 
     name: str
     range: Range | None
-    """None if the field has no numbers or, which the tests refuse, no range."""
+    """Range of the field's numbers; None if it has no numbers or declares no range. A test prevents the latter."""
     has_numbers: bool
+    """True if the type of the field contains int or float."""
     section: type | None
-    """Dataclass of the field if it is a section itself."""
+    """Dataclass of the field if the field is a section, otherwise None."""
 
 
 @cache
 def fields_of(section: type) -> tuple[Field, ...]:
-    """Return the fields of a section in order."""
+    """Return the fields of a section in their order."""
     return tuple(_field(name, hint) for name, hint in get_type_hints(section, include_extras=True).items())
 
 
 def check_numbers(section: object, prefix: str = "") -> None:
-    """Refuse a number outside its range, in the sections below also.
+    """Check that all numbers of a section and its nested sections are in their ranges.
 
     Args:
         section: dataclass instance.
-        prefix: dotted path of the section, with a dot at the end.
+        prefix: dotted path of the section, including the final dot.
 
     Raises:
-        ValueError: names the key, the range and the value.
+        ValueError: if a number is outside its range. The message contains the key, the range and the value.
     """
     kind: type = section.__class__
     for field in fields_of(kind):
@@ -115,7 +118,7 @@ def _field(name: str, hint: Any) -> Field:
 
 
 def _kinds(hint: Any) -> Iterator[Any]:
-    """A type and the types that it is composed of."""
+    """Yield a type and all types in it."""
     yield hint
     for part in get_args(hint):
         yield from _kinds(part)

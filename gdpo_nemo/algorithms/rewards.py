@@ -1,4 +1,4 @@
-"""Reward shaping: named components in, named components out, before any normalisation.
+"""Reward shaping: transformations of reward components by name, before any normalisation.
 
 Each rule of `gdpo.shaping` names one component and one transformation:
 
@@ -12,14 +12,14 @@ Each rule of `gdpo.shaping` names one component and one transformation:
       - {component: correctness, truncated: {value: 0.0}}
       - {component: length, mine.py:cosine: {low: 0.5}}
 
-A rule is a function (values, options, context) -> values [sequences], with its name in `SHAPING_RULES`. One of the
-user's own is named by its place and called as (values, context, **options).
+A rule is a function (values, options, context) -> values [sequences], and `SHAPING_RULES` contains it by name. A custom
+function is named by its import path and called as (values, context, **options).
 
-The rules of one component act in the order of the list. A condition sees the other component after all rules of that
-one, wherever they stand in the list; components that wait for each other in a circle are refused. `length`, `overlong`
-and rules of the user's own create their component, as zeros, when no environment gives it; otherwise `overlong` adds to
-it and `length` replaces it. Missing rewards stay missing, also where the condition's reward is missing. KL to the
-reference is no component: see `compute_advantages`.
+Rules for the same component are applied in the order of the list. A condition reads the other component after all rules
+for it, regardless of their position in the list. Cyclic conditions are an error. `length`, `overlong` and custom rules
+create their component, with zeros, if no environment provides it. Otherwise `overlong` adds to the component and
+`length` replaces it. A missing reward stays missing, and a condition on a missing reward gives a missing reward. KL to
+the reference is not a component: see `compute_advantages`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from gdpo_nemo.algorithms.own_functions import Functions, check_options, is_place, own_options
+from gdpo_nemo.algorithms.loss_selection import Functions, check_options, custom_options, is_import_path
 from gdpo_nemo.algorithms.table import nearest
 
 T = TypeVar("T")
@@ -47,98 +47,100 @@ COMPARISONS: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
 
 
 @dataclass(frozen=True)
-class Context:
-    """What the rules may look at besides the component they change."""
+class ShapingContext:
+    """Inputs of a shaping rule in addition to the component that it changes."""
 
     columns: Mapping[str, np.ndarray]
-    """Components that are finished, float64 [sequences]."""
+    """Components that are already shaped, float64 [sequences]."""
     lengths: np.ndarray | None
-    """float64 [sequences], completion tokens."""
+    """Number of completion tokens, float64 [sequences]."""
     max_length: int | None
-    """Longest completion allowed, in tokens."""
+    """Maximum completion length in tokens."""
     truncated: np.ndarray | None
-    """bool [sequences], samples that hit the length limit."""
+    """True for samples that reached the length limit, bool [sequences]."""
 
     def need(self, name: str) -> Any:
-        """An optional field that a rule depends on.
+        """Return an optional field that a rule requires.
 
         Raises:
-            ValueError: it was not given.
+            ValueError: if the field is None.
         """
         value = getattr(self, name)
         if value is None:
-            raise ValueError(f"needs {name}, which was not given")
+            raise ValueError(f"requires {name}, which was not given")
         return value
 
 
-def _clip(values: np.ndarray, limits: Sequence[float], context: Context) -> np.ndarray:
+def _clip(values: np.ndarray, limits: Sequence[float], context: ShapingContext) -> np.ndarray:
     low, high = limits
     if not low < high:
-        raise ValueError(f"limits must ascend, got {list(limits)}")
+        raise ValueError(f"limits must be ascending, got {list(limits)}")
     return np.clip(values, low, high)
 
 
-def _scale(values: np.ndarray, by: float | Mapping[str, float], context: Context) -> np.ndarray:
-    """values x by + offset."""
+def _scale(values: np.ndarray, by: float | Mapping[str, float], context: ShapingContext) -> np.ndarray:
+    """Return values x by + offset."""
     options = _options({"by": by} if isinstance(by, (int, float)) else by, {"by": 1.0, "offset": 0.0})
     return np.asarray(values * options["by"] + options["offset"])
 
 
-def _linear(values: np.ndarray, ranges: Mapping[str, Sequence[float]], context: Context) -> np.ndarray:
-    """Clip to the range `from`, then map it onto `to`."""
+def _linear(values: np.ndarray, ranges: Mapping[str, Sequence[float]], context: ShapingContext) -> np.ndarray:
+    """Clip values to the range `from`, and map this range linearly to `to`."""
     options = _options(ranges, {"from": (0.0, 1.0), "to": (0.0, 1.0)})
     (low, high) = options["from"]
     (start, end) = options["to"]
     if not low < high:
-        raise ValueError(f"`from` must ascend, got {list(options['from'])}")
+        raise ValueError(f"`from` must be ascending, got {list(options['from'])}")
     return np.asarray(start + (np.clip(values, low, high) - low) * (end - start) / (high - low))
 
 
-def _condition(values: np.ndarray, rule: Mapping[str, Any], context: Context) -> np.ndarray:
-    """The reward counts only where another one passes a threshold (GDPO paper eq. 8); elsewhere it is `else`."""
+def _condition(values: np.ndarray, rule: Mapping[str, Any], context: ShapingContext) -> np.ndarray:
+    """Keep the reward if another component passes a threshold (GDPO paper eq. 8), otherwise replace it by `else`."""
     other, operator, threshold = parse_condition(rule)
     gate = context.columns[other]
     result = np.where(COMPARISONS[operator](gate, threshold), values, rule.get("else", 0.0))
     return np.where(np.isnan(gate) | np.isnan(values), np.nan, result)
 
 
-def _length(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
-    """1 up to `full` tokens, 0 from `zero` tokens on, linear between; without `zero` a step at `full`."""
+def _length(values: np.ndarray, rule: Mapping[str, float], context: ShapingContext) -> np.ndarray:
+    """Return 1 for up to `full` tokens, 0 from `zero` tokens, and linear values between them. Without `zero`, return 0
+    above `full`."""
     options = _options(rule, {"full": None, "zero": None})
     full = options["full"]
     zero = options["zero"]
     lengths: np.ndarray = context.need("lengths")
     if full is None or (zero is not None and zero <= full):
-        raise ValueError("needs `full`, and `zero` above it")
+        raise ValueError("requires `full`, and `zero` above it")
     if zero is None:
         return np.asarray(lengths <= full, np.float64)
     return np.asarray(np.clip((zero - lengths) / (zero - full), 0.0, 1.0))
 
 
-def _overlong(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
-    """Soft overlong punishment (DAPO, arXiv 2503.14476 eq. 13): from 0 at max_length - buffer down to -penalty."""
+def _overlong(values: np.ndarray, rule: Mapping[str, float], context: ShapingContext) -> np.ndarray:
+    """Subtract DAPO's soft overlong penalty (arXiv 2503.14476 eq. 13): 0 up to max_length - buffer tokens, then linear
+    up to `penalty` at max_length."""
     options = _options(rule, {"buffer": None, "penalty": 1.0, "max_length": context.max_length})
     if not options["buffer"] or options["buffer"] <= 0:
-        raise ValueError("needs a positive `buffer` in tokens")
+        raise ValueError("requires a positive `buffer` in tokens")
     if options["max_length"] is None:
-        raise ValueError("needs max_length, which was not given")
+        raise ValueError("requires max_length, which was not given")
     excess = context.need("lengths") - (options["max_length"] - options["buffer"])
     return np.asarray(values - options["penalty"] * np.clip(excess / options["buffer"], 0.0, 1.0))
 
 
-def _truncated(values: np.ndarray, rule: Mapping[str, float], context: Context) -> np.ndarray:
-    """The reward of samples that hit the length limit is `value`."""
+def _truncated(values: np.ndarray, rule: Mapping[str, float], context: ShapingContext) -> np.ndarray:
+    """Replace the reward of samples that reached the length limit by `value`."""
     value = _options(rule, {"value": 0.0})["value"]
     return np.where(context.need("truncated") & ~np.isnan(values), value, values)
 
 
 @dataclass(frozen=True)
 class ShapingRule:
-    """An entry of the registry."""
+    """Registry entry of a shaping rule."""
 
-    function: Callable[[np.ndarray, Any, Context], np.ndarray]
+    function: Callable[[np.ndarray, Any, ShapingContext], np.ndarray]
     creates: bool = False
-    """Whether it makes its component where no environment gives it."""
+    """True if the rule creates its component if no environment provides it."""
 
 
 SHAPING_RULES: dict[str, ShapingRule] = {
@@ -153,9 +155,13 @@ SHAPING_RULES: dict[str, ShapingRule] = {
 
 
 def creates(rule: Mapping[str, Any]) -> bool:
-    """Whether a rule makes its component where no environment gives it. Raises ValueError: see `rule_name`."""
+    """Return True if a rule creates its component if no environment provides it.
+
+    Raises:
+        ValueError: if the rule is invalid (see `rule_name`).
+    """
     name = rule_name(rule)
-    return is_place(name) or SHAPING_RULES[name].creates
+    return is_import_path(name) or SHAPING_RULES[name].creates
 
 
 def apply_shaping(
@@ -167,32 +173,33 @@ def apply_shaping(
     truncated: Any = None,
     functions: Functions | None = None,
 ) -> dict[str, np.ndarray]:
-    """Components after shaping, in the order given, created ones last.
+    """Apply the shaping rules and return all components. New components are last.
 
     Args:
-        columns: name to float [sequences], NaN for "not applicable".
-        rules: see the head of this file.
-        lengths: completion tokens [sequences].
-        max_length: longest completion in tokens, for `overlong`.
-        truncated: bool [sequences].
-        functions: the user's own, by the places that rules name them by; without them those rules change nothing.
+        columns: components by name, float [sequences], NaN for a missing reward.
+        rules: list of rules, see the module docstring.
+        lengths: number of completion tokens [sequences].
+        max_length: maximum completion length in tokens, for `overlong`.
+        truncated: bool [sequences], True for samples that reached the length limit.
+        functions: custom functions by their import paths in the rules. None: custom rules have no effect.
 
     Raises:
-        ValueError: an unknown component, transformation or option (with the nearest name), a circle of conditions, a
-            bad argument, a function of the user's own that gives what is no finite reward; the message names the rule.
+        ValueError: if a component, transformation or option is unknown, an argument is invalid, or conditions are
+            cyclic. Also if a custom function returns a non-finite reward. The message contains the rule, and the
+            nearest existing name.
     """
     order = _order(rules, list(columns))
-    given = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
-    count = len(next(iter(given.values()), lengths if lengths is not None else ()))
+    inputs = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
+    count = len(next(iter(inputs.values()), lengths if lengths is not None else ()))
     done: dict[str, np.ndarray] = {}
-    context = Context(done, _array(lengths, float), max_length, _array(truncated, bool))
+    context = ShapingContext(done, _array(lengths, float), max_length, _array(truncated, bool))
     for name in order:
-        column = given.get(name, np.zeros(count))
+        column = inputs.get(name, np.zeros(count))
         for rule in rules:
             if rule["component"] == name:
                 column = _apply(column, rule, context, functions)
         done[name] = column
-    return {name: done[name] for name in (*given, *(name for name in order if name not in given))}
+    return {name: done[name] for name in (*inputs, *(name for name in order if name not in inputs))}
 
 
 def _array(values: Any, dtype: type) -> np.ndarray | None:
@@ -202,15 +209,16 @@ def _array(values: Any, dtype: type) -> np.ndarray | None:
 def check_shaping(
     rules: Sequence[Mapping[str, Any]], components: Sequence[str], functions: Functions | None = None
 ) -> list[str]:
-    """Validate the rules against the names the environments give, before there is any reward.
+    """Check the rules for the given component names, before any reward exists.
 
-    Args: as `apply_shaping`.
+    Args:
+        components: names of the components that the environments return. For the other arguments see `apply_shaping`.
 
     Returns:
-        All component names after shaping.
+        Names of all components after shaping.
 
     Raises:
-        ValueError: as `apply_shaping`.
+        ValueError: if a rule is invalid (see `apply_shaping`).
     """
     probe = {name: np.array([0.0, 1.0, np.nan]) for name in components}
     lengths = [1, 4, 2]
@@ -219,7 +227,7 @@ def check_shaping(
 
 
 def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:
-    """Component names after shaping, every one behind those its conditions look at."""
+    """Return all component names after shaping, sorted so that each follows the components that its conditions read."""
     created = {str(rule.get("component")) for rule in rules if creates(rule)}
     known = [*components, *sorted(created - set(components))]
     graph: dict[str, set[str]] = {name: set() for name in known}
@@ -235,45 +243,55 @@ def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> lis
     try:
         return list(TopologicalSorter(graph).static_order())
     except CycleError as error:
-        raise ValueError(f"shaping: conditions form a circle: {' -> '.join(error.args[1])}") from None
+        raise ValueError(f"shaping: conditions form a cycle: {' -> '.join(error.args[1])}") from None
 
 
 def rule_name(rule: Mapping[str, Any]) -> str:
-    """The one transformation a rule names: one of `SHAPING_RULES`, or a place.
+    """Return the transformation of a rule: a name in `SHAPING_RULES` or an import path.
 
     Raises:
-        ValueError: no component, no transformation, several, or an unknown one.
+        ValueError: if the rule has no component, or does not have exactly one known transformation.
     """
     keys = [key for key in rule if key != "component"]
     if "component" not in rule or len(keys) != 1:
         raise ValueError(f"shaping rule {dict(rule)}: write `component: name` and exactly one transformation")
     if keys[0] == "kl":
         raise ValueError(
-            f"shaping rule {dict(rule)}: normalised like a reward, KL would lose its coefficient; it is no component "
-            "but the key kl_in_reward (or reference_policy_kl_penalty of the loss)"
+            f"shaping rule {dict(rule)}: KL is not a component, because normalisation would remove its coefficient; "
+            "use kl_in_reward (or reference_policy_kl_penalty of the loss)"
         )
-    if keys[0] not in SHAPING_RULES and not is_place(str(keys[0])):
+    if keys[0] not in SHAPING_RULES and not is_import_path(str(keys[0])):
         raise ValueError(
             f"shaping rule {dict(rule)}: unknown key {keys[0]!r}; {nearest(keys[0], tuple(SHAPING_RULES))}, or a "
-            "function of your own: file.py:name"
+            "custom function: file.py:name"
         )
     return keys[0]
 
 
-def _apply(column: np.ndarray, rule: Mapping[str, Any], context: Context, functions: Functions | None) -> np.ndarray:
+def _apply(
+    column: np.ndarray, rule: Mapping[str, Any], context: ShapingContext, functions: Functions | None
+) -> np.ndarray:
     name = rule_name(rule)
-    if is_place(name):
-        return column if functions is None else _labelled(rule, lambda: _own(column, rule, context, functions[name]))
+    if is_import_path(name):
+        if functions is None:
+            return column
+        return _labelled(rule, lambda: _apply_custom(column, rule, context, functions[name]))
     return _labelled(rule, lambda: SHAPING_RULES[name].function(column, rule[name], context))
 
 
-def _own(column: np.ndarray, rule: Mapping[str, Any], context: Context, function: Callable[..., Any]) -> np.ndarray:
-    """What a function of the user's own makes of a component; missing rewards stay missing. Raises ValueError."""
+def _apply_custom(
+    column: np.ndarray, rule: Mapping[str, Any], context: ShapingContext, function: Callable[..., Any]
+) -> np.ndarray:
+    """Apply a custom function to a component. Missing rewards stay missing.
+
+    Raises:
+        ValueError: if the function fails or returns invalid values.
+    """
     name = rule_name(rule)
     options = rule[name] or {}
-    check_options(options, own_options(function, "values, context"), name)
+    check_options(options, custom_options(function, "values, context"), name)
     try:
-        with np.errstate(all="ignore"):  # what is not finite is refused below, in a sentence
+        with np.errstate(all="ignore"):  # non-finite values are refused below, with a message
             shaped = np.asarray(function(column.copy(), context, **options), dtype=np.float64)
     except Exception as error:
         raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
@@ -288,7 +306,7 @@ def _own(column: np.ndarray, rule: Mapping[str, Any], context: Context, function
 
 
 def _labelled(rule: Mapping[str, Any], action: Callable[[], T]) -> T:
-    """Run the action; what goes wrong is reported with the rule it happened in."""
+    """Call ``action``, and prefix its error messages with the rule."""
     try:
         return action()
     except (TypeError, ValueError, AttributeError) as error:
@@ -296,7 +314,7 @@ def _labelled(rule: Mapping[str, Any], action: Callable[[], T]) -> T:
 
 
 def _options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults overridden by what the rule gives; unknown keys are refused."""
+    """Return ``defaults`` updated by the options of a rule. Raises ValueError for an unknown option."""
     for key in given:
         if key not in defaults:
             raise ValueError(f"unknown option {key!r}; {nearest(key, tuple(defaults))}")
@@ -304,10 +322,10 @@ def _options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str,
 
 
 def parse_condition(rule: Mapping[Any, Any]) -> tuple[str, str, float]:
-    """Other component, comparison, threshold.
+    """Return the other component, the comparison and the threshold of a condition.
 
     Raises:
-        ValueError: one of them is missing, or something else is there.
+        ValueError: if one of these is missing, or an option is unknown.
     """
     # YAML 1.1 reads the bare word `on` as true.
     rule = {"on" if key is True else key: value for key, value in rule.items()}
@@ -316,5 +334,5 @@ def parse_condition(rule: Mapping[Any, Any]) -> tuple[str, str, float]:
     if unknown:
         raise ValueError(f"unknown option {unknown[0]!r}; {nearest(unknown[0], ('on', 'else', *COMPARISONS))}")
     if "on" not in rule or len(operators) != 1:
-        raise ValueError(f"a condition needs `on` and one of {', '.join(COMPARISONS)}")
+        raise ValueError(f"a condition requires `on` and one of {', '.join(COMPARISONS)}")
     return rule["on"], operators[0], rule[operators[0]]

@@ -1,12 +1,12 @@
-"""From names to an estimator: which one, with which settings, and whether the options make sense for it.
+"""Selection of an estimator and its settings by name, and checks that the options have an effect.
 
-What a configuration says is checked with this before there is any reward, so nothing here imports torch.
+A config is checked with this module before any reward exists, so the module does not import torch.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,24 +20,25 @@ DEFAULT_EPSILON = 1e-6
 
 _BATCH_SETTINGS = ("batch_epsilon", "batch_epsilon_inside", "batch_unit", "batch_rows", "residue")
 _SUMMING = ("grpo", "dr_grpo", "rloo", "gpg", "reinforce_plus_plus", "corr_grpo")
-"""Estimators that normalise the sum of the rewards, not each of them."""
+"""Estimators that normalise the sum of the rewards instead of each component."""
 
 
 def entry_of(estimator: str | Callable[..., Terms]) -> Estimator:
-    """The registry's entry of a name; one made for a function of one's own.
+    """Return the registry entry of an estimator name, or create an entry for a custom function.
 
-    Such a function takes (RewardTable, Settings) and has its options as further parameters with defaults. The sum of
-    its terms is standardised over the batch, as GDPO's is, unless ``batch_norm`` says otherwise.
+    A custom function takes (RewardTable, Settings), followed by options with defaults. As for GDPO, the sum of its
+    terms is standardised over the batch unless ``batch_norm`` is False.
 
     Raises:
-        ValueError: an unknown name, with the nearest one, or a function that cannot be called so.
+        ValueError: if the name is unknown (the message suggests the nearest one), or the function has the wrong
+            signature.
     """
     if isinstance(estimator, str):
         if estimator not in ESTIMATORS:
             raise ValueError(f"unknown estimator {estimator!r}; {nearest(estimator, tuple(ESTIMATORS))}")
         return ESTIMATORS[estimator]
     if not callable(estimator):
-        raise ValueError(f"an estimator is a name or a function (table, settings) -> Terms, not {estimator!r}")
+        raise ValueError(f"an estimator must be a name or a function (table, settings) -> Terms, got {estimator!r}")
     parameters = list(inspect.signature(estimator).parameters.values())
     if len(parameters) < 2 or any(p.default is p.empty for p in parameters[2:]):
         raise ValueError(f"estimator {_name(estimator)} must take (table, settings), then options with defaults")
@@ -55,23 +56,22 @@ def select(
     epsilon: float,
     options: Mapping[str, Any],
 ) -> tuple[Estimator, Settings, dict[str, Any]]:
-    """The estimator, its settings and its own options.
+    """Return the estimator's entry, the settings, and the options that only this estimator has.
 
-    Args: as those of `compute_advantages`.
+    Args: see `compute_advantages`.
 
     Raises:
-        ValueError: an unknown name (with the nearest one), or a preset of another estimator.
+        ValueError: if a name is unknown (the message suggests the nearest one), or the preset belongs to another
+            estimator.
     """
     entry = entry_of(estimator)
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; {nearest(preset, tuple(PRESETS))}")
     if preset is not None and estimator != "gdpo":
-        raise ValueError(
-            f"preset {preset!r} is a variant of gdpo and has no meaning for estimator {_name(estimator)!r}"
-        )
+        raise ValueError(f"preset {preset!r} is a variant of gdpo and conflicts with estimator {_name(estimator)!r}")
     base = PRESETS[preset] if preset else Settings(batch_norm=entry.batch_norm)
-    own = {name: value for name, value in options.items() if name in entry.options}
-    shared = {name: value for name, value in options.items() if name not in own}
+    estimator_options = {name: value for name, value in options.items() if name in entry.options}
+    shared = {name: value for name, value in options.items() if name not in estimator_options}
     for name in shared:
         if name not in SETTING_NAMES:
             raise ValueError(
@@ -81,7 +81,7 @@ def select(
         shared["batch_norm"] = batch_norm
     if preset is None or epsilon != DEFAULT_EPSILON:
         shared["epsilon"] = epsilon
-    return entry, replace(base, **shared), own
+    return entry, replace(base, **shared), estimator_options
 
 
 def check_selection(
@@ -92,32 +92,33 @@ def check_selection(
     options: Mapping[str, Any],
     weights: Mapping[str, float],
 ) -> None:
-    """Refuse, before any reward exists, what `compute_advantages` would refuse or silently ignore.
+    """Check, before any reward exists, that `compute_advantages` supports the settings and that the options have an
+    effect.
 
     Args:
-        weights: of the components, by name.
+        weights: weight of each component, by name. For the other arguments see `compute_advantages`.
 
     Raises:
-        ValueError: as `select`; also an option of the wrong type, or one that does nothing here.
+        ValueError: if a name is unknown, or an option has the wrong type, an invalid value or no effect.
     """
     entry = entry_of(estimator)
     for name, value in options.items():
         default = _default(entry, name)
         if default is not None and not _same_kind(value, default):
             raise ValueError(f"option {name!r} must be like {default!r}, got {value!r}")
-    entry, settings, own = select(estimator, preset, batch_norm, epsilon, options)
+    entry, settings, estimator_options = select(estimator, preset, batch_norm, epsilon, options)
     for name in options:
         reason = _idle(name, estimator, entry, settings)
         if reason:
             raise ValueError(f"option {name!r} has no effect {reason}")
-    # The estimator itself judges the rest: it sees a group in which every component takes both ends of its range, one
-    # in which none varies, and one with a single sample.
-    bounds = own.get("bounds") or {}
+    # The estimator itself checks the remaining options on three groups: one in which every component takes both ends of
+    # its range, one without variation, and one with a single sample.
+    bounds = estimator_options.get("bounds") or {}
     try:
         ends = {name: bounds.get(name, (0.0, 1.0)) for name in weights}
         columns = {name: [low, high, low, low, high] for name, (low, high) in ends.items()}
         table = build_table(columns, [0, 0, 1, 1, 2], dict(weights), lengths=[3, 5, 4, 4, 2])
-        run_estimator(entry, table, settings, own, estimator)
+        run_estimator(entry, table, settings, estimator_options, estimator)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"options of {_name(estimator)}: {error}") from None
 
@@ -126,22 +127,29 @@ def run_estimator(
     entry: Estimator,
     table: RewardTable,
     settings: Settings,
-    own: Mapping[str, Any],
+    estimator_options: Mapping[str, Any],
     estimator: str | Callable[..., Terms],
 ) -> Terms:
-    """What the estimator makes of the table, checked by `check_terms`. Raises ValueError, and whatever the estimator
-    raises."""
-    # What is not finite is reported with its group, which says more than NumPy's warning.
+    """Run the estimator on the table and check its result.
+
+    Raises:
+        ValueError: if the result is invalid. Exceptions of the estimator are not caught.
+    """
+    # Non-finite values are reported with their group, which is more helpful than NumPy's warning.
     with np.errstate(all="ignore"):
-        terms = entry.function(table, settings, **own)
+        terms = entry.function(table, settings, **estimator_options)
     return check_terms(terms, table, estimator)
 
 
 def check_terms(terms: Any, table: RewardTable, estimator: str | Callable[..., Terms]) -> Terms:
-    """What an estimator returned, if it is what it has to be. Raises ValueError."""
+    """Check the result of an estimator and return it.
+
+    Raises:
+        ValueError: if it has the wrong type or shape, or a value is not finite.
+    """
     rows = len(table.valid)
     if not isinstance(terms, Terms):
-        raise ValueError(f"estimator {_name(estimator)} returned {type(terms).__name__}, not Terms")
+        raise ValueError(f"estimator {_name(estimator)} must return Terms, got {type(terms).__name__}")
     shapes = np.shape(terms.components), np.shape(terms.has_signal)
     if shapes != ((len(table.names), rows), (rows,)):
         raise ValueError(
@@ -155,7 +163,8 @@ def check_terms(terms: Any, table: RewardTable, estimator: str | Callable[..., T
 
 
 def _refuse_not_finite(terms: Terms, table: RewardTable, name: str) -> None:
-    """NaN would mask its row, and a batch of them would train nothing without a word."""
+    """Raise ValueError for non-finite values. Otherwise NaN would mask its row, and a batch of NaN would silently train
+    nothing."""
     groups = table.groups.rows(table.groups.ids)
     component, row = np.nonzero(~np.isfinite(terms.components))
     if len(row):
@@ -174,7 +183,7 @@ def _refuse_not_finite(terms: Terms, table: RewardTable, name: str) -> None:
 
 
 def _default(entry: Estimator, name: str) -> Any:
-    """Default of an estimator's own option or of a shared setting; None where there is none to compare with."""
+    """Return the default of an option, with whose type the value is compared. None if the option has no default."""
     if name in entry.options:
         return inspect.signature(entry.function).parameters[name].default
     return getattr(Settings(), name, None) if name in SETTING_NAMES else None
@@ -190,18 +199,19 @@ def _same_kind(value: Any, default: Any) -> bool:
 
 
 def _idle(name: str, estimator: str | Callable[..., Terms], entry: Estimator, settings: Settings) -> str | None:
-    """Why an option does nothing, or None."""
-
-    def among(names: Iterable[str]) -> bool:
-        return name in names and name not in entry.options
-
-    if among(_BATCH_SETTINGS) and not settings.batch_norm:
+    """Return the reason why an option has no effect, or None if it has an effect."""
+    if name in entry.options:
+        return None
+    sums_rewards = estimator in _SUMMING
+    has_fixed_scale = estimator in _SUMMING[1:]
+    if name in _BATCH_SETTINGS and not settings.batch_norm:
         return "without the batch norm"
-    if among(("singleton",)) and estimator in _SUMMING or among(("leave_one_out",)) and estimator in _SUMMING[1:]:
+    if (name == "singleton" and sums_rewards) or (name == "leave_one_out" and has_fixed_scale):
         return f"with {estimator}, which normalises the sum of the rewards"
-    if among(("scale_rewards",)) and (estimator in _SUMMING[1:] or settings.leave_one_out):
-        because = _name(estimator) if estimator in _SUMMING[1:] else "leave_one_out"
-        return f"with {because}, which has a scale of its own"
-    if among(("single_reward",)) and estimator not in ("gdpo", "gd2po"):
+    if name == "scale_rewards" and has_fixed_scale:
+        return f"with {_name(estimator)}, which sets its own scale"
+    if name == "scale_rewards" and settings.leave_one_out:
+        return "with leave_one_out, which sets its own scale"
+    if name == "single_reward" and estimator not in ("gdpo", "gd2po"):
         return f"with {_name(estimator)}"
     return None

@@ -1,7 +1,7 @@
-"""Switches that all estimators share, and the published variants of GDPO as named sets of them.
+"""Settings that all estimators share, and presets for published variants of GDPO.
 
-Figures that tell the variants apart are in the tests. What a preset reproduces is the formula; all arithmetic is
-float64, so the rounding noise of float32 originals is not reproduced.
+A preset reproduces the published formula. All arithmetic is float64, so the rounding noise of float32 implementations
+is not reproduced. Numerical differences between the variants are in the tests.
 """
 
 from __future__ import annotations
@@ -14,41 +14,49 @@ from gdpo_nemo.algorithms.table import nearest
 
 @dataclass(frozen=True)
 class Settings:
-    """How group statistics and the batch scale are taken. The defaults are this project's GDPO."""
+    """Settings of the group statistics and the batch norm. The defaults are this project's variant of GDPO."""
 
     epsilon: float = 1e-6
-    """Added to every standard deviation of a group."""
+    """Constant added to the standard deviation of each group."""
     batch_norm: bool = True
     """Standardise the advantages over the batch (eq. 6 of the GDPO paper)."""
     batch_epsilon: float | None = None
-    """Added to the standard deviation of the batch; None takes `epsilon`."""
+    """Constant added to the standard deviation of the batch; None: the value of `epsilon`."""
     batch_epsilon_inside: bool = False
-    """Add `batch_epsilon` to the variance, inside the root."""
+    """Add `batch_epsilon` to the variance, inside the square root."""
     batch_unit: Literal["sequence", "token"] = "sequence"
-    """What the batch statistics average over. "token" weights each sequence by its length."""
+    """Unit of the batch statistics: sequence or token. "token" weights each sequence by its length."""
     batch_rows: Literal["live", "scored"] = "live"
-    """Rows of the batch statistics: those that carry signal (a weighted component that is present and varies in the
-    group), or all that have a reward. With "scored", dead groups shrink the batch's standard deviation and so enlarge
-    everybody else's advantage."""
+    """Rows that the batch statistics include. "live": rows with signal, that is, with a weighted component that is
+    present and varies in the group. "scored": all rows with a reward.
+
+    With "scored", zero-variance groups reduce the standard deviation of the batch, which enlarges all other advantages.
+    """
     residue: float = 1e-9
-    """A batch in which opposed rewards cancel is set to 0: where its standard deviation, epsilon left out, is below
-    this share of its terms' own size, only rounding and the trace of epsilon are left, and the batch norm would lift
-    those to full size. 0: never."""
+    """Threshold below which a batch whose rewards cancel is set to 0; 0: never.
+
+    It applies to the standard deviation without epsilon, as a fraction of the size of the terms. Below it, only
+    rounding errors and the effect of epsilon remain, and the batch norm would scale these to full size.
+    """
     ddof: int = 1
-    """1: sample standard deviation; 0: population."""
+    """1: sample standard deviation; 0: population standard deviation."""
     missing: Literal["exclude", "zero", "error"] = "exclude"
-    """Missing rewards leave the statistics, count as rewards of 0, or are refused."""
+    """Treatment of missing rewards: leave them out of the statistics, count them as 0, or raise an error."""
     singleton: Literal["zero", "raw"] = "zero"
-    """What a group with one present value gives: nothing, or the raw reward."""
+    """Score in a group with only one present value: 0, or the raw reward."""
     single_reward: Literal["gdpo", "grpo", "error"] = "gdpo"
-    """What one component alone means: GDPO (GRPO up to one scalar per batch), plain GRPO, or a refusal."""
+    """Treatment of a single weighted component: as in GDPO (equal to GRPO up to one scalar per batch), as in GRPO, or
+    an error."""
     leave_one_out: bool = False
-    """Baseline and standard deviation of the other members of the group."""
+    """Use mean and standard deviation of the other samples in the group."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Deviation by which rewards (of each component, or summed) are divided once their group's mean is subtracted: that
-    of their group, of the batch (TRL's name for it; arXiv 2508.08221), or none (NeMo-RL: normalize_rewards false)."""
+    """Divisor of the centred rewards (of each component, or of the sum).
+
+    group: standard deviation of the group. batch: standard deviation of the batch (TRL's name for it; arXiv
+    2508.08221). none: no division (NeMo-RL: normalize_rewards false).
+    """
     exact_zero: bool = True
-    """Groups of zero range give exactly 0; False leaves that to the epsilon."""
+    """Give samples of groups with zero range a score of exactly 0. False: only epsilon bounds their rounding noise."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(Settings)
@@ -65,7 +73,7 @@ class Settings:
 
     @property
     def batch_eps(self) -> float:
-        """The epsilon of the batch standard deviation."""
+        """Resolved value of `batch_epsilon`."""
         return self.epsilon if self.batch_epsilon is None else self.batch_epsilon
 
 
@@ -90,16 +98,18 @@ PRESETS: dict[str, Settings] = {
     "ms_swift": Settings(epsilon=1e-8, batch_rows="scored", residue=0.0, exact_zero=False),
     "nemo_rl": Settings(batch_epsilon=0.0, batch_rows="scored", residue=0.0, missing="zero", single_reward="error"),
 }
-"""Published variants of GDPO; each entry of the list below names what is unusual in it.
-
-A component of weight 0 changes nothing in any of them; in TRL its rewards make a row count that has no other.
+"""Published variants of GDPO, with these differences from the defaults:
 
 * paper: arXiv 2601.05242 eq. 4-7, over all sequences of the batch.
-* trl: Hugging Face TRL `normalize_then_sum`. Epsilon 1e-4, constant groups left to it.
-* trl_fork: the authors' TRL. Missing rewards become 0 before the statistics (biased); one component falls back to GRPO.
-* verl: token-weighted whitening, so long answers dominate mean and variance, group means leave 0 and signs can flip;
-  a group of one passes its raw reward; needs `lengths`.
-* ms_swift: as TRL with epsilon 1e-8, which enlarges float noise of constant groups.
-* nemo_rl: missing rewards filled with 0, no epsilon in the batch norm, one component refused. Its default
-  configuration also switches `leave_one_out` on; its GDPO recipes do not.
+* trl: Hugging Face TRL `normalize_then_sum`. Epsilon is 1e-4. Constant groups are handled only by epsilon.
+* trl_fork: the TRL version of GDPO's authors. Missing rewards become 0 before the statistics (biased); a single
+  component is treated as in GRPO.
+* verl: token-weighted whitening. Long answers dominate mean and variance, so group means are not 0 and signs can flip.
+  A group with one sample uses its raw reward. Requires `lengths`.
+* ms_swift: like TRL with epsilon 1e-8, which enlarges the float noise of constant groups.
+* nemo_rl: missing rewards become 0, the batch norm has no epsilon, and a single component is an error. NeMo-RL's
+  default configuration also enables `leave_one_out`; its GDPO recipes do not.
+
+A component of weight 0 does not affect any of these variants. In TRL itself, such a component makes a row count as
+scored even if the row has no other reward.
 """

@@ -1,9 +1,4 @@
-"""The reward table: one column per named component, checked once, sorted by group.
-
-Missing entries (NaN or None) are "not applicable", never a reward of 0; rows outside `valid` exist for nobody. A
-component of weight 0 is there for the logs only: what is missing or present in it changes no advantage. Tensors are
-taken as they come, but torch is not imported here: a configuration is checked with this code in an instant.
-"""
+"""Reward table: checked reward columns by component, sorted by group, and reductions over groups of rows."""
 
 from __future__ import annotations
 
@@ -14,55 +9,61 @@ from typing import Any
 
 import numpy as np
 
-from gdpo_nemo.algorithms.groups import Groups, moments
-
 
 @dataclass(frozen=True)
 class RewardTable:
-    """Rewards of a whole batch, in the row order of `groups`."""
+    """Rewards of a whole batch, with rows sorted by group."""
 
     names: tuple[str, ...]
     columns: np.ndarray
-    """float64 [components, sequences]; 0 where not present."""
+    """float64 [components, sequences], rewards; 0 if not present."""
     present: np.ndarray
-    """bool [components, sequences]; the reward exists and its row is valid."""
+    """bool [components, sequences], True if the reward exists and the row is valid."""
     valid: np.ndarray
-    """bool [sequences]"""
+    """bool [sequences], False for failed rows."""
     weights: np.ndarray
-    """float64 [components]"""
+    """float64 [components], weights of the components."""
     groups: Groups
     lengths: np.ndarray | None = None
-    """float64 [sequences], trained tokens; only variants that weight by tokens need it."""
+    """float64 [sequences], number of trained tokens. Only needed by variants that weight by tokens."""
     kl_penalty: np.ndarray | None = None
-    """float64 [sequences], beta x (KL - mean of the group's); subtracted by `compute_advantages`. No component, so that
-    no normalisation erases beta."""
+    """float64 [sequences], beta x (KL - mean KL of the group), which `compute_advantages` subtracts. None without KL in
+    the reward.
+
+    It is not a component, so that normalisation does not cancel beta.
+    """
 
     @property
     def scored(self) -> np.ndarray:
-        """bool [sequences], rows with at least one reward that has a weight."""
+        """bool [sequences], True for rows that have a reward with a non-zero weight."""
         return np.asarray(self.present[self.weights != 0].any(axis=0))
 
     @property
     def gaps(self) -> np.ndarray:
-        """bool [components, sequences], valid rows without the reward of a component that has a weight."""
+        """bool [components, sequences], True for missing rewards of valid rows, in components with a non-zero
+        weight."""
         return np.asarray(~self.present & self.valid & (self.weights != 0)[:, None])
 
     def zero_filled(self) -> RewardTable:
-        """Return the table with every one of `gaps` turned into a reward of 0, a defect that some trainers have."""
+        """Return the table with all `gaps` filled with rewards of 0. Some trainers have this defect."""
         return replace(self, present=self.present | self.gaps)
 
     def with_kl(self, kl: Any, coefficient: float | None) -> RewardTable:
-        """The same table with KL in the reward; rows without a reward or without a KL have no part in it.
+        """Return the table with KL in the reward. Rows without a reward or without a KL value get no penalty.
 
-        Args: `kl` and `kl_coefficient` of `compute_advantages`.
+        Args:
+            kl: summed log-ratio to the reference of each row [sequences], in the caller's order.
+            coefficient: beta.
 
         Raises:
-            ValueError: one of the two without the other, a coefficient that is not positive, a KL of the wrong shape or
-                infinite.
+            ValueError: if only one of the two is given, the coefficient is not positive, or a KL value is infinite or
+                has the wrong shape.
         """
         if kl is None or coefficient is None:
             raise ValueError(
-                "kl and kl_coefficient go together: " + ("kl" if kl is None else "kl_coefficient") + " is missing"
+                "kl and kl_coefficient must be given together: "
+                + ("kl" if kl is None else "kl_coefficient")
+                + " is missing"
             )
         if not 0 < coefficient < float("inf"):
             raise ValueError(f"kl_coefficient must be positive and finite, got {coefficient}")
@@ -77,12 +78,13 @@ class RewardTable:
         return replace(self, kl_penalty=coefficient * deviation)
 
     def total(self) -> tuple[np.ndarray, np.ndarray]:
-        """Weighted sum of the present rewards, and which rows have one: float64 and bool [sequences]."""
+        """Return the weighted sum of each row's rewards, float64 [sequences], and the rows that have a reward, bool
+        [sequences]."""
         return self.weights @ self.columns, self.scored
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`, did you mean 'x'?` for the closest of the known names, or the list of them."""
+    """Return the text `did you mean 'x'?` for the most similar known name, or a list of the known names."""
     match = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
     return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(known)}"
 
@@ -95,8 +97,8 @@ def build_table(
     Args: see `compute_advantages`.
 
     Raises:
-        ValueError: wrong shapes, unknown or unweighted components, all-zero weights, infinite rewards, no reward with
-            a weight at all; the message names rows and components.
+        ValueError: if shapes are wrong, components are unknown or have no weight, all weights are 0, rewards are
+            infinite, or all weighted rewards are missing. The message contains the rows and components.
     """
     names, columns = _columns(rewards, weights)
     count = columns.shape[1]
@@ -108,8 +110,10 @@ def build_table(
     _refuse_infinite(columns, rows, names)
     weighted = np.flatnonzero(weight)
     if rows.any() and missing[weighted][:, rows].all():
-        wanted = ", ".join(names[k] for k in weighted)
-        raise ValueError(f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {wanted}")
+        weighted_names = ", ".join(names[k] for k in weighted)
+        raise ValueError(
+            f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {weighted_names}"
+        )
     groups = Groups(ids)
     if groups.order is not None:
         rows = groups.take(rows)
@@ -123,10 +127,10 @@ def build_table(
 
 
 def _columns(rewards: Any, weights: Any) -> tuple[tuple[str, ...], np.ndarray]:
-    """Component names and float64 [components, sequences], contiguous per component."""
+    """Return component names, and rewards as float64 [components, sequences], contiguous per component."""
     if isinstance(rewards, Mapping):
         if not rewards:
-            raise ValueError("rewards is empty: at least one component is needed")
+            raise ValueError("rewards is empty: at least one component is required")
         named = {str(name): _as_float(column, f"rewards[{name!r}]") for name, column in rewards.items()}
         shapes = {name: column.shape for name, column in named.items()}
         if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
@@ -150,14 +154,14 @@ def _is_tensor(values: Any) -> bool:
 
 
 def _as_float(values: Any, what: str) -> np.ndarray:
-    """float64 array; None becomes NaN."""
+    """Convert to a float64 array. None becomes NaN."""
     if _is_tensor(values):
         array: np.ndarray = values.detach().cpu().double().numpy()
         return array
     try:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} must hold numbers or None: {error}") from None
+        raise ValueError(f"{what} must contain numbers or None: {error}") from None
 
 
 def _integers(group_ids: Any, count: int) -> np.ndarray:
@@ -178,7 +182,7 @@ def _weights(weights: Any, names: tuple[str, ...]) -> np.ndarray:
                 raise ValueError(f"weight for unknown component {name!r}; {nearest(name, names)}")
         for name in names:
             if name not in weights:
-                raise ValueError(f"component {name!r} has no weight; give it one, or 0 to log it only")
+                raise ValueError(f"component {name!r} has no weight; set one, or 0 to only log it")
         weights = [weights[name] for name in names]
     weight = _as_float(weights, "weights")
     if weight.shape != (len(names),):
@@ -213,3 +217,109 @@ def _refuse_infinite(columns: np.ndarray, rows: np.ndarray, names: tuple[str, ..
     if len(row):
         shown = ", ".join(f"row {r} of {names[k]!r}" for k, r in list(zip(component, row, strict=True))[:5])
         raise ValueError(f"{len(row)} infinite rewards: {shown}{', ...' if len(row) > 5 else ''}")
+
+
+CONSTANT_RANGE = 1e-9
+"""A group counts as constant if max - min <= CONSTANT_RANGE * max(1, max |r|)."""
+
+
+class Groups:
+    """Rows with equal ids, sorted so that each group is contiguous.
+
+    Args:
+        ids: integer [sequences], in any order.
+    """
+
+    def __init__(self, ids: np.ndarray) -> None:
+        # Neighbours are compared, not subtracted, because the difference of two hashes may overflow int64.
+        self.order: np.ndarray | None = None
+        if (ids[1:] < ids[:-1]).any():
+            self.order = np.argsort(ids, kind="stable")
+            ids = ids[self.order]
+        self.starts = np.concatenate(([0], np.flatnonzero(ids[1:] != ids[:-1]) + 1))
+        self.ids = ids[self.starts]
+        self.sizes = np.diff(np.append(self.starts, len(ids)))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def take(self, array: np.ndarray) -> np.ndarray:
+        """Convert an array from the caller's row order to the sorted order, along axis 0."""
+        return array if self.order is None else array[self.order]
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        """Convert an array from the sorted order to the caller's row order, along the last axis."""
+        if self.order is None:
+            return array
+        result = np.empty_like(array)
+        for source, target in zip(np.atleast_2d(array), np.atleast_2d(result), strict=True):
+            target[self.order] = source
+        return result
+
+    def sum(self, rows: np.ndarray) -> np.ndarray:
+        """Return the sum of each group. For a bool array, return the number of True values."""
+        return np.add.reduceat(rows, self.starts, dtype=np.int64 if rows.dtype == bool else rows.dtype)
+
+    def min(self, rows: np.ndarray) -> np.ndarray:
+        """Return the minimum of each group."""
+        return np.minimum.reduceat(rows, self.starts)
+
+    def max(self, rows: np.ndarray) -> np.ndarray:
+        """Return the maximum of each group."""
+        return np.maximum.reduceat(rows, self.starts)
+
+    def rows(self, per_group: np.ndarray) -> np.ndarray:
+        """Return for each row the value of its group."""
+        return np.repeat(per_group, self.sizes)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Centred values of one component, and statistics of its groups."""
+
+    deviation: np.ndarray
+    """Per row: value minus mean of the group's present values. Exactly 0 if missing or if the group is constant."""
+    count: np.ndarray
+    """Per group: number of present values."""
+    std: np.ndarray
+    """Per group: standard deviation of the present values; 0 if there are fewer than two."""
+    constant: np.ndarray
+    """Per group: True if it has no signal, because fewer than two values are present or their range is 0."""
+
+
+def moments(groups: Groups, values: np.ndarray, present: np.ndarray, ddof: int = 1, exact: bool = True) -> Moments:
+    """Return mean and standard deviation of the present values of each group, computed in two passes.
+
+    The minimum of the group is subtracted first. Therefore neither an offset of 1e6 nor the order of the rows reduces
+    the accuracy. A group is constant if its range is 0, because a standard deviation of float noise must not become an
+    advantage.
+
+    Args:
+        values: float64 per row; finite even if not present.
+        present: bool per row.
+        ddof: 1 for the sample standard deviation, 0 for the population standard deviation.
+        exact: False keeps the rounding noise of groups that are constant up to `CONSTANT_RANGE`, like most published
+            implementations.
+    """
+    everywhere = bool(present.all())
+    count = groups.sizes if everywhere else groups.sum(present)
+    low = groups.min(values if everywhere else np.where(present, values, np.inf))
+    low = np.where(count > 0, low, 0.0)
+    deviation = values - groups.rows(low)
+    if not everywhere:
+        deviation[~present] = 0.0
+    spread = groups.max(deviation)
+    constant = count < 2
+    if exact:
+        constant = constant | (
+            spread <= CONSTANT_RANGE * np.maximum(1.0, np.maximum(np.abs(low), np.abs(low + spread)))
+        )
+    mean = groups.sum(deviation) / np.maximum(count, 1)
+    # Subtracting the mean leaves rounding noise in a constant group, so multiply its rows by 0.
+    deviation -= groups.rows(mean)
+    if constant.any():
+        deviation *= groups.rows((~constant).astype(np.float64))
+    if not everywhere:
+        deviation[~present] = 0.0
+    variance = groups.sum(deviation * deviation) / np.maximum(count - ddof, 1)
+    return Moments(deviation, count, np.sqrt(variance), constant)

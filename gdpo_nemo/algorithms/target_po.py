@@ -1,9 +1,11 @@
-"""Target Policy Optimization (arXiv 2604.06159): move the policy's distribution over a group towards a target.
+"""Target Policy Optimization (arXiv 2604.06159): move the policy's distribution over a group towards a target
+distribution.
 
-The loss couples all samples of a group, L = -sum_i q_i log p_i with p the softmax of the group's sequence log-probs, so
-taken literally a group may not be split. Its gradient is not coupled: dL/dl_i = p_i - q_i. The driver therefore
-computes that number from two forward passes without gradient, and the worker's loss is linear in its own log-probs,
-whatever rank, pipeline stage or micro-batch they are on.
+The loss L = -sum_i q_i log p_i couples all samples of a group, because p is the softmax of the group's sequence
+log-probs. Computed directly, it would require the whole group in one micro-batch. The gradient with respect to a
+sequence log-prob, dL/dl_i = p_i - q_i, has no such coupling. The driver therefore computes this coefficient from two
+forward passes without gradient. The workers' loss is then linear in the log-probs, so samples can be on any rank,
+pipeline stage or micro-batch.
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gdpo_nemo.algorithms.groups import Groups
+from gdpo_nemo.algorithms.table import Groups
 
 FLAT_STD = 1e-6
-"""Scores with a smaller population standard deviation are only centred."""
+"""Scores whose population standard deviation is below this value are centred but not divided."""
 
 
 def target_po_coefficients(
@@ -30,33 +32,35 @@ def target_po_coefficients(
     length_normalize: bool = True,
     weights: Any = None,
 ) -> torch.Tensor:
-    """The advantage of every sequence with which the worker's `target_po` loss has the gradient of eq. 1-4.
+    """Return the advantage of each sequence with which the workers' `target_po` loss has the gradient of eq. 1-4.
 
-    u = (score - mean) / std of the group (population std), target q = softmax(log p_old + u / temperature),
-    p = softmax of the current sequence log-probs; advantage = (q - p) / groups, divided by the length where
-    log-probs are means, and by `weights`, by which the loss will multiply again.
+    u = (score - mean) / std of the group (population std). The target is q = softmax(log p_old + u / temperature), and
+    p is the softmax of the current sequence log-probs. The advantage is (q - p) / number of groups. It is divided by
+    the sequence length if log-probs are means, and by `weights`, because the loss multiplies by the token weights.
 
     Args:
-        sequence_logprobs: float [sequences], sum over trained tokens under the current policy.
-        old_sequence_logprobs: the same under the policy that sampled; fixed while a batch is used repeatedly.
-        scores: float [sequences], a reward or the advantages of `compute_advantages` (several rewards).
+        sequence_logprobs: float [sequences], log-probs of the current policy, summed over trained tokens.
+        old_sequence_logprobs: the same for the policy that sampled. They do not change if a batch is trained
+            repeatedly.
+        scores: float [sequences], rewards, or for several rewards the advantages of `compute_advantages`.
         group_ids: int64 [sequences].
-        valid: bool [sequences]; others leave the statistics and both distributions and get 0. None: length > 0.
-        lengths: trained tokens [sequences]; needed with length_normalize.
-        temperature: eta > 0; large values keep the policy near the old one.
-        length_normalize: use mean instead of summed log-probs, so that no long sample dominates p_old.
-        weights: per-token weights [sequences] of `token_weights`; None: all 1.
+        valid: bool [sequences]. Other sequences are excluded from statistics and distributions and get 0. None:
+            sequences with length > 0.
+        lengths: trained tokens [sequences]; required by length_normalize.
+        temperature: positive temperature eta; with large values the policy stays near the old policy.
+        length_normalize: use mean instead of summed log-probs, so that long samples do not dominate p_old.
+        weights: token weight of each sequence from `token_weights` [sequences]; None: all 1.
 
     Returns:
         float64 [sequences]
 
     Raises:
-        ValueError: temperature not positive, or lengths missing where they are needed.
+        ValueError: if the temperature is not positive, or lengths are required but missing.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
     if length_normalize and lengths is None:
-        raise ValueError("length_normalize needs lengths")
+        raise ValueError("length_normalize requires lengths")
     current, old, score = (np.asarray(x, dtype=np.float64) for x in (sequence_logprobs, old_sequence_logprobs, scores))
     size = np.ones(len(score)) if lengths is None else np.asarray(lengths, dtype=np.float64)
     rows = size > 0 if valid is None else np.asarray(valid, dtype=bool) & (size > 0)
@@ -74,7 +78,8 @@ def target_po_coefficients(
 
 
 def _whiten(groups: Groups, scores: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Group scores with mean 0 and population standard deviation 1 over the counted rows; 0 elsewhere."""
+    """Normalise the scores of each group to mean 0 and population standard deviation 1 over ``rows``; 0 for other
+    rows."""
     count = np.maximum(groups.sum(rows), 1)
     mean = groups.sum(np.where(rows, scores, 0.0)) / count
     centred = np.where(rows, scores - groups.rows(mean), 0.0)
@@ -83,7 +88,7 @@ def _whiten(groups: Groups, scores: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _log_softmax(groups: Groups, logits: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """log softmax over the counted rows of each group; -inf elsewhere."""
+    """Return the log-softmax over the selected ``rows`` of each group; -inf for other rows."""
     masked = np.where(rows, logits, -np.inf)
     top = groups.max(masked)
     top = np.where(np.isfinite(top), top, 0.0)

@@ -1,1 +1,4 @@
-"""Ray: the session, the policy's ranks, the fleet of engines. What dies here surfaces at the driver as one sentence."""
+"""Everything that uses Ray: the session, the policy's ranks, and the engine fleet.
+
+The driver reports each failure in one sentence.
+"""

@@ -1,22 +1,67 @@
-"""An engine as a Ray actor."""
+"""Ray actor for an engine, and the function that starts it."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Sequence
 
-from gdpo_nemo.cluster.network import stay_on
-from gdpo_nemo.cluster.reaper import guard_children
-from gdpo_nemo.cluster.session import ray
-from gdpo_nemo.config.schema import VllmConfig
-from gdpo_nemo.generation.engine import Engine
+from gdpo_nemo.cluster.cleanup_process import guard_children
+from gdpo_nemo.cluster.local_ray import stay_on
+from gdpo_nemo.cluster.reservation import Placement
+from gdpo_nemo.cluster.session import cores, ray, thread_environment
+from gdpo_nemo.config.schema import Config, VllmConfig
+from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 from gdpo_nemo.generation.vllm_core import in_process
+
+_CALLS = 8
+"""Maximum number of concurrent calls of an engine's actor: polls, updates, new requests and queries."""
 
 
 class EngineActor(Engine):
-    """An engine whose vLLM leaves no process behind, however the actor ends. Arguments as of ``Engine``."""
+    """Engine whose vLLM processes always end with its actor. The arguments are those of ``Engine``."""
 
     def __init__(self, model: str, config: VllmConfig, *arguments: Any, **options: Any):
         stay_on(ray.util.get_node_ip_address())
         if not in_process(config):
             guard_children()
         super().__init__(model, config, *arguments, **options)
+
+
+def start_engine(config: Config, folder: str, placement: Placement, devices: Sequence[str], index: int) -> Any:
+    """Start the actor of an engine on its node.
+
+    Args:
+        folder: Hugging Face folder of the model.
+        devices: GPU of each policy rank, as in CUDA_VISIBLE_DEVICES. Used only if engines share GPUs with the policy
+            (``Places.shared``).
+        index: number of the engine.
+    """
+    vllm = config.policy.generation.vllm_cfg
+    on_cpu = config.cluster.gpus_per_node == 0
+    node = placement.places.engines[index]
+    threads = max(1, cores(config.cluster) // placement.places.engines_on(node))
+    environment = {**thread_environment(threads), **ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
+    environment |= placement.environment(node)
+    shared = placement.places.shared
+    if shared and not on_cpu:
+        # Ray has assigned these GPUs to the policy's ranks and supports only one owner per GPU. Fractional GPUs do not
+        # work for a tensor-parallel engine, because they are limited to one GPU. So request no GPU from Ray, and select
+        # the GPUs by this variable.
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[rank] for rank in shared[index])
+    actor = ray.remote(EngineActor).options(
+        num_cpus=0,  # Ray would queue actors if there are more processes than cores; threads are limited above
+        num_gpus=0 if on_cpu or shared else vllm.tensor_parallel_size,
+        max_concurrency=_CALLS,
+        runtime_env={"env_vars": environment},
+        **placement.on(node),
+    )
+    policy = config.policy
+    return actor.remote(
+        folder,
+        vllm,
+        policy.precision,
+        policy.max_total_sequence_length,
+        config.run.seed + index,
+        on_cpu,
+        sleeps=bool(shared),
+        targets=policy.lora.target_modules,
+    )

@@ -1,8 +1,8 @@
-"""Environments on separate nodes: an actor on each holds the worker pools and is called by the driver.
+"""Environments on separate nodes: the driver calls an actor on each node, which runs the worker pools.
 
-Inside the actor everything is as it otherwise is in the driver: worker processes, time limits, typed verdicts. An actor
-that dies is replaced on the same node, and its call is repeated. Environments that are clients of servers stay in the
-driver.
+An actor does what the driver does without such nodes: it runs worker processes, enforces time limits and returns typed
+verdicts. If an actor dies, it is replaced on the same node and its call is repeated. Environments that are clients of
+servers run in the driver.
 """
 
 from __future__ import annotations
@@ -15,36 +15,39 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.cluster.reaper import guard_children
+from gdpo_nemo.cluster.cleanup_process import guard_children
 from gdpo_nemo.cluster.reservation import Placement
 from gdpo_nemo.cluster.session import WorkerDied, answered, gather, ray, thread_environment
-from gdpo_nemo.config.env_workers import SHARED, place_workers
+from gdpo_nemo.config.placement import SHARED, place_workers
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
-from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
-from gdpo_nemo.environments.execution.remote import is_remote
-from gdpo_nemo.errors import ConfigError, InfrastructureFailed, RunError
-from gdpo_nemo.waits import WaitExpired
+from gdpo_nemo.environments.execution.pool import is_remote
+from gdpo_nemo.environments.execution.pools import EnvironmentPools
+from gdpo_nemo.utils.errors import ConfigError, InfrastructureFailed, RunError
+from gdpo_nemo.utils.waits import WaitExpired
 
 _CALLS = 64
-"""Concurrent calls of one actor: the driver's few, and always room for the sign of life, which must not queue."""
-_LOOK_S = 60.0
-"""Silence after which an actor is asked for a sign of life, and the limit for that answer."""
+"""Maximum number of concurrent calls of an actor. It leaves room for liveness checks, which must not queue."""
+_LIVENESS_S = 60.0
+"""Time without an answer after which an actor's liveness is checked, and time limit of this check."""
 _REPLACEMENTS = 3
+"""Maximum number of replacements of an actor during one call."""
 _CLOSE_S = 10.0
-"""Longest wait for actors to end their workers."""
+"""Time limit for actors to end their workers."""
 
 
 class EnvironmentHost:
-    """The worker pools of one node inside a Ray actor.
+    """Ray actor that runs the worker pools of one node.
 
-    Args: as for ``EnvironmentPools``; ``folder`` is the driver's working directory, which paths in the config start
-    from.
+    Args:
+        folder: working directory of the driver, to which paths in the config are relative.
+
+    The other arguments are those of ``EnvironmentPools``.
     """
 
     def __init__(self, folder: str, environments: Mapping[str, Any], workers: int, timeout_s: float, seed: int):
@@ -53,19 +56,19 @@ class EnvironmentHost:
         self._pools = EnvironmentPools(environments, workers, timeout_s, seed)
 
     def process_location(self) -> tuple[str, int]:
-        """(host, process) of this actor."""
+        """Return (host name, process id) of this actor."""
         return socket.gethostname(), os.getpid()
 
     def verify(self, trajectories: Sequence[Trajectory]) -> tuple[list[Verdict], Counter[str]]:
-        """As ``EnvironmentPools.verify``, and what was done again for it."""
+        """Return the results of ``EnvironmentPools.verify`` and ``take_recoveries``."""
         return self._pools.verify(trajectories), self._pools.take_recoveries()
 
     def step(self, steps: Sequence[EpisodeStep]) -> tuple[list[EpisodeReply], Counter[str]]:
-        """As ``EnvironmentPools.step``, and what was done again for it."""
+        """Return the results of ``EnvironmentPools.step`` and ``take_recoveries``."""
         return self._pools.step(steps), self._pools.take_recoveries()
 
     def close(self) -> None:
-        """End the workers, and remove the semaphores that they share with this process. Nothing works afterwards."""
+        """End the workers, and remove the semaphores that they share with this process. Call no method afterwards."""
         self._pools.close()
         del self._pools
         gc.collect()
@@ -75,159 +78,169 @@ class EnvironmentNodes:
     """``EnvironmentPools`` with the workers on the nodes of ``cluster.env_nodes``.
 
     Raises:
-        ConfigError: no environment of the config has workers.
+        ConfigError: if no environment in the config has workers.
     """
 
     def __init__(self, config: Config, placement: Placement):
         rollout = config.rollout
         seed = config.run.seed
         remote = {name: options for name, options in config.env.items() if is_remote(name, options or {})}
-        self._local = {name: dict(options or {}) for name, options in config.env.items() if name not in remote}
-        if not self._local:
-            raise ConfigError(
-                "cluster.env_nodes: has no effect, every environment here is a client of servers; remove it"
-            )
-        self._here = EnvironmentPools(remote, 1, rollout.env_timeout_s, seed)
-        self._loads = place_workers(config)
+        self._on_nodes = {name: dict(options or {}) for name, options in config.env.items() if name not in remote}
+        if not self._on_nodes:
+            raise ConfigError("cluster.env_nodes: has no effect, because all environments run on servers; remove it")
+        self._driver_pools = EnvironmentPools(remote, 1, rollout.env_timeout_s, seed)
+        self._workers_by_node = place_workers(config)
         self._limits = rollout.env_timeout_s, seed
-        self._nodes = [config.cluster.num_nodes + index for index in range(len(self._loads))]
+        self._nodes = [config.cluster.num_nodes + index for index in range(len(self._workers_by_node))]
         self._placement = placement
         self._lock = threading.Lock()
         self._closed = False
         self._recovered: Counter[str] = Counter()
         self._locations: dict[int, ray.ObjectRef] = {}
-        self._actors = [self._start(index) for index in range(len(self._loads))]
+        self._actors = [self._start(index) for index in range(len(self._workers_by_node))]
 
-    def _start(self, index: int):
-        load = self._loads[index]
+    def _start(self, index: int) -> ray.actor.ActorHandle:
+        workers = self._workers_by_node[index]
         section: dict[str, Any] = {}
-        for name, options in self._local.items():
-            if "num_workers" not in options or options["num_workers"] is None:
-                section |= {name: options} if SHARED in load else {}
-            elif name in load:
-                section[name] = {**options, "num_workers": load[name]}
-        # One thread: the workers, a process each, inherit this, and there are as many of them as the node is to bear.
+        for name, options in self._on_nodes.items():
+            if options.get("num_workers") is None:
+                if SHARED in workers:
+                    section[name] = options
+            elif name in workers:
+                section[name] = {**options, "num_workers": workers[name]}
+        # Worker processes inherit this setting. One thread each, because there are enough workers to use all cores.
         environment = {**thread_environment(1), "CUDA_VISIBLE_DEVICES": ""}
         options = dict(num_cpus=0, max_concurrency=_CALLS, runtime_env={"env_vars": environment})
         actor = ray.remote(EnvironmentHost).options(**options, **self._placement.on(self._nodes[index]))
-        host = actor.remote(os.getcwd(), section, load.get(SHARED, 1), *self._limits)
+        host = actor.remote(os.getcwd(), section, workers.get(SHARED, 1), *self._limits)
         self._locations[index] = host.process_location.remote()
         return host
 
     def process_locations(self) -> dict[int, tuple[str, int]]:
-        """(host, process) of every actor that has started, by the number of its node among those for environments."""
+        """Return (host name, process id) of every actor that has started, by environment node."""
         return answered(dict(self._locations))
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory, in order; raises as ``EnvironmentPool.verify``, and RunError where actors keep
-        dying."""
-        return self._spread("verify", trajectories)
+        """Return the verdict of each trajectory, in order.
+
+        Raises:
+            InfrastructureFailed: if an actor dies repeatedly.
+
+        It also raises the errors of ``EnvironmentPool.verify``.
+        """
+        return self._call_all("verify", trajectories)
 
     def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
-        """One step of every episode, in order, as ``EnvironmentPool.step``."""
-        return self._spread("step", steps)
+        """Run one step of each episode. See ``EnvironmentPool.step``."""
+        return self._call_all("step", steps)
 
     async def step_one(self, step: EpisodeStep) -> EpisodeReply:
-        """One step of one episode, as ``EnvironmentPool.step_one``."""
-        if step.prompt.environment not in self._local:
-            return await self._here.step_one(step)
+        """Run one step of one episode. See ``EnvironmentPool.step_one``."""
+        if step.prompt.environment not in self._on_nodes:
+            return await self._driver_pools.step_one(step)
         return (await asyncio.to_thread(self.step, [step]))[0]
 
     def abandon(self, step: EpisodeStep) -> None:
-        """Release an episode, as ``EnvironmentPool.abandon``: what servers hold is known here."""
-        self._here.abandon(step)
+        """Release an episode. See ``EnvironmentPool.abandon``. Only episodes on servers, in the driver, need it."""
+        self._driver_pools.abandon(step)
 
-    def _spread(self, method: str, asked: Sequence[Any]) -> list:
-        parts = {place: indices for place, indices in self._parts(asked).items() if indices}
+    def _call_all(self, method: str, items: Sequence[Any]) -> list[Any]:
+        """Call a method on the driver and on all nodes, each with its part of the items. Return answers in order."""
+        parts = {node: indices for node, indices in self._indices_by_node(items).items() if indices}
         answers: dict[int, Any] = {}
         with ThreadPoolExecutor(max(1, len(parts)), thread_name_prefix="environments") as threads:
             running = {
-                place: threads.submit(self._ask, place, method, [asked[index] for index in indices])
-                for place, indices in parts.items()
+                node: threads.submit(self._call_node, node, method, [items[index] for index in indices])
+                for node, indices in parts.items()
             }
-            for place, indices in parts.items():
-                answers.update(zip(indices, running[place].result()))
-        return [answers[index] for index in range(len(asked))]
+            for node, indices in parts.items():
+                answers.update(zip(indices, running[node].result()))
+        return [answers[index] for index in range(len(items))]
 
-    def _parts(self, asked: Sequence[Any]) -> dict[int | None, list[int]]:
-        """Indices by node, in proportion to its workers; None is the driver itself."""
+    def _indices_by_node(self, items: Sequence[Any]) -> dict[int | None, list[int]]:
+        """Return the indices of the items by node, in proportion to the nodes' workers. The driver has the key None."""
         pools: dict[Any, list[int]] = {}
         parts: dict[int | None, list[int]] = {None: []}
-        for index, item in enumerate(asked):
+        for index, item in enumerate(items):
             name = item.prompt.environment
-            if name not in self._local:  # a client of servers; or unknown, which the driver's pool refuses
+            if name not in self._on_nodes:  # a client of servers, or an unknown name, which the driver's pools reject
                 parts[None].append(index)
                 continue
-            own = self._local[name].get("num_workers") is not None
-            pools.setdefault(name if own else SHARED, []).append(index)
+            has_workers = self._on_nodes[name].get("num_workers") is not None
+            pools.setdefault(name if has_workers else SHARED, []).append(index)
         for pool, indices in pools.items():
-            shares = [load.get(pool, 0) for load in self._loads]
-            for place, part in enumerate(divide(indices, shares, lambda index: asked[index].prompt.id)):
-                parts.setdefault(place, []).extend(part)
+            shares = [workers.get(pool, 0) for workers in self._workers_by_node]
+            for node, part in enumerate(divide(indices, shares, lambda index: items[index].prompt.id)):
+                parts.setdefault(node, []).extend(part)
         return parts
 
-    def _ask(self, place: int | None, method: str, asked: list) -> list:
-        if place is None:
-            return getattr(self._here, method)(asked)
+    def _call_node(self, node: int | None, method: str, items: list[Any]) -> list[Any]:
+        if node is None:
+            results: list[Any] = getattr(self._driver_pools, method)(items)
+            return results
         for _ in range(1 + _REPLACEMENTS):
-            actor = self._actors[place]
+            actor = self._actors[node]
             try:
-                answers, recovered = self._wait(place, actor, getattr(actor, method).remote(asked))
+                answers: list[Any]
+                answers, recovered = self._wait(node, actor, getattr(actor, method).remote(items))
                 with self._lock:
-                    self._recovered.update({f"{sentence} (node {place})": n for sentence, n in recovered.items()})
+                    self._recovered.update({f"{sentence} (node {node})": n for sentence, n in recovered.items()})
                 return answers
             except WorkerDied as error:
-                self._replace(place, actor, error)
-        raise InfrastructureFailed(f"environment node {place}: its process died {1 + _REPLACEMENTS} times in a row")
+                self._replace(node, actor, error)
+        raise InfrastructureFailed(f"environment node {node}: its process died {1 + _REPLACEMENTS} times in a row")
 
-    def _wait(self, place: int, actor: Any, ref: Any) -> Any:
-        """Wait for the answer. The pools inside enforce the deadlines; this only watches whether the actor lives."""
-        owner = f"environment node {place}"
-        what = f"verdicts of {', '.join(self._local)}"
+    def _wait(self, node: int, actor: Any, ref: Any) -> Any:
+        """Wait for the answer while the actor lives. The time limits of environments are enforced by the pools."""
+        owner = f"environment node {node}"
+        what = f"verdicts of {', '.join(self._on_nodes)}"
         while True:
             try:
-                return gather([ref], what, _LOOK_S, owner)[0]
+                return gather([ref], what, _LIVENESS_S, owner)[0]
             except WaitExpired:
                 if ray.wait([ref], timeout=0)[0]:
                     break
-                gather([actor.process_location.remote()], f"a sign of life of {owner}", _LOOK_S, owner)
-        # Either WaitExpired came from inside the actor, and is raised again here, or the answer has just come.
-        return gather([ref], what, _LOOK_S, owner)[0]
+                gather([actor.process_location.remote()], f"a sign of life of {owner}", _LIVENESS_S, owner)
+        # Either the actor itself has raised WaitExpired, which is raised again here, or the answer has just arrived.
+        return gather([ref], what, _LIVENESS_S, owner)[0]
 
-    def _replace(self, place: int, dead: Any, error: WorkerDied) -> None:
+    def _replace(self, node: int, dead: Any, error: WorkerDied) -> None:
         with self._lock:
             if self._closed:
                 raise RunError("the environment pool was closed during verification") from error
-            if self._actors[place] is dead:
-                self._recovered[f"the process of node {place} died and was replaced ({error})"] += 1
-                self._actors[place] = self._start(place)
+            if self._actors[node] is dead:
+                self._recovered[f"the process of node {node} died and was replaced ({error})"] += 1
+                self._actors[node] = self._start(node)
 
     def take_recoveries(self) -> Counter[str]:
-        """As ``EnvironmentPool.take_recoveries``, of all nodes and of the driver."""
+        """Return and clear the recoveries of all nodes and the driver. See ``EnvironmentPool.take_recoveries``."""
         with self._lock:
             taken, self._recovered = self._recovered, Counter()
-        return taken + self._here.take_recoveries()
+        return taken + self._driver_pools.take_recoveries()
 
     def close(self) -> None:
-        """End the actors and their workers. A ``verify`` under way in another thread raises RunError."""
+        """End the actors and their workers. A concurrent ``verify`` in another thread raises RunError."""
         with self._lock:
             self._closed = True
-        self._here.close()
-        # Ray kills an actor with its children, multiprocessing's tracker of named semaphores among them: what an actor
-        # has not removed itself would stay on its node.
+        self._driver_pools.close()
+        # Ray kills an actor together with its children, which include multiprocessing's tracker of named semaphores. A
+        # semaphore that the actor has not removed before would remain on its node.
         ray.wait([actor.close.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_CLOSE_S)
         for actor in self._actors:
             ray.kill(actor)
 
 
-def divide(indices: Sequence[int], shares: Sequence[int], group_of) -> list[list[int]]:
-    """Split ``indices`` into one part per share, roughly in proportion; neighbours of one group stay together."""
+def divide(indices: Sequence[int], shares: Sequence[int], group_of: Callable[[int], Any]) -> list[list[int]]:
+    """Split ``indices`` into one part per share, with sizes in proportion to the shares.
+
+    Adjacent indices of the same group (``group_of``) are not separated, so the proportions are approximate.
+    """
     bounds = np.cumsum(shares) * len(indices) / sum(shares)
     parts: list[list[int]] = [[] for _ in shares]
     done = 0
     for _, members in groupby(indices, key=group_of):
         group = list(members)
-        # By its middle, so that a group on a boundary goes to the part that holds most of it.
+        # A group that crosses a boundary goes to the part that contains its middle, and thus most of it.
         parts[int(np.searchsorted(bounds, done + len(group) / 2))] += group
         done += len(group)
     return parts

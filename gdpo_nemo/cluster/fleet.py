@@ -1,7 +1,24 @@
-"""The engines as the driver sees them: spread requests, deliver weights, do without an engine that died.
+"""Driver side of the vLLM engines: distribute requests, update weights, replace dead engines.
 
-One event loop, in a thread of its own, has a ``Lane`` for every engine and runs the tasks of the rollouts. Coroutines
-are for that loop; the methods that say so block, and are for all other threads.
+The thread "rollouts" runs an event loop with the tasks of the rollouts and one ``EngineClient.serve`` per engine. All
+coroutines run on this loop. The blocking methods are for all other threads.
+
+    caller                    runs on the loop              and waits until
+    ------------------------  ----------------------------  --------------------------------------------------
+    ready                     until                         every client is READY, UPDATING or ASLEEP
+    submit                    EngineClient.submit           nothing; requests of one loop iteration are sent together
+    sample, generate          submit, answer_of             ``EngineClient.serve`` has polled the completion
+    room                      until                         a READY client with these weights has a free slot
+    update                    _update > _deliver            every live engine has the weights; a round consists of
+                              1. _hold: prepare_update        all engines have stopped between two steps
+                              2. _send: Transport.send        senders and engines have answered
+    score                     _score: actor.score           every called engine has answered or died
+    sleep, wake               _all: actor.sleep, .wake      every called engine has answered or died
+    serve, after a death      reassign (not exact), deliver ``awake`` is set, then the lock ``_delivering`` is free
+
+``_deliver`` repeats the round for live engines that missed the weights. The lock ``_delivering`` prevents a delivery to
+a replacement during an update: ``WeightSync`` holds it from ``Transport.prepare`` to the end of ``update``. If
+``EngineClient.serve`` raises an error other than a death, ``fail`` raises it in every pending and later request.
 """
 
 from __future__ import annotations
@@ -11,155 +28,123 @@ import contextlib
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Callable, Coroutine, Iterator, Sequence, TypeVar
 
 import numpy as np
 
-from gdpo_nemo.cluster.engine_actor import EngineActor
-from gdpo_nemo.cluster.lane import REPLACEMENTS, START_S, Lane, LaneState, PendingRequest
-from gdpo_nemo.cluster.reservation import Placement, here
-from gdpo_nemo.cluster.session import WorkerDied, answer, answered, cores, gather, ray, thread_environment
+from gdpo_nemo.cluster.engine_actor import start_engine
+from gdpo_nemo.cluster.engine_client import REPLACEMENTS, START_S, EngineClient, EngineState, PendingRequest
+from gdpo_nemo.cluster.reservation import Placement, place_on_this_machine
+from gdpo_nemo.cluster.session import WorkerDied, answer, answered, gather, ray
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import START_AGAIN, GdpoError, InfrastructureFailed, RunError
-from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
-from gdpo_nemo.phases import phase
-from gdpo_nemo.waits import waiting
-from gdpo_nemo.weights.buckets import PeerLost
-from gdpo_nemo.weights.transports.transport import Transport, errors_named
+from gdpo_nemo.utils.errors import START_AGAIN, GdpoError, InfrastructureFailed, RunError
+from gdpo_nemo.utils.progress import phase
+from gdpo_nemo.utils.waits import waiting
+from gdpo_nemo.weights.manifest import PeerLost
+from gdpo_nemo.weights.transports.base import Transport, errors_named
 
 METRICS = {
-    "engines/idle": ("share", "Time of the step in which an engine ran no decode step, mean over the engines"),
-    "engines/idle_max": ("share", "The same of the engine that was idle the longest"),
+    "engines/idle": ("share", "Share of the step in which an engine did not decode, mean over the engines"),
+    "engines/idle_max": ("share", "engines/idle of the engine that was idle longest"),
     "engines/requests": ("samples", "Requests in an engine when the batch was complete, mean over the engines"),
     "engines/kv_used": ("share", "KV cache in use when the batch was complete, mean over the engines"),
     "engines/replaced": ("engines", "Engines that died and were replaced since the run started"),
 }
 _THREADS = 256
-"""Most verdicts, steps of environments and rollout functions that are waited for at once."""
-_CALLS = 8
-"""Calls that an engine's actor takes at once: a poll, an update, new requests, questions."""
-_GONE = (LaneState.LOST, LaneState.DEAD)
+"""Maximum number of reward results, environment steps and rollout functions in flight at the same time."""
+_UNAVAILABLE = (EngineState.LOST, EngineState.DEAD)
 Result = TypeVar("Result")
 
 
 class EngineFleet:
-    """vLLM engines in Ray actors. Constructing it starts them; ``ready`` waits.
+    """vLLM engines in Ray actors. The constructor starts the engines, and ``ready`` waits for them.
 
-    An engine that dies is replaced, with the newest weights. Its samples, and no others, are drawn again with their
-    seeds: by its replacement where staleness is 0, so that they stay the same, else by the other engines. One that
-    died ``REPLACEMENTS`` times without a completion in between is given up; without any engine the run ends.
+    A dead engine is replaced and gets the newest weights. Only its unfinished samples are repeated, with their seeds:
+    by the replacement if ``rollout.max_staleness`` is 0, for identical samples, otherwise by the other engines. After
+    more than ``REPLACEMENTS`` deaths without a completion, an engine is given up. If no engine is left, the run ends.
 
     Args:
-        devices: the GPUs of the policy's ranks on their nodes, where engines share them (``Places.shared``).
+        folder: Hugging Face folder of the model.
+        devices: GPU of each policy rank, as in CUDA_VISIBLE_DEVICES, if engines share them (``Places.shared``).
     """
 
     def __init__(
         self, config: Config, folder: str, placement: Placement | None = None, devices: Sequence[str] | None = None
     ):
-        self._config = config
-        self._folder = folder
-        self._placement = placement or here(config)
-        self._devices = devices or ()
+        self._placement = placement or place_on_this_machine(config)
         self._timeout_s = config.rollout.generation_timeout_s
         self.exact = config.rollout.max_staleness == 0
         self._measured = time.monotonic()
         self.failure: GdpoError | None = None
-        """Why sampling failed for good, once it did."""
+        """Error that ended sampling permanently, or None."""
         self._events: list[str] = []
         self._spans: list[tuple[str, str, float, float]] = []
         self._weights: Transport | None = None
-        """Holds the newest weights, for engines that are replaced."""
+        """Transport of the newest weights, also for replaced engines."""
         self._version = -1
-        """Of these weights."""
+        """Version of the newest weights."""
         self._delivering = threading.Lock()
-        """A transport serves one delivery at a time."""
+        """Lock that is held during a delivery, because a transport supports only one delivery at a time."""
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="rollouts"))
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="rollouts")
         self._thread.start()
         self.awake = asyncio.Event()
         self._change = asyncio.Event()
-        slots = config.policy.generation.vllm_cfg.max_num_seqs
-        self.lanes = [
-            Lane(index, self._start, slots, self._timeout_s, self) for index in range(config.policy.generation.engines)
-        ]
+        self._start_actor = partial(start_engine, config, folder, self._placement, devices or ())
+        generation = config.policy.generation
+        slots = generation.vllm_cfg.max_num_seqs
+        self.clients = [EngineClient(n, self._start, slots, self._timeout_s, self) for n in range(generation.engines)]
         self._serving = self.spawn(self._serve())
 
     def _start(self, index: int) -> Any:
-        config = self._config
-        vllm = self._config.policy.generation.vllm_cfg
-        on_cpu = config.cluster.gpus_per_node == 0
-        node = self._placement.places.engines[index]
-        threads = max(1, cores(config.cluster) // self._placement.places.engines_on(node))
-        environment = {**thread_environment(threads), **ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
-        environment |= self._placement.environment(node)
-        shared = self._placement.places.shared
-        if shared and not on_cpu:
-            # Ray has assigned these GPUs to the policy and tracks one owner; fractions exist for one GPU only, not for
-            # the several of a tensor-parallel engine. So ask Ray for none and name them.
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices[rank] for rank in shared[index])
-        actor = ray.remote(EngineActor).options(
-            num_cpus=0,  # threads are ours to divide; Ray would queue actors where cores are fewer than processes
-            num_gpus=0 if on_cpu or shared else vllm.tensor_parallel_size,
-            max_concurrency=_CALLS,
-            runtime_env={"env_vars": environment},
-            **self._placement.on(node),
-        )
-        policy = config.policy
-        return actor.remote(
-            self._folder,
-            vllm,
-            policy.precision,
-            policy.max_total_sequence_length,
-            config.run.seed + index,
-            on_cpu,
-            sleeps=bool(shared),
-            targets=policy.lora.target_modules,
-        )
+        return self._start_actor(index)
 
-    # -- from any thread but the loop's --------------------------------------------------------------------------
+    # -- for all threads except the loop's --------------------------------------------------------------------------
 
     def spawn(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run a coroutine on the event loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def process_locations(self) -> dict[int, tuple[str, int]]:
-        """(host, process) of every engine that has started, by its number."""
-        return answered({lane.index: lane.location for lane in self.lanes})
+        """Return (host name, process id) of every engine that has started, by engine number."""
+        return answered({client.index: client.location for client in self.clients})
 
     def ready(self) -> None:
-        """Wait until every engine can sample, or sleeps. Raises RunError where one dies or is late before that."""
-        refs = [lane.actor.__ray_ready__.remote() for lane in self.lanes]
-        there = (LaneState.READY, LaneState.UPDATING, LaneState.ASLEEP)
+        """Wait until every engine can sample or sleeps. Raises RunError if an engine dies or does not start in time."""
+        refs = [client.actor.__ray_ready__.remote() for client in self.clients]
+        states = (EngineState.READY, EngineState.UPDATING, EngineState.ASLEEP)
 
-        def all_there() -> bool:
-            for lane in self.lanes:
-                lane.want_weights()  # one that was replaced while nobody sampled waits until it is needed
-            return all(lane.state in there for lane in self.lanes)
+        def all_started() -> bool:
+            for client in self.clients:
+                client.request_weights()  # a replacement may wait for its first request
+            return all(client.state in states for client in self.clients)
 
         with phase("engines"):
             gather(refs, "starting the vLLM engines", START_S, "engine")
-            self.spawn(self.until(all_there)).result()
+            self.spawn(self.until(all_started)).result()
 
     def generate(
         self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None
     ) -> CompletionBatch:
-        """Sample, and wait for it; consecutive requests stay together, for the engine's prefix cache.
+        """Sample the requests and wait for all completions.
 
         Args:
-            engine: the number of the engine that samples all of them; None spreads them evenly.
+            engine: number of the engine for all requests. None distributes them evenly, and consecutive requests use
+                the same engine, for its prefix cache.
 
         Raises:
-            RunError: the deadline passed, or no engine is left.
+            RunError: if the time limit is exceeded or no engine is left.
         """
         return self.spawn(self.sample_all(requests, sampling, engine)).result()
 
     def update(self, weights: Transport, version: int, kv: str = "drain") -> None:
-        """Give every engine what ``weights`` has prepared as ``version``. Call it inside ``delivering``.
+        """Send the weights that a transport has prepared as ``version`` to every engine. Call it inside ``delivering``.
 
         Args:
-            kv: what becomes of samples under way (``rollout.kv``).
+            kv: treatment of requests in flight (``rollout.kv``).
         """
         self._weights = weights
         self._version = version
@@ -167,53 +152,52 @@ class EngineFleet:
 
     @contextlib.contextmanager
     def delivering(self) -> Iterator[None]:
-        """Keep replaced engines from asking the transport for weights while the block prepares new ones."""
+        """Prevent deliveries to replaced engines in the block, which prepares and sends new weights."""
         with self._delivering:
             yield
 
     def score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
-        """By the number of each engine at work: its log-probs [tokens - 1] of each sequence."""
+        """Return the log-probs [tokens - 1] of each sequence, by engine number, from all engines that can sample."""
         return self.spawn(self._score(sequences)).result()
 
     def sleep(self) -> None:
-        """Let the engines release their memory."""
+        """Make the engines release their memory."""
         self.spawn(self._sleep()).result()
 
     def wake(self, what: str) -> None:
-        """Let the engines allocate ``weights`` or ``kv_cache`` again; a dead one is replaced by one that has both."""
+        """Make the sleeping engines reallocate their memory for ``what``: ``weights`` or ``kv_cache``."""
         self.spawn(self._wake(what)).result()
 
     def take_spans(self) -> list[tuple[str, str, float, float]]:
-        """(lane, name, start, end), in seconds since the epoch, of the updates of weights since the last call."""
+        """Return the weight updates since the last call as (client, name, start, end), in seconds since the epoch."""
         taken = self._spans
         self._spans = []
         return taken
 
     def take_events(self) -> list[str]:
-        """What happened to engines since the last call, a sentence each."""
+        """Return the events of engines since the last call, as one sentence each."""
         taken = self._events
         self._events = []
         return taken
 
     def all_ready(self) -> bool:
-        """Whether every engine is there, and none in the middle of an update."""
-        return self.failure is None and all(lane.state is LaneState.READY for lane in self.lanes)
+        """Return whether every engine can sample and none is being updated."""
+        return self.failure is None and all(client.state is EngineState.READY for client in self.clients)
 
     def forget_weights(self) -> None:
-        """Take the engines for those of a run that has published nothing: their next weights come from another policy,
-        and may be of an earlier version."""
+        """Prepare for another run, whose weights come from another policy and may have a lower version."""
         self._weights = None
         self._version = -1
-        for lane in self.lanes:
-            lane.version = -1
+        for client in self.clients:
+            client.version = -1
 
     def close(self) -> None:
-        """End the engine processes and the event loop."""
+        """Stop the engine processes and the event loop."""
         self.spawn(self._end()).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        for lane in self.lanes:
-            ray.kill(lane.actor)
+        for client in self.clients:
+            ray.kill(client.actor)
 
     async def _end(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -225,289 +209,292 @@ class EngineFleet:
 
     async def _serve(self) -> None:
         self.awake.set()
-        await asyncio.gather(*(self._serve_lane(lane) for lane in self.lanes))
+        await asyncio.gather(*(self._serve_client(client) for client in self.clients))
 
-    async def _serve_lane(self, lane: Lane) -> None:
+    async def _serve_client(self, client: EngineClient) -> None:
         try:
-            await lane.serve()
-        except Exception as error:  # of any kind: nobody else would hear of it, and requests would wait for ever
-            self.fail(error if isinstance(error, GdpoError) else RunError(f"engine {lane.index}: {error!r}"))
+            await client.serve()
+        except Exception as error:  # any exception: otherwise it would be lost, and requests would wait forever
+            self.fail(error if isinstance(error, GdpoError) else RunError(f"engine {client.index}: {error!r}"))
 
     def fail(self, error: GdpoError) -> None:
-        """End sampling for good."""
+        """End sampling permanently, and raise ``error`` in all pending and later requests."""
         self.failure = self.failure or error
-        for lane in self.lanes:
-            lane.fail(self.failure)
+        for client in self.clients:
+            client.fail(self.failure)
         self.changed()
 
     def changed(self) -> None:
-        """Wake up who waits for a state (``until``)."""
+        """Wake the tasks that wait in ``until``."""
         self._change.set()
         self._change = asyncio.Event()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for a state of the lanes. Raises RunError once sampling failed for good."""
+        """Wait until ``holds``, a condition on the clients, returns true. Raises RunError if sampling has failed."""
         while not holds():
             if self.failure is not None:
                 raise self.failure
             await self._change.wait()
 
     def least_loaded(self) -> int:
-        """Number of the engine with the fewest requests, of those at work or else of those that will be.
+        """Return the number of the engine with the fewest requests. Prefer engines that can sample to starting engines.
 
         Raises:
-            RunError: there is none.
+            RunError: if sampling has failed permanently.
         """
         if self.failure is not None:
             raise self.failure
-        lanes = [lane for lane in self.lanes if lane.samples]
-        lanes = lanes or [lane for lane in self.lanes if lane.state not in _GONE]
-        return min(lanes, key=lambda lane: (lane.load, lane.index)).index
+        clients = [client for client in self.clients if client.can_sample]
+        clients = clients or [client for client in self.clients if client.state not in _UNAVAILABLE]
+        return min(clients, key=lambda client: (client.load, client.index)).index
 
     async def room(self, version: int, samples: int) -> int:
-        """Wait for an engine with room for a group of ``samples``, holding weights of ``version`` or newer, and keep it
-        there: each of them calls ``Lane.keep_promise`` when it is submitted, or ended before. Returns its number."""
-        await self.until(lambda: any(lane.has_room(version) for lane in self.lanes))
-        free = [lane for lane in self.lanes if lane.has_room(version)]
-        lane = min(free, key=lambda lane: (lane.load, lane.index))
-        lane.promised += samples
-        return lane.index
+        """Wait for an engine with a free slot and weights of ``version`` or newer. Reserve ``samples`` slots there.
+
+        For each sample call ``EngineClient.keep_promise`` when it is submitted or cancelled. Return the engine number.
+        """
+        await self.until(lambda: any(client.has_room(version) for client in self.clients))
+        free = [client for client in self.clients if client.has_room(version)]
+        client = min(free, key=lambda client: (client.load, client.index))
+        client.promised += samples
+        return client.index
 
     @property
     def version(self) -> int:
-        """Of the newest published weights."""
+        """Version of the newest weights sent to the engines."""
         return self._version
 
     def measure(self) -> dict[str, float]:
-        """The keys ``engines/...``, of the time since the last call."""
+        """Return the metrics ``engines/...`` for the time since the last call."""
         now = time.monotonic()
         wall = max(now - self._measured, 1e-9)
         self._measured = now
-        busy = [lane.busy_since() / wall for lane in self.lanes]
-        reports = [lane.report for lane in self.lanes]
+        busy = [client.busy_since() / wall for client in self.clients]
+        reports = [client.report for client in self.clients]
         return {
             "engines/idle": 1 - min(1.0, float(np.mean(busy))),
             "engines/idle_max": 1 - min(1.0, min(busy)),
             "engines/requests": float(np.mean([r.running + r.waiting for r in reports])),
             "engines/kv_used": float(np.mean([r.kv_used for r in reports])),
-            "engines/replaced": float(sum(lane.replaced for lane in self.lanes)),
+            "engines/replaced": float(sum(client.replaced for client in self.clients)),
         }
 
     def submit(self, request: SampleRequest, sampling: Sampling, engine: int | None = None) -> PendingRequest:
-        """Give a request to an engine: see ``sample``. Those of one turn of the event loop travel together, in order.
+        """Send a request to an engine. Requests of one event-loop iteration are sent together, in order.
+
+        Args:
+            engine: preferred engine; None chooses the engine with the fewest requests.
 
         Raises:
-            RunError: sampling failed for good.
+            RunError: if sampling has failed permanently, or if the engines sleep.
         """
-        return self._lane(engine).submit(request, sampling)
+        return self._client(engine).submit(request, sampling)
 
     async def answer_of(self, pending: PendingRequest) -> tuple[Completion, int]:
-        """The completion of a submitted request, and the number of the engine that drew it. Cancelling drops it."""
+        """Wait for a request's completion; return it with the number of its engine. Cancelling drops the request."""
         try:
-            return await pending.answer, pending.lane.index
+            return await pending.answer, pending.client.index
         except asyncio.CancelledError:
-            pending.lane.abort(pending)
+            pending.client.abort(pending)
             raise
 
     async def sample(
         self, request: SampleRequest, sampling: Sampling, engine: int | None = None
     ) -> tuple[Completion, int]:
-        """A completion, and the number of the engine that drew it.
-
-        Args:
-            engine: the one that should; None: the least loaded.
-        """
+        """Sample a request; return the completion and the number of its engine. See ``submit``."""
         return await self.answer_of(self.submit(request, sampling, engine))
 
     async def sample_all(
         self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None
     ) -> CompletionBatch:
-        """See ``generate``."""
+        """Sample the requests and return all completions. See ``generate``."""
         start = time.monotonic()
-        count = len(self.lanes)
-        drawn = await asyncio.gather(
+        count = len(self.clients)
+        results = await asyncio.gather(
             *(
-                self.sample(request, sampling, place * count // len(requests) if engine is None else engine)
-                for place, request in enumerate(requests)
+                self.sample(request, sampling, index * count // len(requests) if engine is None else engine)
+                for index, request in enumerate(requests)
             )
         )
-        completions = [completion for completion, _ in drawn]
+        completions = [completion for completion, _ in results]
         return CompletionBatch(completions, min(c.version for c in completions), time.monotonic() - start)
 
     def _check_awake(self) -> None:
         if not self.awake.is_set():
-            raise RunError("the engines cannot sample: they sleep")
+            raise RunError("the engines cannot sample: they are asleep")
 
-    def _lane(self, engine: int | None) -> Lane:
+    def _client(self, engine: int | None) -> EngineClient:
         if self.failure is not None:
             raise self.failure
         self._check_awake()
         if engine is not None:
-            lane = self.lanes[engine]
-            if lane.samples or (self.exact and lane.state not in _GONE):
-                return lane
-        return self.lanes[self.least_loaded()]
+            client = self.clients[engine]
+            if client.can_sample or (self.exact and client.state not in _UNAVAILABLE):
+                return client
+        return self.clients[self.least_loaded()]
 
     def note(self, line: str) -> None:
-        """Keep a sentence for ``take_events``."""
+        """Record an event for ``take_events``."""
         self._events.append(line)
 
-    def reassign(self, lane: Lane, reason: str) -> None:
-        """Move a lane's requests to the others; without any, keep them for its replacement, or fail."""
-        others = [other for other in self.lanes if other is not lane and other.samples]
-        gone = lane.state in _GONE
-        if all(other.state in _GONE for other in self.lanes):
-            self.fail(InfrastructureFailed(f"no engine is left: engine {lane.index}: {reason}{START_AGAIN}"))
+    def reassign(self, client: EngineClient, reason: str) -> None:
+        """Move a client's requests to other clients, or leave them for its replacement. Fail if no engine is left."""
+        others = [other for other in self.clients if other is not client and other.can_sample]
+        unavailable = client.state in _UNAVAILABLE
+        if all(other.state in _UNAVAILABLE for other in self.clients):
+            self.fail(InfrastructureFailed(f"no engine is left: engine {client.index}: {reason}{START_AGAIN}"))
             return
-        others = others or [other for other in self.lanes if gone and other.state not in _GONE]
+        if not others and unavailable:
+            others = [other for other in self.clients if other.state not in _UNAVAILABLE]
         if not others:
             return
-        moved = lane.surrender()
-        # Whole groups: requests of one prompt share the cache of their engine.
-        target: dict[int, Lane] = {}
-        for pending in moved:
+        # Move all requests of a prompt to the same engine, for its prefix cache.
+        target: dict[int, EngineClient] = {}
+        for pending in client.take_pending():
             key = id(pending.request.prompt_ids)
             if key not in target:
                 target[key] = min(others, key=lambda other: (other.load, other.index))
             target[key].adopt(pending)
 
-    def lost_node(self, lane: Lane) -> str | None:
-        """The address of the engine's node, if that has left the cluster; blocks."""
-        node = self._placement.places.engines[lane.index]
+    def lost_node(self, client: EngineClient) -> str | None:
+        """Return the address of the engine's node if the node has left the cluster, else None. This call blocks."""
+        node = self._placement.places.engines[client.index]
         return self._placement.addresses[node] if self._placement.is_lost(node) else None
 
-    async def deliver(self, lane: Lane) -> None:
-        """Give a replaced engine the newest weights, if there are any."""
-        if self._weights is None or lane.version == self._version:
+    async def deliver(self, client: EngineClient) -> None:
+        """Send the newest weights to a replaced engine, unless it has them or none were sent."""
+        if self._weights is None or client.version == self._version:
             return
         await asyncio.to_thread(self._delivering.acquire)
         try:
-            if lane.version != self._version:
-                await self._deliver([lane], "drain")
-                if lane.version != self._version:
-                    raise WorkerDied(f"updating the weights of engine {lane.index}: it died")
+            if client.version != self._version:
+                await self._deliver([client], "drain")
+                if client.version != self._version:
+                    raise WorkerDied(f"updating the weights of engine {client.index}: it died")
         finally:
             self._delivering.release()
 
     async def _update(self, kv: str) -> None:
-        lanes = [lane for lane in self.lanes if lane.state not in (LaneState.STARTING, *_GONE)]
-        for lane in lanes:
-            if lane.samples:
-                lane.enter(LaneState.UPDATING)
+        clients = [client for client in self.clients if client.state not in (EngineState.STARTING, *_UNAVAILABLE)]
+        for client in clients:
+            if client.can_sample:
+                client.enter(EngineState.UPDATING)
         start = time.time()
-        await self._deliver(lanes, kv)
+        await self._deliver(clients, kv)
         name = f"weights {self._version}"
-        self._spans += [(f"engine {lane.index}", name, start, time.time()) for lane in lanes]
-        for lane in lanes:
-            if lane.state is LaneState.UPDATING:
-                lane.enter(LaneState.READY)
-            lane.want_weights()
+        self._spans += [(f"engine {client.index}", name, start, time.time()) for client in clients]
+        for client in clients:
+            if client.state is EngineState.UPDATING:
+                client.enter(EngineState.READY)
+            client.request_weights()
 
-    async def _deliver(self, lanes: Sequence[Lane], kv: str) -> None:
-        """Give the newest weights to lanes, again to those that missed them; one that dies gets them when it is
-        replaced."""
-        left = list(lanes)
+    async def _deliver(self, clients: Sequence[EngineClient], kv: str) -> None:
+        """Send the newest weights to engines, and repeat this for live engines that missed them."""
+        missing = list(clients)
         failures = 0
-        while held := await self._hold(left, kv):
-            left = await self._send(held)
-            # A round in which an engine died is counted in its lane. Here only those that failed with all alive.
-            failures += bool(left) and len(left) == len(held)
+        while stopped := await self._hold(missing, kv):
+            missing = await self._send(stopped)
+            # ``EngineClient`` counts deaths. Count here only rounds that failed although all engines are alive.
+            failures += bool(missing) and len(missing) == len(stopped)
             if failures > REPLACEMENTS:
                 raise InfrastructureFailed(f"new weights did not reach the engines in {failures} attempts")
 
-    async def _hold(self, lanes: Sequence[Lane], kv: str) -> list[Lane]:
-        """Let engines stop between two steps, with the update's names checked; returns those that live.
+    async def _hold(self, clients: Sequence[EngineClient], kv: str) -> list[EngineClient]:
+        """Stop the engines between two steps and let them check the names in the manifest. Return the live ones.
 
-        Before the sender starts: its own deadline is short, and an engine that drains may take long.
+        The sender starts afterwards, because draining an engine may take longer than the sender's time limit.
         """
         assert self._weights is not None
-        asked = [lane.actor for lane in lanes]
-        refs = [actor.prepare_update.remote(self._weights.manifest, kv) for actor in asked]
-        found = await self._answers(lanes, refs, "updating the engines' weights")
-        # One that answered and died while another drained is not its replacement, which has yet to load the model.
-        return [lane for lane, actor, error in zip(lanes, asked, found) if not _died(error) and lane.actor is actor]
+        actors = [client.actor for client in clients]
+        refs = [actor.prepare_update.remote(self._weights.manifest, kv) for actor in actors]
+        answers = await self._answers(clients, refs, "updating the engines' weights")
+        # An engine may have died after its answer, while another engine drained. Its replacement has no model yet.
+        results = zip(clients, actors, answers)
+        return [client for client, actor, result in results if not _died(result) and client.actor is actor]
 
-    async def _send(self, lanes: Sequence[Lane]) -> list[Lane]:
-        """One delivery; returns the lanes that live and did not get it."""
+    async def _send(self, clients: Sequence[EngineClient]) -> list[EngineClient]:
+        """Send the weights once. Return the clients of live engines that missed them."""
         weights = self._weights
         assert weights is not None
-        asked = {lane.index: lane.actor for lane in lanes}
+        actors = {client.index: client.actor for client in clients}
 
         def send() -> tuple[list[Any], list[Any]]:
             with errors_named(type(weights), "send"):
-                return weights.send(asked)
+                return weights.send(actors)
 
         refs, sent = await asyncio.to_thread(send)
-        again = []
+        missing = []
         if sent:
             try:
                 await asyncio.to_thread(gather, sent, "sending weights", self._timeout_s, "policy")
-            except PeerLost:  # it does not say which engine is gone; their own answers below do
-                again = list(lanes)
-        found = await self._answers(lanes, refs, "updating the engines' weights")
-        for lane, result in zip(lanes, found):
-            # The slowest engine's answer ends the wait. One that answered and died since has no weights any more, and
-            # its replacement, which asks for them itself, must not pass for it.
-            if _died(result) or lane.actor is not asked[lane.index]:
-                again = [other for other in again if other is not lane]
+            except PeerLost:  # the lost engine is unknown until the engines have answered
+                missing = list(clients)
+        answers = await self._answers(clients, refs, "updating the engines' weights")
+        for client, result in zip(clients, answers):
+            # An engine may have died after its answer, while this method waited for slower engines. Skip dead engines:
+            # their replacements request the weights themselves.
+            if _died(result) or client.actor is not actors[client.index]:
+                missing = [other for other in missing if other is not client]
             elif isinstance(result, int):
-                lane.version = result
-            elif lane not in again:
-                again.append(lane)
-        return again
+                client.version = result
+            elif client not in missing:
+                missing.append(client)
+        return missing
 
     async def _score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
         self._check_awake()
         died: list[Any] = []
 
-        def at_work() -> list[Lane]:
-            # Asked again at every change: a lane that learns of its engine's death only now forgets who wanted it.
-            for lane in self.lanes:
-                lane.want_weights()
-            return [lane for lane in self.lanes if lane.samples and lane.actor not in died]
+        def working() -> list[EngineClient]:
+            # Request the weights again at every change, because a client clears the request when its engine dies.
+            for client in self.clients:
+                client.request_weights()
+            return [client for client in self.clients if client.can_sample and client.actor not in died]
 
-        while True:  # where all that were asked died, their replacements are
-            await self.until(lambda: bool(at_work()))
-            lanes = at_work()
-            asked = [lane.actor for lane in lanes]
-            refs = [actor.score.remote(list(sequences)) for actor in asked]
-            found = await self._answers(lanes, refs, "probing the engines")
-            scored: dict[int, Any] = {lane.index: scores for lane, scores in zip(lanes, found) if not _died(scores)}
+        while True:  # if all called engines died, call their replacements
+            await self.until(lambda: bool(working()))
+            clients = working()
+            actors = [client.actor for client in clients]
+            refs = [actor.score.remote(list(sequences)) for actor in actors]
+            answers = await self._answers(clients, refs, "probing the engines")
+            scored: dict[int, Any] = {
+                client.index: scores for client, scores in zip(clients, answers) if not _died(scores)
+            }
             if scored:
                 return scored
-            died += asked
+            died += actors
 
     async def _sleep(self) -> None:
         self.awake.clear()
-        await self._all("sleep", LaneState.ASLEEP, [lane for lane in self.lanes if lane.samples])
+        await self._all("sleep", EngineState.ASLEEP, [client for client in self.clients if client.can_sample])
 
     async def _wake(self, what: str) -> None:
-        asleep = [lane for lane in self.lanes if lane.state is LaneState.ASLEEP]
-        await self._all("wake", LaneState.READY if what == "kv_cache" else LaneState.ASLEEP, asleep, what)
+        asleep = [client for client in self.clients if client.state is EngineState.ASLEEP]
+        await self._all("wake", EngineState.READY if what == "kv_cache" else EngineState.ASLEEP, asleep, what)
         if what == "kv_cache":
             self.awake.set()
 
-    async def _answers(self, lanes: Sequence[Lane], refs: Sequence[Any], what: str) -> list[Any]:
-        """Results of a call to each lane, or what it raised; each wait is known by the name of its engine."""
+    async def _answers(self, clients: Sequence[EngineClient], refs: Sequence[Any], what: str) -> list[Any]:
+        """Return the result or exception of a call to each engine. Register each wait under the engine's name."""
 
-        async def one(lane: Lane, ref: Any) -> Any:
-            with waiting(what, f"engine {lane.index}", self._timeout_s):
+        async def wait_for(client: EngineClient, ref: Any) -> Any:
+            with waiting(what, f"engine {client.index}", self._timeout_s):
                 return await answer(ref, what, self._timeout_s)
 
-        return await asyncio.gather(*map(one, lanes, refs), return_exceptions=True)
+        return await asyncio.gather(*map(wait_for, clients, refs), return_exceptions=True)
 
-    async def _all(self, method: str, state: LaneState, lanes: Sequence[Lane], *arguments: Any) -> None:
-        refs = [getattr(lane.actor, method).remote(*arguments) for lane in lanes]
-        doing = {"sleep": "putting the engines to sleep", "wake": "waking the engines"}[method]
-        found = await self._answers(lanes, refs, doing)
-        for lane, result in zip(lanes, found):
-            # A dead engine holds no memory; its lane replaces it once the others are awake.
-            if not _died(result) and lane.state not in (LaneState.STARTING, *_GONE):
-                lane.enter(state)
+    async def _all(self, method: str, state: EngineState, clients: Sequence[EngineClient], *arguments: Any) -> None:
+        refs = [getattr(client.actor, method).remote(*arguments) for client in clients]
+        what = {"sleep": "putting the engines to sleep", "wake": "waking the engines"}[method]
+        answers = await self._answers(clients, refs, what)
+        for client, result in zip(clients, answers):
+            # A dead engine occupies no memory. Its client replaces it after the other engines have woken up.
+            if not _died(result) and client.state not in (EngineState.STARTING, *_UNAVAILABLE):
+                client.enter(state)
 
 
 def _died(result: Any) -> bool:
-    """Whether an answer is the death of its engine; False for a result. Raises what is neither."""
+    """Return whether the result of a call is the death of its engine. Raise any other error except ``PeerLost``."""
     if isinstance(result, BaseException) and not isinstance(result, (WorkerDied, PeerLost)):
         raise result
     return isinstance(result, WorkerDied)

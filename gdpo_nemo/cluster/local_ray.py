@@ -1,14 +1,20 @@
-"""Starts a Ray session on this machine so that a busy machine delays it and does not end it."""
+"""Start of a local Ray session, which must also succeed on a busy machine; lookup of network interfaces."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
+import ipaddress
 import os
+import random
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 import psutil
@@ -18,28 +24,37 @@ from ray._private.node import Node
 from ray._raylet import persist_port
 
 from gdpo_nemo.cluster import idle_agent
-from gdpo_nemo.config.messages import message_line
-from gdpo_nemo.errors import InfrastructureFailed
+from gdpo_nemo.utils.errors import InfrastructureFailed, message_line
 
 _STARTS = 3
-"""Attempts before the run gives up."""
+"""Number of attempts to start a session before the run fails."""
 _START_LIMIT_S = 900.0
-"""Limit of one attempt: several times what Ray itself waits for its processes."""
-_LOOK_S = 0.2
-"""How often the servers of a session are looked after; Ray may abort this process soon after it lost one."""
+"""Time limit of an attempt. It is several times Ray's time limits for its processes."""
+_REGISTER_S = 120.0
+"""Time limit for a raylet to register with the GCS. Ray's limit of 30 s is too short on two cores with a load of 16."""
+_POLL_S = 0.2
+"""Interval between two checks of a session's servers. Ray may abort this process soon after it has lost a server."""
 _UNUSED = -1
-"""What Ray's agent for the dashboard writes for a service that it does not offer."""
+"""Port that Ray's dashboard agent writes for a service that it does not offer."""
 LOOPBACK = "127.0.0.1"
-"""Address of a session that is for this machine alone: whatever Ray starts with it listens there and nowhere else."""
-_AGENT = "--dashboard_agent_command="
-"""The raylet's argument with what to start for the dashboard; it refuses an empty one."""
+"""Address of a local session. All processes that Ray starts listen only on this address."""
+_LOWEST_PORT = 20_000
+"""Lower bound for ports of servers. Ray's workers listen on ports from 10,002 to 19,999."""
+_PORTS_TRIED = 100
+_PORTS = random.SystemRandom()
+"""Random numbers for ports. They are not seeded, because runs with the same seed on a machine need different ports."""
+_AGENT_ARGUMENT = "--dashboard_agent_command="
+"""Argument of the raylet that specifies the command of the dashboard agent. The raylet rejects an empty command."""
 
 
 def start(initialize: Callable[[], None]) -> None:
-    """Call ``initialize``, which starts a session, until it succeeds; what a failed attempt leaves is killed.
+    """Start a session, with several attempts. The processes of a failed attempt are killed.
+
+    Args:
+        initialize: function that starts a session.
 
     Raises:
-        InfrastructureFailed: no attempt succeeded.
+        InfrastructureFailed: if all attempts failed.
     """
     failure: str | None = None
     for _ in range(_STARTS):
@@ -47,14 +62,14 @@ def start(initialize: Callable[[], None]) -> None:
         failure = _attempt(initialize, before)
         if failure is None:
             return
-        # What the attempt's frames held is garbage now. A client of Ray that lives on would end this process, a minute
-        # after it lost the server that is killed here.
+        # Free the objects of the failed attempt. Otherwise a client of Ray would end this process a minute after it has
+        # lost its server, which is killed below.
         gc.collect()
         ray.shutdown()
-        left = set(psutil.Process().children()) - before
-        for child in left:
+        remaining = set(psutil.Process().children()) - before
+        for child in remaining:
             child.kill()
-        psutil.wait_procs(left)
+        psutil.wait_procs(remaining)
     raise InfrastructureFailed(
         f"Ray did not start on this machine in {_STARTS} attempts ({failure}); its logs are in "
         f"{os.environ['RAY_TMPDIR']}/ray"
@@ -62,33 +77,44 @@ def start(initialize: Callable[[], None]) -> None:
 
 
 def _attempt(initialize: Callable[[], None], before: set[psutil.Process]) -> str | None:
-    """Why ``initialize`` failed, in a line; None: it did not."""
+    """Call ``initialize``. Return its error message in one line, or None if it succeeded.
+
+    Args:
+        before: children of this process before the attempt.
+    """
     try:
-        with _end_after(_START_LIMIT_S, before), _on_loopback(), _agents_awaited_by_nobody(), _without_unused_servers():
+        with (
+            _time_limit(_START_LIMIT_S, before),
+            _loopback_only(),
+            _predefined_agent_ports(),
+            _unused_servers_disabled(),
+            _fail_with_servers(),
+        ):
             initialize()
-    except Exception as error:  # of many kinds; Ray raises a bare Exception when its node is late
+    except Exception as error:  # many types are possible; Ray raises a bare Exception if its node is late
         return message_line(error)
     return None
 
 
 @contextlib.contextmanager
 def watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Call ``lost``, from a thread, with a sentence when a server of the session, which this process started, ends
-    while the block runs.
+    """Report the end of a Ray server of this process's session in the block.
 
-    Ray would be silent for a minute and then end this process with a dump of its state.
+    Without this report, Ray would print nothing for a minute, and then end this process with a dump of its state.
+
+    Args:
+        lost: function that is called from a thread with the reason, at most once.
     """
     done = threading.Event()
     node: Node = ray._private.worker._global_node
-    servers = {name: each.process for name, each in _servers(node)}
+    servers = _servers(node)
 
     def watch() -> None:
-        while not done.wait(_LOOK_S):
-            for name, process in servers.items():
-                if process.poll() is not None and not done.is_set():
-                    how = f"status {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
-                    lost(f"Ray's {name} (process {process.pid}) on this machine ended with {how}")
-                    return
+        while not done.wait(_POLL_S):
+            ended = _ended(servers)
+            if ended and not done.is_set():
+                lost(ended)
+                return
 
     thread = threading.Thread(target=watch, name="watch of Ray", daemon=True)
     thread.start()
@@ -99,16 +125,58 @@ def watched(lost: Callable[[str], None]) -> Iterator[None]:
         thread.join()
 
 
-def _servers(node: Node) -> Iterator[tuple[str, Any]]:
-    for name in (ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET):
-        yield from ((name, each) for each in node.all_processes.get(name, ()))
+def _servers(node: Node) -> dict[str, subprocess.Popen[bytes]]:
+    """Return the processes of a node's servers by name."""
+    names = (ray_constants.PROCESS_TYPE_GCS_SERVER, ray_constants.PROCESS_TYPE_RAYLET)
+    return {name: each.process for name in names for each in node.all_processes.get(name, ())}
+
+
+def _ended(servers: dict[str, subprocess.Popen[bytes]]) -> str | None:
+    """Return a sentence about a server that has ended; None if all servers are running."""
+    for name, process in servers.items():
+        status = process.poll()
+        if status is not None:
+            how = f"status {status}" if status >= 0 else f"signal {-status}"
+            return f"Ray's {name} (process {process.pid}) on this machine ended with {how}"
+    return None
 
 
 @contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """Let a session that starts in this block have ``LOOPBACK`` for its address.
+def _fail_with_servers() -> Iterator[None]:
+    """Make the start of a session in this block fail within seconds if one of its servers ends.
 
-    Ray puts an address that other machines reach in place of one that they do not, and its servers then listen on every
+    Ray itself would query the GCS for the node of a dead raylet until a time limit. Here each query has a short time
+    limit, and is repeated for at most ``_REGISTER_S`` while the servers are running.
+    """
+    start_raylet = Node.start_raylet
+    get_node = services.get_node
+    servers: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start_and_remember(node: Node, *arguments: Any, **options: Any) -> None:
+        start_raylet(node, *arguments, **options)
+        servers.update(_servers(node))
+
+    def get_living_node(*arguments: Any) -> Any:
+        deadline = time.monotonic() + _REGISTER_S
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError as error:  # the raylet has not registered yet
+                ended = _ended(servers)
+                if ended:
+                    raise InfrastructureFailed(ended) from error
+                if time.monotonic() > deadline:
+                    raise
+
+    with _replaced(Node, "start_raylet", start_and_remember), _replaced(services, "get_node", get_living_node):
+        yield
+
+
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Make a session that starts in this block use the address ``LOOPBACK``.
+
+    Ray would replace this address, because other machines cannot reach it. Its servers would then listen on every
     interface.
     """
     with _replaced(services, "resolve_ip_for_localhost", lambda host: host):
@@ -116,19 +184,19 @@ def _on_loopback() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _agents_awaited_by_nobody() -> Iterator[None]:
-    """Tell the raylets that start in this block the ports of their agents beforehand.
+def _predefined_agent_ports() -> Iterator[None]:
+    """Specify the ports of the agents of raylets that start in this block, so that raylets do not wait for them.
 
-    A raylet gives its agents, Python processes with many imports, 15 s to write their ports into files, and aborts
-    then; no setting changes that (https://github.com/ray-project/ray/issues/65983). On two cores with a load of 12 they
-    need longer.
+    A raylet aborts if its agents have not written their ports to files within 15 s. No setting changes this limit
+    (https://github.com/ray-project/ray/issues/65983). The agents are Python processes with many imports, which need
+    longer on two cores with a load of 12.
     """
     original = Node.start_raylet
 
     def start_raylet(node: Node, *arguments: Any, **options: Any) -> None:
-        # Actors with an environment of their own need this agent, and wait for it as long as the session says.
+        # Actors with a custom environment need this agent. They wait for it, up to a time limit set in ``session``.
         node._ray_params.runtime_env_agent_port = _free_port()
-        # Nobody asks for metrics or jobs of a session that ends with the run.
+        # A session that ends with the run does not use Ray's metrics and jobs.
         for service in ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"):
             persist_port(node._session_dir, node._node_id, service, _UNUSED)
         original(node, *arguments, **options)
@@ -138,13 +206,12 @@ def _agents_awaited_by_nobody() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_unused_servers() -> Iterator[None]:
-    """Let sessions that start in this block do without the dashboard and its agent, the autoscaler, and the copying of
-    worker logs to the driver.
+def _unused_servers_disabled() -> Iterator[None]:
+    """Start sessions in this block without dashboard, dashboard agent, autoscaler and log monitor.
 
-    Nobody asks them for anything in a session that ends with the run, and with ``include_dashboard=False`` Ray starts
-    all four: Python processes that take 4 s of a core before the first actor is there. ``ray.init`` has no arguments
-    for them.
+    A session that ends with the run does not use them. Even with ``include_dashboard=False`` Ray starts all four. These
+    Python processes take 4 s of CPU time before the first actor is ready. ``ray.init`` has no arguments to disable
+    them.
     """
     start_head = Node.start_head_processes
     start_process = services.start_ray_process
@@ -155,8 +222,8 @@ def _without_unused_servers() -> Iterator[None]:
         start_head(node)
 
     def start_ray_process(command: Sequence[str], *arguments: Any, **options: Any) -> Any:
-        agent = _AGENT + subprocess.list2cmdline([sys.executable, "-S", "-E", idle_agent.__file__])
-        command = [agent if argument.startswith(_AGENT) else argument for argument in command]
+        agent = _AGENT_ARGUMENT + subprocess.list2cmdline([sys.executable, "-S", "-E", idle_agent.__file__])
+        command = [agent if argument.startswith(_AGENT_ARGUMENT) else argument for argument in command]
         return start_process(command, *arguments, **options)
 
     with (
@@ -178,17 +245,28 @@ def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None
 
 
 def _free_port() -> int:
+    """Return a free port that will probably still be free some seconds later.
+
+    A raylet ends if its agent's port is in use when the agent starts. The port is below the kernel's ephemeral range,
+    whose ports any outgoing connection may get. It is random, because other runs choose such ports too.
+    """
+    ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(_PORTS_TRIED):
+        port = _PORTS.randrange(_LOWEST_PORT, max(ephemeral, _LOWEST_PORT + 1))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager
-def _end_after(limit_s: float, before: set[psutil.Process]) -> Iterator[None]:
-    """Kill the GCS of a start that takes longer than ``limit_s``, so that the start fails.
+def _time_limit(limit_s: float, before: set[psutil.Process]) -> Iterator[None]:
+    """Kill the GCS if the start of a session in this block takes longer than ``limit_s``, so that the start fails.
 
-    Ray retries a GCS that is alive but silent once for every second of gcs_server_port_wait_time_s, and waits half a
-    minute each time: for hours.
+    If the GCS is alive but does not answer, Ray makes one attempt for every second of gcs_server_port_wait_time_s. Each
+    attempt takes half a minute, so Ray would wait for hours.
     """
 
     def end() -> None:
@@ -204,3 +282,37 @@ def _end_after(limit_s: float, before: set[psutil.Process]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+_SIOCGIFADDR = 0x8915
+"""Constant from <linux/sockios.h>, which the standard library does not define."""
+
+
+def interface_of(address: str) -> str | None:
+    """Return the name of the network interface with this IPv4 address, or None if it does not exist."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # the interface has no IPv4 address
+                continue
+            # struct ifreq: 16 bytes with the name, then sockaddr_in with the address at byte 4.
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def stay_on(address: str) -> None:
+    """Make gloo, NCCL and vLLM use the network interface of ``address``, in this process and its children.
+
+    Environment variables that are already set take precedence. By default gloo uses the address to which the host name
+    resolves, and NCCL uses every interface. NCCL is restricted only for a loopback address: between machines several
+    interfaces are faster.
+    """
+    os.environ.setdefault("VLLM_HOST_IP", address)
+    interface = interface_of(address)
+    if interface is None:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if ipaddress.ip_address(address).is_loopback:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" the name is a prefix

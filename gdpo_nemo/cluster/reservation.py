@@ -1,4 +1,4 @@
-"""Nodes of a Ray cluster for one run: reserved together by a placement group, one bundle a node, checked before use."""
+"""Reservation of a Ray cluster's nodes for one run: a placement group with one bundle per node."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from gdpo_nemo.cluster.session import gather, ray, watch_nodes
+from gdpo_nemo.config.layout import Layout, resolve_layout
 from gdpo_nemo.config.placement import Places, joined, place
-from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import InfrastructureFailed, RunError
+from gdpo_nemo.config.schema import ClusterConfig, Config
+from gdpo_nemo.utils.errors import InfrastructureFailed, RunError
 
 _JOIN_S = 300.0
-"""Limit for all nodes to join the cluster and be free."""
+"""Time limit for all nodes to join the cluster and be free."""
 _LOOK_S = 120.0
-"""Limit for every node to list its folders; the first task on a node starts a Python process there."""
+"""Time limit for the check of folders on all nodes. The first task on a node starts a Python process there."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the processes of a run go."""
+    """Placement of a run's processes on nodes."""
 
     places: Places
     group: Any = None
-    """Ray's placement group; None: this machine, in a session of our own."""
+    """Ray's placement group; None in a local session, which uses only this machine."""
     bundles: tuple[int, ...] = ()
-    """Bundle of the group for every node of ``places``, then for every environment node."""
+    """Index in the group of each node's bundle. The nodes of ``places`` come first, then the environment nodes."""
     addresses: tuple[str, ...] = ()
-    """Address of every node, in the same order."""
+    """Address of each node, in the order of ``bundles``."""
     nodes: tuple[str, ...] = ()
-    """Ray's id of every node, in the same order."""
+    """Ray's id of each node, in the order of ``bundles``."""
 
     def is_lost(self, node: int) -> bool:
-        """Whether a node has left the cluster."""
+        """Return whether a node has left the cluster."""
         return bool(self.nodes) and self.nodes[node] not in {n["NodeID"] for n in ray.nodes() if n["Alive"]}
 
     def on(self, node: int) -> dict[str, Any]:
-        """Options that put a Ray actor or task on a node."""
+        """Return the options that place a Ray actor or task on a node."""
         if self.group is None:
             return {}
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -45,80 +46,87 @@ class Placement:
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundles[node])}
 
     def environment(self, node: int) -> dict[str, str]:
-        """Variables that make vLLM use the address that the node has in the cluster."""
+        """Return the environment variables that make vLLM use the node's address in the cluster."""
         return {"VLLM_HOST_IP": self.addresses[node]} if self.addresses else {}
 
 
-def here(config: Config) -> Placement:
-    """Place everything on this machine, whatever ``cluster.num_nodes`` says."""
-    layout = place(config)
-    return Placement(Places((0,) * len(layout.policy), (0,) * len(layout.engines), layout.shared))
+def place_on_this_machine(config: Config) -> Placement:
+    """Place all processes on this machine, regardless of ``cluster.num_nodes``."""
+    return _on_one_node(place(config.cluster, resolve_layout(config)))
 
 
-def reserve(config: Config, shared: Sequence[Path]) -> Placement:
-    """Reserve the nodes of a run; the driver's own node comes first if it is one of them.
+def _on_one_node(places: Places) -> Placement:
+    return Placement(Places((0,) * len(places.policy), (0,) * len(places.engines), places.shared))
+
+
+def reserve(cluster: ClusterConfig, layout: Layout, shared: Sequence[Path]) -> Placement:
+    """Reserve the nodes of a run. If the driver's node is one of them, it comes first.
 
     Args:
-        shared: folders that must be visible on every node; those for environments need the working directory instead.
+        shared: folders that must exist on every node. Environment nodes need the working directory instead.
 
     Raises:
-        RunError: the nodes are not free in time, or one does not see a folder.
+        RunError: if the nodes are not free in time, or if a folder does not exist on a node.
     """
-    if not joined(config.cluster):
-        return here(config)
+    places = place(cluster, layout)
+    if not joined(cluster):
+        return _on_one_node(places)
     from ray.util.placement_group import placement_group, placement_group_table
 
-    nodes = config.cluster.num_nodes
-    gpus = config.cluster.gpus_per_node
+    nodes = cluster.num_nodes
+    gpus = cluster.gpus_per_node
     bundle = {"CPU": 1, **({"GPU": gpus} if gpus else {})}
-    wanted = [bundle] * nodes + [{"CPU": 1}] * config.cluster.env_nodes
-    group = placement_group(wanted, strategy="STRICT_SPREAD")
+    requested = [bundle] * nodes + [{"CPU": 1}] * cluster.env_nodes
+    group = placement_group(requested, strategy="STRICT_SPREAD")
     if not group.wait(_JOIN_S):
-        raise InfrastructureFailed(_missing(nodes, bundle, config.cluster.env_nodes))
+        raise InfrastructureFailed(_missing(nodes, bundle, cluster.env_nodes))
     known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
-    taken = placement_group_table(group)["bundles_to_node_id"]
+    node_of = placement_group_table(group)["bundles_to_node_id"]
     driver = ray.get_runtime_context().get_node_id()
-    # Without GPUs all bundles are equal, so choose: the driver's node is no environment node. Then by address, for an
-    # order that is the same at every start.
+    # Without GPUs all bundles are equal, and the order decides which nodes are environment nodes. The driver's node
+    # comes first, so it is not one of them. The others are sorted by address, for the same order at every start.
     bundles = sorted(
-        taken, key=lambda b: (bool(gpus) and b >= nodes, taken[b] != driver, known.get(taken[b], ""), taken[b])
+        node_of, key=lambda b: (bool(gpus) and b >= nodes, node_of[b] != driver, known.get(node_of[b], ""), node_of[b])
     )
-    places = place(config)
-    # A node with engines alone can be done without, as long as another has some (``fleet``).
-    spare = set(places.engines) - set(places.policy)
-    needed = [b for node, b in enumerate(bundles) if node not in spare]
-    watch_nodes({taken[b]: known.get(taken[b], taken[b]) for b in needed})
+    # Do not watch nodes with only engines. The run continues without them while another node has engines (``fleet``).
+    optional = set(places.engines) - set(places.policy)
+    required = [b for node, b in enumerate(bundles) if node not in optional]
+    watch_nodes({node_of[b]: known.get(node_of[b], node_of[b]) for b in required})
     placement = Placement(
         places,
         group,
         tuple(bundles),
-        tuple(known.get(taken[b], "") for b in bundles),
-        tuple(taken[b] for b in bundles),
+        tuple(known.get(node_of[b], "") for b in bundles),
+        tuple(node_of[b] for b in bundles),
     )
-    _check_shared(placement, [shared] * nodes + [[Path.cwd()]] * config.cluster.env_nodes)
+    _check_shared(placement, [shared] * nodes + [[Path.cwd()]] * cluster.env_nodes)
     return placement
 
 
 def _missing(nodes: int, bundle: dict[str, int], env_nodes: int) -> str:
     alive = [node for node in ray.nodes() if node["Alive"]]
     fit = sum(all(node["Resources"].get(what, 0) >= count for what, count in bundle.items()) for node in alive)
-    wanted = " and ".join(f"{count} {what}" for what, count in bundle.items())
+    requested = " and ".join(f"{count} {what}" for what, count in bundle.items())
     others = f" and {env_nodes} more with 1 CPU for environments (cluster.env_nodes)" if env_nodes else ""
     return (
-        f"cluster.num_nodes: {nodes} nodes with {wanted} each{others} were not free within {_JOIN_S:.0f} s; the Ray "
+        f"cluster.num_nodes: {nodes} nodes with {requested} each{others} were not free within {_JOIN_S:.0f} s; the Ray "
         f"cluster has {len(alive)} nodes, {fit} of that size, perhaps in use by another run"
     )
 
 
 def _check_shared(placement: Placement, shared: Sequence[Sequence[Path]]) -> None:
-    """Check that every node sees its folders (``shared``, node by node), now and not at the first checkpoint."""
-    look = ray.remote(num_cpus=0, max_retries=0)(_absent)
+    """Check that the folders of each node exist, before the first checkpoint needs them.
+
+    Args:
+        shared: folders of each node.
+    """
+    check = ray.remote(num_cpus=0, max_retries=0)(_absent)
     refs = [
-        look.options(**placement.on(node)).remote([str(path) for path in paths]) for node, paths in enumerate(shared)
+        check.options(**placement.on(node)).remote([str(path) for path in paths]) for node, paths in enumerate(shared)
     ]
     for address, absent in zip(placement.addresses, gather(refs, "checking the nodes' folders", _LOOK_S)):
         if absent:
-            raise RunError(f"node {address} does not see {absent[0]}: it must be on a file system that all nodes share")
+            raise RunError(f"{absent[0]} not found on node {address}; it must be on a file system that all nodes share")
 
 
 def _absent(paths: list[str]) -> list[str]:

@@ -1,64 +1,91 @@
-"""Publishing weights: policy to engines by a transport, with a probe that proves they arrived."""
+"""Weight updates: send the policy's weights to the engines, then compare log-probs of the policy and the engines.
+
+These are the steps of ``WeightSync.publish``; ``>`` means "calls". Each step ends before the next one begins, except
+that send and receive run concurrently.
+
+    step      call                                                  ends when
+    --------  ----------------------------------------------------  ------------------------------------------------
+    sleep*    sleep_engines > fleet.sleep (before the update)       the engines have released their memory
+    wake*     policy.release, fleet.wake("weights")                 the engines have memory for the weights
+    prepare   Transport.prepare(version)                            the transport has a manifest of this version
+    hold      fleet.update > _hold > Engine.prepare_update          each engine has checked the names and stopped
+                                                                    between two steps (``kv``: drained or at once)
+    send      fleet._send > Transport.send > Sender (ranks)         the senders have answered
+    receive   Engine.update_weights > Receiver (engine processes)   the engines hold the version and continue
+    wake*     policy.release, fleet.wake("kv_cache")                the engines have their KV cache and can sample
+    check     SyncCheck.verify > policy.logprobs, fleet.score       both sides agree within the limit
+
+*: only if engines share the policy's devices. Hold, send and receive are repeated for live engines that missed the
+weights (``EngineFleet._deliver``). The lock ``EngineFleet.delivering`` is held from prepare to receive, so that no
+weights are sent to a replaced engine in between.
+"""
 
 from __future__ import annotations
 
 import time
+from typing import Sequence
+
+import numpy as np
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
-from gdpo_nemo.cluster.probe import Probe
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.generation.requests import SampleRequest, Sampling
+from gdpo_nemo.utils.errors import NumericsFailed, RunError
+from gdpo_nemo.weights.transports.base import Transport, errors_named
 from gdpo_nemo.weights.transports.memory import MemoryTransport
-from gdpo_nemo.weights.transports.transport import Transport, errors_named
 
 METRICS = {
-    "time/sync": ("s", "Publishing the new weights to every engine, time/wake and the probe included"),
-    "time/sleep": ("s", "Engines giving their memory to the policy before the update, where they share devices"),
-    "time/wake": ("s", "Engines taking their memory back after the update, part of time/sync"),
+    "time/sync": ("s", "Sending the new weights to every engine, including time/wake and the sync check"),
+    "time/sleep": ("s", "Engines releasing their memory before the update, if they share devices with the policy"),
+    "time/wake": ("s", "Engines reallocating their memory after the update, part of time/sync"),
     "parity/probe": (
         "nats",
-        "|log-prob of trainer - of engine| on fixed sequences after publication, mean; proves the weights arrived",
+        "Mean |log-prob of trainer - of engine| on fixed sequences after a weight sync; checks that the weights "
+        "arrived",
     ),
 }
 
 
 class WeightSync:
-    """Moves the policy's weights to every engine of the fleet.
+    """Transfer of the policy's weights to every engine of the fleet.
 
     Args:
-        probe: what trainer and engines must agree on after every update; None switches that off.
-        transport: of the policy's weights; None: through the object store.
-        shared: whether the engines sit on the policy's devices. They then sleep from ``sleep_engines`` to the next
+        sync_check: check of the log-probs after every update; None disables it.
+        transport: transport of the policy's weights; None uses Ray's object store.
+        shared: True if the engines share the policy's devices. They then sleep from ``sleep_engines`` to the next
             ``publish``.
-        kv: what becomes of samples under way (``rollout.kv``).
+        kv: treatment of requests in flight (``rollout.kv``).
     """
 
     def __init__(
         self,
         policy: PolicyGroup,
         fleet: EngineFleet,
-        probe: Probe | None,
+        sync_check: SyncCheck | None,
         transport: Transport | None = None,
         shared: bool = False,
         kv: str = "drain",
     ):
         self.transport = transport or MemoryTransport(policy)
         self.version: int | None = None
-        """The newest version that every engine holds."""
+        """Version of the last completed update; None before the first."""
         self._policy = policy
         self._fleet = fleet
-        self._probe = probe
+        self._sync_check = sync_check
         self._shared = shared
         self._kv = kv
         self._slept: dict[str, float] = {}
 
     def publish(self, version: int) -> dict[str, float]:
-        """Send the current weights as ``version``; returns ``time/sync`` and ``parity/probe``.
+        """Send the policy's current weights to the engines as ``version``, and return metrics.
 
-        Where devices are shared also ``time/sleep`` (what ``sleep_engines`` took before) and ``time/wake`` (part of
-        ``time/sync``).
+        The metrics are ``time/sync``, and ``parity/probe`` if there is a sync check. On shared devices they include
+        ``time/sleep`` (the duration of ``sleep_engines``) and ``time/wake`` (part of ``time/sync``).
 
         Raises:
-            RunError: an engine does not hold what the policy holds.
+            RunError: if the weights cannot be sent, or if the sync check fails.
         """
         start = time.monotonic()
         row = self._slept
@@ -72,12 +99,12 @@ class WeightSync:
             row["time/wake"] += self._wake("kv_cache")
         self.version = version
         self._slept = {}
-        if self._probe is not None:
-            row["parity/probe"] = self._probe.verify(self._policy, self._fleet, version)
+        if self._sync_check is not None:
+            row["parity/probe"] = self._sync_check.verify(self._policy, self._fleet, version)
         return {"time/sync": time.monotonic() - start, **row}
 
     def sleep_engines(self) -> None:
-        """Where devices are shared: the engines give their memory to the policy, until the next ``publish``."""
+        """Make engines on shared devices release their memory until the next ``publish``."""
         if self._shared:
             start = time.monotonic()
             self._fleet.sleep()
@@ -88,3 +115,132 @@ class WeightSync:
         self._policy.release()
         self._fleet.wake(what)
         return time.monotonic() - start
+
+
+PROMPTS = 4
+"""Number of sequences of a sync check."""
+_MAX_PROMPT = 128
+"""Maximum number of tokens from the end of a prompt."""
+_SAMPLED = 16
+"""Maximum number of tokens that the model samples after the prompt."""
+_UNIFORM = 8
+"""Number of tokens that are sampled uniformly from the vocabulary."""
+_MAX_TOKEN_DIFFERENCE = 1.0
+"""Maximum difference in nats that a token contributes to the mean.
+
+If a router selects another expert because two are nearly tied, the token is an outlier although the weights are equal.
+"""
+MARGIN = 4.0
+"""Ratio of the limit to the difference at the start. Rounding errors vary with the weights, and may become larger."""
+LEAST = {"float32": 1e-4, "bfloat16": 1e-2}
+"""Minimum of the limit. With a difference near 0 at the start, ``MARGIN`` would allow only a few units of rounding."""
+MOST = {"float32": 1e-2, "bfloat16": 2.5e-1}
+"""Maximum difference at the start. Swapping two middle layers of a model with 135 M parameters causes 0.4 to 0.6."""
+
+
+class SyncCheck:
+    """Comparison of the policy's and the engines' log-probs on fixed sequences.
+
+    Args:
+        sequences: sequences for which the log-probs are compared.
+        limit: maximum mean difference in nats; None until ``calibrate`` sets it.
+    """
+
+    def __init__(self, sequences: Sequence[TrainSequence], limit: float | None = None):
+        self.sequences = list(sequences)
+        self.limit = limit
+        self.floor: float | None = None
+        """Mean difference at the start in nats; None until ``calibrate`` measures it."""
+        self._engine_logprobs: dict[int, np.ndarray] = {}
+
+    @classmethod
+    def sampled(cls, fleet: EngineFleet, prompts: Sequence[np.ndarray], vocabulary: int, longest: int) -> SyncCheck:
+        """Create a check from prompts, for which an engine samples continuations. Record the engines' log-probs.
+
+        The sampled continuations resemble the training data, but their probabilities approach 1 and they cover few
+        tokens of the vocabulary. Therefore tokens that are sampled uniformly from the vocabulary are appended.
+
+        Args:
+            prompts: int32 [tokens] each.
+            vocabulary: size of the vocabulary.
+            longest: maximum number of tokens in the engines' context.
+        """
+        room = longest - 1  # vLLM samples an additional token when it scores a prompt
+        shortened = [prompt[-min(_MAX_PROMPT, max(1, room // 2)) :] for prompt in prompts]
+        sampling = Sampling(1.0, 1.0, -1, max(1, min(_SAMPLED, room // 3)))
+        requests = [SampleRequest(prompt, seed) for seed, prompt in enumerate(shortened)]
+        continuations = [c.token_ids for c in fleet.generate(requests, sampling, engine=0).completions]
+        rng = np.random.default_rng(0)
+        sequences = []
+        for prompt, sampled in zip(shortened, continuations):
+            uniform = rng.integers(0, vocabulary, min(_UNIFORM, room - len(prompt) - len(sampled))).astype(np.int32)
+            completion = np.concatenate([sampled, uniform])
+            sequences.append(TrainSequence(prompt, completion, np.zeros(len(completion), np.float32)))
+        sync_check = cls(sequences)
+        sync_check._engine_logprobs = sync_check.by_engines(fleet)
+        return sync_check
+
+    def by_engines(self, fleet: EngineFleet) -> dict[int, np.ndarray]:
+        """Return the engines' log-probs of all completion tokens, float32 [tokens], by engine number."""
+        token_ids = [np.concatenate([s.prompt_ids, s.completion_ids]) for s in self.sequences]
+        return {
+            engine: np.concatenate([values[-len(s.completion_ids) :] for s, values in zip(self.sequences, scores)])
+            for engine, scores in fleet.score(token_ids).items()
+        }
+
+    def by_policy(self, policy: PolicyGroup) -> np.ndarray:
+        """Return the policy's log-probs of all completion tokens, float32 [tokens], at temperature 1 as in engines."""
+        return np.concatenate(policy.logprobs(self.sequences, temperature=1.0))
+
+    def calibrate(self, policy: PolicyGroup, config: Config) -> None:
+        """Measure the difference between policy and engines before the first update, and set the limit.
+
+        Raises:
+            RunError: if the difference is too large for equal weights.
+        """
+        precision = config.policy.precision
+        limit = config.policy.generation.parity_limit
+        policy_logprobs = self.by_policy(policy)
+        self.floor = max(difference(policy_logprobs, logprobs) for logprobs in self._engine_logprobs.values())
+        max_floor = MOST[precision] if limit is None else limit
+        if not self.floor <= max_floor:
+            raise NumericsFailed(
+                "policy and engines disagree on the model as both loaded it: their log-probs differ by "
+                f"{self.floor:.3g} on average, {max_floor:g} is allowed in {precision}; `gdpo-nemo parity --engine` "
+                "shows where (policy.generation.parity_limit)"
+            )
+        self.limit = max(LEAST[precision], MARGIN * self.floor) if limit is None else limit
+
+    def verify(self, policy: PolicyGroup, fleet: EngineFleet, version: int) -> float:
+        """Compare every engine with the policy, and return the largest mean difference.
+
+        Raises:
+            RunError: if a mean difference is above the limit, or if no limit is set.
+        """
+        if self.limit is None:
+            raise RunError("the sync check has no limit yet; calibrate it on the model that both loaded")
+        policy_logprobs = self.by_policy(policy)
+        worst = 0.0
+        for index, engine_logprobs in self.by_engines(fleet).items():
+            mean = difference(policy_logprobs, engine_logprobs)
+            if not mean <= self.limit:  # also fails for NaN
+                raise NumericsFailed(
+                    f"engine {index} does not hold the weights of version {version}: {self._sentence(mean)}"
+                )
+            worst = max(worst, mean)
+        return worst
+
+    def _sentence(self, mean: float) -> str:
+        at_start = "" if self.floor is None else f"; {self.floor:.3g} at the start"
+        return (
+            f"its log-probs differ by {mean:.3g} from the trainer's on average (limit {self.limit:.3g}{at_start}; "
+            "policy.generation.parity_limit)"
+        )
+
+
+def difference(policy_logprobs: np.ndarray, engine_logprobs: np.ndarray) -> float:
+    """Return the mean absolute difference of log-probs [tokens]; NaN if any of them is NaN.
+
+    The difference of each token is clipped to ``_MAX_TOKEN_DIFFERENCE``.
+    """
+    return float(np.minimum(np.abs(policy_logprobs.astype(np.float64) - engine_logprobs), _MAX_TOKEN_DIFFERENCE).mean())

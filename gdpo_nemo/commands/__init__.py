@@ -1,4 +1,5 @@
-"""One command a file: ``add`` registers it, ``run`` does it and returns the exit status. ``cli.py`` lists them.
+"""Commands, one file or folder each. ``add`` registers a command; ``run`` executes it and returns the exit status.
 
-Heavy imports happen inside ``run``, so that ``--help`` and ``train --dry-run`` stay instant.
+``cli.py`` lists all commands. Heavy imports happen inside ``run``, so that ``--help`` and ``train --dry-run`` start
+fast.
 """

@@ -1,8 +1,8 @@
-"""``gdpo-nemo chain``: stages of training one after the other, each from the weights of the one before.
+"""``gdpo-nemo chain``: train stages in sequence, each from the weights of the previous one.
 
-A stage is a run of its own, with the config and the folder that ``gdpo-nemo train`` would have; its model is the
-``model/`` that the stage before exported. All of them are checked before the first one starts. The same command goes on
-after an interruption: stages that are through are passed over, and the one under way resumes as a run does.
+Each stage is a run with a config and a folder, as with ``gdpo-nemo train``. Its initial model is the folder ``model/``
+that the previous stage exported. All stages are checked before the first one starts. After an interruption, the same
+command continues: finished stages are skipped, and the interrupted stage resumes.
 """
 
 from __future__ import annotations
@@ -17,85 +17,87 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Sequence
 
 from gdpo_nemo.commands import train
-from gdpo_nemo.commands.arguments import add_verbosity, say
+from gdpo_nemo.commands.arguments import Commands, add_verbosity, say
 from gdpo_nemo.config.changes import Change, find_changes
-from gdpo_nemo.config.files import model_source
+from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.load import load_config, to_yaml
-from gdpo_nemo.config.model_formats import Format
-from gdpo_nemo.config.model_sources import described_by
-from gdpo_nemo.config.peft_config import read_peft_adapter
-from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError, GdpoError
+from gdpo_nemo.config.model_checks import model_source
+from gdpo_nemo.config.schema import Config, RunConfig
+from gdpo_nemo.models.peft import read_peft_adapter
+from gdpo_nemo.models.sources import Format, described_by
 from gdpo_nemo.observe.ownership import check_free
 from gdpo_nemo.observe.run_files import read_run_config, status_if_whole
-from gdpo_nemo.supervisor import in_child
-from gdpo_nemo.validation import validate
+from gdpo_nemo.training.supervisor import in_child
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError, GdpoError
 
 _OVERRIDE = re.compile(r"(?:(\d+):)?([\w.]*=.*)", re.DOTALL)
-"""``section.key=value``, or ``2:section.key=value`` for the second stage; a path has a slash before any ``=``."""
+"""``section.key=value``, or ``2:section.key=value`` for stage 2. Paths with a slash before ``=`` do not match."""
 _MODEL = "policy.model_name"
-_LENGTH = ("gdpo.max_num_steps", "gdpo.max_num_epochs")
+_LENGTH_KEYS = ("gdpo.max_num_steps", "gdpo.max_num_epochs")
 _WITHOUT_EFFECT = ("logger.", "checkpointing.", "health.", "cluster.", "run.max_restarts")
-"""Keys that may change behind a finished stage: its weights do not depend on them."""
+"""Keys that may change for a finished stage, because its weights do not depend on them."""
 
 
 @dataclass
 class Stage:
-    """One run of the chain."""
+    """Stage of the chain, which is one run."""
 
     name: str
-    """For messages: its number and file."""
+    """Name for messages: number and config file of the stage."""
     file: str
     overrides: list[str]
-    """With the model that it starts from, if another stage makes it."""
+    """Config overrides of this stage, including the initial model if a previous stage exports it."""
     config: Config
     finished: bool = False
-    """Whether its folder holds the run, done as the config asks, with the weights."""
+    """True if the folder contains the finished run of this config and its exported weights."""
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """Folder of the run."""
         return Path(self.config.run.dir)
 
     @property
     def model(self) -> Path:
-        """The weights that it exports."""
+        """Path of the weights that the stage exports."""
         return self.folder / "model"
 
 
-def add(commands) -> None:
+def add(commands: Commands) -> None:
     """Register the command."""
-    command = commands.add_parser("chain", help="train stage after stage, each from the weights of the one before")
+    command = commands.add_parser(
+        "chain", help="train several stages in sequence, each from the weights of the previous one"
+    )
     command.add_argument(
         "overrides",
         nargs="*",
         metavar="FILE | [N:]section.key=value",
-        help="config of each stage, in order; changes to all of them, or to the N-th alone",
+        help="config of each stage, in order; config changes for all stages, or only for stage N",
     )
     command.add_argument(
-        "--dry-run", action="store_true", help="validate all stages, print their configs and plans, exit"
+        "--dry-run", action="store_true", help="validate all stages, print their configs and plans, and exit"
     )
     add_verbosity(command)
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check every stage, then train those that are not done."""
+    """Check all stages, then train the unfinished ones."""
     stages = read_stages(arguments.overrides)
-    notes = [_checked(stage, stages) for stage in stages]
+    checked = [_check_stage(stage, stages) for stage in stages]
     if arguments.dry_run:
-        for stage, found in zip(stages, notes):
-            _show(stage, stages, found)
+        for stage, resolved in zip(stages, checked):
+            _show(stage, resolved)
         return 0
-    left = [stage for stage in stages if not stage.finished]
-    if len(left) > 1 and (status := _apart(arguments, lambda: _check_inputs(left, stages))):
+    unfinished = [(stage, resolved) for stage, resolved in zip(stages, checked) if not stage.finished]
+    if len(unfinished) > 1 and (status := _in_subprocess(arguments, lambda: _check_inputs(unfinished))):
         return status
     for stage in stages:
         if not arguments.quiet:
             say(f"stage {stage.name}: {stage.folder}{', finished' if stage.finished else ''}")
         if stage.finished:
             continue
-        if status := _apart(arguments, partial(_train, arguments, stage)):
+        if status := _in_subprocess(arguments, partial(_train, arguments, stage)):
             return status
     return 0
 
@@ -104,86 +106,94 @@ def _train(arguments: argparse.Namespace, stage: Stage) -> int:
     return train.run(argparse.Namespace(**{**vars(arguments), "config": stage.file, "overrides": stage.overrides}))
 
 
-def _show(stage: Stage, stages: Sequence[Stage], notes: Sequence[str]) -> None:
-    """The stage's config and plan, as one document of a YAML file."""
-    described = _as_it_will_be(stage, stages)
-    found = _inputs(stage, stages)
-    if described is not stage.config:
-        model = described.policy.model_name
-        found = [("start", f"from {stage.config.policy.model_name}, which is to come; planned as {model}"), *found]
+def _show(stage: Stage, resolved: Resolved) -> None:
+    """Print the stage's config and plan as one YAML document."""
+    checked_config = resolved.config
+    found = _inputs(stage, resolved)
+    if checked_config is not stage.config:
+        model = checked_config.policy.model_name
+        found = [
+            ("start", f"from {stage.config.policy.model_name}, which does not exist yet; planned as {model}"),
+            *found,
+        ]
     say(f"---\n# stage {stage.name}{', finished' if stage.finished else ''}")
-    say(to_yaml(stage.config) + "\n" + train.plan_of(described, notes, found))
+    say(to_yaml(stage.config) + "\n" + train.plan_of(resolved, resolved.notes, found))
 
 
-def _apart(arguments: argparse.Namespace, work: Callable[[], int]) -> int:
-    """Do it in a process of its own, where this one may fork."""
+def _in_subprocess(arguments: argparse.Namespace, work: Callable[[], int]) -> int:
+    """Call ``work`` in a child process if this process may fork, otherwise in this process. Return its exit status."""
     status: int = in_child(work) if arguments.alone else work()
     return status
 
 
-def read_stages(words: Sequence[str]) -> list[Stage]:
-    """The stages that a command line names.
+def read_stages(arguments: Sequence[str]) -> list[Stage]:
+    """Return the stages specified on the command line.
 
     Raises:
-        ConfigError: no file, or a config that cannot be read, writes into the folder of another stage, or leaves the
-        next one without weights.
+        ConfigError: if no file is specified, a config cannot be read, two stages use the same folder, or a stage does
+            not export the weights for the next one.
     """
-    files = [word for word in words if not _OVERRIDE.fullmatch(word)]
-    overrides = [match.groups() for word in words if (match := _OVERRIDE.fullmatch(word))]
+    files = [word for word in arguments if not _OVERRIDE.fullmatch(word)]
+    overrides = [match.groups() for word in arguments if (match := _OVERRIDE.fullmatch(word))]
     if not files:
-        raise ConfigError("chain: name the config file of each stage, in order")
+        raise ConfigError("chain: specify the config file of each stage, in order")
     for number, text in overrides:
         if number is not None and not 1 <= int(number) <= len(files):
-            raise ConfigError(f"{number}:{text}: there is no stage {number}, but {len(files)}")
+            raise ConfigError(f"{number}:{text}: stage {number} does not exist; the number of stages is {len(files)}")
     stages: list[Stage] = []
     for number, file in enumerate(files, start=1):
         name = f"{number} of {len(files)} ({file})"
-        own = [text for which, text in overrides if which in (None, str(number))]
+        stage_overrides = [text for which, text in overrides if which in (None, str(number))]
         if stages:
-            own = [text for text in own if not text.startswith((f"{_MODEL}=", "policy.model_factory="))]
-            own += [f"{_MODEL}={json.dumps(str(stages[-1].model))}", "policy.model_factory=null"]
-        with _named(name):
-            config = load_config(file, own)
-            _check_place(config, stages)
+            replaced = (f"{_MODEL}=", "policy.model_factory=")
+            stage_overrides = [text for text in stage_overrides if not text.startswith(replaced)]
+            stage_overrides += [f"{_MODEL}={json.dumps(str(stages[-1].model))}", "policy.model_factory=null"]
+        with _stage_in_errors(name):
+            config = load_config(file, stage_overrides)
+            _check_folder(config.run, stages)
             if number < len(files) and not config.checkpointing.export_hf:
-                raise ConfigError("checkpointing.export_hf: must be true, the next stage starts from these weights")
-        stages.append(Stage(name, file, own, config))
+                raise ConfigError(
+                    "checkpointing.export_hf: must be true, because the next stage starts from these weights"
+                )
+        stages.append(Stage(name, file, stage_overrides, config))
     return stages
 
 
-def _check_place(config: Config, before: Sequence[Stage]) -> None:
-    """Refuse the folder of another stage. Raises ConfigError."""
-    for stage in before:
-        if stage.folder.absolute() == Path(config.run.dir).absolute():
-            raise ConfigError(f"run.dir: stage {stage.name} writes {config.run.dir}, too; give one another run.name")
+def _check_folder(run: RunConfig, earlier: Sequence[Stage]) -> None:
+    """Raise ConfigError if an earlier stage uses the same folder."""
+    for stage in earlier:
+        if stage.folder.absolute() == Path(run.dir).absolute():
+            raise ConfigError(
+                f"run.dir: stage {stage.name} also writes {run.dir}; use another run.name for one of them"
+            )
 
 
-def _checked(stage: Stage, stages: Sequence[Stage]) -> list[str]:
-    """Validate the stage and find out whether it is finished; returns ``validate``'s notes. Raises ConfigError."""
-    with _named(stage.name):
-        notes = validate(_as_it_will_be(stage, stages))
+def _check_stage(stage: Stage, stages: Sequence[Stage]) -> Resolved:
+    """Validate the stage's config, and determine whether the stage is finished. Raises ConfigError."""
+    with _stage_in_errors(stage.name):
+        resolved = validate(_config_for_checks(stage, stages))
         check_free(stage.folder)
-        before = stages[: stages.index(stage)]
+        earlier = stages[: stages.index(stage)]
         content = _recorded(stage.folder)
         if content is None:
-            return notes
-        if before and content.get("policy", {}).get("model_name") != stage.config.policy.model_name:
+            return resolved
+        if earlier and content.get("policy", {}).get("model_name") != stage.config.policy.model_name:
             raise ConfigError(
-                f"run.dir: {stage.folder} holds a run from {content.get('policy', {}).get('model_name')}, not from "
+                f"run.dir: {stage.folder} contains a run from {content.get('policy', {}).get('model_name')}, not from "
                 f"{stage.config.policy.model_name}; use another run.name"
             )
-        for other in before:
+        for other in earlier:
             if not other.finished:
                 raise ConfigError(
-                    f"run.dir: {stage.folder} holds a run from other weights than stage {other.name} is to make; use "
-                    "another run.name"
+                    f"run.dir: {stage.folder} contains a run that did not start from stage {other.name}, which is "
+                    "not finished; use another run.name"
                 )
         stage.finished = _finished(stage, find_changes(content, stage.config))
-    return notes
+    return resolved
 
 
 def _recorded(run_dir: Path) -> dict[str, Any] | None:
-    """The config that the run in ``run_dir`` was started with; None: there is none. Raises ConfigError."""
+    """Return the saved config of the run in ``run_dir``; None without a run. Raises ConfigError."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         return None
@@ -191,33 +201,36 @@ def _recorded(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _finished(stage: Stage, changes: Sequence[Change]) -> bool:
-    """Whether the folder holds the stage's run, done, with its weights.
+    """Return whether the folder contains the stage's finished run and its exported weights.
 
     Raises:
-        ConfigError: it does, but of another config.
+        ConfigError: if the finished run has a different config.
     """
-    outcome = status_if_whole(stage.folder).get("outcome")  # None: unknown, so the stage is run
-    if any(change.key in _LENGTH for change in changes) or outcome != "complete":
+    outcome = status_if_whole(stage.folder).get("outcome")  # None: unknown, so the stage is trained
+    if any(change.key in _LENGTH_KEYS for change in changes) or outcome != "complete":
         return False
     if stage.config.checkpointing.export_hf and not any(stage.model.glob("*.safetensors")):
         return False
     for change in changes:
         if not change.key.startswith(_WITHOUT_EFFECT):
             raise ConfigError(
-                f"{change.key}: {stage.folder} is finished with {change.before}, not {change.now}; use another "
+                f"{change.key}: {stage.folder} is already finished with {change.before}, not {change.now}; use another "
                 "run.name to train the stage again"
             )
     return True
 
 
-def _as_it_will_be(stage: Stage, stages: Sequence[Stage]) -> Config:
-    """The stage's config; while the weights that it starts from are still to come, with those that the chain starts
-    from, which have the same architecture and tokenizer."""
-    before = stages[: stages.index(stage)]
-    if not before or before[-1].finished:
+def _config_for_checks(stage: Stage, stages: Sequence[Stage]) -> Config:
+    """Return the stage's config for validation before the stage starts.
+
+    If its initial weights do not exist yet, they are replaced by those of the first stage, which have the same
+    architecture and tokenizer.
+    """
+    earlier = stages[: stages.index(stage)]
+    if not earlier or earlier[-1].finished:
         return stage.config
     first = stages[0].config
-    source = model_source(first)
+    source = model_source(first.policy)
     name, factory = first.policy.model_name, first.policy.model_factory
     if source is not None and source.format is Format.PEFT:
         name = str(described_by(source, _MODEL) or read_peft_adapter(source.path, _MODEL).base)
@@ -225,21 +238,21 @@ def _as_it_will_be(stage: Stage, stages: Sequence[Stage]) -> Config:
     return load_config(stage.file, overrides)
 
 
-def _check_inputs(left: Sequence[Stage], stages: Sequence[Stage]) -> int:
-    """Read the data of the stages that are to come."""
-    for stage in left:
-        _inputs(stage, stages)
+def _check_inputs(unfinished: Sequence[tuple[Stage, Resolved]]) -> int:
+    """Read the data of the unfinished stages, which raises ConfigError if it is invalid."""
+    for stage, resolved in unfinished:
+        _inputs(stage, resolved)
     return 0
 
 
-def _inputs(stage: Stage, stages: Sequence[Stage]) -> list[tuple[str, str]]:
-    with _named(stage.name):
-        return train.check_inputs(_as_it_will_be(stage, stages))
+def _inputs(stage: Stage, resolved: Resolved) -> list[tuple[str, str]]:
+    with _stage_in_errors(stage.name):
+        return train.check_inputs(resolved)
 
 
 @contextlib.contextmanager
-def _named(stage: str) -> Iterator[None]:
-    """Let errors of the block say which stage they are of."""
+def _stage_in_errors(stage: str) -> Iterator[None]:
+    """Prefix errors that are raised in the block with the name of the stage."""
     try:
         yield
     except GdpoError as error:

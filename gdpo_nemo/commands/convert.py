@@ -1,7 +1,7 @@
-"""``gdpo-nemo convert``: models between Hugging Face folders, checkpoints and other programs' formats.
+"""``gdpo-nemo convert``: convert models between Hugging Face folders, checkpoints and other programs' formats.
 
-Checkpoints are read and written by real ranks in any layout. No rank holds the model in the other format: each has its
-shards, and the Hugging Face side passes tensor by tensor (the writing rank holds one shard file of at most 4 GB).
+Checkpoints are read and written by Megatron ranks in any layout, and each rank holds only its shards. Hugging Face
+weights are processed tensor by tensor. The rank that writes them holds one shard file of at most 4 GB.
 """
 
 from __future__ import annotations
@@ -13,17 +13,15 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Iterator
 
-from gdpo_nemo.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint, read_state
-from gdpo_nemo.commands.arguments import add_layout, add_verbosity, say, verbosity
-from gdpo_nemo.config.files import check_folder_can_be, model_source
+from gdpo_nemo.commands.arguments import Commands, add_layout, add_verbosity, say, standalone_config, verbosity
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.model_formats import Format, recognise
-from gdpo_nemo.config.reading import real_path
+from gdpo_nemo.config.model_checks import check_creatable_folder, model_source
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.config.standalone import standalone_config
-from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.formats.whole_folder import whole_folder
+from gdpo_nemo.models.sources import Format, recognise
 from gdpo_nemo.observe.display import shown
+from gdpo_nemo.training.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint, read_state
+from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.files import real_path, whole_folder
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
@@ -31,22 +29,24 @@ if TYPE_CHECKING:
 _KEY = "SOURCE"
 
 
-def add(commands) -> None:
+def add(commands: Commands) -> None:
     """Register the command."""
-    command = commands.add_parser("convert", help="models between Hugging Face folders, checkpoints and other formats")
-    command.add_argument("--to", required=True, choices=tuple(_WRITERS), help="what to write")
+    command = commands.add_parser(
+        "convert", help="convert models between Hugging Face folders, checkpoints and other formats"
+    )
+    command.add_argument("--to", required=True, choices=tuple(_WRITERS), help="output format")
     command.add_argument(
         "source",
         metavar="SOURCE",
-        help="checkpoints/step_N of a run, a Hugging Face folder, a GGUF file, a PEFT adapter, a Megatron-core or "
+        help="checkpoints/step_N of a run, Hugging Face folder, GGUF file, PEFT adapter, or Megatron-core or "
         "NeMo 2 checkpoint",
     )
-    command.add_argument("out", metavar="OUT", help="folder to write; must be new")
+    command.add_argument("out", metavar="OUT", help="new folder to write")
     command.add_argument(
         "--model",
         metavar="DIR",
-        help="the Hugging Face folder that a checkpoint started from (default: the run's), that an adapter belongs to "
-        "(default: the one that it names), or that describes a Megatron-core checkpoint",
+        help="Hugging Face folder that a checkpoint started from (default: the run's), that an adapter belongs to "
+        "(default: the base model named in the adapter), or that describes a Megatron-core checkpoint",
     )
     add_layout(command)
     add_verbosity(command)
@@ -54,10 +54,10 @@ def add(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert a model and say where the result is."""
+    """Convert a model and print the path of the result."""
     with shown(sys.stderr, verbosity(arguments)):
-        made = _WRITERS[arguments.to](arguments)
-    say(made)
+        path = _WRITERS[arguments.to](arguments)
+    say(path)
     return 0
 
 
@@ -65,10 +65,10 @@ def _hf(arguments: argparse.Namespace) -> Path:
     source = recognise(Path(arguments.source), _KEY)
     if source is None or source.format is Format.CHECKPOINT:
         return to_huggingface(arguments.source, arguments.out, arguments.model, arguments.layout)
-    from gdpo_nemo.formats.to_huggingface import write_folder
+    from gdpo_nemo.training.model_conversion import write_folder
 
     out = Path(arguments.out)
-    _must_be_new(out)
+    _check_output(out)
     write_folder(source, out, _KEY, arguments.model)
     return out
 
@@ -85,9 +85,11 @@ def _peft(arguments: argparse.Namespace) -> Path:
 def _megatron(arguments: argparse.Namespace) -> Path:
     source = recognise(Path(arguments.source), _KEY)
     if source is not None and source.format is Format.CHECKPOINT:
-        checkpoint, config, model = _of_checkpoint(arguments.source, arguments.model, arguments.layout)
+        checkpoint, config, model = _read_checkpoint(arguments.source, arguments.model, arguments.layout)
         if config.policy.lora.rank:
-            raise ConfigError(f"{_KEY}: {checkpoint} holds adapters; make it --to hf first, and that --to megatron")
+            raise ConfigError(
+                f"{_KEY}: {checkpoint} contains adapters; convert it --to hf first, then the result --to megatron"
+            )
         return to_megatron(model, arguments.out, config, checkpoint)
     with _huggingface(arguments) as model:
         config = standalone_config(model, arguments.layout, arguments.precision)
@@ -99,17 +101,17 @@ _WRITERS = {"hf": _hf, "checkpoint": _checkpoint, "peft": _peft, "megatron": _me
 
 @contextlib.contextmanager
 def _huggingface(arguments: argparse.Namespace) -> Iterator[Path]:
-    """The source as a Hugging Face folder, which is gone afterwards where it had to be made."""
+    """Yield the source as a Hugging Face folder. If it must be converted, the folder is temporary."""
     source = recognise(Path(arguments.source), _KEY)
     if source is None:
         yield Path(arguments.source)
         return
     if source.format is Format.CHECKPOINT:
-        raise ConfigError(f"{_KEY}: {source.root} is {source.format.value} already")
-    from gdpo_nemo.formats.to_huggingface import write_folder
+        raise ConfigError(f"{_KEY}: {source.root} is already {source.format.value}")
+    from gdpo_nemo.training.model_conversion import write_folder
 
     out = Path(arguments.out).absolute()
-    _must_be_new(out)
+    _check_output(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".converting_") as folder:
         model = Path(folder) / "model"
@@ -121,37 +123,38 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
     """Write the weights of ``checkpoint`` (``.../checkpoints/step_N``) as a Hugging Face folder.
 
     Args:
-        model: the Hugging Face folder the run started from, for architecture and tokenizer (and the frozen weights
-        under
-            LoRA); None takes it from ``config.yaml`` of the run that the checkpoint lies in.
+        model: Hugging Face folder of the run's initial model. It provides architecture, tokenizer and, with LoRA, the
+            frozen weights. None: read from ``config.yaml`` of the run that contains the checkpoint.
+        layout: parallel layout of the ranks, see ``parse_layout``.
 
     Raises:
-        ConfigError: something named does not exist. RunError: the checkpoint is damaged or cannot be read.
+        ConfigError: if a path does not exist, or ``out`` exists and is not empty.
+        RunError: if the checkpoint is damaged or cannot be read.
     """
     from gdpo_nemo.cluster.session import session
 
     out = Path(out)
-    _must_be_new(out)
-    checkpoint, config, model = _of_checkpoint(checkpoint, model, layout)
+    _check_output(out)
+    checkpoint, config, model = _read_checkpoint(checkpoint, model, layout)
     with session(config.cluster):
         export(checkpoint, out, config, model)
-    _write_card(checkpoint, out, model, _run_section(checkpoint))
+    _write_card(checkpoint, out, model, _run_config(checkpoint))
     return out
 
 
 def to_peft(checkpoint: str | Path, out: str | Path, model: str | Path | None = None, layout: str = "") -> Path:
-    """Write the adapters of a LoRA run's ``checkpoint`` as a folder that PEFT and vLLM load.
+    """Write the LoRA adapters in ``checkpoint`` as a folder that PEFT and vLLM can load.
 
-    Args and errors: as ``to_huggingface``.
+    See ``to_huggingface`` for arguments and errors.
     """
     from gdpo_nemo.cluster.session import session
 
     out = Path(out)
-    _must_be_new(out)
-    checkpoint, config, model = _of_checkpoint(checkpoint, model, layout)
+    _check_output(out)
+    checkpoint, config, model = _read_checkpoint(checkpoint, model, layout)
     if not config.policy.lora.rank:
-        raise ConfigError(f"{_KEY}: {checkpoint} holds a whole model (policy.lora.rank is 0); make it --to hf")
-    base = Path(model).absolute() if Path(model).is_dir() else model  # the adapter names it, wherever that is read
+        raise ConfigError(f"{_KEY}: {checkpoint} contains a full model (policy.lora.rank is 0); use --to hf")
+    base = Path(model).absolute() if Path(model).is_dir() else model  # stored in the adapter
     with whole_folder(out) as folder, session(config.cluster), _policy(config, base) as policy:
         policy.load_checkpoint(checkpoint, weights_only=True)
         policy.export_adapter(folder)
@@ -159,16 +162,19 @@ def to_peft(checkpoint: str | Path, out: str | Path, model: str | Path | None = 
 
 
 def to_megatron(model: str | Path, out: str | Path, config: Config, checkpoint: Path | None = None) -> Path:
-    """Write the Hugging Face folder ``model``, or a ``checkpoint`` of it, as a distributed checkpoint of
-    Megatron-core's GPTModel: ``release`` in ``out``, with config.json and tokenizer in ``hf`` beside it.
+    """Write a model as a distributed checkpoint of Megatron-core's GPTModel.
+
+    The weights are those of the Hugging Face folder ``model`` or, if specified, of ``checkpoint``. They are written to
+    ``out/release``, and config.json and tokenizer to ``out/hf``.
 
     Raises:
-        ConfigError: something named does not exist. RunError: it cannot be written.
+        ConfigError: if a path does not exist, or ``out`` exists and is not empty.
+        RunError: if the output cannot be written.
     """
     from gdpo_nemo.cluster.session import session
 
     out = Path(out)
-    _must_be_new(out)
+    _check_output(out)
     with whole_folder(out) as folder, session(config.cluster), _policy(config, model) as policy:
         if checkpoint is not None:
             policy.load_checkpoint(checkpoint, weights_only=True)
@@ -176,37 +182,37 @@ def to_megatron(model: str | Path, out: str | Path, config: Config, checkpoint: 
     return out
 
 
-def _of_checkpoint(checkpoint: str | Path, model: str | Path | None, layout: str) -> tuple[Path, Config, str | Path]:
-    """The whole checkpoint, the config of a policy that reads it, and the model's folder. Raises ConfigError,
-    RunError."""
+def _read_checkpoint(checkpoint: str | Path, model: str | Path | None, layout: str) -> tuple[Path, Config, str | Path]:
+    """Check a checkpoint and return (path, config for reading it, model folder). Raises ConfigError, RunError."""
     checkpoint = Path(checkpoint)
     if not (checkpoint / "files.json").is_file():
         raise ConfigError(f"{checkpoint}: not a checkpoint (no files.json)")
-    run = _run_section(checkpoint)
+    run = _run_config(checkpoint)
     if model is None and run is not None:
-        from gdpo_nemo.inputs import model_folder
+        from gdpo_nemo.training.inputs import model_folder
 
-        model = model_folder(run) if model_source(run) is not None else run.policy.model_name
+        source = model_source(run.policy)
+        model = model_folder(run, source) if source is not None else run.policy.model_name
     if model is None:
-        raise ConfigError(f"--model: must name the model folder; {checkpoint} lies in no run folder")
+        raise ConfigError(f"--model: must name the model folder, because {checkpoint} is not in a run folder")
     config = export_config(model, layout, run)
     check_whole(checkpoint)
     return checkpoint, config, model
 
 
 def _write_card(checkpoint: Path, out: Path, model: str | Path, run: Config | None) -> None:
-    """The model card of a checkpoint, with what is known of its run. Raises RunError."""
+    """Write the model card of an exported checkpoint, with facts about its run if known. Raises RunError."""
     from gdpo_nemo.observe.model_card import write_card
 
     run_dir = real_path(checkpoint).parent.parent if run else None
     try:
         write_card(out, str(model), run, run_dir, read_state(checkpoint).step)
     except OSError as error:
-        raise RunError(f"{out}: the model card could not be written: {error.strerror or error}") from None
+        raise RunError(f"{out}: cannot write the model card ({error.strerror or error})") from None
 
 
 def export_config(model: str | Path, layout: str = "", run: Config | None = None) -> Config:
-    """The config of a policy that reads checkpoints of ``run`` in ``layout``. Raises ConfigError."""
+    """Return the config of a policy in ``layout`` that can read checkpoints of ``run``. Raises ConfigError."""
     config = standalone_config(model, layout, run.policy.precision if run else "float32")
     if run:
         config.policy.lora = run.policy.lora
@@ -214,44 +220,44 @@ def export_config(model: str | Path, layout: str = "", run: Config | None = None
 
 
 def export(checkpoint: Path, out: Path, config: Config, model: str | Path) -> None:
-    """Write the weights of ``checkpoint`` as a Hugging Face folder, by ranks in the Ray session that stands. Raises
-    RunError."""
+    """Write the weights of ``checkpoint`` as a Hugging Face folder, using the current Ray session. Raises RunError."""
     with _policy(config, model) as policy:
         policy.load_checkpoint(checkpoint, weights_only=True)
         policy.export(out)
 
 
 def to_checkpoint(model: str | Path, out: str | Path, layout: str = "", precision: str = "float32") -> Path:
-    """Write the Hugging Face folder ``model`` as a checkpoint of step 0 in ``out``, its optimizer untouched.
+    """Write the Hugging Face folder ``model`` as a checkpoint of step 0 in ``out``, with a fresh optimizer.
 
     Raises:
-        ConfigError: something named does not exist. RunError: it cannot be written.
+        ConfigError: if a path does not exist, or ``out`` exists and is not empty.
+        RunError: if the checkpoint cannot be written.
     """
     from gdpo_nemo.cluster.session import session
 
     out = Path(out)
-    _must_be_new(out)
+    _check_output(out)
     config = standalone_config(model, layout, precision)
     with session(config.cluster), _policy(config, model) as policy:
         state = RunState(model=model_fingerprint(model))
         return Checkpoints(out, keep_last=1, keep_best=0, metric=None).save(state, policy.save)
 
 
-def _must_be_new(out: Path) -> None:
-    check_folder_can_be(str(out), out.parent)
+def _check_output(out: Path) -> None:
+    check_creatable_folder(str(out), out.parent)
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise ConfigError(f"{out}: exists and is not empty")
 
 
-def _run_section(checkpoint: Path) -> Config | None:
-    """The config of the run a checkpoint lies in, or None."""
+def _run_config(checkpoint: Path) -> Config | None:
+    """Return the config of the run that contains the checkpoint; None if it is not in a run folder."""
     file = real_path(checkpoint).parent.parent / "config.yaml"
     return load_config(file) if file.is_file() else None
 
 
 @contextlib.contextmanager
 def _policy(config: Config, model: str | Path) -> Iterator[PolicyGroup]:
-    """A policy that is gone afterwards."""
+    """Start a policy, yield it, and stop it afterwards."""
     from gdpo_nemo.cluster.policy_group import PolicyGroup
 
     policy = PolicyGroup(config, str(model), total_updates=1)

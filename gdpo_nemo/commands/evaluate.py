@@ -1,8 +1,7 @@
-"""``gdpo-nemo eval``: a run's weights, or any Hugging Face folder, on the held-out prompts, by the engines that
-training uses.
+"""``gdpo-nemo eval``: evaluate a run's weights or another model on held-out prompts, with vLLM as in training.
 
-The prompts, samples, seeds and verdicts are those of a run's own validation, so equal weights and an equal config give
-equal scores.
+Prompts, number of samples, seeds and rewards are the same as in the run's validation. Equal weights and configs thus
+give equal scores.
 """
 
 from __future__ import annotations
@@ -15,37 +14,43 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Sequence
+from typing import TYPE_CHECKING, Sequence
 
 import numpy as np
 
-from gdpo_nemo.algorithms.pass_at_k import mean_pass_at_k
-from gdpo_nemo.checkpoints import Checkpoints, check_whole, read_state
-from gdpo_nemo.commands.arguments import add_overrides, add_verbosity, terminal, verbosity
-from gdpo_nemo.config.files import check_folder_can_be
+from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k
+from gdpo_nemo.commands.arguments import Commands, add_overrides, add_verbosity, terminal, verbosity
+from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.model_formats import Format, recognise
-from gdpo_nemo.config.reading import real_path
-from gdpo_nemo.config.schema import Config, LoraConfig, MegatronConfig, RolloutConfig
+from gdpo_nemo.config.model_checks import check_creatable_folder
+from gdpo_nemo.config.schema import Config, GdpoConfig, LoraConfig, MegatronConfig, RolloutConfig
 from gdpo_nemo.data.records import Group, Outcome
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.models.sources import Format, recognise
 from gdpo_nemo.observe.display import active, shown
 from gdpo_nemo.observe.installation import require_libraries
-from gdpo_nemo.phases import phase
-from gdpo_nemo.validation import validate
+from gdpo_nemo.training.checkpoints import Checkpoints, check_whole, read_state
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.files import real_path
+from gdpo_nemo.utils.progress import phase
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
-def add(commands) -> None:
+def add(commands: Commands) -> None:
     """Register the command."""
-    command = commands.add_parser("eval", help="score a run's weights, or any model, on the held-out prompts")
+    command = commands.add_parser("eval", help="evaluate a run's weights or any model on held-out prompts")
     command.add_argument(
         "source",
         metavar="SOURCE",
-        help="the folder of a run, one of its checkpoints, or a model as policy.model_name takes it",
+        help="run folder, checkpoint, or model in any form that policy.model_name accepts",
     )
-    command.add_argument("--config", metavar="FILE", help="default: config.yaml of the run that SOURCE lies in")
-    command.add_argument("--step", type=int, metavar="N", help="the run's checkpoint of that step; default: its newest")
-    command.add_argument("--out", metavar="DIR", help="new folder for eval.json and samples.jsonl")
+    command.add_argument(
+        "--config", metavar="FILE", help="config file (default: config.yaml of the run that contains SOURCE)"
+    )
+    command.add_argument("--step", type=int, metavar="N", help="step of the run's checkpoint (default: the newest)")
+    command.add_argument("--out", metavar="DIR", help="new folder to write eval.json and samples.jsonl to")
     command.add_argument("--json", action="store_true", help="print JSON")
     add_verbosity(command)
     add_overrides(command)
@@ -53,7 +58,7 @@ def add(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Score a run's weights or a model on the held-out prompts; a table, or JSON."""
+    """Evaluate a model on held-out prompts, and print a table or JSON."""
     import json
     from dataclasses import asdict
 
@@ -68,41 +73,42 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Score:
-    """One reward component over the held-out prompts."""
+    """Statistics of one reward component over the held-out prompts."""
 
     mean: float
     error: float | None
-    """Standard error of the mean, from the spread between prompts; None with fewer than two."""
+    """Standard error of the mean, from the variance between prompts; None with fewer than two prompts."""
     best: float
-    """Mean over the prompts of the best of their samples; for a reward of 0 or 1 this is pass@samples."""
+    """Mean of the best reward per prompt. For rewards of 0 or 1, this is pass@samples."""
     judged: int
-    """Samples that have this component."""
+    """Number of samples that have this component."""
     pass_at: dict[int, float] = field(default_factory=dict)
-    """Unbiased pass@k by k, of ``gdpo.val_pass_at_k``: mean over the prompts that have k such samples."""
+    """Unbiased pass@k by k, for ``gdpo.val_pass_at_k``: mean over prompts with at least k scored samples."""
 
 
 @dataclass
 class Evaluation:
-    """What ``evaluate`` found."""
+    """Result of ``evaluate``."""
 
     model: str
     step: int | None
-    """Steps trained; None where the folder does not tell."""
+    """Training step of the weights; None if unknown."""
     prompts: int
     samples: int
-    """Per prompt."""
+    """Samples per prompt."""
     temperature: float
     scores: dict[str, Score]
     mean_length: float
-    """Tokens."""
+    """Mean completion length in tokens."""
     truncated: float
+    """Fraction of samples that were truncated."""
     env_failed: float
-    """Shares of the samples."""
+    """Fraction of samples whose environment failed."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is evaluated: a Hugging Face folder, or a checkpoint to be made into one."""
+    """Model to evaluate: either ``model``, or ``checkpoint``, which must be exported first."""
 
     config: Path
     model: Path | None = None
@@ -120,53 +126,55 @@ def evaluate(
     """Sample and verify the held-out prompts of a config.
 
     Args:
-        source: the folder of a run (its newest checkpoint), one of its checkpoints, or a Hugging Face folder.
-        config_file: for a folder outside a run, where there is no ``config.yaml`` to go by.
-        step: of the run's checkpoint.
-        out: a new folder for ``eval.json`` and ``samples.jsonl``.
+        source: run folder, checkpoint, or model. A run folder means its newest checkpoint or the one of ``step``.
+        config_file: config file; None: ``config.yaml`` of the run that contains ``source``.
+        step: step of the checkpoint, if ``source`` is a run folder.
+        out: new folder for ``eval.json`` and ``samples.jsonl``.
 
     Raises:
-        ConfigError: something named does not exist, or the config has no held-out prompts. RunError: the checkpoint is
-        damaged,
-            engines, ranks or environments failed; too many failed verdicts (``rollout.max_env_failure_share``) are a
-            failure, too.
+        ConfigError: if a path does not exist, ``out`` already exists, or the config has no held-out prompts.
+        RunError: if the checkpoint is damaged, an engine, rank or environment fails, or more verifications fail than
+            ``rollout.max_env_failure_share`` allows.
     """
     subject = find_subject(Path(source), config_file, step)
     config = load_config(subject.config, overrides)
     if config.data.validation is None:
         raise ConfigError(
-            "data.validation: eval needs held-out prompts; name them, for instance data.validation.path=FILE"
+            "data.validation: eval requires held-out prompts; set them, for example data.validation.path=FILE"
         )
     if out is not None and Path(out).exists():
-        raise ConfigError(f"--out: {out} exists")
+        raise ConfigError(f"--out: {out} already exists")
     if out is not None:
-        check_folder_can_be("--out", Path(out).parent)
+        check_creatable_folder("--out", Path(out).parent)
     if subject.model is not None:
         config.policy.model_name = str(subject.model)
-        config.policy.lora = LoraConfig()  # engines alone: an adapter is merged for them
+        config.policy.lora = LoraConfig()  # only engines run, with the adapter merged into the weights
     without_policy(config)
-    validate(config)
-    require_libraries(config)
+    resolved = validate(config)
+    require_libraries(config.cluster)
     if subject.checkpoint is not None:
         check_whole(subject.checkpoint)
-    groups = _sampled(config, subject)
-    found = scored(groups, config, str(subject.checkpoint or subject.model), subject.step)
+    groups = _sample(resolved, subject)
+    found = scored(groups, config.gdpo, str(subject.checkpoint or subject.model), subject.step)
     if out is not None:
         _write(Path(out), found, groups)
     return found
 
 
 def without_policy(config: Config) -> None:
-    """Make it a config whose engines have all devices: the policy's layout, and how weights reach the engines, count no
-    more.
+    """Change ``config`` in place so that engines run without a policy and may use all devices.
+
+    Settings for the policy's layout, staleness and weight sync are reset.
 
     Raises:
-        ConfigError: there are fewer devices than the engines need.
+        ConfigError: if there are fewer devices than the engines need.
     """
     engines = config.policy.generation.engines * config.policy.generation.vllm_cfg.tensor_parallel_size
     devices = config.cluster.num_nodes * config.cluster.gpus_per_node
     if devices and devices < engines:
-        raise ConfigError(f"policy.generation.engines: the engines need {engines} GPUs, there are {devices}; set fewer")
+        raise ConfigError(
+            f"policy.generation.engines: the engines require {engines} GPUs, found {devices}; use fewer engines"
+        )
     config.policy.megatron_cfg = MegatronConfig(data_parallel_size=engines)
     config.cluster.placement = "colocated"
     config.cluster.env_nodes = 0
@@ -177,56 +185,57 @@ def without_policy(config: Config) -> None:
 
 
 def find_subject(source: Path, config_file: str | Path | None = None, step: int | None = None) -> Subject:
-    """What ``source`` names. Raises ConfigError."""
+    """Find the model and the config that ``source`` refers to. Raises ConfigError."""
     if config_file is not None and not Path(config_file).is_file():
         raise ConfigError(f"--config: {config_file} does not exist")
-    foreign = recognise(source, "SOURCE")
-    if (source / "config.json").is_file() or (foreign is not None and foreign.format is not Format.CHECKPOINT):
+    recognised = recognise(source, "SOURCE")
+    if (source / "config.json").is_file() or (recognised is not None and recognised.format is not Format.CHECKPOINT):
         config = Path(config_file) if config_file else real_path(source).parent / "config.yaml"
         if step is not None:
-            raise ConfigError(f"--step: {source} is a model; name the folder of the run")
+            raise ConfigError(f"--step: {source} is a model; specify the run folder")
         if not config.is_file():
-            raise ConfigError(f"--config: must say on what to evaluate {source}, which lies in no run folder")
+            raise ConfigError(f"--config: required to evaluate {source}, which is not in a run folder")
         return Subject(config, model=source)
     if (source / "files.json").is_file():
-        return Subject(
-            _of_run(real_path(source).parent.parent, config_file), checkpoint=source, step=read_state(source).step
-        )
-    config = _of_run(source, config_file)
+        config = _run_config_file(real_path(source).parent.parent, config_file)
+        return Subject(config, checkpoint=source, step=read_state(source).step)
+    config = _run_config_file(source, config_file)
     checkpoints = Checkpoints(source / "checkpoints", 0, 0, None)
     known = checkpoints.steps()
     if step is not None and step not in known:
         raise ConfigError(
-            f"--step: {source} has no checkpoint of step {step}; there are {', '.join(map(str, known)) or 'none'}"
+            f"--step: {source} has no checkpoint of step {step}; existing steps: {', '.join(map(str, known)) or 'none'}"
         )
     if known:
         path = checkpoints.path(known[-1] if step is None else step)
         return Subject(config, checkpoint=path, step=read_state(path).step)
-    if (source / "model" / "config.json").is_file():  # of a run without checkpoints
+    if (source / "model" / "config.json").is_file():  # the run has no checkpoints
         return Subject(config, model=source / "model")
-    raise ConfigError(f"{source}: no checkpoint and no exported model yet")
+    raise ConfigError(f"{source}: has no checkpoint or exported model yet")
 
 
-def _of_run(run_dir: Path, config_file: str | Path | None) -> Path:
+def _run_config_file(run_dir: Path, config_file: str | Path | None) -> Path:
     config = Path(config_file) if config_file else run_dir / "config.yaml"
     if not config.is_file():
-        raise ConfigError(f"{run_dir}: neither a run, a checkpoint nor a model folder (no {config.name})")
+        raise ConfigError(f"{run_dir}: not a run, checkpoint or model folder ({config.name} not found)")
     return config
 
 
-def _sampled(config: Config, subject: Subject) -> list[Group]:
-    """The judged samples of the held-out prompts. The engines get the machine, or Ray's GPUs, to themselves."""
+def _sample(resolved: Resolved, subject: Subject) -> list[Group]:
+    """Sample and verify the held-out prompts. Engines may use the whole machine, or all GPUs of the Ray cluster."""
     with phase("imports"):
         from gdpo_nemo.cluster.fleet import EngineFleet
         from gdpo_nemo.cluster.reservation import Placement
         from gdpo_nemo.cluster.session import session
         from gdpo_nemo.config.placement import Places
-        from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
-        from gdpo_nemo.inputs import read_inputs
+        from gdpo_nemo.environments.execution.pools import EnvironmentPools
+        from gdpo_nemo.rollouts.ledger import RunPosition
+        from gdpo_nemo.rollouts.metrics import check_failures
         from gdpo_nemo.rollouts.scheduler import RolloutScheduler
-        from gdpo_nemo.rollouts.step_metrics import check_failures
+        from gdpo_nemo.training.inputs import read_inputs
 
-    inputs = read_inputs(config, ("validation",))
+    config = resolved.config
+    inputs = read_inputs(resolved, ("validation",))
     for line in inputs.refused:
         say(line)
     with session(config.cluster), contextlib.ExitStack() as stack:
@@ -234,12 +243,14 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
         say(f"sampling {len(inputs.held_out)} held-out prompts x {config.gdpo.val_generations_per_prompt}")
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
         stack.callback(pool.close)
-        # Without the policy's ranks: Ray finds the engines' devices, on whatever nodes it has.
+        # Without policy ranks Ray chooses the engines' devices, on any of its nodes.
         places = Places((), (0,) * config.policy.generation.engines)
         fleet = EngineFleet(config, str(folder.absolute()), Placement(places))
         fleet.ready()
         source = inputs.sources["validation"]
-        stream = RolloutScheduler(config, source, fleet, pool, inputs.tokenizer, {}, 0, 0)
+        stream = RolloutScheduler(
+            config, RunPosition(), prompts=source, fleet=fleet, pool=pool, tokenizer=inputs.tokenizer
+        )
         stack.callback(stream.close)
         with phase("samples", stream.progress):
             groups = stream.evaluate(inputs.held_out).result()
@@ -248,7 +259,7 @@ def _sampled(config: Config, subject: Subject) -> list[Group]:
 
 
 def exported(checkpoint: Path, config: Config, model: Path) -> Path:
-    """A checkpoint as a Hugging Face folder that goes with the Ray session, however that ends."""
+    """Export a checkpoint to a temporary Hugging Face folder, which is removed together with the Ray session."""
     from gdpo_nemo.commands.convert import export, export_config
 
     say(f"reading {checkpoint}")
@@ -258,26 +269,29 @@ def exported(checkpoint: Path, config: Config, model: Path) -> Path:
 
 
 def say(line: str) -> None:
-    """A line for who waits, beside the command's output."""
+    """Print a progress line to stderr."""
     if display := active():
         display.write(line)
     else:
         print(line, file=sys.stderr, flush=True)
 
 
-def scored(groups: Sequence[Group], config: Config, model: str, step: int | None) -> Evaluation:
-    """The figures of judged samples."""
+def scored(groups: Sequence[Group], gdpo: GdpoConfig, model: str, step: int | None) -> Evaluation:
+    """Compute the scores of verified samples."""
     trajectories = [t for group in groups for t in group.trajectories]
     outcomes = [t.outcome for t in trajectories]
-    names = dict.fromkeys(name for t in trajectories for name in t.rewards)
-    columns = {name: [[t.rewards.get(name) for t in group.trajectories] for group in groups] for name in names}
+    scores = {}
+    for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
+        rewards = [[t.rewards.get(name) for t in group.trajectories] for group in groups]
+        if score := _score(rewards, gdpo.val_pass_at_k):
+            scores[name] = score
     return Evaluation(
         model=model,
         step=step,
         prompts=len(groups),
-        samples=config.gdpo.val_generations_per_prompt,
-        temperature=config.gdpo.val_temperature,
-        scores={name: score for name, rows in columns.items() if (score := _score(rows, config.gdpo.val_pass_at_k))},
+        samples=gdpo.val_generations_per_prompt,
+        temperature=gdpo.val_temperature,
+        scores=scores,
         mean_length=float(np.mean([t.num_policy_tokens for t in trajectories])),
         truncated=outcomes.count(Outcome.TRUNCATED) / len(outcomes),
         env_failed=float(np.mean([not t.trains for t in trajectories])),
@@ -285,8 +299,9 @@ def scored(groups: Sequence[Group], config: Config, model: str, step: int | None
 
 
 def _score(rows: Sequence[Sequence[float | None]], pass_at: Sequence[int] = ()) -> Score | None:
-    """The score of a component from its values [prompts][samples]; None where no sample has it."""
-    present = [values for row in rows if (values := [v for v in row if v is not None])]
+    """Compute the score of a component from its values [prompts][samples]; None if no sample has the component."""
+    present = [[value for value in row if value is not None] for row in rows]
+    present = [values for values in present if values]
     if not present:
         return None
     means = np.array([np.mean(values) for values in present])
@@ -300,24 +315,25 @@ def _score(rows: Sequence[Sequence[float | None]], pass_at: Sequence[int] = ()) 
 
 
 def _write(out: Path, found: Evaluation, groups: Sequence[Group]) -> None:
-    from gdpo_nemo.observe.rollouts import write_samples
+    from gdpo_nemo.observe.samples import write_samples
 
     out.mkdir(parents=True)
     write_samples(out / "samples.jsonl", groups)
     (out / "eval.json").write_text(json.dumps(asdict(found), indent=1) + "\n")
 
 
-def table(found: Evaluation):
-    """The scores for the terminal, as something that rich prints."""
+def table(found: Evaluation) -> RenderableType:
+    """Return the scores as a rich renderable for the terminal."""
     from rich import box
     from rich.console import Group as Lines
     from rich.table import Table
 
-    of_step = "" if found.step is None else f", step {found.step}"
+    step_text = "" if found.step is None else f", step {found.step}"
     several = found.samples > 1
     passes = {f"pass@{k}": k for score in found.scores.values() for k in sorted(score.pass_at)}
     grid = Table(box=box.SIMPLE_HEAD)
-    for name in ("component", "mean", "± error", *([f"best of {found.samples}"] if several else []), *passes, "judged"):
+    best_heading = [f"best of {found.samples}"] if several else []
+    for name in ("component", "mean", "± error", *best_heading, *passes, "scored"):
         grid.add_column(name, justify="left" if name == "component" else "right")
     for name, score in found.scores.items():
         error = "-" if score.error is None else f"{score.error:.3f}"
@@ -325,7 +341,7 @@ def table(found: Evaluation):
         at_k = [f"{score.pass_at[k]:.3f}" if k in score.pass_at else "-" for k in passes.values()]
         grid.add_row(name, f"{score.mean:.3f}", error, *best, *at_k, str(score.judged))
     return Lines(
-        f"{found.model}{of_step}: {found.prompts} prompts x {found.samples}, temperature {found.temperature:g}",
+        f"{found.model}{step_text}: {found.prompts} prompts x {found.samples}, temperature {found.temperature:g}",
         grid,
-        f"{found.mean_length:.1f} tokens a sample, {found.truncated:.1%} truncated, {found.env_failed:.1%} failed",
+        f"{found.mean_length:.1f} tokens per sample, {found.truncated:.1%} truncated, {found.env_failed:.1%} failed",
     )

@@ -1,46 +1,56 @@
-"""What ``gdpo-nemo explain KEY`` prints: a config key from the docstrings of the schema, a metric from its entry in
-``METRICS``."""
+"""``gdpo-nemo explain KEY``: describe a config key from the schema's docstrings, or a metric from the registry."""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import inspect
 import textwrap
-from typing import Sequence
+from functools import cache
+from typing import Any, Sequence, Union, get_args, get_origin, get_type_hints
 
-from gdpo_nemo.commands.config_docs import Key, about_section, keys_of
+from omegaconf import MISSING
+
+from gdpo_nemo.algorithms.ranges import Range, fields_of
+from gdpo_nemo.commands.arguments import Commands
+from gdpo_nemo.config.algorithm_choice import about_algorithms
+from gdpo_nemo.config.allowed_values import CHOICES, CUSTOM_FUNCTIONS
 from gdpo_nemo.config.load import nearest_key
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.metric_registry import OWN, Metric, find_metric, metrics, nearest_metric
+from gdpo_nemo.utils.errors import ConfigError
 
 _METRIC = "metric"
 _METRICS = f"{_METRIC}s"
 
 
-def add(commands) -> None:
+def add(commands: Commands) -> None:
     """Register the command."""
-    command = commands.add_parser("explain", help="what a config key or a metric means")
+    command = commands.add_parser("explain", help="explain a config key or a metric")
     command.add_argument(
         "key",
         nargs="?",
         default="",
         metavar="KEY",
-        help="a section, a dotted key, metric/NAME, or metric for all metrics; none: all sections",
+        help="section, dotted key, metric/NAME, or metric for all metrics (default: all sections)",
     )
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what a key, a section or a metric means."""
+    """Print the description of a key, a section or a metric."""
     print(explain(arguments.key), end="")
     return 0
 
 
 def explain(key: str = "") -> str:
-    """Explains a section (its keys, one line each), a key (type, default, accepted values, meaning), or a metric.
+    """Describe a section, a key or a metric.
+
+    A section lists its keys. A key has its type, default, accepted values and meaning.
 
     Raises:
-        ConfigError: the key or the metric does not exist; the text names the nearest one.
+        ConfigError: if the key or metric does not exist; the message names the closest one.
     """
     if key in (_METRIC, _METRICS):
         return _all_metrics() + "\n"
@@ -53,8 +63,10 @@ def explain(key: str = "") -> str:
 
 
 def _find(path: str, names: Sequence[str], section: type | None, prefix: str = "") -> Key:
-    """The key at ``path``, whose last ``names`` lie below the section ``prefix``; a key inside a free-form mapping
-    stands for the mapping."""
+    """Return the key at ``path``. ``names`` are the parts of the path after the section ``prefix``.
+
+    For a key inside a free-form mapping, return the key of the mapping.
+    """
     keys = {key.name: key for key in keys_of(section, prefix)} if section else {}
     if names[0] not in keys:
         near = nearest_key(path)
@@ -76,8 +88,8 @@ def _explain_section(path: str, section: type) -> str:
 def _explain_key(key: Key) -> str:
     lines = [key.path, f"  type     {key.type}", f"  default  {key.default}"]
     if key.choices:
-        own = ", or one of your own: file.py:name" if key.takes_own else ""
-        lines.append(f"  accepts  {', '.join(key.choices)}{own}")
+        custom = ", or a custom one: file.py:name" if key.accepts_custom else ""
+        lines.append(f"  accepts  {', '.join(key.choices)}{custom}")
     if key.range:
         lines.append(f"  range    {key.range}")
     return "\n".join([*lines, "", *_wrapped(key.about)])
@@ -87,7 +99,7 @@ def _all_metrics() -> str:
     lines = [
         "Metrics",
         "",
-        *_wrapped(f"Keys of metrics.jsonl. Those under {OWN} are logged by reward functions of yours."),
+        *_wrapped(f"Keys of metrics.jsonl. Keys under {OWN} are logged by custom reward functions."),
         "",
     ]
     for metric in metrics().values():
@@ -99,14 +111,14 @@ def _all_metrics() -> str:
 def _explain_metric(key: str) -> str:
     metric = find_metric(key)
     if metric is None and key.startswith(OWN):
-        own = f"What the run's reward functions gave to log_metric under the name {key.removeprefix(OWN)}, mean"
-        return "\n".join([f"{_METRIC}/{key}", "", *_wrapped(own)])
+        custom = f"Mean of the values that reward functions log with log_metric as {key.removeprefix(OWN)}."
+        return "\n".join([f"{_METRIC}/{key}", "", *_wrapped(custom)])
     if metric is None:
         raise ConfigError(_no_metric(key))
     lines = [f"{_METRIC}/{key}"]
     lines += [f"  key      {metric.pattern}"] * (metric.pattern != key)
     lines.append(f"  unit     {metric.unit or 'a plain number'}")
-    if metric.judged:
+    if metric.is_checked:
         lines += [f"  healthy  {metric.bounds}, {_where(metric)}", f"  because  {metric.why}"]
         lines += [f"  try      {metric.remedy}"] * bool(metric.remedy)
     return "\n".join([*lines, f"  written  by {metric.source}", "", *_wrapped(metric.about_key(key))])
@@ -124,3 +136,99 @@ def _where(metric: Metric) -> str:
 
 def _wrapped(text: str) -> list[str]:
     return textwrap.wrap(text, 114, initial_indent="  ", subsequent_indent="  ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """Description of a config key."""
+
+    path: str
+    """Dotted path from the root of the config."""
+    section: type | None
+    """Dataclass of the section; None if the key is not a section."""
+    type: str
+    default: str
+    choices: tuple[str, ...]
+    """Accepted values. Empty if all values of the type are accepted."""
+    accepts_custom: bool
+    """True if the import path of a user-defined function is also accepted."""
+    range: str
+    """Accepted range of numbers. Empty if there is none."""
+    about: str
+    """Meaning of the key, from its docstring."""
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.rpartition(".")[2]
+
+
+def keys_of(section: type, prefix: str = "") -> list[Key]:
+    """Return the keys of a section in schema order. ``prefix`` is the path of the section."""
+    hints = get_type_hints(section)
+    docs = _field_docs(section)
+    ranges = {field.name: field.range for field in fields_of(section)}
+    return [_key(field, hints[field.name], docs, ranges[field.name], prefix) for field in dataclasses.fields(section)]
+
+
+def section_of(hint: Any) -> type | None:
+    """Return the dataclass in a type hint, for example in an optional type; None if there is none."""
+    return next((h for h in (hint, *get_args(hint)) if isinstance(h, type) and dataclasses.is_dataclass(h)), None)
+
+
+def about_section(section: type) -> str:
+    """Return the docstring of a section as one paragraph."""
+    return " ".join(inspect.cleandoc(section.__doc__ or "").split())
+
+
+def _key(field: dataclasses.Field[Any], hint: Any, docs: dict[str, str], range_: Range | None, prefix: str) -> Key:
+    path = f"{prefix}.{field.name}" if prefix else field.name
+    section = section_of(hint)
+    about = docs.get(field.name) or (about_section(section) if section else "")
+    if path == "algorithm.type":
+        about = f"{about_algorithms()} {about}"
+    choices = CHOICES.get(path, ())
+    return Key(
+        path=path,
+        section=section,
+        type=_type_name(hint),
+        default=_default(field),
+        choices=choices,
+        accepts_custom=path in CUSTOM_FUNCTIONS,
+        range=str(range_ or ""),
+        about=about,
+    )
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    if value is None:
+        return "null"
+    if value == MISSING:
+        return "(required)"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _type_name(hint: Any) -> str:
+    names = {int: "integer", float: "number", bool: "true or false", str: "text", Any: "any"}
+    if get_origin(hint) is Union:
+        return f"{_type_name(get_args(hint)[0])}, or null"
+    if get_origin(hint) is dict:
+        return f"mapping of names to {_type_name(get_args(hint)[1])}"
+    if get_origin(hint) is list:
+        return f"list of {_type_name(get_args(hint)[0])}"
+    return names.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+@cache
+def _field_docs(section: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass, read from the source because Python discards it."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
+    docs: dict[str, str] = {}
+    for field, text in zip(body, body[1:]):
+        if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
+            continue
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            docs[field.target.id] = " ".join(str(text.value.value).split())
+    return docs

@@ -1,4 +1,4 @@
-"""``gdpo-nemo rollouts``: the samples of a run as JSON lines."""
+"""``gdpo-nemo rollouts``: export the samples of a run as JSON lines."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ import sys
 from pathlib import Path
 from typing import Iterator, TextIO
 
-from gdpo_nemo.config.messages import first_line
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.commands.arguments import Commands
+from gdpo_nemo.utils.errors import ConfigError, first_line
 
 
-def add(commands) -> None:
+def add(commands: Commands) -> None:
     """Register the command."""
-    command = commands.add_parser("rollouts", help="the samples of a run as JSON lines, one object a sample")
-    command.add_argument("run_dir", metavar="RUN_DIR", help="the folder of the run")
-    command.add_argument("--step", type=int, action="append", metavar="N", help="again for more; default: every step")
-    command.add_argument("--out", default="-", metavar="FILE", help="default: standard output")
+    command = commands.add_parser("rollouts", help="export a run's samples as JSON lines, one object per sample")
+    command.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
+    command.add_argument(
+        "--step", type=int, action="append", metavar="N", help="step to export; repeatable (default: all steps)"
+    )
+    command.add_argument("--out", default="-", metavar="FILE", help="file to write (default: standard output)")
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the samples of the chosen steps, in the order of the steps."""
-    files = _chosen(Path(arguments.run_dir), arguments.step)
+    """Write the samples of the selected steps in step order."""
+    files = _selected_files(Path(arguments.run_dir), arguments.step)
     try:
-        with _opened(arguments.out) as out:
+        with _open_output(arguments.out) as out:
             for step, path in files:
                 out.writelines(_lines(step, path))
     except BrokenPipeError:
@@ -37,23 +39,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(run_dir: Path, steps: list[int] | None) -> list[tuple[int, Path]]:
-    from gdpo_nemo.observe.rollouts import rollout_files
+def _selected_files(run_dir: Path, steps: list[int] | None) -> list[tuple[int, Path]]:
+    from gdpo_nemo.observe.samples import rollout_files
 
     if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir} is no folder of a run")
+        raise ConfigError(f"{run_dir}: not a run folder")
     files = dict(rollout_files(run_dir))
     if not files:
-        raise ConfigError(f"{run_dir} holds no samples (rollout.save_samples writes them)")
+        raise ConfigError(f"{run_dir}: no samples found; set rollout.save_samples to write them")
     if missing := sorted(set(steps or []) - set(files)):
         raise ConfigError(
-            f"--step: {run_dir} holds no samples of step {missing[0]}, but of {min(files)} to {max(files)}"
+            f"--step: {run_dir} has no samples of step {missing[0]}; its samples are of steps {min(files)} to "
+            f"{max(files)}"
         )
     return [(step, path) for step, path in files.items() if not steps or step in steps]
 
 
 def _lines(step: int, path: Path) -> Iterator[str]:
-    from gdpo_nemo.observe.rollouts import iter_rollouts
+    from gdpo_nemo.observe.samples import iter_rollouts
 
     try:
         for record in iter_rollouts(path):
@@ -61,12 +64,12 @@ def _lines(step: int, path: Path) -> Iterator[str]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path}: is not a file of rollouts ({first_line(error)})") from None
+        raise ConfigError(f"{path}: is not a rollout file ({first_line(error)})") from None
 
 
 @contextlib.contextmanager
-def _opened(out: str) -> Iterator[TextIO]:
-    from gdpo_nemo.config.writing import whole_file
+def _open_output(out: str) -> Iterator[TextIO]:
+    from gdpo_nemo.utils.files import whole_file
 
     if out == "-":
         yield sys.stdout
@@ -74,4 +77,4 @@ def _opened(out: str) -> Iterator[TextIO]:
     with whole_file(out) as file:
         text = io.TextIOWrapper(file, encoding="utf-8")
         yield text
-        text.detach()  # flushes and leaves the file open
+        text.detach()  # flush, but leave the file open

@@ -1,7 +1,4 @@
-"""``gdpo-nemo parity``: the same sequences through one rank, through a layout, and through vLLM.
-
-Run it on a new machine, driver or version before a long run: what differs, by how much, at which tokens, and why.
-"""
+"""``gdpo-nemo parity``: compare log-probs from one rank, a parallel layout and vLLM, and diagnose differences."""
 
 from __future__ import annotations
 
@@ -10,40 +7,51 @@ import contextlib
 import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.commands.arguments import add_layout, add_verbosity, rollout_file, verbosity
-from gdpo_nemo.config.files import check_engines
+from gdpo_nemo.commands.arguments import (
+    Commands,
+    add_layout,
+    add_verbosity,
+    rollout_file,
+    standalone_config,
+    verbosity,
+    with_engine,
+)
 from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.model_checks import check_engines, read_model
 from gdpo_nemo.config.placement import Places
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.config.standalone import standalone_config, with_engine
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.display import shown
 from gdpo_nemo.observe.installation import require_libraries
-from gdpo_nemo.observe.parity_report import Comparison, compare, diagnose
-from gdpo_nemo.phases import phase
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.progress import phase
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.cluster.policy_group import PolicyGroup
-    from gdpo_nemo.data.results import UpdateResult
+    from gdpo_nemo.data.records import UpdateResult
+
 
 _TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 2.0)
 
 
-def add(commands) -> None:
+def add(commands: Commands) -> None:
     """Register the command."""
-    command = commands.add_parser("parity", help="the same tokens through one rank, a layout, and vLLM")
+    command = commands.add_parser(
+        "parity", help="compare log-probs of the same tokens from one rank, a parallel layout and vLLM"
+    )
     command.add_argument("--model", required=True, metavar="DIR", help="Hugging Face folder")
     command.add_argument(
-        "--record", metavar="FILE", help="rollouts/step_N.parquet to replay; default: fixed random sequences"
+        "--record", metavar="FILE", help="rollouts/step_N.parquet to replay (default: fixed random sequences)"
     )
-    command.add_argument("--engine", action="store_true", help="compare with vLLM, too")
-    command.add_argument("--threshold", type=float, default=1e-4, help="largest difference that passes (%(default)s)")
+    command.add_argument("--engine", action="store_true", help="also compare with vLLM")
+    command.add_argument(
+        "--threshold", type=float, default=1e-4, help="largest allowed difference (default: %(default)s)"
+    )
     command.add_argument("--json", action="store_true", help="print JSON")
     add_layout(command)
     add_verbosity(command)
@@ -51,13 +59,18 @@ def add(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare a layout and vLLM with one rank; exit status 1 where they differ by more than the threshold."""
+    """Compare log-probs with those of one rank. The exit status is 1 if a difference exceeds the threshold."""
     import json
 
     record = rollout_file(arguments.record) if arguments.record else None
     with shown(sys.stderr, verbosity(arguments)):
         found = measure_parity(
-            arguments.model, arguments.layout, record, arguments.engine, arguments.precision, arguments.threshold
+            arguments.model,
+            arguments.layout,
+            record,
+            engine=arguments.engine,
+            precision=arguments.precision,
+            threshold=arguments.threshold,
         )
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else describe(found))
     return 0 if found.passed else 1
@@ -65,8 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass
 class ParityReport:
-    """What ``measure_parity`` found. ``updates`` are relative differences of loss, gradient norm, and of the next
-    loss."""
+    """Result of ``measure_parity``. ``updates`` are relative differences of loss, gradient norm and the next loss."""
 
     model: str
     layout: str
@@ -77,13 +89,13 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """Whether everything is within the threshold; NaN is not."""
+        """True if all differences are within the threshold. A difference of NaN is not."""
         return all(c.max_abs <= self.threshold for c in self.comparisons) and all(
             value <= self.threshold for value in self.updates.values()
         )
 
-    def to_dict(self) -> dict:
-        """For ``--json``."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as a dictionary for ``--json``."""
         return {**asdict(self), "passed": self.passed}
 
 
@@ -95,41 +107,45 @@ def measure_parity(
     precision: str = "float32",
     threshold: float = 1e-4,
 ) -> ParityReport:
-    """Compare ``layout`` (and with ``engine`` vLLM) with one rank.
+    """Compare log-probs and updates of ``layout`` with those of one rank, and with ``engine`` also vLLM's log-probs.
 
     Args:
-        layout: as ``standalone.parse_layout`` reads it.
-        record: a file of ``rollouts/``, whose sampled tokens are replayed and whose log-probs are compared, too; None
-            takes fixed random sequences.
+        layout: parallel layout in the format of ``arguments.parse_layout``.
+        record: rollout file, whose completions are scored and whose recorded log-probs are also compared. None: score
+            fixed random sequences.
 
     Raises:
-        ConfigError: no such model, layout or record. RunError: ranks or engine failed.
+        ConfigError: if the model, layout or record is invalid or missing.
+        RunError: if ranks or engine failed.
     """
     with phase("imports"):
         from gdpo_nemo.cluster.session import session
 
     if not 0 <= threshold < float("inf"):
         raise ConfigError(f"--threshold: must be 0 or more and finite, got {threshold:g}")
-    sequences, recorded = _recorded(record) if record else (None, None)
-    longest = max(map(len, sequences)) + 1 if sequences else 256  # one more: vLLM scores a sequence only by going on
+    sequences, recorded = _read_record(record) if record else (None, None)
+    longest = max(map(len, sequences)) + 1 if sequences else 256  # vLLM must generate one token to score a sequence
     one, many = (standalone_config(model, text, precision, longest) for text in ("", layout))
     if engine:
-        require_libraries(one)
-        check_engines(one)
-    sequences = sequences or _fixed(_vocabulary(model), one.policy.max_total_sequence_length)
-    room = one.policy.max_total_sequence_length
-    if engine and any(len(s) >= room for s in sequences):
-        raise ConfigError(f"--engine: vLLM cannot score sequences that fill the context of {room} tokens")
+        require_libraries(one.cluster)
+        if not one.cluster.gpus_per_node:
+            check_engines(read_model(one.policy))
+    sequences = sequences or _random_sequences(_vocabulary(model), one.policy.max_total_sequence_length)
+    max_length = one.policy.max_total_sequence_length
+    if engine and any(len(s) >= max_length for s in sequences):
+        raise ConfigError(
+            f"--engine: vLLM cannot score sequences that fill the context of {max_length} tokens; use shorter sequences"
+        )
     report = ParityReport(str(model), layout or "one rank", sum(s.num_policy_tokens for s in sequences), threshold)
     with session(one.cluster):
-        stand = _Parts(one, many if layout else None, str(model), engine)
-        scores, updated = _away_from_one_rank(stand, sequences)
+        participants = _Participants(one, many if layout else None, str(model), engine)
+        scores, updated = _measure_others(participants, sequences)
         if recorded is not None:
             scores["recorded by the sampler"] = recorded
-        # Last: what the others differ in is looked into by more log-probs of one rank.
-        with stand.use("one rank") as single:
+        # Last, because the diagnosis of differences requires more log-probs from one rank.
+        with participants.use("one rank") as single:
             if not layout:
-                scores[_ALONE] = single.logprobs(sequences, packed=False)
+                scores[_NOT_PACKED] = single.logprobs(sequences, packed=False)
             size = many.policy.megatron_cfg.context_parallel_size
             report.comparisons = _comparisons(single, sequences, scores, threshold, size)
             if updated:
@@ -137,15 +153,15 @@ def measure_parity(
     return report
 
 
-_ALONE = "alone, not packed"
-_PLACES = ("layout", _ALONE, "vLLM", "recorded by the sampler")
-"""What is compared with one rank, in the report's order."""
+_NOT_PACKED = "alone, not packed"
+_COMPARED_NAMES = ("layout", _NOT_PACKED, "vLLM", "recorded by the sampler")
+"""Names of the log-probs that are compared with one rank, in the order of the report."""
 
 
-class _Parts:
-    """Policies and engines that are measured one after another in a Ray session.
+class _Participants:
+    """Policies and engines to compare, which are used one after the other in one Ray session.
 
-    All start at once where there are devices for all of them, otherwise each when it is used, alone on the machine.
+    They all start at once if there are enough devices. Otherwise each one starts on first use and is stopped after it.
     """
 
     def __init__(self, one: Config, many: Config | None, folder: str, engine: bool):
@@ -159,19 +175,19 @@ class _Parts:
             self._make["layout"] = lambda: PolicyGroup(many, folder, total_updates=2)
             devices += resolve_layout(many).policy_ranks
         if engine:
-            alone = Placement(Places((), (0,)))  # Ray gives it a device of its own
-            self._make["vLLM"] = lambda: EngineFleet(with_engine(one), folder, alone)
+            not_packed = Placement(Places((), (0,)))  # Ray assigns a device to the engine
+            self._make["vLLM"] = lambda: EngineFleet(with_engine(one), folder, not_packed)
             devices += 1
         self._make["one rank"] = lambda: PolicyGroup(one, folder, total_updates=2)
-        together = devices <= one.cluster.gpus_per_node or not one.cluster.gpus_per_node
-        self._started = {name: make() for name, make in self._make.items() if together}
+        start_all = devices <= one.cluster.gpus_per_node or not one.cluster.gpus_per_node
+        self._started = {name: make() for name, make in self._make.items() if start_all}
 
     def __contains__(self, name: str) -> bool:
         return name in self._make
 
     @contextlib.contextmanager
     def use(self, name: str) -> Iterator[Any]:
-        """The part when it is ready; it ends with the block."""
+        """Yield a policy or engine when it is ready, and stop it after the block."""
         part = self._started.pop(name, None) or self._make[name]()
         try:
             part.ready()
@@ -181,21 +197,23 @@ class _Parts:
             part.close()
 
 
-def _away_from_one_rank(
-    stand: _Parts, sequences: list[TrainSequence]
+def _measure_others(
+    participants: _Participants, sequences: list[TrainSequence]
 ) -> tuple[dict[str, list[np.ndarray]], list[UpdateResult]]:
-    """Log-probs of all completion tokens by the layout and by vLLM, as far as they are there, and two updates of the
-    layout."""
+    """Return the log-probs of all completion tokens from the layout and vLLM, and the results of two updates.
+
+    The updates are those of the layout; the list is empty without a layout.
+    """
     scores = {}
     updated = []
-    if "layout" in stand:
-        with stand.use("layout") as group:
+    if "layout" in participants:
+        with participants.use("layout") as group:
             scores["layout"] = group.logprobs(sequences)
-            scores[_ALONE] = group.logprobs(sequences, packed=False)
+            scores[_NOT_PACKED] = group.logprobs(sequences, packed=False)
             updated = _two_updates(group, sequences)
-    if "vLLM" in stand:
-        with stand.use("vLLM") as fleet:
-            scores["vLLM"] = _scored(fleet, sequences)
+    if "vLLM" in participants:
+        with participants.use("vLLM") as fleet:
+            scores["vLLM"] = _score(fleet, sequences)
     return scores, updated
 
 
@@ -206,26 +224,26 @@ def _comparisons(
     threshold: float,
     context_size: int,
 ) -> list[Comparison]:
-    """Every one of ``scores`` beside those of one rank, with the causes of what exceeds the threshold."""
+    """Compare the log-probs in ``scores`` with those of one rank, and diagnose differences above the threshold."""
 
-    def written(values: Iterable[np.ndarray]) -> list[np.ndarray]:
+    def policy_tokens(values: Iterable[np.ndarray]) -> list[np.ndarray]:
         return [s.where_written(v) for s, v in zip(sequences, values)]
 
-    targets = written(s.completion_ids for s in sequences)
-    reference = written(single.logprobs(sequences))
-    places = {name: written(scores[name]) for name in _PLACES if name in scores}
+    targets = policy_tokens(s.completion_ids for s in sequences)
+    reference = policy_tokens(single.logprobs(sequences))
+    measured_by_name = {name: policy_tokens(scores[name]) for name in _COMPARED_NAMES if name in scores}
     tempered: dict[float, list[np.ndarray]] = {}
     comparisons = []
-    for name, measured in places.items():
+    for name, measured in measured_by_name.items():
         found = compare(name, reference, measured, targets)
         if not found.max_abs <= threshold:
-            tempered = tempered or {t: written(single.logprobs(sequences, temperature=t)) for t in _TEMPERATURES}
+            tempered = tempered or {t: policy_tokens(single.logprobs(sequences, temperature=t)) for t in _TEMPERATURES}
             found.causes = diagnose(
                 reference,
                 measured,
                 threshold,
                 tempered=tempered,
-                alone=places[_ALONE] if name == "layout" else None,
+                not_packed=measured_by_name[_NOT_PACKED] if name == "layout" else None,
                 prompt_lengths=[len(s.prompt_ids) for s in sequences],
                 context_size=context_size if name == "layout" else 1,
             )
@@ -239,17 +257,17 @@ def _two_updates(policy: PolicyGroup, sequences: list[TrainSequence]) -> list[Up
     return [policy.train(sequences, LossSettings()) for _ in range(2)]
 
 
-def _differences(ours: list[UpdateResult], others: list[UpdateResult]) -> dict[str, float]:
-    """Relative, of two updates on both sides."""
+def _differences(reference: list[UpdateResult], others: list[UpdateResult]) -> dict[str, float]:
+    """Return the relative differences between the results of two updates."""
     pairs = {
-        "loss": (ours[0].loss, others[0].loss),
-        "grad_norm": (ours[0].grad_norm, others[0].grad_norm),
-        "next_loss": (ours[1].loss, others[1].loss),
+        "loss": (reference[0].loss, others[0].loss),
+        "grad_norm": (reference[0].grad_norm, others[0].grad_norm),
+        "next_loss": (reference[1].loss, others[1].loss),
     }
     return {name: abs(a - b) / max(abs(a), 1e-12) for name, (a, b) in pairs.items()}
 
 
-def _scored(fleet: EngineFleet, sequences: list[TrainSequence]) -> list[np.ndarray]:
+def _score(fleet: EngineFleet, sequences: list[TrainSequence]) -> list[np.ndarray]:
     scores = fleet.score([np.concatenate([s.prompt_ids, s.completion_ids]) for s in sequences])[0]
     return [values[len(s.prompt_ids) - 1 :] for s, values in zip(sequences, scores)]
 
@@ -257,23 +275,23 @@ def _scored(fleet: EngineFleet, sequences: list[TrainSequence]) -> list[np.ndarr
 def _vocabulary(model: str | Path) -> int:
     import json
 
-    return json.loads((Path(model) / "config.json").read_text())["vocab_size"]
+    return int(json.loads((Path(model) / "config.json").read_text())["vocab_size"])
 
 
-def _fixed(vocabulary: int, longest: int, count: int = 12) -> list[TrainSequence]:
-    """Random sequences of varied lengths, the same at every call; their weights form the mean over the tokens."""
+def _random_sequences(vocabulary: int, longest: int, count: int = 12) -> list[TrainSequence]:
+    """Return random sequences of different lengths with a fixed seed. Their weights give the mean over all tokens."""
     rng = np.random.default_rng(0)
     longest = min(longest, 256) - 1
     lengths = np.linspace(max(4, longest // 8), longest, count).astype(int)
-    drawn = [rng.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
+    token_ids = [rng.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
     return _weighted(
-        [(ids[: max(1, len(ids) // 4)], ids[max(1, len(ids) // 4) :]) for ids in drawn], rng.normal(size=count)
+        [(ids[: max(1, len(ids) // 4)], ids[max(1, len(ids) // 4) :]) for ids in token_ids], rng.normal(size=count)
     )
 
 
-def _recorded(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray]]:
-    from gdpo_nemo.observe.rollouts import read_columns
+def _read_record(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray]]:
     from gdpo_nemo.observe.sample_columns import values_of
+    from gdpo_nemo.observe.samples import read_columns
 
     names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "advantage")
     try:
@@ -284,14 +302,18 @@ def _recorded(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray]]:
     except OSError as error:
         raise ConfigError(f"--record: {path} cannot be read ({error.strerror})") from None
     except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"--record: {path} is not a rollouts file ({type(error).__name__}: {error})") from None
+        raise ConfigError(f"--record: {path} is not a rollout file ({type(error).__name__}: {error})") from None
     if not prompts:
         raise ConfigError(f"--record: {path} is empty")
     pairs = list(zip(prompts, completions))
     return _weighted(pairs, np.array([value or 0.0 for value in advantages]), masks), logprobs
 
 
-def _weighted(pairs, advantages, masks=None) -> list[TrainSequence]:
+def _weighted(
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]],
+    advantages: np.ndarray,
+    masks: Sequence[np.ndarray | None] | None = None,
+) -> list[TrainSequence]:
     sequences = [
         TrainSequence(prompt, completion, np.zeros(len(completion), np.float32), float(a), loss_mask=mask)
         for (prompt, completion), a, mask in zip(pairs, advantages, masks or [None] * len(pairs))
@@ -303,7 +325,7 @@ def _weighted(pairs, advantages, masks=None) -> list[TrainSequence]:
 
 
 def describe(report: ParityReport) -> str:
-    """The report as text."""
+    """Format the report as text."""
     lines = [f"{report.model}, {report.layout}: {report.tokens} tokens, threshold {report.threshold:g}"]
     for c in report.comparisons:
         lines.append(f"  {c.name:<24} log-probs: max {c.max_abs:.3g}  mean {c.mean_abs:.3g}")
@@ -318,3 +340,120 @@ def describe(report: ParityReport) -> str:
         lines.append("  updates, relative:       " + "  ".join(f"{k} {v:.3g}" for k, v in report.updates.items()))
     lines.append("parity holds" if report.passed else "parity does not hold")
     return "\n".join(lines)
+
+
+_EXPLAINED = 0.1
+"""A cause is reported if it leaves less than this fraction of the mean difference unexplained."""
+
+
+@dataclass
+class Comparison:
+    """Differences between measured log-probs and the reference, over all completion tokens."""
+
+    name: str
+    max_abs: float
+    mean_abs: float
+    worst: list[dict[str, Any]] = field(default_factory=list)
+    """Tokens with the largest differences: sequence, offset, token, reference, measured."""
+    causes: list[str] = field(default_factory=list)
+
+
+def compare(
+    name: str,
+    reference: Sequence[np.ndarray],
+    measured: Sequence[np.ndarray],
+    tokens: Sequence[np.ndarray],
+    worst: int = 5,
+) -> Comparison:
+    """Compute the differences of log-probs. The arguments have one array [completion tokens] per sequence."""
+    sizes = [len(r) for r in reference]
+    differences = np.abs(_flat(measured) - _flat(reference)).astype(np.float64)
+    order = np.argsort(-np.nan_to_num(differences, nan=np.inf), kind="stable")[:worst]
+    starts = np.cumsum([0, *sizes])
+    rows = []
+    for flat_index in order.tolist():
+        sequence = int(np.searchsorted(starts, flat_index, side="right") - 1)
+        offset = flat_index - int(starts[sequence])
+        rows.append(
+            dict(
+                sequence=sequence,
+                offset=offset,
+                token=int(tokens[sequence][offset]),
+                reference=float(reference[sequence][offset]),
+                measured=float(measured[sequence][offset]),
+            )
+        )
+    # NaN must not count as agreement.
+    largest = float("nan") if np.isnan(differences).any() else float(differences.max())
+    return Comparison(name, largest, float(differences.mean()), rows)
+
+
+def diagnose(
+    reference: Sequence[np.ndarray],
+    measured: Sequence[np.ndarray],
+    threshold: float,
+    *,
+    tempered: Mapping[float, Sequence[np.ndarray]] | None = None,
+    not_packed: Sequence[np.ndarray] | None = None,
+    prompt_lengths: Sequence[int] | None = None,
+    context_size: int = 1,
+) -> list[str]:
+    """Return the known causes that explain the differences. Empty if no difference exceeds ``threshold``.
+
+    Args:
+        tempered: log-probs of the reference at other temperatures, by temperature.
+        not_packed: measured log-probs with one sequence per micro-batch.
+        prompt_lengths, context_size: prompt lengths and context-parallel size, which determine the chunk boundaries.
+    """
+    differences = np.abs(_flat(measured) - _flat(reference))
+    if np.isnan(differences).any():
+        return ["NaN values"]
+    if differences.max() <= threshold:
+        return []
+    causes = _shifted(reference, measured, differences.mean())
+    for temperature, values in (tempered or {}).items():
+        if np.abs(_flat(measured) - _flat(values)).mean() < _EXPLAINED * differences.mean():
+            causes.append(f"temperature: measured at {temperature:g}")
+    if not_packed is not None and np.abs(_flat(measured) - _flat(not_packed)).max() > threshold:
+        causes.append("packing: a sequence's log-probs depend on other sequences in the micro-batch")
+    if context_size > 1 and prompt_lengths is not None:
+        at_boundary = _flat(_near_boundaries(measured, prompt_lengths, context_size)).astype(bool)
+        exceeding = differences > threshold
+        if at_boundary.any() and (exceeding & at_boundary).sum() > 0.8 * exceeding.sum():
+            causes.append("chunk boundaries: only the tokens at the edges of context-parallel chunks differ")
+    if not causes:
+        causes = _renormalised(reference, measured, threshold)
+    if not causes and (differences > threshold).mean() > 0.5:
+        causes.append("other weights: nearly all tokens differ, in both directions; one side is stale or another model")
+    return causes or ["no known cause fits"]
+
+
+def _shifted(reference: Sequence[np.ndarray], measured: Sequence[np.ndarray], usual: float) -> list[str]:
+    for step, direction in ((1, "ahead"), (-1, "behind")):
+        pairs = [(m[:-1], r[1:]) if step > 0 else (m[1:], r[:-1]) for m, r in zip(measured, reference) if len(r) > 1]
+        if pairs and np.abs(_flat([m for m, _ in pairs]) - _flat([r for _, r in pairs])).mean() < _EXPLAINED * usual:
+            return [f"one-position shift: measured values are one token {direction}"]
+    return []
+
+
+def _renormalised(reference: Sequence[np.ndarray], measured: Sequence[np.ndarray], threshold: float) -> list[str]:
+    """Check for truncated sampling (top_p or top_k), which renormalizes probabilities and thus increases log-probs."""
+    differences = _flat(measured) - _flat(reference)
+    if differences.min() > -threshold and (differences > threshold).mean() > 0.2:
+        return ["nucleus renormalisation: measured log-probs are higher throughout, as with top_p or top_k"]
+    return []
+
+
+def _near_boundaries(values: Sequence[np.ndarray], prompt_lengths: Sequence[int], size: int) -> list[np.ndarray]:
+    """Return masks of the tokens that are predicted at the first or last position of a context-parallel chunk."""
+    masks = []
+    for completion, prompt in zip(values, prompt_lengths):
+        total = prompt + len(completion)
+        chunk = -(-total // (2 * size))
+        source = np.arange(prompt - 1, total - 1)
+        masks.append((source % chunk == chunk - 1) | (source % chunk == 0))
+    return masks
+
+
+def _flat(values: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.asarray(v, np.float64) for v in values])

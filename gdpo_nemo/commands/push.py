@@ -1,4 +1,7 @@
-"""``gdpo-nemo push``: an exported model, with its card, to the Hugging Face hub. Nothing else here uploads anything."""
+"""``gdpo-nemo push``: upload an exported model and its model card to the Hugging Face Hub.
+
+No other command uploads files.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,35 @@ import os
 import sys
 from pathlib import Path
 
-from gdpo_nemo.commands.arguments import add_verbosity, say, verbosity
-from gdpo_nemo.config.messages import first_line
-from gdpo_nemo.config.reading import real_path
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.commands.arguments import Commands, add_verbosity, say, verbosity
 from gdpo_nemo.observe.display import QUIET, covered, shown
-from gdpo_nemo.phases import phase
+from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
+from gdpo_nemo.utils.files import real_path
+from gdpo_nemo.utils.progress import phase
 
 _INDEX = "model.safetensors.index.json"
 
 
-def add(commands) -> None:
+def add(commands: Commands) -> None:
     """Register the command."""
-    command = commands.add_parser("push", help="upload an exported model to the Hugging Face hub, private by default")
-    command.add_argument("source", metavar="FOLDER", help="an exported model, or the folder of a run that has one")
-    command.add_argument("repo", metavar="REPO", help="OWNER/NAME on the hub; made where it is not there")
-    command.add_argument("--public", action="store_true", help="let everybody read it")
+    command = commands.add_parser("push", help="upload an exported model to the Hugging Face Hub, private by default")
+    command.add_argument("source", metavar="FOLDER", help="exported model, or run folder that contains one")
+    command.add_argument("repo", metavar="REPO", help="OWNER/NAME on the Hub; created if it does not exist")
+    command.add_argument("--public", action="store_true", help="make the repository public")
     command.add_argument(
-        "--token-file", metavar="FILE", help="that holds a token with the right to write; default: HF_TOKEN"
+        "--token-file",
+        metavar="FILE",
+        help="file with an access token that allows writing (default: the variable HF_TOKEN)",
     )
-    command.add_argument("--dry-run", action="store_true", help="list what would be uploaded, and connect to nobody")
+    command.add_argument(
+        "--dry-run", action="store_true", help="list the files that would be uploaded, without network access"
+    )
     add_verbosity(command)
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Upload a model, or list what would be, and say where it is."""
+    """Upload a model and print its address, or list the files that would be uploaded."""
     folder = exported_model(Path(arguments.source))
     _check_name(arguments.repo)
     files = model_files(folder)
@@ -44,21 +50,21 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"note: {folder} has no model card (README.md)", to_stderr=True)
     if token is None:
         _list(folder, files)
-        say(f"would go to {arguments.repo}, {'for everybody' if arguments.public else 'private'}")
+        say(f"would upload to {arguments.repo}, {'public' if arguments.public else 'private'}")
         return 0
-    size = _shown(sum((folder / name).stat().st_size for name in files)).strip()
+    size = _format_size(sum((folder / name).stat().st_size for name in files)).strip()
     bars = level != QUIET and sys.stderr.isatty()
     with shown(sys.stderr, level), phase("upload", lambda: f"{len(files)} files, {size}"):
-        with covered() if bars else contextlib.nullcontext():  # the hub's bars show more than a line of ours would
-            page = push(folder, files, arguments.repo, token, arguments.public, bars)
+        with covered() if bars else contextlib.nullcontext():  # the Hub's bars show more than our line
+            page = push(folder, files, arguments.repo, token, public=arguments.public, bars=bars)
     say(page)
     return 0
 
 
 def exported_model(source: Path) -> Path:
-    """The folder of the model that ``source`` is or has. Raises ConfigError where there is none, or not all of it."""
+    """Return the model folder at ``source`` or inside it. Raises ConfigError if it is missing or incomplete."""
     if (source / "files.json").is_file():
-        raise ConfigError(f"{source}: a checkpoint; `gdpo-nemo convert --to hf` makes a model of it")
+        raise ConfigError(f"{source}: is a checkpoint; convert it to a model with `gdpo-nemo convert --to hf`")
     folder = source / "model" if (source / "config.yaml").is_file() else source
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{source}: no exported model (no {'config.json' if folder == source else 'model/ in it'})")
@@ -74,14 +80,14 @@ def _shards(index: Path) -> list[str]:
     try:
         return list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{index}: no index of a model's weights") from None
+        raise ConfigError(f"{index}: is not an index of model weights") from None
 
 
 def model_files(folder: Path) -> list[str]:
-    """Return the files to upload, relative to the folder, without hidden ones.
+    """Return the paths of the files to upload, relative to the folder. Hidden files are excluded.
 
     Raises:
-        ConfigError: if a link leads out of the folder. What it names may be no part of the model, a key for instance.
+        ConfigError: if a link points outside the folder, because its target could be a private file.
     """
     inside = real_path(folder)
     names = []
@@ -90,7 +96,7 @@ def model_files(folder: Path) -> list[str]:
         if any(part.startswith(".") for part in name.parts):
             continue
         if path.is_symlink() and not real_path(path).is_relative_to(inside):
-            raise ConfigError(f"{path}: is a link out of the model's folder; replace it with the file that it names")
+            raise ConfigError(f"{path}: is a link to a file outside the model's folder; replace it with that file")
         if path.is_file():
             names.append(str(name))
     return names
@@ -102,42 +108,40 @@ def _check_name(repo: str) -> None:
     try:
         validate_repo_id(repo)
     except ValueError as error:
-        raise ConfigError(f"REPO: {repo!r} is no name on the hub ({first_line(error)})") from None
+        raise ConfigError(f"REPO: {repo!r} is not a valid repository name ({first_line(error)})") from None
 
 
 def _list(folder: Path, files: list[str]) -> None:
     sizes = {name: (folder / name).stat().st_size for name in files}
     for name, size in sizes.items():
-        say(f"{_shown(size)}  {name}")
-    say(f"{_shown(sum(sizes.values()))}  {len(files)} files of {folder}")
+        say(f"{_format_size(size)}  {name}")
+    say(f"{_format_size(sum(sizes.values()))}  {len(files)} files of {folder}")
 
 
-def _shown(size: int) -> str:
-    """Bytes, for a column."""
+def _format_size(size: int) -> str:
+    """Format a number of bytes for a table column."""
     return f"{size / 1e6:10,.1f} MB" if size >= 1e5 else f"{size / 1e3:10,.1f} kB"
 
 
 def _token(file: str | None) -> str:
-    """The token that was given. Raises ConfigError."""
+    """Return the access token from ``file`` or, if None, from HF_TOKEN. Raises ConfigError."""
     try:
         token = Path(file).read_text(encoding="utf-8").strip() if file else os.environ.get("HF_TOKEN", "").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--token-file: {file} cannot be read ({first_line(error)})") from None
     if not token or len(token.split()) > 1:
-        raise ConfigError(
-            f"--token-file: {file} holds no token"
-            if file
-            else "no token: set HF_TOKEN, or name a file with --token-file"
-        )
+        if file:
+            raise ConfigError(f"--token-file: {file} does not contain a token")
+        raise ConfigError("no access token; set HF_TOKEN or use --token-file")
     return token
 
 
 def push(folder: Path, files: list[str], repo: str, token: str, public: bool = False, bars: bool = False) -> str:
-    """Upload files of a folder in one commit, with the hub's ``bars`` or without; returns the page of the repository.
+    """Upload files of a folder in one commit and return the URL of the repository. ``bars`` shows progress bars.
 
     Raises:
-        ConfigError: the repository is there for everybody to read, and ``public`` is false. RunError: the hub cannot be
-        reached, or refuses.
+        ConfigError: if the repository is public and ``public`` is false.
+        RunError: if the Hub cannot be reached or refuses the upload.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # as above
@@ -148,11 +152,11 @@ def push(folder: Path, files: list[str], repo: str, token: str, public: bool = F
     try:
         page = api.create_repo(repo, private=not public, exist_ok=True)
         if not public and not api.model_info(page.repo_id).private:
-            raise ConfigError(f"{page.repo_id} is there for everybody to read; --public says that this is meant")
+            raise ConfigError(f"{page.repo_id} already exists and is public; use --public to upload to it")
         message = f"Upload {real_path(folder).name} with gdpo_nemo"
         api.upload_folder(repo_id=page.repo_id, folder_path=folder, allow_patterns=files, commit_message=message)
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - the hub's client raises many kinds; all mean that it is not uploaded
+    except Exception as error:  # noqa: BLE001 - the Hub's client raises many exceptions for a failed upload
         raise RunError(f"{repo}: not pushed to {api.endpoint}: {first_line(error)}") from error
     return str(page)

@@ -1,4 +1,4 @@
-"""``gdpo-nemo simulate``: the schedule of a config's rollouts and training, before it is run."""
+"""``gdpo-nemo simulate``: simulate the schedule of a config's rollouts and training before a run."""
 
 from __future__ import annotations
 
@@ -7,95 +7,103 @@ import json
 from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
-from gdpo_nemo.commands.arguments import add_config, say
-from gdpo_nemo.config.algorithm_choice import samples
-from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.commands.arguments import Commands, add_config, say
+from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.fit import changed
 from gdpo_nemo.planning.hardware import CPU_RATES, Device, Rates, device, host, load_rates
-from gdpo_nemo.planning.scenarios import Given, scaled, scenario_of
 from gdpo_nemo.planning.shape import Shape, model_shape
-from gdpo_nemo.planning.simulation import simulate
-from gdpo_nemo.planning.simulation_records import KV, SCHEDULERS, Draw, Scenario
-from gdpo_nemo.planning.simulation_report import (
+from gdpo_nemo.planning.simulation.records import KV, SCHEDULERS, Distribution, Scenario
+from gdpo_nemo.planning.simulation.report import (
     Change,
     Row,
-    account,
     candidates,
+    describe_bottleneck,
+    describe_changes,
+    helpful_changes,
     limit,
-    mend_lines,
-    mends,
     scaling,
     table,
 )
-from gdpo_nemo.validation import validate
+from gdpo_nemo.planning.simulation.scenarios import Overrides, scaled, scenario_from
+from gdpo_nemo.planning.simulation.simulation import simulate
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
 
 _MOST_STEPS = 10_000
 _DESCRIPTION = """\
-Play a config's rollouts and training as events, on the plan's roofline, on the speeds of a finished run (--run) or on
-speeds given one by one: seconds per step, who waits, how stale samples are, what sets the pace, what would mend it."""
+Simulate the rollouts and training of a config as discrete events. Speeds come from the plan's roofline model, from a
+finished run (--run) or from options. The report shows seconds per step, waiting times, staleness, the bottleneck, and
+changes that relieve it."""
 
 
-def add(commands) -> None:
+def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser(
         "simulate",
-        help="rollouts and training in time: who waits for whom, at which staleness",
+        help="simulate rollouts and training over time: waits, staleness and bottlenecks",
         description=_DESCRIPTION,
     )
     add_config(command)
-    _add_what(command)
-    _add_speeds(command.add_argument_group("speeds, in place of the roofline's or the run's"))
-    _add_schedule(command.add_argument_group("schedule, in place of the config's"))
+    _add_scope(command)
+    _add_speeds(command.add_argument_group("speeds, instead of those of the roofline model or the run"))
+    _add_schedule(command.add_argument_group("schedule, instead of the config's settings"))
     command.set_defaults(command=run)
 
 
-def _add_what(command) -> None:
-    command.add_argument("--run", metavar="RUN_DIR", help="config, speeds and lengths of a finished run")
+def _add_scope(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--run", metavar="RUN_DIR", help="finished run that provides config, speeds and lengths")
     command.add_argument(
-        "--gpu", default="h100", metavar="NAME", help="a100, h100, h200 or b200 (default: %(default)s)"
+        "--gpu", default="h100", metavar="NAME", help="GPU type: a100, h100, h200 or b200 (default: %(default)s)"
     )
-    command.add_argument("--link", type=_number(), metavar="GB/S", help="network of one GPU to other nodes")
-    command.add_argument("--calibration", metavar="FILE", help="speeds that `plan --calibrate` measured")
+    command.add_argument("--link", type=_number(), metavar="GB/S", help="network bandwidth of one GPU to other nodes")
+    command.add_argument("--calibration", metavar="FILE", help="file with speeds measured by `plan --calibrate`")
     command.add_argument("--staleness", type=_list(int, 0), metavar="S,...",
-                         help="bounds to try (default: 0,1,2,4 and the config's)")  # fmt: skip
+                         help="values of max_staleness to try (default: 0, 1, 2, 4 and the config's)")  # fmt: skip
     command.add_argument("--gpus", type=_list(int, 1), metavar="N,...", help="numbers of GPUs to try")
-    command.add_argument("--split", type=_list(float, 0), metavar="SHARE,...",
-                         help="shares of the GPUs that sample (default: the config's)")  # fmt: skip
+    command.add_argument("--split", type=_list(float, 0), metavar="FRACTION,...",
+                         help="fractions of the GPUs that sample (default: the config's value)")  # fmt: skip
     command.add_argument("--scheduler", type=_names, default=["continuous"], metavar="NAME,...",
-                         help="continuous (groups one by one), barrier (whole batches; for comparison)")  # fmt: skip
+                         help="continuous (individual groups) or barrier (whole batches, for comparison)")  # fmt: skip
     command.add_argument("--steps", type=_number(1, _MOST_STEPS, int), default=20,
-                         help="steps to play; the second half is measured (default: %(default)s)")  # fmt: skip
-    command.add_argument("--seed", type=_number(0, kind=int), default=0, help="of the lengths (default: %(default)s)")
-    command.add_argument("--png", metavar="FILE", help="draw seconds over staleness, and some steps in time")
-    command.add_argument("--json", action="store_true", help="print one JSON object in place of text")
+                         help="steps to simulate; the second half is measured (default: %(default)s)")  # fmt: skip
+    command.add_argument(
+        "--seed", type=_number(0, kind=int), default=0, help="random seed for lengths (default: %(default)s)"
+    )
+    command.add_argument(
+        "--png", metavar="FILE", help="save a plot of step time over staleness and of a timeline of some steps"
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
-def _add_speeds(group) -> None:
-    for name, what in (
-        ("--decode-ms", "milliseconds of a decoding step"),
-        ("--per-sequence-ms", "milliseconds that each sequence adds to it"),
-        ("--train-s", "seconds of a step's training"),
-        ("--publish-s", "seconds of a publication"),
-        ("--median", "median tokens of a completion"),
-        ("--mean", "mean tokens of a completion, in place of the median"),
-        ("--sigma", "spread of their logarithm (default: 1)"),
-        ("--cap", "longest completion in tokens"),
-        ("--prompt", "tokens of a prompt"),
-        ("--verify-s", "mean seconds that judging a sample takes"),
-        ("--verify-sigma", "spread of their logarithm (default: 0)"),
-        ("--turn-s", "seconds between two turns"),
+def _add_speeds(group: argparse._ArgumentGroup) -> None:
+    for name, description in (
+        ("--decode-ms", "milliseconds per decoding step"),
+        ("--per-sequence-ms", "additional milliseconds per decoding step for each sequence"),
+        ("--train-s", "training seconds per step"),
+        ("--publish-s", "seconds per weight update"),
+        ("--median", "median completion length in tokens"),
+        ("--mean", "mean completion length in tokens, instead of the median"),
+        ("--sigma", "standard deviation of the logarithm of completion lengths (default: 1)"),
+        ("--cap", "maximum completion length in tokens"),
+        ("--prompt", "prompt length in tokens"),
+        ("--verify-s", "mean seconds to verify a sample"),
+        ("--verify-sigma", "standard deviation of the logarithm of verification times (default: 0)"),
+        ("--turn-s", "seconds between two turns of a sample"),
     ):
-        group.add_argument(name, type=_number(), help=what)
-    group.add_argument("--verify-workers", type=_number(1, kind=int), help="samples judged at once (default: all)")
-    group.add_argument("--turns", type=_number(1, kind=int), help="turns of a sample")
+        group.add_argument(name, type=_number(), help=description)
+    group.add_argument(
+        "--verify-workers",
+        type=_number(1, kind=int),
+        help="number of samples verified in parallel (default: unlimited)",
+    )
+    group.add_argument("--turns", type=_number(1, kind=int), help="number of turns per sample")
 
 
-def _add_schedule(group) -> None:
+def _add_schedule(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--window", type=_number(1, kind=int), metavar="W", help="rollout.window")
     group.add_argument("--depth", type=_depth, metavar="auto|GROUPS", help="rollout.depth")
     group.add_argument("--kv", choices=KV, help="rollout.kv")
@@ -119,9 +127,9 @@ def _number(least: float = 0, most: float = inf, kind: Callable[[str], float] = 
     return convert
 
 
-def _list(kind: Callable[[str], float], least: float) -> Callable[[str], list]:
-    one = _number(least, kind=kind)
-    return lambda text: sorted({one(part) for part in text.split(",")})
+def _list(kind: Callable[[str], float], least: float) -> Callable[[str], list[float]]:
+    convert = _number(least, kind=kind)
+    return lambda text: sorted({convert(part) for part in text.split(",")})
 
 
 def _names(text: str) -> list[str]:
@@ -140,64 +148,66 @@ def _depth(text: str) -> int | str:
 
 
 class _Source:
-    """Where scenarios come from: a config, on a device, with rates, options and perhaps a run's lengths."""
+    """Config, device, speeds and options from which scenarios are created, and the sample lengths of a run, if any."""
 
     def __init__(self, arguments: argparse.Namespace):
-        names = Given.__dataclass_fields__
-        given = {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
-        self.given = Given(**given)
-        self.lengths: Draw | None = None
+        names = Overrides.__dataclass_fields__
+        overrides = {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
+        self.overrides = Overrides(**overrides)
+        self.lengths: Distribution | None = None
         self.arguments = arguments
         if arguments.run:
-            self._measured(arguments.run)
+            self._load_run(arguments.run)
         else:
-            self._assumed()
+            self._load_config()
 
-    def _assumed(self) -> None:
+    def _load_config(self) -> None:
         arguments = self.arguments
-        self.config = load_config(arguments.config, arguments.overrides)
-        self._check()
-        self.shape = None if self.given.complete else self._shape()
+        self.resolved = self._check(load_config(arguments.config, arguments.overrides))
+        self.shape = None if self.overrides.complete else self._shape()
         self.device = self._device()
         assumed = CPU_RATES if self.device.name == host().name else Rates()
         self.rates = load_rates(arguments.calibration) if arguments.calibration else assumed
 
-    def _measured(self, folder: str) -> None:
+    def _load_run(self, folder: str) -> None:
         from gdpo_nemo.planning.calibrate import calibrate, read_run, sampled_lengths
 
         run = read_run(folder, "--run")
-        overrides = self.arguments.overrides
-        self.config = load_config(Path(folder) / "config.yaml", overrides) if overrides else run.config
-        self._check()
+        key_values = self.arguments.overrides
+        config = load_config(Path(folder) / "config.yaml", key_values) if key_values else run.resolved.config
+        self.resolved = self._check(config)
         self.shape = run.shape
         self.device = self._device()
         self.rates = calibrate([run], self.device, CPU_RATES if self.device.name == host().name else Rates())
-        if self.given.median is None and self.given.mean is None:
+        if self.overrides.median is None and self.overrides.mean is None:
             self.lengths = sampled_lengths(run)
 
-    def _check(self) -> None:
-        validate(self.config)
-        if not samples(self.config):
+    @staticmethod
+    def _check(config: Config) -> Resolved:
+        resolved = validate(config)
+        if not resolved.algorithm.samples:
             raise ConfigError(
-                f"algorithm.type: {self.config.algorithm.type} does not sample; the simulation is of runs that do"
+                f"algorithm.type: {config.algorithm.type} does not sample; simulate supports only algorithms "
+                "that sample"
             )
+        return resolved
 
     def _shape(self) -> Shape:
-        shape = model_shape(self.config)
+        shape = model_shape(self.resolved)
         if shape is None:
             raise ConfigError(
-                f"policy.model_name: the shape of {self.config.policy.model_name} is not known here; give a folder "
-                "that holds its config.json, or --decode-ms, --train-s and --publish-s"
+                f"policy.model_name: the shape of {self.resolved.config.policy.model_name} is unknown; specify a "
+                "folder that contains its config.json, or --decode-ms, --train-s and --publish-s"
             )
         return shape
 
     def _device(self) -> Device:
-        gpu = bool(self.config.cluster.gpus_per_node)
+        gpu = bool(self.resolved.config.cluster.gpus_per_node)
         return device(self.arguments.gpu, self.arguments.link and self.arguments.link * 1e9) if gpu else host()
 
-    def scenario(self, config: Config, **changes) -> Scenario:
-        """Of ``config``, checked."""
-        scenario = scenario_of(config, self.shape, self.device, self.rates, self.given, self.lengths)
+    def scenario(self, resolved: Resolved, **changes: Any) -> Scenario:
+        """Return the validated scenario of a config. ``changes`` replace settings of the scenario."""
+        scenario = scenario_from(resolved, self.shape, self.device, self.rates, self.overrides, self.lengths)
         scenario = scenario.changed(steps=self.arguments.steps, seed=self.arguments.seed, **changes)
         try:
             scenario.check()
@@ -206,128 +216,131 @@ class _Source:
         return scenario
 
     def describe(self) -> str:
-        """What the seconds rest on."""
-        given = [name for name, value in vars(self.given).items() if value not in (None, 0.0)]
-        words = [] if self.given.complete else [self.rates.describe()]
-        return "; ".join([*words, *([f"given: {', '.join(given)}"] if given else [])])
+        """Describe the origin of the speeds."""
+        overrides = [name for name, value in vars(self.overrides).items() if value not in (None, 0.0)]
+        words = [] if self.overrides.complete else [self.rates.describe()]
+        return "; ".join([*words, *([f"given: {', '.join(overrides)}"] if overrides else [])])
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Simulate what is asked and print it.
+    """Run the requested simulations and print the results.
 
     Raises:
-        ConfigError: of the config or the options.
+        ConfigError: if the config or the options are invalid.
     """
     if arguments.run and arguments.calibration:
-        raise ConfigError("--calibration: --run brings its own speeds; give one of them")
+        raise ConfigError("--calibration: conflicts with --run, which provides speeds; use one of them")
     source = _Source(arguments)
     configs = _configs(source)
     rows = [row for config in configs for row in _rows(source, config)]
-    shown = _shown(source, rows)
+    shown = _detailed_row(source, rows)
     changes = [*candidates(shown.result), *_layouts(source, configs[-1], shown)]
-    found = mends(shown.result, changes)
-    lines = [*account(shown), *mend_lines(shown.result, found)]
-    grown = scaling([row for row in rows if _like(row, shown)]) if arguments.gpus else []
+    found = helpful_changes(shown.result, changes)
+    lines = [*describe_bottleneck(shown), *describe_changes(shown.result, found)]
+    scaling_lines = scaling([row for row in rows if _same_schedule(row, shown)]) if arguments.gpus else []
     if arguments.json:
-        tried = [{"change": words, **other.account()} for words, other in found]
-        content = {"rows": [row.record() for row in rows], "account": account(shown), "mends": tried}
-        print(json.dumps({**content, "scaling": grown, "assumes": source.describe()}, indent=1))
+        tried = [{"change": words, **other.figures()} for words, other in found]
+        content = {"rows": [row.record() for row in rows], "account": describe_bottleneck(shown), "mends": tried}
+        print(json.dumps({**content, "scaling": scaling_lines, "assumes": source.describe()}, indent=1))
     else:
         say(table(rows))
-        say("\n".join(["", *lines, *grown, "", f"assumes    {source.describe()}"]))
+        say("\n".join(["", *lines, *scaling_lines, "", f"assumes    {source.describe()}"]))
     if arguments.png:
         _draw(arguments, source, rows, shown)
     return 0
 
 
-def _configs(source: _Source) -> list[Config]:
-    """The config on every number of GPUs and at every split."""
+def _configs(source: _Source) -> list[Resolved]:
+    """Return the config for each requested number of GPUs and each split."""
     arguments = source.arguments
     if not arguments.gpus and not arguments.split:
-        return [source.config]
+        return [source.resolved]
     return [
-        scaled(source.config, gpus, split) for gpus in arguments.gpus or [None] for split in arguments.split or [None]
+        scaled(source.resolved, gpus, split) for gpus in arguments.gpus or [None] for split in arguments.split or [None]
     ]
 
 
-def _rows(source: _Source, config: Config) -> list[Row]:
-    own = config.rollout.max_staleness
-    bounds = source.arguments.staleness or sorted({0, 1, 2, 4, own})
+def _rows(source: _Source, resolved: Resolved) -> list[Row]:
+    config = resolved.config
+    configured = config.rollout.max_staleness
+    bounds = source.arguments.staleness or sorted({0, 1, 2, 4, configured})
     rows = []
     for scheduler in source.arguments.scheduler:
         for staleness in bounds:
             rollout = replace(config.rollout, max_staleness=staleness)
-            changes: dict = {"scheduler": scheduler}
-            if staleness == 0:  # one batch in order, whatever the others leave room for
+            changes: dict[str, Any] = {"scheduler": scheduler}
+            if staleness == 0:  # one batch in order, independent of the other settings
                 changes |= {"window": 1, "depth": "auto"}
-            elif staleness != own and not source.arguments.staleness and source.given.depth is None:
+            elif staleness != configured and not source.arguments.staleness and source.overrides.depth is None:
                 changes |= {"depth": "auto"}
-            rows.append(_row(config, source.scenario(replace(config, rollout=rollout), **changes)))
+            variant = replace(resolved, config=replace(config, rollout=rollout))
+            rows.append(_row(resolved.layout, source.scenario(variant, **changes)))
     return rows
 
 
-def _row(config: Config, scenario: Scenario) -> Row:
-    layout = resolve_layout(config)
+def _row(layout: Layout, scenario: Scenario) -> Row:
     return Row(layout.devices + layout.idle_gpus if layout.gpus else 0, layout.engine_tensor, simulate(scenario))
 
 
-def _shown(source: _Source, rows: list[Row]) -> Row:
-    """The run that is explained: the config's own staleness on the most GPUs, or else the last one."""
-    own = [
+def _detailed_row(source: _Source, rows: list[Row]) -> Row:
+    """Return the run to describe: the last one with the config's staleness, or else the last run."""
+    configured = [
         row
         for row in rows
-        if row.result.scenario.max_staleness == source.config.rollout.max_staleness
+        if row.result.scenario.max_staleness == source.resolved.config.rollout.max_staleness
         and row.result.scenario.scheduler == source.arguments.scheduler[0]
     ]
-    return (own or rows)[-1]
+    return (configured or rows)[-1]
 
 
-def _like(row: Row, shown: Row) -> bool:
-    one, other = row.result.scenario, shown.result.scenario
-    return (one.max_staleness, one.scheduler) == (other.max_staleness, other.scheduler)
+def _same_schedule(row: Row, shown: Row) -> bool:
+    first, second = row.result.scenario, shown.result.scenario
+    return (first.max_staleness, first.scheduler) == (second.max_staleness, second.scheduler)
 
 
-def _layouts(source: _Source, config: Config, shown: Row) -> list[Change]:
-    """The same GPUs divided otherwise: wider engines, more and fewer engines."""
-    layout = resolve_layout(config)
+def _layouts(source: _Source, resolved: Resolved, shown: Row) -> list[Change]:
+    """Return changes of the layout on the same GPUs: wider engines, and more or fewer engines."""
+    config = resolved.config
+    layout = resolved.layout
     scenario = shown.result.scenario
     if not layout.gpus or layout.colocated or source.shape is None:
         return []
     found = []
     tensor = 2 * layout.engine_tensor
-    wide = source.given.decode_ms is None and tensor <= config.cluster.gpus_per_node and layout.engines > 1
+    wide = source.overrides.decode_ms is None and tensor <= config.cluster.gpus_per_node and layout.engines > 1
     if wide and source.shape.heads % tensor == 0:
         engines = layout.engines // 2
         other = changed(config, generation__engines=engines, generation__vllm_cfg__tensor_parallel_size=tensor)
-        found.append((f"engines of tensor_parallel_size {tensor}, {engines} of them", other))
-    found += _splits(config, more=limit(shown.result) in ("engines", "tail"))
+        words = f"{engines} engines with tensor_parallel_size {tensor}"
+        found.append((words, resolved.changed(other)))
+    found += _splits(resolved, more=limit(shown.result) in ("engines", "tail"))
     chosen = {name: getattr(scenario, name) for name in ("scheduler", "max_staleness", "window", "depth")}
     return [Change(words, source.scenario(other, **chosen)) for words, other in found]
 
 
-def _splits(config: Config, more: bool) -> list[tuple[str, Config]]:
-    """The next two splits of the same GPUs with more engines, or with fewer."""
-    layout = resolve_layout(config)
+def _splits(resolved: Resolved, more: bool) -> list[tuple[str, Resolved]]:
+    """Return the two closest splits of the same GPUs with more or, if ``more`` is false, fewer engines."""
+    layout = resolved.layout
     gpus = layout.devices + layout.idle_gpus
-    found: dict[int, tuple[str, Config]] = {}
+    found: dict[int, tuple[str, Resolved]] = {}
     for share in (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875):
         try:
-            other = scaled(config, gpus, share)
+            other = scaled(resolved, gpus, share)
         except ConfigError:
-            continue  # no room for a replica or an engine
-        engines = other.policy.generation.engines
+            continue  # not enough GPUs for a replica or an engine
+        engines = other.layout.engines
         if engines != layout.engines and (engines > layout.engines) == more:
-            found[engines] = f"policy.generation.engines={engines} ({share:.1%} of the GPUs sample)", other
+            found[engines] = f"policy.generation.engines={engines} ({share:.1%} of the GPUs for sampling)", other
     return [found[engines] for engines in sorted(found, reverse=not more)[:2]]
 
 
 def _draw(arguments: argparse.Namespace, source: _Source, rows: list[Row], shown: Row) -> None:
-    from gdpo_nemo.planning.simulation_plot import draw
+    from gdpo_nemo.planning.simulation.report import draw
 
     traced = simulate(shown.result.scenario.changed(trace=True))
     on = f"{shown.gpus} x {source.device.name}" if shown.gpus else source.device.name
     try:
-        path = draw(rows, traced, f"{source.config.run.name}, simulated on {on}", arguments.png)
+        path = draw(rows, traced, f"{source.resolved.config.run.name}, simulated on {on}", arguments.png)
     except OSError as error:
         raise ConfigError(f"--png: {arguments.png} cannot be written ({error.strerror})") from None
     if not arguments.json:

@@ -1,89 +1,266 @@
-"""``gdpo-nemo train``: a run, or with ``--dry-run`` what it would be."""
+"""``gdpo-nemo train``: start or resume a run. With ``--dry-run``, check config and local data, and print the plan."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from typing import Sequence
+from pathlib import Path
+from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.algorithms.own_functions import is_place
-from gdpo_nemo.api import run as train
-from gdpo_nemo.commands.arguments import add_config, add_verbosity, say, verbosity
-from gdpo_nemo.config.description import describe
+from gdpo_nemo.algorithms.loss_selection import is_import_path
+from gdpo_nemo.commands.arguments import Commands, add_config, add_verbosity, say, verbosity
+from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.load import load_config, to_yaml
-from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.model_checks import data_paths, is_local, is_rows_function
+from gdpo_nemo.config.schema import Config, DatasetConfig, RunConfig
+from gdpo_nemo.data.records import max_prompt_tokens, splits_to_read
+from gdpo_nemo.data.rows import Row, environment_of_row, load_rows
+from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, special_tool_calls
+from gdpo_nemo.models.sources import Format, Source, described_by
 from gdpo_nemo.observe.display import process_start, shown
-from gdpo_nemo.phases import phase
-from gdpo_nemo.supervisor import supervised
-from gdpo_nemo.validation import validate
+from gdpo_nemo.planning.report import describe
+from gdpo_nemo.training.api import run as train
+from gdpo_nemo.training.supervisor import supervised
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.progress import phase
 
 
-def add(commands) -> None:
+def add(commands: Commands) -> None:
     """Register the command."""
-    command = commands.add_parser("train", help="train, or resume the run of the same folder")
+    command = commands.add_parser("train", help="start a training run, or resume the run in the same folder")
     add_config(command)
     add_verbosity(command)
     command.add_argument(
-        "--dry-run", action="store_true", help="validate, print the resolved config and the plan, exit"
+        "--dry-run", action="store_true", help="validate, print the resolved config and the plan, and exit"
     )
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Validate the config, then train; with --dry-run stop after showing what would be done."""
+    """Validate the config, then train or, with --dry-run, print the plan."""
     if arguments.dry_run:
         config = load_config(arguments.config, arguments.overrides)
-        return _dry_run(config, validate(config))
+        return _dry_run(validate(config))
     level = verbosity(arguments)
     with shown(sys.stdout, level) as display:
         with phase("config"):
             config = load_config(arguments.config, arguments.overrides)
-            validate(config)
+            resolved = validate(config)
 
     started = process_start()
 
     def attempt(begin: float | None) -> int:
         with shown(sys.stdout, level, begin, None if begin else display):
-            return train(config, begin or started).status
+            return train(resolved, begin or started).status
 
     return supervised(config, attempt) if arguments.alone and config.run.max_restarts else attempt(None)
 
 
-def _dry_run(config: Config, notes: Sequence[str]) -> int:
-    """Check the data that is here and print the plan, as comments: the output as a whole is a config file again."""
+def _dry_run(resolved: Resolved) -> int:
+    """Check local data, and print the config followed by the plan as comments. The output is a valid config file."""
     from gdpo_nemo.observe.installation import missing_libraries
     from gdpo_nemo.observe.trackers import missing_trackers
 
+    config = resolved.config
+    notes = resolved.notes
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
-        notes = [*notes, missing]
-    notes = [*notes, *missing_trackers(config)]
-    said = to_yaml(config) + "\n" + plan_of(config, notes, check_inputs(config))
-    say(said)
+        notes = (*notes, missing)
+    notes = (*notes, *missing_trackers(config))
+    output = to_yaml(config) + "\n" + plan_of(resolved, notes, check_inputs(resolved))
+    say(output)
     return 0
 
 
-def check_inputs(config: Config) -> list[tuple[str, str]]:
-    """Read the data that is here, load the user's own functions, and compare with the run that is to be resumed; what
-    was found, a (subject, sentence) each.
+def check_inputs(resolved: Resolved) -> list[tuple[str, str]]:
+    """Read local data, load user-defined functions, and compare the config with that of the run to resume.
+
+    Returns the findings as pairs (subject, sentence).
 
     Raises:
-        ConfigError, RunError: what the run would refuse.
+        ConfigError, RunError: the errors that the run would raise.
     """
-    from gdpo_nemo.commands.dry_run import check_data
-    from gdpo_nemo.resume import planned_changes
-    from gdpo_nemo.rollouts.own_objective import check_own_functions
 
+    from gdpo_nemo.rollouts.user_functions import check_own_functions
+    from gdpo_nemo.training.resume import planned_changes
+
+    config = resolved.config
     check_own_functions(config)
-    if is_place(config.algorithm.type):
-        from gdpo_nemo.algorithm import load_algorithm
+    if is_import_path(config.algorithm.type):
+        from gdpo_nemo.training.algorithm import load_algorithm
 
-        load_algorithm(config)
-    return [*check_data(config), *(("resume", sentence) for sentence in planned_changes(config))]
+        load_algorithm(config, resolved.algorithm)
+    return [*check_data(resolved), *(("resume", sentence) for sentence in planned_changes(config))]
 
 
-def plan_of(config: Config, notes: Sequence[str], found: Sequence[tuple[str, str]]) -> str:
-    """What the run would be, as comments of a config file."""
-    from gdpo_nemo.planning.plan_report import brief, text
+def plan_of(resolved: Resolved, notes: Sequence[str], found: Sequence[tuple[str, str]]) -> str:
+    """Return the plan of a run as YAML comments. ``found`` are the findings of ``check_inputs``."""
+    from gdpo_nemo.planning.report import align_lines, dry_run_lines
 
-    lines = [*describe(config, notes).splitlines(), *text([*brief(config), *found]).splitlines()]
+    lines = [*describe(resolved, notes).splitlines(), *align_lines([*dry_run_lines(resolved), *found]).splitlines()]
     return "\n".join(f"# {line}" for line in lines)
+
+
+SMALL_FILE = 32 << 20
+"""Maximum size of a file, in bytes, that is read completely."""
+SAMPLE = 10_000
+"""Number of rows to read from a larger file, and maximum number of prompts to tokenize."""
+
+
+def check_data(resolved: Resolved) -> list[tuple[str, str]]:
+    """Read and check the local data of the splits that the run uses. Returns findings as pairs (subject, sentence).
+
+    Raises:
+        ConfigError: if the run would reject a row, a prompt or an environment's options.
+        RunError: if an environment's code fails.
+    """
+    splits = {split: getattr(resolved.config.data, split) for split in splits_to_read(resolved.config)}
+    locations = {split: data_paths(f"data.{split}", data) for split, data in splits.items()}
+    remote = {split: [place for place in found if not is_local(place)] for split, found in locations.items()}
+    local = {split: data for split, data in splits.items() if locations[split] and not remote[split]}
+    found = []
+    for split, names in remote.items():
+        for location in names:
+            origin = "generated by code" if is_rows_function(location) else "on the Hub"
+            found.append(("data", f"data.{split}: {location} is {origin}, not checked"))
+    if local:
+        found += _check_local(resolved, local)
+    return [*found, *_tool_call_note(resolved)]
+
+
+def _check_local(resolved: Resolved, splits: Mapping[str, DatasetConfig]) -> list[tuple[str, str]]:
+    from gdpo_nemo.environments.registry import check_rewards, load_environments
+
+    config = resolved.config
+    environments = load_environments(config.env)
+    check_rewards(config.gdpo, resolved.algorithm, environments)
+    tokenizer = _local_tokenizer(resolved)
+    if tokenizer is not None and config.teacher.model_name and Path(config.teacher.model_name).is_dir():
+        check_same_tokens(tokenizer, config.teacher.model_name, "teacher.model_name")
+    found = []
+    first_rows: dict[str, tuple[Any, Any]] = {}
+    for split, data in splits.items():
+        rows = load_rows(data, environments, split, config.run.seed, _limit(data))
+        found.append(
+            (
+                "data",
+                f"data.{split}: {_row_count(rows, data)} of {data.path}; "
+                f"{_prompts(resolved, split, rows, environments, tokenizer)}",
+            )
+        )
+        for index, row in enumerate(rows):
+            name = environment_of_row(row, data, environments, split, index)
+            if data.strided is None:
+                first_rows.setdefault(name, (row, data.prompt_key))
+    if not resolved.algorithm.samples:
+        return found
+    return [
+        *found,
+        *(
+            ("env", _check_one_row(config, name, environments[name], row, key))
+            for name, (row, key) in first_rows.items()
+        ),
+    ]
+
+
+def _limit(data: DatasetConfig) -> int | None:
+    """Return the number of rows to read; None to read all of them."""
+    paths = [Path(os.path.expanduser(location)) for location in data_paths("data", data)]
+    if all(path.is_file() for path in paths) and _size(paths) <= SMALL_FILE:
+        return None
+    return SAMPLE
+
+
+def _size(paths: Sequence[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
+
+
+def _row_count(rows: list[Row], data: DatasetConfig) -> str:
+    return f"{len(rows)} rows" if _limit(data) is None or len(rows) < SAMPLE else f"the first {len(rows)} rows"
+
+
+def _local_tokenizer(resolved: Resolved) -> Tokenizer | None:
+    """Return the tokenizer; None if its folder is not on this machine."""
+    folder = _tokenizer_folder(resolved)
+    if folder is None:
+        return None
+    from gdpo_nemo.data.tokenizer import load_tokenizer
+
+    return load_tokenizer(resolved.config.policy, folder)
+
+
+def _tokenizer_folder(resolved: Resolved) -> Path | None:
+    """Return the folder with the run's tokenizer; None if it is not on this machine."""
+    config = resolved.config
+    source = resolved.model.source
+    location: str | Path | None = config.policy.tokenizer_name or config.policy.model_name
+    if source is not None and config.policy.tokenizer_name is None:
+        location = _converted_tokenizer_folder(config.run, source)
+    return Path(location) if location is not None and Path(location).is_dir() else None
+
+
+def _tool_call_note(resolved: Resolved) -> list[tuple[str, str]]:
+    """Return a note if the model uses special tokens for tool calls, because completions are decoded without them."""
+    folder = _tokenizer_folder(resolved) if resolved.algorithm.samples else None
+    names = special_tool_calls(folder) if folder is not None else []
+    if not names:
+        return []
+    sentence = (
+        f"policy.model_name: {', '.join(names)}: tool calls use special tokens; completions are decoded without "
+        "special "
+        "tokens, so environments cannot see tool calls of this model"
+    )
+    return [("model", sentence)]
+
+
+def _converted_tokenizer_folder(run: RunConfig, source: Source) -> Path | None:
+    """Return the tokenizer folder of a model that is not in Hugging Face format; None if only the run creates it."""
+    if source.format is Format.GGUF:
+        from gdpo_nemo.training.inputs import converted_path
+
+        return converted_path(run, source, None)
+    return described_by(source, "policy.model_name")
+
+
+def _prompts(
+    resolved: Resolved, split: str, rows: list[Row], environments: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> str:
+    """Check the prompts and describe their lengths in tokens. Without a tokenizer, only check that each row has one."""
+    from gdpo_nemo.data.examples import check_rows, source_of
+
+    config = resolved.config
+    data = getattr(config.data, split)
+    check_rows(resolved.algorithm, rows, data, split)
+    if tokenizer is None:
+        return "prompts not tokenized, because the tokenizer is not available yet"
+    prompt_limit = max_prompt_tokens(config.policy)
+    source = source_of(resolved.algorithm)(
+        data,
+        environments,
+        tokenizer,
+        split=split,
+        seed=config.run.seed,
+        max_prompt_tokens=prompt_limit,
+        rows=rows[:SAMPLE],
+    )
+    return source.summary(None if len(rows) <= SAMPLE else SAMPLE)
+
+
+def _check_one_row(config: Config, name: str, environment: Any, row: Row, key: str | None) -> str:
+    """Verify completions for one row and describe the result. Environments that require servers are not checked."""
+    from gdpo_nemo.commands.env.check import check_environment
+
+    if environment.plays_with_endpoint or environment.has_preflight:
+        return f"env.{name}: requires the servers of the run, not checked"
+    options = config.env[name] or {}
+    rollout = config.rollout
+    try:
+        check = check_environment(
+            name, options, environment, [row], workers=1, timeout_s=rollout.env_timeout_s, key=key
+        )
+    except ConfigError as error:
+        raise ConfigError(f"env.{name}: {error}") from None
+    details = "; ".join(dict.fromkeys(verdict.detail for verdict in check.verdicts if verdict.detail))
+    failed = f", {check.failed} would be masked ({details})" if check.failed else ""
+    return f"env.{name}: verified {len(check.samples)} completions for row {row['id']} in {check.start_s:.1f} s{failed}"

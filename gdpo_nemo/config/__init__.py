@@ -1,1 +1,1 @@
-"""Typed configuration: schema, loading, validation. Imports no torch."""
+"""Typed configuration: schema, loading, validation. Does not import torch."""

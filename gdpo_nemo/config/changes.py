@@ -1,46 +1,49 @@
-"""What differs between the config a checkpoint was written under and the one a run goes on with."""
+"""Differences between the config of a checkpoint and the config that resumes from it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Mapping
 
-from gdpo_nemo.config.algorithm_choice import PPO
-from gdpo_nemo.config.load import config_to_dict, recorded
+from gdpo_nemo.config.algorithm_choice import ALGORITHMS
+from gdpo_nemo.config.load import config_to_dict, load_config, recorded
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError, mask_urls
+from gdpo_nemo.utils.errors import ConfigError, mask_urls
 
 _ABSENT = object()
 
 _FIXED = {
-    "policy.lora.rank": "the checkpoint holds adapters of that rank, or the whole model where it is 0",
-    "policy.lora.alpha": "the adapters would count otherwise, and the policy would be another one",
-    "policy.lora.target_modules": "the checkpoint holds the adapters of those modules",
-    "policy.lora.share_a": "the checkpoint holds one A or several for the layers that are fused",
-    "policy.megatron_cfg.freeze_moe_router": "the checkpoint's optimizer state is that of the parameters trained so "
-    "far",
+    "policy.lora.rank": "the checkpoint contains adapters of that rank, or the whole model if the rank is 0",
+    "policy.lora.alpha": "the adapters would have another scale, which changes the policy",
+    "policy.lora.target_modules": "the checkpoint contains the adapters of those modules",
+    "policy.lora.share_a": "the checkpoint contains either one A or several for fused layers",
+    "policy.megatron_cfg.freeze_moe_router": "the checkpoint's optimizer state covers only parameters trained so far",
 }
-"""Keys that a run keeps, with the reason. Model and data are compared by their contents instead."""
-_HEADS = {PPO: "a value head", "reward_model": "a reward model's head"}
-"""Algorithms whose checkpoints hold other parameters than those of the others."""
+"""Keys that must not change when a run is resumed, with the reason. Model and data are not listed, because their
+contents are compared instead."""
+_HEADS = {"value": "a value head", "score": "a reward model's head"}
+"""Heads (``AlgorithmSpec.head``) whose parameters are missing in checkpoints of algorithms with another head."""
 
 _CONSEQUENCES = {
-    "run.seed": "prompts are drawn in another order from there on: of this epoch some come again and some do not come",
-    "data.train.shuffle": "prompts are drawn in another order from there on: of this epoch some come again and some do "
-    "not come",
+    "run.seed": "the order of prompts changes from there; in this epoch some prompts repeat and others are skipped",
+    "data.train.shuffle": "the order of prompts changes from there; in this epoch some prompts repeat and others are "
+    "skipped",
 }
 
 
 @dataclass(frozen=True)
 class Change:
-    """One key whose value differs; ``before`` and ``now`` as a person would write them."""
+    """A changed config key."""
 
     key: str
     before: str
+    """Earlier value as readable text."""
     now: str
+    """New value as readable text."""
 
     def sentence(self, step: int) -> str:
-        """The change, the first step it applies to, and what follows from it where that is not plain."""
+        """Describe the change and the first step to which it applies, with the consequence if it is not obvious."""
         consequence = _CONSEQUENCES.get(self.key)
         return f"{self.key}: {self.before} -> {self.now} from step {step} on" + (
             f"; {consequence}" if consequence else ""
@@ -48,9 +51,11 @@ class Change:
 
 
 def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
-    """The keys of ``config`` whose value differs from ``before``, a config file of the same run, in the schema's order.
+    """Return the keys whose value in ``config`` differs from ``before``, in the order of the schema.
 
-    A key that is not in ``before`` had its default: the file may have been written before the key was introduced.
+    Args:
+        before: content of an earlier config file of the same run. A missing key counts as the default, because the file
+            may be older than the key.
     """
     then = {key: mask_urls(value) if isinstance(value, str) else value for key, value in flattened(before).items()}
     now = flattened(recorded(config))
@@ -65,24 +70,26 @@ def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
 
 
 def check_changes(changes: list[Change], what: str) -> None:
-    """Refuse changes that ``what``, a checkpoint, cannot be continued with. Raises ConfigError."""
+    """Raise ConfigError if the run cannot be resumed from the checkpoint ``what`` with these changes."""
     for change in changes:
         if reason := _why_fixed(change):
             raise ConfigError(
-                f"{change.key}: cannot change from {change.before} to {change.now} on resuming {what}: "
-                f"{reason}; keep it, or use another run.name"
+                f"{change.key}: cannot change from {change.before} to {change.now} when resuming {what}: {reason}; "
+                "restore the value, or use another run.name"
             )
 
 
 def _why_fixed(change: Change) -> str | None:
     if change.key == "algorithm.type":
-        kinds = dict.fromkeys((change.before, change.now))
-        return next((f"{kind} alone trains {_HEADS[kind]}" for kind in kinds if kind in _HEADS), None)
+        heads = {name: ALGORITHMS[name].head for name in (change.before, change.now) if name in ALGORITHMS}
+        if len(heads) == 2 and len(set(heads.values())) == 1:
+            return None
+        return next((f"only {name} trains {_HEADS[head]}" for name, head in heads.items() if head in _HEADS), None)
     return _FIXED.get(change.key)
 
 
 def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A tree of sections as dotted keys; an empty section has none."""
+    """Flatten nested sections to a mapping with dotted keys. An empty section adds no keys."""
     if not isinstance(tree, Mapping):
         return {prefix: tree}
     return {
@@ -97,4 +104,18 @@ def _text(value: Any) -> str:
         return "absent"
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def load_saved_config(path: str | Path) -> Config:
+    """Read the config file that a run has written. Raises ConfigError.
+
+    A file without ``policy.share_prompts`` was written before prompts could be shared. Sharing is then disabled, so
+    that measurements and bitwise replays remain valid.
+    """
+    config = load_config(path)
+    if "\n  share_prompts:" not in Path(path).read_text():
+        config.policy.share_prompts = False
+    return config

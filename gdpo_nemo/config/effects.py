@@ -1,9 +1,9 @@
-"""Keys that were changed but could not matter in the chosen mode.
+"""Detection of changed config keys that have no effect with the other settings.
 
-Such a key is a misunderstanding, so it is refused: whoever sets ``kv_cache_memory_bytes`` on a GPU believes it does
-something. A key counts as changed when it differs from the default of the schema, whoever set it; so the saved, fully
-resolved config of a run is itself a valid config. Settings of a feature that is on by default and was switched off for
-this run (validation, checkpoints) are only noted: turning a feature off should not take five overrides.
+Such a key is refused, because the user expects an effect. For example, ``kv_cache_memory_bytes`` has none on GPUs. A
+key counts as changed if its value differs from the schema's default, so the fully resolved config that a run saves is
+also valid. Validation and checkpoints are on by default in many configs. If they are switched off, their remaining
+settings only cause a note, so that switching them off does not require five overrides.
 """
 
 from __future__ import annotations
@@ -13,33 +13,44 @@ from functools import partial
 from typing import Any, Callable, Iterator, Mapping, NamedTuple
 
 from gdpo_nemo.algorithms.estimators import ESTIMATORS
-from gdpo_nemo.algorithms.loss_settings import LossSettings
+from gdpo_nemo.algorithms.loss_selection import correction_entry, loss_entry
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
-from gdpo_nemo.algorithms.own_functions import correction_entry, loss_entry
-from gdpo_nemo.algorithms.ppo_settings import PPOSettings
-from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
 from gdpo_nemo.config.algorithm_choice import (
     ALGORITHMS,
-    DISTILLATION,
-    PPO,
-    PREFERENCES,
+    AlgorithmSpec,
+    Unused,
+    is_transform,
     resolved_loss,
-    rows_of,
-    samples,
 )
-from gdpo_nemo.config.example_types import is_transform
-from gdpo_nemo.config.rollout_bounds import steps_ahead
+from gdpo_nemo.config.rollout_checks import steps_ahead
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport, declared
 
 
 class Effect(NamedTuple):
-    """``keys`` matter only where ``when`` holds; otherwise ``why`` completes the sentence 'has no effect ...'."""
+    """Keys that have an effect only if ``when`` is true. Otherwise ``why`` completes the message "KEY: has no effect
+    ..."."""
 
     keys: tuple[str, ...]
     when: Callable[[Config], bool]
     why: str
+
+    def matters(self, config: Config, algorithm: AlgorithmSpec) -> bool:
+        """Return whether the keys have an effect."""
+        return self.when(config)
+
+
+class AlgorithmEffect(NamedTuple):
+    """``Effect`` with a condition that also depends on the algorithm."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Config, AlgorithmSpec], bool]
+    why: str
+
+    def matters(self, config: Config, algorithm: AlgorithmSpec) -> bool:
+        """Return whether the keys have an effect."""
+        return self.when(config, algorithm)
 
 
 def _gpu(config: Config) -> bool:
@@ -50,16 +61,16 @@ def _validates(config: Config) -> bool:
     return config.gdpo.val_period > 0 or config.gdpo.val_at_start
 
 
-def _has_reference(config: Config) -> bool:
+def _has_reference(config: Config, algorithm: AlgorithmSpec) -> bool:
     kind = config.algorithm.type
-    if kind in PREFERENCES:
+    if algorithm.section == "preference":
         return config.preference.needs_reference(kind)
-    own = kind not in ALGORITHMS  # which may ask for it or not
-    return own or config.loss_fn.reference_policy_kl_penalty > 0 or config.gdpo.kl_in_reward is not None
+    custom = kind not in ALGORITHMS  # a custom class may need the reference
+    return custom or config.loss_fn.reference_policy_kl_penalty > 0 or config.gdpo.kl_in_reward is not None
 
 
 def _rate_changes(config: Config) -> bool:
-    """Return whether the learning rate differs between updates."""
+    """Return whether the learning rate changes during training."""
     schedule = config.policy.megatron_cfg.scheduler
     return schedule.lr_decay_style != "constant" or schedule.lr_warmup_steps > 0
 
@@ -70,53 +81,90 @@ def _standardises(config: Config) -> bool:
 
 
 def _reads_file(split: str, config: Config) -> bool:
-    """Whether the split's rows come from a file; true, too, where there is no such split."""
+    """Return whether the rows of a split come from ``path``, or the split is not configured."""
     dataset = getattr(config.data, split)
     return dataset is None or dataset.path is not None
 
 
-def _asks_rows(split: str, config: Config) -> bool:
-    """Whether the split's rows are prompts, and not texts with anchors; true, too, where there is no such split."""
+def _prompts_are_rows(split: str, config: Config) -> bool:
+    """Return whether each row of a split is one prompt, not a text with anchors, or the split is not configured."""
     return value_of(config, f"data.{split}.strided") is None
 
 
-def _reads_type(split: str, config: Config) -> bool:
-    """Whether the split's type says something: the form of answers, or a transform of rows that are read."""
+def _reads_type(split: str, config: Config, algorithm: AlgorithmSpec) -> bool:
+    """Return whether the ``type`` of a split has an effect, either as a format of answers or as a transform of rows."""
     how = value_of(config, f"data.{split}.type")
-    return _reads_file(split, config) if is_transform(how) else rows_of(config) is not None
+    return _reads_file(split, config) if is_transform(how) else algorithm.rows is not None
 
 
 _VLLM = "policy.generation.vllm_cfg"
 _MEGATRON = "policy.megatron_cfg"
 _OFF_POLICY = "loss_fn.off_policy"
-_SECTIONS = ("off_policy", "aggregation")
-"""Of `loss_fn`: what supervised training reads, or what holds further keys."""
 
 
-def _loss_reads(config: Config) -> tuple[str, ...]:
-    """Keys of `loss_fn` that the loss reads. The KL penalty and the entropy bonus are weighed by the aggregation."""
+def _samples(config: Config, algorithm: AlgorithmSpec) -> bool:
+    return algorithm.samples
+
+
+def _reads_answers(config: Config, algorithm: AlgorithmSpec) -> bool:
+    return algorithm.rows is not None
+
+
+def _loss_reads(config: Config, algorithm: AlgorithmSpec) -> tuple[str, ...]:
+    """Return the keys of `loss_fn` that the loss reads. `aggregation` is added if there is a KL penalty or an entropy
+    bonus, because it also applies to these."""
     loss = config.loss_fn
-    weighed = loss.reference_policy_kl_penalty or loss.entropy_bonus or loss.use_adaptive_entropy
-    beside = ("aggregation",) if weighed else ()
-    return (*loss_entry(loss.type).reads, *beside)
+    has_penalties = loss.reference_policy_kl_penalty or loss.entropy_bonus or loss.use_adaptive_entropy
+    additional = ("aggregation",) if has_penalties else ()
+    return (*loss_entry(loss.type).reads, *additional)
 
 
-def _read_by_some(
-    section: str, registry: Mapping[str, Any], reads: Callable[[Config], tuple[str, ...]]
-) -> Iterator[Effect]:
-    """The keys of a section that some entries of a registry read and others do not."""
+def _correction_reads(config: Config, algorithm: AlgorithmSpec) -> tuple[str, ...]:
+    """Return the keys of `loss_fn.off_policy` that the correction reads."""
+    return correction_entry(resolved_loss(config, algorithm).off_policy.correction).reads
+
+
+_Reads = Callable[[Config, AlgorithmSpec], tuple[str, ...]]
+
+
+def _read_by_some(section: str, registry: Mapping[str, Any], reads: _Reads) -> Iterator[AlgorithmEffect]:
+    """Yield an effect for each key of ``section`` that only some entries of ``registry`` read."""
     choice = {"loss_fn": "type"}.get(section, "mode")
     for key in dict.fromkeys(key for entry in registry.values() for key in entry.reads):
         readers = " or ".join(name for name, entry in registry.items() if key in entry.reads)
-        why = f"unless {section}.{choice} is {readers}, or a function of your own that reads it"
-        yield Effect((f"{section}.{key}",), partial(_is_read, key, reads), why)
+        why = f"unless {section}.{choice} is {readers}, or a custom function that reads it"
+        yield AlgorithmEffect((f"{section}.{key}",), partial(_is_read, key, reads), why)
 
 
-def _is_read(key: str, reads: Callable[[Config], tuple[str, ...]], config: Config) -> bool:
-    return key in reads(config)
+def _of_algorithms() -> Iterator[AlgorithmEffect]:
+    """Yield an effect for the keys that algorithms declare as unused, and for the sections that only some algorithms
+    use."""
+    sections: dict[str, list[str]] = {}
+    for unused in dict.fromkeys(unused for spec in ALGORITHMS.values() for unused in spec.unused):
+        yield AlgorithmEffect(unused.keys, partial(_reads, unused), unused.why)
+    for name, spec in ALGORITHMS.items():
+        if spec.section:
+            sections.setdefault(spec.section, []).append(name)
+    default = Config()
+    for section, readers in sections.items():
+        keys = tuple(f"{section}.{key.name}" for key in fields(getattr(default, section)))
+        readers_text = readers[0] if len(readers) == 1 else f"one of {', '.join(readers)}"
+        yield AlgorithmEffect(keys, partial(_reads_section, section), f"unless algorithm.type is {readers_text}")
 
 
-EFFECTS = (
+def _reads(unused: Unused, config: Config, algorithm: AlgorithmSpec) -> bool:
+    return unused not in algorithm.unused
+
+
+def _reads_section(section: str, config: Config, algorithm: AlgorithmSpec) -> bool:
+    return algorithm.section == section
+
+
+def _is_read(key: str, reads: _Reads, config: Config, algorithm: AlgorithmSpec) -> bool:
+    return key in reads(config, algorithm)
+
+
+EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
     Effect(
         (f"{_VLLM}.gpu_memory_utilization", f"{_VLLM}.enforce_eager", f"{_VLLM}.head_dtype"),
         _gpu,
@@ -125,16 +173,20 @@ EFFECTS = (
     Effect(
         (f"{_VLLM}.head_dtype",),
         lambda config: config.policy.precision == "bfloat16",
-        "with policy.precision float32, in which everything is",
+        "with policy.precision float32, where logits are float32 as well",
     ),
     Effect(("policy.offload_reference",), _gpu, "on CPU (cluster.gpus_per_node is 0)"),
     Effect(
         ("policy.offload_reference",),
         lambda c: not c.policy.lora.rank,
-        "with policy.lora, under which the model without its adapters is the reference",
+        "with policy.lora, where the model without its adapters is the reference",
     ),
-    Effect((f"{_VLLM}.kv_cache_memory_bytes",), lambda c: not _gpu(c), "on GPUs, where gpu_memory_utilization decides"),
     Effect(
+        (f"{_VLLM}.kv_cache_memory_bytes",),
+        lambda c: not _gpu(c),
+        "on GPUs, where gpu_memory_utilization sets the size",
+    ),
+    AlgorithmEffect(
         (
             "gdpo.estimator",
             "gdpo.preset",
@@ -153,79 +205,24 @@ EFFECTS = (
             "rollout.save_groups",
             "rollout.endpoint.enabled",
         ),
-        samples,
+        _samples,
         "with an algorithm that does not sample",
     ),
-    Effect(
-        (
-            "gdpo.estimator",
-            "gdpo.preset",
-            "gdpo.batch_norm",
-            "gdpo.epsilon",
-            "gdpo.options",
-            "gdpo.kl_in_reward",
-            "gdpo.credit",
-            "gdpo.dynamic_sampling.enabled",
-        ),
-        lambda c: c.algorithm.type != DISTILLATION,
-        "with algorithm distillation, whose advantages are the teacher's",
-    ),
-    Effect(
-        (
-            "gdpo.estimator",
-            "gdpo.preset",
-            "gdpo.batch_norm",
-            "gdpo.epsilon",
-            "gdpo.options",
-            "gdpo.discount",
-            "gdpo.turn_baseline",
-        ),
-        lambda c: c.algorithm.type != PPO,
-        "with algorithm ppo, whose advantages are the value head's, as the section ppo says",
-    ),
-    Effect(
-        tuple(f"ppo.{field.name}" for field in fields(PPOSettings)),
-        lambda c: c.algorithm.type == PPO,
-        "unless algorithm.type is ppo",
-    ),
-    Effect(
-        ("teacher.model_name",),
-        lambda c: c.algorithm.type == DISTILLATION,
-        "unless algorithm.type is distillation",
-    ),
-    Effect(
-        (*(f"loss_fn.{f.name}" for f in fields(LossSettings) if f.name not in _SECTIONS), f"{_OFF_POLICY}.mode"),
-        lambda c: rows_of(c) is None,
-        "with an algorithm that brings its own loss (sft, and those of the section preference)",
-    ),
-    Effect(
-        ("loss_fn.aggregation",),
-        lambda c: c.algorithm.type not in PREFERENCES,
-        "with the algorithms of the section preference, whose mean is over pairs or answers",
-    ),
-    Effect(
-        ("gdpo.num_generations_per_prompt",),
-        lambda c: rows_of(c) is None,
-        "with an algorithm whose rows say how many answers they have",
-    ),
-    Effect(
-        tuple(f"preference.{field.name}" for field in fields(PreferenceSettings)),
-        lambda c: c.algorithm.type in PREFERENCES,
-        f"unless algorithm.type is one of {', '.join(PREFERENCES)}",
-    ),
+    *_of_algorithms(),
     *(
-        Effect(
+        AlgorithmEffect(
             (f"data.{split}.train_on",),
-            lambda c: rows_of(c) is not None,
-            "with an algorithm that reads no answers from the data",
+            _reads_answers,
+            "with an algorithm that does not read answers from the data",
         )
         for split in ("train", "validation")
     ),
     *(
-        Effect(
+        AlgorithmEffect(
             (f"data.{split}.type",),
             partial(_reads_type, split),
-            "with an algorithm that reads no answers from the data; file.py:function transforms rows of a path",
+            "with an algorithm that does not read answers from the data; a transform (file.py:function) requires a "
+            "path",
         )
         for split in ("train", "validation")
     ),
@@ -233,7 +230,7 @@ EFFECTS = (
     Effect(
         ("gdpo.epsilon",),
         lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo", "gpg", "reinforce_plus_plus") or _standardises(c),
-        "with an estimator that divides by no standard deviation",
+        "with an estimator that does not divide by a standard deviation",
     ),
     Effect(("gdpo.discount", "gdpo.turn_baseline"), lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),
     Effect(
@@ -266,17 +263,17 @@ EFFECTS = (
         lambda c: c.loss_fn.use_adaptive_entropy,
         "without loss_fn.use_adaptive_entropy",
     ),
-    Effect(
+    AlgorithmEffect(
         ("policy.sync_ref_model",),
         _has_reference,
-        "where nothing refers to a reference: no KL penalty in loss or reward, and neither dpo nor kto",
+        "without a reference model, which only KL penalties (in loss or reward), dpo and kto use",
     ),
     Effect(
         ("policy.ref_model_sync_steps", "policy.ref_model_mixup_alpha"),
         lambda c: c.policy.sync_ref_model,
         "without policy.sync_ref_model",
     ),
-    *_read_by_some(_OFF_POLICY, CORRECTIONS, lambda c: correction_entry(resolved_loss(c).off_policy.correction).reads),
+    *_read_by_some(_OFF_POLICY, CORRECTIONS, _correction_reads),
     Effect(
         (f"{_MEGATRON}.scheduler.lr_decay_steps", f"{_MEGATRON}.optimizer.min_lr"),
         lambda c: c.policy.megatron_cfg.scheduler.lr_decay_style != "constant",
@@ -295,7 +292,7 @@ EFFECTS = (
     Effect(
         (f"{_MEGATRON}.freeze_moe_router",),
         lambda c: not c.policy.lora.rank,
-        "with policy.lora, which trains the adapters alone",
+        "with policy.lora, which trains only the adapters",
     ),
     Effect(
         (f"{_MEGATRON}.num_layers_in_first_pipeline_stage", f"{_MEGATRON}.num_layers_in_last_pipeline_stage"),
@@ -331,7 +328,7 @@ EFFECTS = (
     Effect(
         ("rollout.kv",),
         lambda c: steps_ahead(c) > 0,
-        "while no sample is under way when weights change (rollout.max_staleness is not above sync_every - 1)",
+        "while no sample is in flight when weights change (rollout.max_staleness is not above sync_every - 1)",
     ),
     Effect(
         ("rollout.save_trainer_logprobs", "rollout.save_entropies", "rollout.save_groups"),
@@ -356,7 +353,7 @@ EFFECTS = (
     Effect(
         ("weights.bucket_mib",),
         lambda c: declared(chosen_transport(c)).uses_buckets,
-        "with weights.transport memory, nor with any other that sends a model as a whole (uses_buckets)",
+        "with weights.transport memory, or any other transport that sends the model as a whole (uses_buckets is False)",
     ),
     Effect(
         ("checkpointing.keep_best",),
@@ -374,14 +371,14 @@ EFFECTS = (
     *(
         Effect(
             tuple(f"data.{split}.{key}" for key in ("system_prompt", "prompt_template", "chat_template_kwargs")),
-            partial(_asks_rows, split),
-            f"with data.{split}.strided, whose prompts are pieces of a text as they are",
+            partial(_prompts_are_rows, split),
+            f"with data.{split}.strided, whose prompts are unchanged pieces of text",
         )
         for split in ("train", "validation")
     ),
 )
 
-SWITCHED_OFF = (
+SWITCHED_OFF: tuple[Effect | AlgorithmEffect, ...] = (
     Effect(
         (
             "data.validation",
@@ -406,9 +403,11 @@ SWITCHED_OFF = (
 )
 
 
-def keys_without_effect(config: Config, effects: tuple[Effect, ...] = EFFECTS) -> list[str]:
-    """One sentence per changed key that cannot matter, in the order of the table."""
-    idle = [effect for effect in effects if not effect.when(config)]
+def keys_without_effect(
+    config: Config, algorithm: AlgorithmSpec, effects: tuple[Effect | AlgorithmEffect, ...] = EFFECTS
+) -> list[str]:
+    """Return a sentence for each changed key that has no effect, in the order of ``effects``."""
+    idle = [effect for effect in effects if not effect.matters(config, algorithm)]
     return [f"{key}: has no effect {effect.why}" for effect in idle for key in effect.keys if _changed(config, key)]
 
 
@@ -420,7 +419,7 @@ def _changed(config: Config, key: str) -> bool:
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value at a dotted key of the schema; None below a section that is null."""
+    """Return the value at a dotted key of the schema. Returns None for keys below a null section."""
     node: Any = config
     for name in key.split(".") if key else []:
         node = getattr(node, name, None)

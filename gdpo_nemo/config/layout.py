@@ -1,17 +1,19 @@
-"""How many ranks a config asks for, who gets which GPUs, and how a step divides into updates. Pure arithmetic."""
+"""Parallel layout of a run: ranks, GPUs, pipeline stages, and updates per step. ``Resolved`` combines a config with
+these."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gdpo_nemo.config.algorithm_choice import engines, sequences_per_prompt
-from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
+from gdpo_nemo.config.schema import Config, GdpoConfig, MegatronConfig
+from gdpo_nemo.models.sources import ModelFacts
+from gdpo_nemo.utils.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The processes of a run. On CPU the ranks are processes without a device."""
+    """Parallel sizes and number of processes of a run. On CPU, a rank is a process without a device."""
 
     tensor: int
     pipeline: int
@@ -22,46 +24,50 @@ class Layout:
     engines: int
     engine_tensor: int
     gpus: int
-    """GPUs of the whole job; 0 on CPU."""
+    """Total number of GPUs of the run; 0 on CPU."""
     colocated: bool = False
-    """Whether engine ranks sit on the devices of policy ranks, and the two take turns."""
+    """True if engine ranks share the devices of policy ranks and run only while the policy does not train."""
 
     first_layers: int | None = None
-    """Layers of the first pipeline stage where that is uneven; ``config.stages`` places them."""
+    """Number of layers of the first pipeline stage if it is configured. ``stage_layers`` divides the other layers."""
     last_layers: int | None = None
-    """Layers of the last pipeline stage where that is uneven."""
+    """Number of layers of the last pipeline stage if it is configured."""
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one replica of the policy."""
+        """Number of ranks of one replica of the policy."""
         return self.tensor * self.pipeline * self.context
 
     @property
     def policy_ranks(self) -> int:
-        """Ranks of the whole policy."""
+        """Number of ranks of all replicas of the policy."""
         return self.model_ranks * self.data
 
     @property
     def engine_ranks(self) -> int:
-        """Ranks of all engines together."""
+        """Number of ranks of all engines."""
         return self.engines * self.engine_tensor
 
     @property
     def idle_gpus(self) -> int:
-        """GPUs that nothing uses."""
+        """Number of GPUs that the run does not use."""
         return self.gpus - self.devices if self.gpus else 0
 
     @property
     def devices(self) -> int:
-        """GPUs in use (on CPU: what they would be); those that policy and engine share count once."""
+        """Number of GPUs in use; on CPU, the number of GPUs that the same layout would use. A device shared by policy
+        and engine counts once."""
         return self.policy_ranks if self.colocated else self.policy_ranks + self.engine_ranks
 
 
-def resolve_layout(config: Config) -> Layout:
-    """Derive the layout, with ``data_parallel_size`` filled in where it is null.
+def resolve_layout(config: Config, algorithm: AlgorithmSpec | None = None) -> Layout:
+    """Derive the layout from a config, including ``data_parallel_size`` if it is null.
+
+    Args:
+        algorithm: specification of the config's algorithm, if it is already known.
 
     Raises:
-        ConfigError: the layout does not fit the GPUs or is inconsistent in itself.
+        ConfigError: if the layout does not fit on the GPUs or is inconsistent.
     """
     megatron = config.policy.megatron_cfg
     generation = config.policy.generation
@@ -70,9 +76,10 @@ def resolve_layout(config: Config) -> Layout:
     pipeline = megatron.pipeline_model_parallel_size
     model = tensor * pipeline * megatron.context_parallel_size
     gpus = cluster.num_nodes * cluster.gpus_per_node
+    engines = generation.engines if (algorithm or spec_of(config)).samples else 0
     data = megatron.data_parallel_size
     if gpus:
-        data = _data_parallel_on_gpus(config, gpus, model)
+        data = _data_parallel_on_gpus(config, gpus, model, engines)
     layout = Layout(
         tensor=tensor,
         pipeline=pipeline,
@@ -80,7 +87,7 @@ def resolve_layout(config: Config) -> Layout:
         expert=megatron.expert_model_parallel_size,
         expert_tensor=megatron.expert_tensor_parallel_size or tensor,
         data=data or 1,
-        engines=engines(config),
+        engines=engines,
         engine_tensor=generation.vllm_cfg.tensor_parallel_size,
         gpus=gpus,
         colocated=cluster.placement == "colocated",
@@ -92,22 +99,22 @@ def resolve_layout(config: Config) -> Layout:
     return layout
 
 
-def _data_parallel_on_gpus(config: Config, gpus: int, model: int) -> int:
+def _data_parallel_on_gpus(config: Config, gpus: int, model: int, engines: int) -> int:
     generation = config.policy.generation
     data = config.policy.megatron_cfg.data_parallel_size
     per_engine = generation.vllm_cfg.tensor_parallel_size
     left = gpus
-    share = f"there are {gpus}"
+    share = f"{gpus} GPUs are available"
     fewer = ""
-    other = "choose a layout that divides them"
-    if config.cluster.placement == "separate" and engines(config):
-        left = gpus - engines(config) * per_engine
-        share = f"{gpus} GPUs less {engines(config)} x {per_engine} for the engines leave {max(left, 0)}"
+    other = "choose a layout that divides the number of GPUs"
+    if config.cluster.placement == "separate" and engines:
+        left = gpus - engines * per_engine
+        share = f"{gpus} GPUs minus {engines} x {per_engine} for the engines leave {max(left, 0)}"
         fewer = "fewer engines, "
-        other = "set policy.generation.engines so that it is"
+        other = "change policy.generation.engines"
     if per_engine > config.cluster.gpus_per_node:
         raise ConfigError(
-            f"policy.generation.vllm_cfg.tensor_parallel_size: an engine of {per_engine} ranks does not fit a node "
+            f"policy.generation.vllm_cfg.tensor_parallel_size: an engine of {per_engine} ranks does not fit on a node "
             f"of {config.cluster.gpus_per_node} GPUs"
         )
     if left < model * (data or 1):
@@ -118,7 +125,7 @@ def _data_parallel_on_gpus(config: Config, gpus: int, model: int) -> int:
     if data is None and left % model:
         raise ConfigError(
             f"policy.megatron_cfg.data_parallel_size: {share}, which is not a multiple of the {model} ranks of one "
-            f"replica; {other}, or data_parallel_size={left // model} to leave some idle"
+            f"replica; {other}, or set data_parallel_size={left // model} to leave some GPUs idle"
         )
     return data or left // model
 
@@ -127,8 +134,8 @@ def _check_shared(layout: Layout) -> None:
     if layout.colocated and layout.engine_ranks > layout.policy_ranks:
         raise ConfigError(
             f"policy.generation.engines: {layout.engines} x {layout.engine_tensor} = {layout.engine_ranks} engine "
-            f"ranks cannot share the devices of {layout.policy_ranks} policy ranks (cluster.placement colocated); at "
-            f"most {layout.policy_ranks // layout.engine_tensor} engines"
+            f"ranks cannot share the devices of {layout.policy_ranks} policy ranks (cluster.placement colocated); use "
+            f"at most {layout.policy_ranks // layout.engine_tensor} engines"
         )
 
 
@@ -139,57 +146,211 @@ def _check_experts(layout: Layout) -> None:
         works = [n for n in range(1, ranks + 1) if ranks % (n * layout.expert_tensor) == 0]
         raise ConfigError(
             f"policy.megatron_cfg.expert_model_parallel_size: {layout.expert} x expert tensor {layout.expert_tensor} "
-            f"= {experts} does not divide the {ranks} ranks of a pipeline stage (tensor x context x data); "
-            f"possible with this expert tensor size: {', '.join(map(str, works)) or 'none'}"
+            f"= {experts} does not divide the {ranks} ranks of a pipeline stage (tensor x context x data); possible "
+            f"values with this expert tensor size: {', '.join(map(str, works)) or 'none'}"
         )
 
 
-def samples_per_step(config: Config) -> int:
-    """Sequences in one step, before any is dropped."""
-    return config.gdpo.num_prompts_per_step * sequences_per_prompt(config)
+def samples_per_step(gdpo: GdpoConfig, algorithm: AlgorithmSpec) -> int:
+    """Return the number of sequences in one step, before dynamic sampling drops any."""
+    return gdpo.num_prompts_per_step * algorithm.sequences_per_prompt(gdpo)
 
 
-def prompts_per_round(config: Config) -> int:
-    """Prompts that a step samples at once: those it trains, unless ``gdpo.dynamic_sampling`` draws larger batches."""
-    count = config.gdpo.num_prompts_per_step
-    dynamic = config.gdpo.dynamic_sampling
+def prompts_per_round(gdpo: GdpoConfig) -> int:
+    """Return the number of prompts in one generation round.
+
+    This equals ``gdpo.num_prompts_per_step``, unless ``gdpo.dynamic_sampling.batch_multiplier`` enlarges the rounds.
+    """
+    count = gdpo.num_prompts_per_step
+    dynamic = gdpo.dynamic_sampling
     return int(count * dynamic.batch_multiplier) if dynamic.enabled and dynamic.batch_multiplier else count
 
 
-def prompt_limit(config: Config, prompts: int) -> int | None:
-    """Prompts that ``gdpo.max_num_epochs`` passes over ``prompts`` training prompts take; None where it sets no limit.
+def prompt_limit(gdpo: GdpoConfig, prompts: int) -> int | None:
+    """Return the number of prompts in ``gdpo.max_num_epochs`` epochs; None without a limit.
 
-    A pass counts its whole rounds alone: what is left over is fewer prompts than a round takes. Never below one round.
+    Only complete rounds of each epoch count. The result is at least one round.
+
+    Args:
+        prompts: number of training prompts in an epoch.
     """
-    epochs = config.gdpo.max_num_epochs
-    per_round = prompts_per_round(config)
+    epochs = gdpo.max_num_epochs
+    per_round = prompts_per_round(gdpo)
     return None if epochs is None else max(1, epochs * (prompts // per_round)) * per_round
 
 
-def last_step(config: Config, limit: int | None) -> int:
-    """Number of the run's last step if every step takes one round of ``limit`` prompts; with dynamic sampling some take
-    more."""
-    steps = config.gdpo.max_num_steps
-    return steps if limit is None else min(steps, limit // prompts_per_round(config))
+def last_step(gdpo: GdpoConfig, limit: int | None) -> int:
+    """Return the last step of a run in which every step uses one generation round.
+
+    With dynamic sampling, steps may use more rounds, so that the limit is reached earlier.
+
+    Args:
+        limit: maximum number of prompts (``prompt_limit``); None: no limit.
+    """
+    steps = gdpo.max_num_steps
+    return steps if limit is None else min(steps, limit // prompts_per_round(gdpo))
 
 
-def samples_per_update(config: Config) -> int:
-    """Sequences in one optimizer update. Raises ConfigError as ``updates_per_step`` does."""
-    return samples_per_step(config) * config.gdpo.num_iterations // updates_per_step(config)
-
-
-def updates_per_step(config: Config) -> int:
-    """Optimizer updates in one step.
+def updates_per_step(config: Config, algorithm: AlgorithmSpec) -> int:
+    """Return the number of optimizer updates in one step.
 
     Raises:
-        ConfigError: the step does not divide into whole updates.
+        ConfigError: if the samples of a step do not divide into updates of equal size.
     """
-    samples = samples_per_step(config)
+    samples = samples_per_step(config.gdpo, algorithm)
     size = config.policy.train_global_batch_size or samples
     if size < 1 or samples % size:
         raise ConfigError(
             f"policy.train_global_batch_size: {size} does not divide the {samples} samples of a step "
-            f"(num_prompts_per_step {config.gdpo.num_prompts_per_step} x num_generations_per_prompt "
-            f"{sequences_per_prompt(config)}); null makes one update"
+            f"(num_prompts_per_step {config.gdpo.num_prompts_per_step} x "
+            f"num_generations_per_prompt {algorithm.sequences_per_prompt(config.gdpo)}); use null for a single update"
         )
     return samples // size * config.gdpo.num_iterations
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config with the algorithm, layout and model that it determines. ``validate`` creates it once, and later code
+    reads it."""
+
+    config: Config
+    algorithm: AlgorithmSpec
+    layout: Layout
+    model: ModelFacts
+    notes: tuple[str, ...] = ()
+    """Notes on settings that are valid but may be unintended, one sentence each."""
+
+    @property
+    def sequences_per_prompt(self) -> int:
+        """Number of sequences that a step creates for each of its prompts."""
+        return self.algorithm.sequences_per_prompt(self.config.gdpo)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Number of sequences in one step, before dynamic sampling drops any."""
+        return samples_per_step(self.config.gdpo, self.algorithm)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Number of optimizer updates in one step."""
+        return updates_per_step(self.config, self.algorithm)
+
+    @property
+    def samples_per_update(self) -> int:
+        """Number of sequences in one optimizer update."""
+        return self.samples_per_step * self.config.gdpo.num_iterations // self.updates_per_step
+
+    def changed(self, config: Config) -> Resolved:
+        """Return a copy for another config that has the same algorithm and model. The layout is derived again.
+
+        Raises:
+            ConfigError: if the layout does not fit on the GPUs or is inconsistent.
+        """
+        return replace(self, config=config, layout=resolve_layout(config, self.algorithm))
+
+    def with_ranks(self) -> Resolved:
+        """Return a copy whose config contains the derived ``data_parallel_size``.
+
+        The config of the run itself is not changed, because a resumed run is compared with the values that the user
+        set.
+        """
+        megatron = replace(self.config.policy.megatron_cfg, data_parallel_size=self.layout.data)
+        return replace(self, config=replace(self.config, policy=replace(self.config.policy, megatron_cfg=megatron)))
+
+
+_PREFIX = "policy.megatron_cfg"
+
+
+def stage_layers(layers: int, stages: int, first: int | None = None, last: int | None = None) -> list[range]:
+    """Divide the layers among the pipeline stages as evenly as possible, and return a range of layers per stage.
+
+    Args:
+        layers: number of layers of the Hugging Face model.
+        stages: number of pipeline stages. Virtual stages count as stages.
+        first, last: ``num_layers_in_first_pipeline_stage`` and ``num_layers_in_last_pipeline_stage``; None: not
+            configured.
+    """
+    between = stages - (first is not None) - (last is not None)
+    start = first or 0
+    rest = layers - (first or 0) - (last or 0)
+    cuts = [start + round(i * rest / between) for i in range(between + 1)] if between else [start]
+    ends = ([0] if first is not None else []) + cuts + ([layers] if last is not None else [])
+    return [range(start, stop) for start, stop in zip(ends, ends[1:])]
+
+
+def check_stages(layers: int | None, layout: MegatronConfig) -> None:
+    """Check that the model's layers can be divided among the pipeline stages.
+
+    Args:
+        layers: number of layers of the model; None if unknown, so that only the settings are checked.
+
+    Raises:
+        ConfigError: if the layers cannot be divided. The message contains the key and the possible values.
+    """
+    pipeline = layout.pipeline_model_parallel_size
+    virtual = layout.virtual_pipeline_model_parallel_size
+    uneven = {
+        f"{_PREFIX}.num_layers_in_{end}_pipeline_stage": count
+        for end, count in (
+            ("first", layout.num_layers_in_first_pipeline_stage), ("last", layout.num_layers_in_last_pipeline_stage),
+        )
+        if count is not None and pipeline > 1
+    }  # fmt: skip
+    if uneven and virtual:
+        raise ConfigError(f"{next(iter(uneven))}: conflicts with virtual_pipeline_model_parallel_size")
+    if not isinstance(layers, int):
+        return
+    if not uneven:
+        _check_even(layers, pipeline, virtual)
+        return
+    between = pipeline - len(uneven)
+    rest = layers - sum(uneven.values())
+    key = next(iter(uneven))
+    counts = " and ".join(str(count) for count in uneven.values())
+    if not between and rest:
+        raise ConfigError(f"{key}: the two stages have {counts} layers, but the model has {layers}")
+    if between and (rest < between or rest % between):
+        raise ConfigError(
+            f"{key}: {counts} of the model's {layers} layers leave {rest} for the {between} other stages "
+            f"of {_PREFIX}.pipeline_model_parallel_size {pipeline}, which must share them evenly"
+        )
+
+
+def _check_even(layers: int, pipeline: int, virtual: int | None) -> None:
+    if layers % pipeline:
+        works = ", ".join(str(n) for n in range(1, layers + 1) if layers % n == 0)
+        raise ConfigError(
+            f"{_PREFIX}.pipeline_model_parallel_size: {pipeline} does not divide the model's {layers} layers; "
+            f"possible: {works}, or set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage"
+        )
+    if virtual and layers // pipeline % virtual:
+        works = ", ".join(str(n) for n in range(1, layers // pipeline + 1) if layers // pipeline % n == 0)
+        raise ConfigError(
+            f"{_PREFIX}.virtual_pipeline_model_parallel_size: {virtual} does not divide the model's "
+            f"{layers // pipeline} layers in each of {pipeline} stages; possible: {works}"
+        )
+
+
+def prompt_sharing(config: Config) -> bool | None:
+    """Return whether prompts are shared: True (always), False (never), or None (only if it saves work).
+
+    ``auto`` never shares prompts on GPUs, because the gain was not measured there.
+    """
+    chosen = config.policy.share_prompts
+    if chosen == "auto":
+        return False if config.cluster.gpus_per_node else None
+    return bool(chosen)
+
+
+def check_prompt_sharing(config: Config) -> None:
+    """Check that ``policy.share_prompts`` is valid and that the attention backend supports it. Raises ConfigError."""
+    chosen = config.policy.share_prompts
+    if not isinstance(chosen, bool) and chosen != "auto":
+        raise ConfigError(f"policy.share_prompts: {chosen!r} is not a valid value (accepted: auto, true, false)")
+    megatron = config.policy.megatron_cfg
+    engine = megatron.attention_backend != "sdpa" and megatron.transformer_engine is not False
+    if chosen is True and config.cluster.gpus_per_node and engine:
+        raise ConfigError(
+            "policy.share_prompts: true is not supported by TransformerEngine's attention; use auto, or "
+            "policy.megatron_cfg.attention_backend: sdpa"
+        )

@@ -1,8 +1,9 @@
-"""From YAML files and command-line overrides to a typed, checked ``Config``.
+"""Conversion of YAML files and command-line overrides to a typed, checked ``Config``.
 
-Every source is checked against the schema by itself before anything is merged, so a message can name the file that
-holds the mistake. OmegaConf then merges, resolves ``${...}`` and builds the dataclasses. Left out on purpose: Hydra's
-groups, sweeps and ``+key`` syntax; a run is one file, its parents and a list of ``key=value``.
+Each source (file, mapping or override) is checked against the schema before it is merged, so that a message can name
+the file with the mistake. OmegaConf then merges the sources, resolves ``${...}`` and builds the dataclasses. Hydra's
+groups, sweeps and ``+key`` syntax are deliberately not supported: a run is one file, its parents and a list of
+``key=value``.
 """
 
 from __future__ import annotations
@@ -23,46 +24,50 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from gdpo_nemo.config.algorithm_choice import declares_sampling
-from gdpo_nemo.config.choices import CHOICES, OWN_FUNCTIONS, SECTIONS_OFF
-from gdpo_nemo.config.files import DEMO, REPOSITORY, find_file
-from gdpo_nemo.config.interpolation_bound import check_interpolations
-from gdpo_nemo.config.messages import message_line
-from gdpo_nemo.config.reading import Refused, check_yaml, read_text
-from gdpo_nemo.config.reward_weights import weights_beside_rewards
+from gdpo_nemo.config.algorithm_choice import spec_named
+from gdpo_nemo.config.allowed_values import CHOICES, CUSTOM_FUNCTIONS, SECTIONS_OFF
+from gdpo_nemo.config.objective_checks import environment_weights
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.config.writing import write_whole
-from gdpo_nemo.errors import SHORTEST_SECRET, ConfigError, mask_urls, remember_secret, without_secrets
+from gdpo_nemo.utils.errors import (
+    SHORTEST_SECRET,
+    ConfigError,
+    mask_urls,
+    message_line,
+    remember_secret,
+    without_secrets,
+)
+from gdpo_nemo.utils.files import Refused, check_interpolations, check_yaml, read_text, write_whole
+from gdpo_nemo.utils.source import DEMO, REPOSITORY, find_file
 
 MOST_FILES = 100
-"""Files that a config may inherit from, each as often as it is named: two parents with two each are six."""
-_SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "a text"}
+"""Maximum number of inherited files. A file counts each time: two parents with two parents each are six files."""
+_SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
 ConfigSource = Union[str, "os.PathLike[str]", Mapping[str, Any], Config, None]
-"""A YAML file, what stands in one, a config that was loaded, or None for the demo."""
+"""A YAML file, the content of one, a loaded config, or None for the demo config."""
 Overrides = Union[Sequence[str], Mapping[str, Any]]
-"""Texts ``section.key=value``, or a mapping {"section.key": value} of Python values."""
+"""List of ``section.key=value`` texts, or mapping of dotted keys to Python values."""
 Sources = list[tuple[str, dict[str, Any], bool]]
-"""For each its name in messages, its content, and whether mappings of rewards and environments in it are all there
-are."""
+"""List of (name for messages, content, complete). If ``complete`` is True, a mapping of rewards or environments in the
+content replaces earlier entries. Otherwise its entries are added."""
 _LISTS = ("gdpo", "gdpo.rewards", "env")
-"""Keys under which an override lists rewards or environments as a whole."""
+"""Keys for which the value of an override is a complete mapping of rewards or environments."""
 
 
 def load_config(config: ConfigSource = None, overrides: Overrides = ()) -> Config:
-    """Read ``config`` with its ``defaults:``, apply the overrides and return the typed config.
+    """Read a config with its parents (``defaults:``), apply the overrides and return the typed config.
 
-    Files are looked up from the working directory, then among those that come with the package.
+    Files are searched in the working directory first, then in the package.
 
     Raises:
-        ConfigError: in one line, for anything that does not fit the schema.
+        ConfigError: if anything does not fit the schema. The message has one line.
     """
     return build_config(merge_sources([*read_config(config), *read_overrides(overrides)]))
 
 
 def read_config(config: ConfigSource) -> Sources:
-    """The config's parents, oldest first, then itself. Raises ConfigError."""
+    """Return a config's parents, oldest first, followed by the config itself. Raises ConfigError."""
     if isinstance(config, Config):
         return [("config", config_to_dict(config), True)]
     if isinstance(config, Mapping):
@@ -76,7 +81,7 @@ def read_config(config: ConfigSource) -> Sources:
 
 
 def read_overrides(overrides: Overrides) -> Sources:
-    """The overrides in order. Raises ConfigError."""
+    """Return the overrides as sources, in the given order. Raises ConfigError."""
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: expected a list or a mapping, got the text {overrides!r}")
     if isinstance(overrides, Mapping):
@@ -85,16 +90,17 @@ def read_overrides(overrides: Overrides) -> Sources:
 
 
 def merge_sources(sources: Sources, merged: DictConfig | None = None) -> DictConfig:
-    """Check every source against the schema and merge them in order, into ``merged`` if given. Raises ConfigError.
+    """Check each source against the schema and merge all of them in order. Raises ConfigError.
 
-    ``merged`` is changed in place.
+    Args:
+        merged: config to merge into, which is changed in place. None: a new config with the schema's defaults.
     """
     merged = copy.deepcopy(_schema()) if merged is None else merged
-    for source, given, whole in sources:
-        content = _switch_off(given, merged)
+    for source, raw, complete in sources:
+        content = _switch_off(raw, merged)
         _check(content, Config, "", source)
         try:
-            if whole:
+            if complete:
                 _replace_listed(merged, content)
             merged.merge_with(content)
         except OmegaConfBaseException as error:
@@ -104,7 +110,7 @@ def merge_sources(sources: Sources, merged: DictConfig | None = None) -> DictCon
 
 @functools.cache
 def _schema() -> DictConfig:
-    """The schema with its defaults, for copies: a copy takes a fifth of the time."""
+    """Return the schema with its defaults. Callers must copy it, which takes a fifth of the time of creating it."""
     return cast(DictConfig, OmegaConf.structured(Config))
 
 
@@ -112,7 +118,7 @@ _field_types = functools.cache(get_type_hints)
 
 
 def _switch_off(content: dict[str, Any], merged: DictConfig) -> dict[str, Any]:
-    """Return ``content`` with its null sections switched off, and give these sections their defaults in ``merged``."""
+    """Return ``content`` with each null section replaced by its disabling key, and reset that section in ``merged``."""
     for key, (switch, value) in SECTIONS_OFF.items():
         *outer, name = key.split(".")
         node: Any = content
@@ -126,13 +132,13 @@ def _switch_off(content: dict[str, Any], merged: DictConfig) -> dict[str, Any]:
 
 
 def _with_value(content: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """A copy of nested mappings with another value at a path."""
+    """Return a copy of nested mappings with ``value`` at ``path``."""
     name, *inner = path
     return {**content, name: _with_value(content[name], inner, value) if inner else value}
 
 
 def _plain(value: Any) -> Any:
-    """Mappings as dictionaries, sequences as lists and paths as texts, as YAML would have them."""
+    """Convert a value to YAML types: mappings to dictionaries, sequences to lists, and paths to strings."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -141,9 +147,9 @@ def _plain(value: Any) -> Any:
 
 
 def _nested(key: str, value: Any) -> dict[str, Any]:
-    """``value`` under the dotted ``key``. Raises ConfigError."""
+    """Return nested mappings that contain ``value`` at the dotted ``key``. Raises ConfigError."""
     if not all(key.split(".")):
-        raise ConfigError(f"{key!r}: an override is named section.key")
+        raise ConfigError(f"{key!r}: expected an override of the form section.key")
     content: Any = value
     for name in reversed(key.split(".")):
         content = {name: content}
@@ -151,10 +157,10 @@ def _nested(key: str, value: Any) -> dict[str, Any]:
 
 
 def _replace_listed(merged: DictConfig, content: Mapping[str, Any]) -> None:
-    """Take out of ``merged`` what a mapping in ``content`` stands for as a whole.
+    """Remove the rewards and environments from ``merged`` that a complete mapping in ``content`` does not list.
 
-    Rewards and environments given as a mapping are all there are; an environment of the same name keeps the options it
-    had. ``gdpo.rewards.format=2`` and ``env.mine.strict=true`` change one of them.
+    An environment that is listed in both keeps its earlier options. Overrides such as ``gdpo.rewards.format=2`` and
+    ``env.mine.strict=true`` only change single entries.
     """
     if (content.get("gdpo") or {}).get("rewards") is not None:
         merged.gdpo.rewards = {}
@@ -165,61 +171,67 @@ def _replace_listed(merged: DictConfig, content: Mapping[str, Any]) -> None:
 
 
 def config_to_dict(config: Config) -> dict[str, Any]:
-    """The config as plain nested dictionaries, in the order of the schema."""
+    """Return the config as nested dictionaries, in the order of the schema."""
     return dataclasses.asdict(config)
 
 
 _WRITTEN: dict[tuple[Any, ...], tuple[Any, str]] = {}
-"""By its place in a config that this process built: a value that came from the environment, and the text it came by."""
+"""Config values from environment variables, with their original text, by path, for all configs of this process."""
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)[^}]*\}")
 
 
 def recorded(config: Config) -> dict[str, Any]:
-    """The config as it may be shown and kept: what came from the environment (``${oc.env:NAME}``) stands as it was
-    written, and passwords in URLs are masked."""
+    """Return the config as it is displayed and stored.
+
+    A value from an environment variable (``${oc.env:NAME}``) is replaced by its original text. Passwords in URLs are
+    masked.
+    """
     content = config_to_dict(config)
-    for place, (value, written) in _WRITTEN.items():
+    for path, (value, written) in _WRITTEN.items():
         node: Any = content
-        for name in place[:-1]:
-            inside = isinstance(node, dict) or (isinstance(node, list) and isinstance(name, int) and name < len(node))
-            node = node[name] if inside and (isinstance(node, list) or name in node) else None
-        if isinstance(node, (dict, list)) and _leaves(node).get((place[-1],)) == value:
-            node[place[-1]] = written
+        for name in path[:-1]:
+            try:
+                node = node[name]
+            except (IndexError, KeyError, TypeError):  # the config has no value at this path
+                node = None
+        if isinstance(node, (dict, list)) and _leaves(node).get((path[-1],)) == value:
+            node[path[-1]] = written
     return cast(dict[str, Any], _masked(content))
 
 
 def _masked(node: Any) -> Any:
-    if isinstance(node, dict):  # YAML 1.1 has read the key `on` of a condition as true
+    if isinstance(node, dict):  # YAML 1.1 reads the key `on` of a condition as true
         return {"on" if key is True else key: _masked(value) for key, value in node.items()}
     if isinstance(node, list):
         return [_masked(value) for value in node]
     return mask_urls(node) if isinstance(node, str) else node
 
 
-def _leaves(node: Any, place: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
-    """The values in a tree of dictionaries and lists, by their place."""
+def _leaves(node: Any, path: tuple[Any, ...] = ()) -> dict[tuple[Any, ...], Any]:
+    """Return the leaf values of nested dictionaries and lists, by path."""
     if not isinstance(node, (dict, list)):
-        return {place: node}
+        return {path: node}
     branches = node.items() if isinstance(node, dict) else enumerate(node)
-    return {inner: value for name, branch in branches for inner, value in _leaves(branch, (*place, name)).items()}
+    return {inner: value for name, branch in branches for inner, value in _leaves(branch, (*path, name)).items()}
 
 
 def _note_environment(before: Any, after: Any) -> None:
-    """Remember which values of a config come from the environment, be it by way of another value."""
+    """Record the config values from environment variables, by comparing a config before and after its interpolations
+    are resolved."""
     resolved = _leaves(after)
-    texts = {place: text for place, text in _leaves(before).items() if isinstance(text, str) and "${" in text}
-    direct = {place for place, text in texts.items() if "${oc.env:" in text}
-    secrets = [str(resolved[place]) for place in direct if place in resolved]
+    texts = {path: text for path, text in _leaves(before).items() if isinstance(text, str) and "${" in text}
+    direct = {path for path, text in texts.items() if "${oc.env:" in text}
+    secrets = [str(resolved[path]) for path in direct if path in resolved]
     secrets = [secret for secret in secrets if len(secret) >= SHORTEST_SECRET]
-    for place, text in texts.items():
-        if place not in resolved:
+    for path, text in texts.items():
+        if path not in resolved:
             continue
-        if place in direct or any(secret in str(resolved[place]) for secret in secrets):
-            _WRITTEN[place] = (resolved[place], text)
+        if path in direct or any(secret in str(resolved[path]) for secret in secrets):
+            _WRITTEN[path] = (resolved[path], text)
 
 
 def _remember_secrets(written: Any) -> None:
-    """Keep the environment's values out of messages, those about values that cannot be resolved among them."""
+    """Register the values of environment variables, so that all later messages mask them."""
     for text in _leaves(written).values():
         for found in _FROM_ENVIRONMENT.finditer(text if isinstance(text, str) else ""):
             if found[1] in os.environ:
@@ -227,26 +239,32 @@ def _remember_secrets(written: Any) -> None:
 
 
 def save_config(config: Config, path: str | Path) -> None:
-    """Write the resolved config as YAML. The file appears whole or not at all, and outlives a loss of power."""
+    """Write the resolved config as YAML. The file is replaced atomically and synced to disk."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, to_yaml(config), sync=True)
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved config as YAML text that ``load_config`` reads back to an equal config, where the environment is the
-    same (see ``recorded``)."""
+    """Return the resolved config as YAML text.
+
+    ``load_config`` restores an equal config from this text if the environment variables are the same (see
+    ``recorded``).
+    """
     return OmegaConf.to_yaml(OmegaConf.create(recorded(config)))
 
 
 def _read_with_parents(path: Path, children: tuple[Path, ...], read: Iterator[int]) -> list[tuple[str, dict[str, Any]]]:
-    """The file's parents, oldest first, then the file itself, each as (name for messages, content)."""
+    """Return a file's parents, oldest first, followed by the file itself, each as (name for messages, content).
+
+    ``children`` are the files that inherit from this one, outermost first. ``read`` counts the files read so far.
+    """
     resolved = Path(os.path.realpath(path))  # unlike Path.resolve, never raises
     if resolved in children:
         chain = " -> ".join(p.name for p in (*children, resolved))
         raise ConfigError(f"defaults: {path} inherits from itself ({chain})")
     if next(read) == MOST_FILES:
         raise ConfigError(
-            f"defaults: {(*children, path)[0]} inherits from more than {MOST_FILES} files, repetitions counted"
+            f"defaults: {(*children, path)[0]} inherits from more than {MOST_FILES} files, including repetitions"
         )
     content = _read_yaml(path)
     return [*_read_parents(content, path, (*children, resolved), read), (str(path), content)]
@@ -255,7 +273,7 @@ def _read_with_parents(path: Path, children: tuple[Path, ...], read: Iterator[in
 def _read_parents(
     content: dict[str, Any], path: Path, children: tuple[Path, ...], read: Iterator[int]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """What ``defaults:``, which is taken out of ``content``, names, with its own parents."""
+    """Remove ``defaults:`` from ``content`` and return the files that it lists, each preceded by its parents."""
     parents = content.pop("defaults", None) or []
     parents = [parents] if isinstance(parents, str) else parents
     if not isinstance(parents, list) or not all(isinstance(p, str) for p in parents):
@@ -264,9 +282,9 @@ def _read_parents(
 
 
 def _parent(path: Path, name: str) -> Path:
-    """A file beside the config that names it, or else one of the repository, wherever the config lies."""
-    beside = path.parent / name
-    return REPOSITORY / name if not beside.exists() and (REPOSITORY / name).is_file() else beside
+    """Return the path of a parent file, relative to the file that names it, or else to the repository."""
+    sibling = path.parent / name
+    return REPOSITORY / name if not sibling.exists() and (REPOSITORY / name).is_file() else sibling
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -275,7 +293,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         check_yaml(text)
         content = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file{_nearest_file(path) or _elsewhere(path)}") from None
+        raise ConfigError(f"{path}: config file not found{_nearest_file(path) or _elsewhere(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     except Refused as error:
@@ -284,7 +302,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(_yaml_message(error, path)) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {message_line(error)}") from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         raise ConfigError(f"{path}: {message_line(error)}") from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: expected sections (run:, gdpo:, policy:, ...), found a list")
@@ -294,35 +312,35 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _read_override(text: str) -> tuple[str, dict[str, Any]]:
     key, equals, _ = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise ConfigError(f"{text}: an override is written section.key=value")
+        raise ConfigError(f"{text}: expected an override of the form section.key=value")
     try:
         check_yaml(text.partition("=")[2])
         content = OmegaConf.from_dotlist([text])
     except Refused as error:
         raise ConfigError(f"{key}: {error}") from None
     except (yaml.YAMLError, ValueError):
-        raise ConfigError(f"{key}: {text.partition('=')[2]!r} is not a YAML value (quote it?)") from None
+        raise ConfigError(f"{key}: {text.partition('=')[2]!r} is not a valid YAML value; it may need quotes") from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{key}: {message_line(error)}") from None
     return "command line", cast(dict[str, Any], OmegaConf.to_container(content, resolve=False))
 
 
 def build_config(merged: DictConfig) -> Config:
-    """Resolve interpolations, check what only shows then, and build the dataclasses. Raises ConfigError."""
+    """Resolve interpolations, check the resolved values and build the dataclasses. Raises ConfigError."""
     unresolved = OmegaConf.to_container(merged)
     _remember_secrets(unresolved)
     check_interpolations(unresolved)
     try:
-        _check_chosen(merged, "algorithm.type")  # first, because what must be set depends on it
-        if not declares_sampling(merged.algorithm.type) and OmegaConf.is_missing(merged.gdpo, "rewards"):
+        _check_chosen(merged, "algorithm.type")  # first, because it determines the mandatory keys
+        if not spec_named(merged.algorithm.type).samples and OmegaConf.is_missing(merged.gdpo, "rewards"):
             merged.gdpo.rewards = {}
         if OmegaConf.is_missing(merged.gdpo, "rewards"):
-            if weights := weights_beside_rewards(cast(dict[str, Any], OmegaConf.to_container(merged.env))):
+            if weights := environment_weights(cast(dict[str, Any], OmegaConf.to_container(merged.env))):
                 merged.gdpo.rewards = weights
         written = OmegaConf.to_container(merged)
         values = _leaves(written).values()
         if any(isinstance(value, str) and (value == MISSING or "${" in value) for value in values):
-            _resolve(merged)  # visits every value twice, so only if there is something to find
+            _resolve(merged)  # visits every value twice, so only if there is something to resolve
         config = cast(Config, OmegaConf.to_object(merged))
         content = OmegaConf.to_container(merged)
         _note_environment(written, content)
@@ -335,23 +353,23 @@ def build_config(merged: DictConfig) -> Config:
 
 
 def _resolve(merged: DictConfig) -> None:
-    """Resolve interpolations. Raises ConfigError if a mandatory value is missing, OmegaConf's error as it is."""
+    """Resolve interpolations. Raises ConfigError if a mandatory value is missing, and other errors of OmegaConf."""
     if missing := sorted(OmegaConf.missing_keys(merged)):
-        raise ConfigError(f"{missing[0]}: must be set (gdpo-nemo explain {missing[0]} says what it is)")
+        raise ConfigError(f"{missing[0]}: must be set (gdpo-nemo explain {missing[0]} describes it)")
     OmegaConf.resolve(merged)
 
 
 def _check_chosen(merged: DictConfig, key: str) -> None:
-    """Refuse a value of a key of ``CHOICES`` that is none of them, nor the place of a function. Raises ConfigError."""
+    """Raise ConfigError if ``CHOICES`` does not list the value of a key, unless it is a permitted import path."""
     value = OmegaConf.select(merged, key)
-    if not (key in OWN_FUNCTIONS and ":" in str(value)):
+    if not (key in CUSTOM_FUNCTIONS and ":" in str(value)):
         _check_choice(key, value, CHOICES[key])
 
 
 def _check(node: Any, hint: Any, key: str, source: str) -> None:
-    """Walk ``node`` along the type ``hint``; raises ConfigError for the first unknown key or wrong type."""
+    """Check a value against the type ``hint``. Raises ConfigError at the first unknown key or wrong type."""
     if isinstance(node, str) and ("${" in node or node == MISSING):
-        return  # Interpolations are checked once resolved, mandatory values once merged.
+        return  # Interpolations are checked after resolving, and mandatory values after merging.
     if get_origin(hint) is Union:
         if node is None:
             return
@@ -382,14 +400,15 @@ def _check_section(node: Any, section: type, key: str, source: str) -> None:
 
 def _mapping(node: Any, key: str, source: str) -> Mapping[Any, Any]:
     if node is None:
-        raise ConfigError(f"{key}: is empty; give it keys or remove it{_where(source)}")
+        raise ConfigError(f"{key}: is empty; add keys or remove it{_where(source)}")
     if not isinstance(node, Mapping):
         raise _wrong(key, "keys and values", node, source)
     return node
 
 
 def _fits(value: Any, kind: type) -> bool:
-    """Stricter than OmegaConf, which takes 3.7 for an integer and 2 for true."""
+    """Return whether a value has the type ``kind``. OmegaConf is less strict: it accepts 3.7 as an integer and 2 as
+    true."""
     if isinstance(value, bool):
         return kind is bool
     if kind is int:
@@ -406,11 +425,11 @@ def _check_choice(key: str, value: str | None, names: Sequence[str]) -> None:
         return
     near = difflib.get_close_matches(value, names, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(f"{key}: {value!r} is not one of its values; {hint}(accepted: {', '.join(names)})")
+    raise ConfigError(f"{key}: {value!r} is not a valid value; {hint}(accepted: {', '.join(names)})")
 
 
 def all_keys(section: type = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the schema, sections included, in order."""
+    """Return all dotted keys of the schema in order, including those of sections."""
     keys = []
     for name, hint in _field_types(section).items():
         keys.append(_join(prefix, name))
@@ -421,7 +440,8 @@ def all_keys(section: type = Config, prefix: str = "") -> list[str]:
 
 
 def nearest_key(key: str) -> str | None:
-    """The valid key most like ``key``: one with its last name anywhere, else the closest spelling."""
+    """Return the valid key most similar to ``key``, preferably one with the same last part. None if no key is
+    similar."""
     keys = all_keys()
     same_name = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
     near = difflib.get_close_matches(key, same_name or keys, n=1, cutoff=0.0 if same_name else 0.6)
@@ -433,15 +453,15 @@ def _nearest_key(section: str, name: str, siblings: Mapping[str, Any]) -> str:
     best = _join(section, near[0]) if near else nearest_key(_join(section, name))
     if best:
         return f", did you mean {best}?"
-    return f"; {section or 'the top level'} has {', '.join(siblings)}"
+    return f"; known keys of {section or 'the top level'}: {', '.join(siblings)}"
 
 
 def _elsewhere(path: Path) -> str:
-    """Describe where a relative path is looked up, and what is found there."""
+    """Return where a relative path is searched, for a message about a missing file. Empty for an absolute path."""
     if path.is_absolute():
         return ""
     demo = DEMO.relative_to(REPOSITORY)
-    return f" in the working directory or among those of the package; {demo} is the demo"
+    return f" in the working directory or the package; the demo is {demo}"
 
 
 def _nearest_file(path: Path) -> str:
@@ -452,7 +472,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def _wrong(key: str, expected: str, value: Any, source: str) -> ConfigError:
-    got = "null" if value is None else without_secrets(repr(value))  # first: a part of a secret is not found any more
+    got = "null" if value is None else without_secrets(repr(value))  # first: a cut secret is not found
     got = got if len(got) <= 60 else got[:57] + "..."
     return ConfigError(f"{key or 'config'}: expected {expected}, got {got}{_where(source)}")
 
@@ -474,5 +494,5 @@ def _yaml_message(error: yaml.YAMLError, path: Path) -> str:
 def _translated(error: OmegaConfBaseException, source: str) -> ConfigError:
     key = getattr(error, "full_key", None) or "config"
     if isinstance(error, InterpolationKeyError):
-        return ConfigError(f"{key}: {message_line(error)}; ${{...}} takes the full dotted key of another value")
+        return ConfigError(f"{key}: {message_line(error)}; ${{...}} requires the full dotted key of another value")
     return ConfigError(f"{key}: {message_line(error)}{_where(source)}")

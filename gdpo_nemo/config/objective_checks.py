@@ -1,90 +1,99 @@
-"""Checks of what the update is made of: reward components and their shaping, the estimator's options, the loss.
-
-Calls the algorithms' own checks, those parts of them that need no torch, so that the two cannot come to differ.
-"""
+"""Checks of the objective: rewards, shaping, estimator, loss, PPO, preferences, distillation and strided prompts."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
+from gdpo_nemo.algorithms.loss_selection import (
+    Functions,
+    check_loss,
+    is_import_path,
+    loss_entry,
+    loss_import_paths,
+    why_all_sequences,
+)
 from gdpo_nemo.algorithms.loss_settings import LossSettings
-from gdpo_nemo.algorithms.own_functions import Functions, is_place, loss_entry
+from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection
 from gdpo_nemo.config.algorithm_choice import (
-    has_value_head,
+    TRAINED,
+    AlgorithmSpec,
+    check_example_type,
     old_logprobs_source,
     resolved_loss,
-    samples,
     trains_stale_samples_as_new,
 )
-from gdpo_nemo.config.files import find_function
-from gdpo_nemo.config.layout import updates_per_step
-from gdpo_nemo.config.reward_weights import check_reward_weights
-from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.config.layout import Layout, samples_per_step, updates_per_step
+from gdpo_nemo.config.model_checks import check_model, may_be_on_the_hub, read_model
+from gdpo_nemo.config.schema import Config, GdpoConfig
+from gdpo_nemo.config.sections import LoraConfig
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.source import find_function
+from gdpo_nemo.utils.user_code import load_object
 
 
-def check_learning(config: Config) -> None:
-    """Refuses what would fail, or silently do nothing, once there are rewards.
+def check_learning(config: Config, algorithm: AlgorithmSpec) -> None:
+    """Check rewards, shaping, estimator, credit, dynamic sampling and loss.
 
     Raises:
-        ConfigError: names the key and the remedy.
+        ConfigError: if a setting would fail or have no effect. The message contains the key and the remedy.
     """
-    _check_loss(config)
-    if not samples(config):
+    _check_loss(config, algorithm)
+    if not algorithm.samples:
         return
-    _check_shaping_alone(config)
+    _check_shaping_rules(config.gdpo)
     check_reward_weights(config)
-    check_estimator(config)
-    _check_credit(config)
+    check_estimator(config.gdpo)
+    _check_credit(config, algorithm)
     _check_dynamic_sampling(config)
 
 
-def check_components(config: Config, known: Iterable[str]) -> None:
-    """Refuses weights and shaping rules for components that nothing gives.
+def check_components(gdpo: GdpoConfig, known: Iterable[str]) -> None:
+    """Check that the reward components in weights and shaping rules exist.
 
     Args:
-        known: components that the environments may return.
+        known: names of the components that the environments may return.
 
     Raises:
-        ConfigError: names the key, and what there is.
+        ConfigError: if a component is unknown. The message contains the key and the available components.
     """
     try:
-        names = check_shaping(config.gdpo.shaping, sorted(known))
+        names = check_shaping(gdpo.shaping, sorted(known))
     except ValueError as error:
         raise ConfigError(f"gdpo.shaping: {error}") from None
-    for name in config.gdpo.rewards:
+    for name in gdpo.rewards:
         if name not in names:
             raise ConfigError(
-                f"gdpo.rewards.{name}: no environment gives this component; available: {', '.join(names)}"
+                f"gdpo.rewards.{name}: no environment returns this component; available: {', '.join(names)}"
             )
 
 
-def kl_in_reward(config: Config) -> bool:
-    """Whether the reward needs the log-probs of the starting model."""
-    return config.gdpo.kl_in_reward is not None
+def kl_in_reward(gdpo: GdpoConfig) -> bool:
+    """Return whether the reward includes a KL penalty, which needs log-probs of the initial model."""
+    return gdpo.kl_in_reward is not None
 
 
-def objective_notes(config: Config) -> list[str]:
-    """Return notes on what trains, but not as its paper or the age of the samples asks for."""
-    return [*_loss_notes(config), *_stale_notes(config)] if samples(config) else []
+def objective_notes(config: Config, algorithm: AlgorithmSpec) -> list[str]:
+    """Return notes on valid settings that differ from the loss's paper, or that train stale samples uncorrected."""
+    return [*_loss_notes(config.loss_fn), *_stale_notes(config, algorithm)] if algorithm.samples else []
 
 
 _PUBLISHED_CLIPS = {
-    "gspo": "gspo's paper (2507.18071) clips at 3e-4 and 4e-4, because a ratio of whole sequences stays near 1; use "
+    "gspo": "gspo's paper (2507.18071) clips at 3e-4 and 4e-4, because the ratio of a whole sequence stays near 1; use "
     "ratio_clip_min: 3e-4, ratio_clip_max: 4e-4",
-    "cispo": "cispo's paper (2506.13585) has no lower bound, and ScaleRL (2510.13786) an upper one of 5; use "
+    "cispo": "cispo's paper (2506.13585) has no lower bound, and ScaleRL (2510.13786) has an upper bound of 5; use "
     "ratio_clip_min: 1.0, ratio_clip_max: 4.0",
 }
-"""Published clips of each loss that differ from PPO's, and the keys that set them."""
+"""Losses whose papers use other clip ranges than PPO, with the keys that set these ranges."""
 
 
-def _loss_notes(config: Config) -> list[str]:
-    loss = config.loss_fn
+def _loss_notes(loss: LossSettings) -> list[str]:
     default = LossSettings()
-    told = (loss.ratio_clip_min, loss.ratio_clip_max) != (default.ratio_clip_min, default.ratio_clip_max)
-    if told or loss.type not in _PUBLISHED_CLIPS:
+    changed = (loss.ratio_clip_min, loss.ratio_clip_max) != (default.ratio_clip_min, default.ratio_clip_max)
+    if changed or loss.type not in _PUBLISHED_CLIPS:
         return []
     return [
         f"loss_fn.ratio_clip_min, ratio_clip_max: {default.ratio_clip_min:g} and {default.ratio_clip_max:g} are the "
@@ -92,24 +101,26 @@ def _loss_notes(config: Config) -> list[str]:
     ]
 
 
-def _stale_notes(config: Config) -> list[str]:
-    """What is up to some steps old and trained as if it were new."""
-    if not trains_stale_samples_as_new(config) or resolved_loss(config).off_policy.correction != "none":
+def _stale_notes(config: Config, algorithm: AlgorithmSpec) -> list[str]:
+    """Return a note if stale samples are trained without an off-policy correction."""
+    if not trains_stale_samples_as_new(config, algorithm):
+        return []
+    if resolved_loss(config, algorithm).off_policy.correction != "none":
         return []
     buffer = config.rollout.replay_buffer
     age = buffer.max_age if buffer.groups else config.rollout.max_staleness
     loss = config.loss_fn
-    own = is_place(loss.type) and loss.off_policy.mode is None
-    remedy = "use truncate, unless that loss corrects by itself" if own else "use null or truncate"
+    custom = is_import_path(loss.type) and loss.off_policy.mode is None
+    remedy = "use truncate, unless the custom loss includes a correction" if custom else "use null or truncate"
     return [
-        f"loss_fn.off_policy.mode: none trains samples that are up to {age} steps old as if they were new; {remedy} "
-        "(sampler_gap/* shows how far they are)"
+        f"loss_fn.off_policy.mode: none trains samples up to {age} steps old without a correction; {remedy} "
+        "(sampler_gap/* measures the difference)"
     ]
 
 
-def _check_shaping_alone(config: Config) -> None:
-    """The rules by themselves, taking for granted that the components they name exist."""
-    rules = config.gdpo.shaping
+def _check_shaping_rules(gdpo: GdpoConfig) -> None:
+    """Check the shaping rules. The components that they name are assumed to exist. Raises ConfigError."""
+    rules = gdpo.shaping
     try:
         named = {str(rule["component"]) for rule in rules if not creates(rule)}
         named |= {str(parse_condition(rule["condition"])[0]) for rule in rules if "condition" in rule}
@@ -117,105 +128,318 @@ def _check_shaping_alone(config: Config) -> None:
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"gdpo.shaping: {error}") from None
     for rule in rules:
-        _check_place("gdpo.shaping", rule_name(rule))
+        _check_import_path("gdpo.shaping", rule_name(rule))
 
 
-def _check_place(key: str, name: str) -> None:
-    """Where a name is the place of a function in a file, it is there; the file is not run. Raises ConfigError."""
-    if is_place(name) and name.rpartition(":")[0].endswith(".py"):
+def _check_import_path(key: str, name: str) -> None:
+    """Check that the file of an import path defines the function, without executing the file. Raises ConfigError."""
+    if is_import_path(name) and name.rpartition(":")[0].endswith(".py"):
         find_function(key, name)
 
 
-def check_estimator(config: Config, own: Callable[..., Any] | None = None) -> None:
-    """The estimator and its options make sense together.
+def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None) -> None:
+    """Check that the estimator supports the preset, options and other settings.
 
     Args:
-        own: the function that ``gdpo.estimator`` names by its place; without it that place alone is checked.
+        function: function that ``gdpo.estimator`` imports. None: only check that an import path exists.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: if a setting is not supported.
     """
-    gdpo = config.gdpo
-    if own is None and is_place(gdpo.estimator):
-        _check_place("gdpo.estimator", gdpo.estimator)
+    if function is None and is_import_path(gdpo.estimator):
+        _check_import_path("gdpo.estimator", gdpo.estimator)
         return
     try:
-        check_selection(own or gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options, gdpo.rewards)
+        check_selection(
+            function or gdpo.estimator, gdpo.preset, gdpo.batch_norm, gdpo.epsilon, gdpo.options, gdpo.rewards
+        )
     except ValueError as error:
-        key = "gdpo.options" if gdpo.options else "gdpo.preset" if gdpo.preset else "gdpo.estimator"
+        key = "gdpo.preset" if gdpo.preset else "gdpo.estimator"
+        if gdpo.options:
+            key = "gdpo.options"
         raise ConfigError(f"{key}: {error}") from None
     except Exception as error:
-        if own is None:
+        if function is None:
             raise
         raise ConfigError(f"gdpo.estimator: {gdpo.estimator} raised {type(error).__name__}: {error}") from error
 
 
-def _check_loss(config: Config) -> None:
+def _check_loss(config: Config, algorithm: AlgorithmSpec) -> None:
     loss = config.loss_fn
     size = config.policy.train_global_batch_size
     if old_logprobs_source(config) == "sampler" and loss.off_policy.correction != "none":
         because = "loss_fn.old_logprobs is sampler" if loss.old_logprobs else "rollout.max_staleness is above 0"
         raise ConfigError(
-            "loss_fn.off_policy.mode: has no effect where the ratio starts from the sampler's log-probs, as it does "
-            f"when {because}; set loss_fn.old_logprobs: trainer, or mode: none"
+            f"loss_fn.off_policy.mode: has no effect because the ratio uses the sampler's log-probs ({because}); set "
+            "loss_fn.old_logprobs: trainer, or mode: none"
         )
     try:
-        resolved_loss(config).check()
+        check_loss(resolved_loss(config, algorithm))
     except ValueError as error:
         raise ConfigError(f"loss_fn.{error}") from None
-    if not loss.places:
+    if not loss_import_paths(loss):
         check_skipping(config)
-    _check_place("loss_fn.type", loss.type)
-    _check_place("loss_fn.off_policy.mode", loss.off_policy.correction)
+    _check_import_path("loss_fn.type", loss.type)
+    _check_import_path("loss_fn.off_policy.mode", loss.off_policy.correction)
     group = config.gdpo.num_generations_per_prompt
-    if loss_entry(loss.type).by_group and size and size % group and updates_per_step(config) > 1:
+    if loss_entry(loss.type).by_group and size and size % group and updates_per_step(config, algorithm) > 1:
         raise ConfigError(
             f"policy.train_global_batch_size: {size} splits groups of {group} samples between updates, which "
-            f"loss_fn.type {loss.type} cannot have; use a multiple of gdpo.num_generations_per_prompt"
+            f"loss_fn.type {loss.type} does not support; use a multiple of gdpo.num_generations_per_prompt"
         )
 
 
 def check_skipping(config: Config, functions: Functions | None = None) -> None:
-    """``policy.skip_zero_advantage`` is set only where it leaves the gradient as it is. Raises ConfigError."""
-    if config.policy.skip_zero_advantage and (why := config.loss_fn.why_all_sequences(functions)):
+    """Check that ``policy.skip_zero_advantage`` does not change the gradient. Raises ConfigError."""
+    if config.policy.skip_zero_advantage and (why := why_all_sequences(config.loss_fn, functions)):
         raise ConfigError(f"policy.skip_zero_advantage: would change the gradient: {why}")
 
 
-def _check_credit(config: Config) -> None:
-    """Credit by turn, with nothing that only whole trajectories have. Raises ConfigError."""
+def _check_credit(config: Config, algorithm: AlgorithmSpec) -> None:
+    """Check that ``gdpo.credit: turn`` is not combined with settings that need a reward of the whole trajectory. Raises
+    ConfigError."""
     gdpo = config.gdpo
     if gdpo.credit != "turn":
         return
     whole = {
         "gdpo.shaping": bool(gdpo.shaping),
-        "gdpo.kl_in_reward": kl_in_reward(config) and not has_value_head(config),
+        "gdpo.kl_in_reward": kl_in_reward(config.gdpo) and algorithm.head != "value",
         f"loss_fn.type {config.loss_fn.type}": loss_entry(config.loss_fn.type).by_group,
         "loss_fn.off_policy.sequence_mask_threshold": config.loss_fn.off_policy.sequence_mask_threshold is not None,
     }
-    for what, given in whole.items():
-        if given:
-            raise ConfigError(f"gdpo.credit: turn has no rewards of whole trajectories, which {what} works on")
+    for what, is_set in whole.items():
+        if is_set:
+            raise ConfigError(f"gdpo.credit: turn has no rewards of whole trajectories, which {what} requires")
 
 
 def _check_dynamic_sampling(config: Config) -> None:
     if config.gdpo.dynamic_sampling.leave_one_out and loss_entry(config.loss_fn.type).by_group:
         raise ConfigError(
-            "gdpo.dynamic_sampling.leave_one_out: leaves parts of groups, which loss_fn.type "
-            f"{config.loss_fn.type} cannot train"
+            f"gdpo.dynamic_sampling.leave_one_out: leaves incomplete groups, which loss_fn.type {config.loss_fn.type} "
+            "does not support"
         )
     _check_replacement(config)
 
 
 def _check_replacement(config: Config) -> None:
-    """Groups that run ahead are whole and are replaced one by one: no round is drawn in excess, no group trained in
-    part."""
+    """Check dynamic sampling with ``rollout.max_staleness`` above 0. Raises ConfigError.
+
+    Groups are then replaced one at a time, so surplus rounds and partial groups are not supported.
+    """
     dynamic = config.gdpo.dynamic_sampling
     if not dynamic.enabled or not config.rollout.max_staleness:
         return
     why = {"batch_multiplier": dynamic.batch_multiplier is not None, "leave_one_out": dynamic.leave_one_out}
-    for key, given in why.items():
-        if given:
+    for key, is_set in why.items():
+        if is_set:
             raise ConfigError(
-                f"gdpo.dynamic_sampling.{key}: needs rollout.max_staleness 0, not {config.rollout.max_staleness}; "
-                "groups that are sampled ahead are replaced whole, one by one"
+                f"gdpo.dynamic_sampling.{key}: requires rollout.max_staleness 0, got {config.rollout.max_staleness}; "
+                "groups sampled ahead are replaced only as a whole, one at a time"
             )
+
+
+def check_algorithm(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
+    """Run the additional check of the config's algorithm, if it declares one. Raises ConfigError."""
+    if algorithm.check:
+        load_object(algorithm.check)(config, algorithm, layout)
+
+
+def check_ppo(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
+    """Check that PPO supports the settings. Raises ConfigError."""
+    name = config.algorithm.type
+    try:
+        config.ppo.check()
+    except ValueError as error:
+        raise ConfigError(f"ppo.{error}") from None
+    if config.policy.lora.rank:
+        raise ConfigError(
+            f"policy.lora.rank: {name} trains the whole model, because its value head cannot be part of an adapter; "
+            "use 0"
+        )
+    if config.policy.skip_zero_advantage:
+        raise ConfigError(
+            f"policy.skip_zero_advantage: would change the gradient: the value head of {name} learns from all samples"
+        )
+    loss = config.loss_fn
+    if loss.type in LOSSES and LOSSES[loss.type].by_group:
+        raise ConfigError(f"loss_fn.type: {loss.type} does not support the token-level advantages of {name}")
+    if loss.off_policy.sequence_mask_threshold is not None:
+        raise ConfigError(
+            "loss_fn.off_policy.sequence_mask_threshold: masks whole samples, which the token-level advantages "
+            f"of {name} do not support"
+        )
+    if config.gdpo.dynamic_sampling.enabled and config.gdpo.num_generations_per_prompt < 2:
+        raise ConfigError(
+            "gdpo.dynamic_sampling.enabled: would drop every group, because groups have only one sample "
+            "(gdpo.num_generations_per_prompt)"
+        )
+
+
+def check_supervised(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
+    """Check the settings of an algorithm that trains on answers in the data, such as sft or dpo. Raises ConfigError."""
+    kind = algorithm.rows
+    assert kind is not None
+    name = config.algorithm.type
+    for split in ("train", "validation"):
+        data = getattr(config.data, split)
+        if data is None:
+            continue
+        if data.path is None:
+            raise ConfigError(f"data.{split}.path: must be set, because algorithm {name} trains on answers in the data")
+        check_example_type(split, data.type, kind)
+        if data.train_on not in TRAINED:
+            raise ConfigError(f"data.{split}.train_on: unknown {data.train_on!r}; known: {', '.join(TRAINED)}")
+        if data.train_on != "assistant" and kind != "sft":
+            raise ConfigError(
+                f"data.{split}.train_on: has no effect with {name}, which compares whole answers; remove it"
+            )
+    if config.policy.generation.temperature != 1:
+        raise ConfigError(
+            f"policy.generation.temperature: must be 1 with algorithm {name}, whose loss uses the model's unscaled "
+            "probabilities"
+        )
+    if config.loss_fn.aggregation == "constant":
+        raise ConfigError(f"loss_fn.aggregation: constant requires sampled completions, which {name} does not have")
+    if config.policy.skip_zero_advantage:
+        raise ConfigError(
+            f"policy.skip_zero_advantage: has no effect with algorithm {name}, which does not use advantages"
+        )
+
+
+def check_preferences(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
+    """Check that an algorithm of the section ``preference`` supports the settings. Raises ConfigError."""
+    check_supervised(config, algorithm, layout)
+    name = config.algorithm.type
+    try:
+        config.preference.check(name)
+    except ValueError as error:
+        raise ConfigError(f"preference.{error}") from None
+    size = config.policy.train_global_batch_size or samples_per_step(config.gdpo, algorithm)
+    if algorithm.head == "score" and config.policy.lora.rank:
+        raise ConfigError(
+            f"policy.lora.rank: {name} trains the whole model, because its head cannot be part of an adapter; use 0"
+        )
+    if algorithm.rows == "pairs" and size % 2:
+        raise ConfigError(f"policy.train_global_batch_size: {size} splits a pair of answers; use an even number")
+    if name == "kto" and size < 2:
+        raise ConfigError(
+            "gdpo.num_prompts_per_step: must be at least 2 with kto, which estimates its KL from the other answers "
+            "of an update"
+        )
+
+
+_KEY = "teacher.model_name"
+
+
+def check_teacher(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
+    """Check that distillation supports the settings and the teacher. Raises ConfigError."""
+    _check_sampling(config)
+    name = config.teacher.model_name
+    if not name:
+        raise ConfigError(
+            f"{_KEY}: must be set with algorithm {config.algorithm.type}: a Hugging Face folder or a hub name"
+        )
+    on_the_hub = not Path(name).exists() and may_be_on_the_hub(name)
+    if not on_the_hub and not (Path(name) / "config.json").is_file():
+        raise ConfigError(f"{_KEY}: {name} is not the folder of a Hugging Face model")
+    policy = replace(config.policy, model_name=name, model_factory=None, tokenizer_name=None, lora=LoraConfig())
+    try:
+        fields = check_model(policy, layout).fields or {}
+    except ConfigError as error:
+        raise ConfigError(f"{_KEY}: {str(error).removeprefix('policy.model_name: ')}") from None
+    vocabulary = (read_model(config.policy).fields or {}).get("vocab_size", 0)
+    if fields and fields.get("vocab_size", 0) < vocabulary:  # the hub's model may not be known yet
+        raise ConfigError(
+            f"{_KEY}: {name} has {fields.get('vocab_size')} tokens, fewer than the policy's {vocabulary}; use a "
+            "teacher with the same vocabulary"
+        )
+
+
+def _check_sampling(config: Config) -> None:
+    """Check that sampling does not change the model's probabilities, and that the loss supports token-level advantages.
+    Raises ConfigError."""
+    name = config.algorithm.type
+    generation = config.policy.generation
+    for key, usual in (("temperature", 1.0), ("top_p", 1.0), ("top_k", -1)):
+        if getattr(generation, key) != usual:
+            raise ConfigError(
+                f"policy.generation.{key}: must be {usual:g} with algorithm {name}, which compares the model's "
+                "unscaled probabilities with the teacher's"
+            )
+    loss = config.loss_fn
+    if loss.type in LOSSES and LOSSES[loss.type].by_group:
+        raise ConfigError(f"loss_fn.type: {loss.type} does not support the token-level advantages of {name}")
+    if loss.off_policy.sequence_mask_threshold is not None:
+        raise ConfigError(
+            "loss_fn.off_policy.sequence_mask_threshold: masks whole samples, which the token-level advantages "
+            f"of {name} do not support"
+        )
+
+
+def check_strided(config: Config, algorithm: AlgorithmSpec) -> None:
+    """Check that the settings in ``strided`` fit the other sections. Raises ConfigError."""
+    policy = config.policy
+    for split in ("train", "validation"):
+        data = getattr(config.data, split)
+        if data is None or data.strided is None:
+            continue
+        key = f"data.{split}.strided"
+        context, answer = data.strided.context_length, data.strided.generate_max_len
+        if algorithm.rows is not None:
+            raise ConfigError(
+                f"{key}: algorithm {config.algorithm.type} trains the answers in the data; anchors require an "
+                "algorithm that samples"
+            )
+        if data.chat:
+            raise ConfigError(f"data.{split}.chat: conflicts with {key}, whose text is passed to the model unchanged")
+        if context + answer > policy.max_total_sequence_length:
+            raise ConfigError(
+                f"{key}.context_length: {context} tokens and the following {answer} (generate_max_len) exceed "
+                f"policy.max_total_sequence_length {policy.max_total_sequence_length}"
+            )
+        if algorithm.samples and policy.generation.max_new_tokens != answer:
+            raise ConfigError(
+                f"{key}.generate_max_len: must equal policy.generation.max_new_tokens "
+                f"({policy.generation.max_new_tokens}), got {answer}"
+            )
+
+
+_PLUGINS = ("nemo_gym", "nemo_gym_agent")
+"""Environment plugins whose option ``rewards`` may be a list of {name, weight}."""
+
+
+def environment_weights(env: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weight of each reward component that environments list. The default is 1. Raises ConfigError if two
+    environments differ."""
+    weights: dict[str, Any] = {}
+    for key, entry in _entries(env):
+        name = entry["name"]
+        weight = entry.get("weight", 1.0)
+        if weights.setdefault(name, weight) != weight:
+            raise ConfigError(
+                f"{key}: weight {weight} of {name!r} differs from weight {weights[name]} in another environment"
+            )
+    return weights
+
+
+def check_reward_weights(config: Config) -> None:
+    """Check that the weights that environments list equal those in ``gdpo.rewards``. Raises ConfigError."""
+    for key, entry in _entries(config.env):
+        trained = config.gdpo.rewards.get(entry["name"], 0.0)
+        if "weight" in entry and entry["weight"] != trained:
+            raise ConfigError(
+                f"{key}: weight {entry['weight']} of {entry['name']!r} conflicts with gdpo.rewards, which "
+                f"has {trained}; remove one of them"
+            )
+
+
+def _entries(env: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield (key, entry) for each listed reward with a name. Malformed entries are left for the environment to
+    report."""
+    for name, options in env.items():
+        if not isinstance(options, Mapping) or options.get("plugin", name) not in _PLUGINS:
+            continue
+        entries = options.get("rewards")
+        for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+            if isinstance(entry, Mapping) and isinstance(entry.get("name"), str):
+                yield f"env.{name}.rewards[{index}]", entry

@@ -1,56 +1,60 @@
-"""Which process of a run goes to which node. Pure arithmetic, shared by the plan and by Ray's placement."""
+"""Placement of policy ranks, engines and environment workers on nodes. It is computed without Ray, for the plan and the
+run."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Iterable
 
-from gdpo_nemo.config.env_workers import place_workers
-from gdpo_nemo.config.layout import Layout, resolve_layout
+from gdpo_nemo.config.layout import Layout
 from gdpo_nemo.config.schema import ClusterConfig, Config
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 
 def joined(config: ClusterConfig) -> str | None:
-    """Address of the Ray cluster that a run joins; None where it starts its own."""
+    """Return the address of the Ray cluster that the run joins, or None if the run starts a new cluster."""
     return config.address or os.environ.get("RAY_ADDRESS") or None
 
 
 @dataclass(frozen=True)
 class Places:
-    """The node (0 .. nodes - 1) of every policy rank and of every engine."""
+    """Node index (0 to nodes - 1) of each policy rank and of each engine."""
 
     policy: tuple[int, ...]
+    """Node of each policy rank."""
     engines: tuple[int, ...]
+    """Node of each engine."""
     shared: tuple[tuple[int, ...], ...] = ()
-    """Colocated: for every engine the policy ranks on whose devices its ranks sit, in its ranks' order. Separate:
-    empty."""
+    """For each engine, the policy ranks whose devices it uses, in the order of the engine's ranks. Empty if engines and
+    policy use separate devices."""
 
     def policy_on(self, node: int) -> int:
-        """Policy ranks on a node."""
+        """Return the number of policy ranks on a node."""
         return self.policy.count(node)
 
     def engines_on(self, node: int) -> int:
-        """Engines on a node."""
+        """Return the number of engines on a node."""
         return self.engines.count(node)
 
 
-def place(config: Config) -> Places:
-    """Put policy ranks on nodes from the first on, in rank order, and engines on nodes from the last on.
+def place(cluster: ClusterConfig, layout: Layout) -> Places:
+    """Assign policy ranks and engines to nodes.
 
-    Colocated engines go to the policy's ranks, from the first on, each device to one engine rank.
+    Policy ranks are assigned in rank order, starting with the first node. Engines are assigned starting with the last
+    node. Colocated engines use the policy's devices, starting with the first rank, with one engine rank per device.
 
-    Neighbouring ranks share a node, so that what talks most (Megatron counts tensor parallelism fastest, then context
-    and data, the pipeline slowest) talks inside it. The ranks of a tensor-parallel group, and those of an engine, never
-    part. On CPU a node takes as few processes as it can when all nodes are used.
+    Consecutive ranks share a node if possible, so that the most frequent communication stays within a node. In
+    Megatron's rank order, the tensor-parallel rank varies fastest, then context and data, and the pipeline rank
+    slowest. The ranks of a tensor-parallel group or of an engine are never split across nodes. On CPU, processes are
+    spread evenly: the limit per node is the smallest with which all fit.
 
     Raises:
-        ConfigError: it does not fit, with the arithmetic.
+        ConfigError: if the processes do not fit. The message shows the arithmetic.
     """
-    layout = resolve_layout(config)
-    nodes = config.cluster.num_nodes
-    gpus = config.cluster.gpus_per_node
+    nodes = cluster.num_nodes
+    gpus = cluster.gpus_per_node
     if layout.colocated:
         return _colocated(layout, _policy_places(layout, nodes, gpus))
     if nodes == 1:
@@ -68,30 +72,30 @@ def _check_tensor(layout: Layout, gpus: int) -> None:
     if layout.tensor > gpus:
         raise ConfigError(
             f"policy.megatron_cfg.tensor_model_parallel_size: {layout.tensor} ranks of a tensor-parallel group do not "
-            f"fit a node of {gpus} GPUs (cluster.gpus_per_node)"
+            f"fit on a node of {gpus} GPUs (cluster.gpus_per_node)"
         )
 
 
 def _policy_places(layout: Layout, nodes: int, gpus: int) -> tuple[int, ...]:
-    """The nodes of the policy's ranks where it has them to itself."""
-    alone = replace(layout, engines=0, colocated=False)
+    """Return the node of each policy rank, assigned as in a run without engines."""
+    without_engines = replace(layout, engines=0, colocated=False)
     if nodes == 1:
         return (0,) * layout.policy_ranks
     if not gpus:
-        return _on_cpus(alone, nodes).policy
+        return _on_cpus(without_engines, nodes).policy
     _check_tensor(layout, gpus)
-    places = _fill(alone, nodes, gpus)
+    places = _fill(without_engines, nodes, gpus)
     if places is None:
         raise ConfigError(
-            f"policy.megatron_cfg.tensor_model_parallel_size: {layout.policy_ranks // layout.tensor} groups of "
-            f"{layout.tensor} "
-            f"do not fit {nodes} nodes of {gpus} GPUs without crossing nodes; choose a size that divides {gpus}"
+            f"policy.megatron_cfg.tensor_model_parallel_size: {layout.policy_ranks // layout.tensor} groups "
+            f"of {layout.tensor} do not fit on {nodes} nodes of {gpus} GPUs without crossing nodes; choose a size "
+            f"that divides {gpus}"
         )
     return places.policy
 
 
 def _colocated(layout: Layout, policy: tuple[int, ...]) -> Places:
-    free = {node: [rank for rank, place in enumerate(policy) if place == node] for node in sorted(set(policy))}
+    free = {node: [rank for rank, rank_node in enumerate(policy) if rank_node == node] for node in sorted(set(policy))}
     engines = []
     shared = []
     size = layout.engine_tensor
@@ -101,7 +105,7 @@ def _colocated(layout: Layout, policy: tuple[int, ...]) -> Places:
             each = ", ".join(str(policy.count(node)) for node in free)
             raise ConfigError(
                 f"policy.generation.engines: {layout.engines} engines of {size} ranks do not fit on the policy's GPUs "
-                f"(cluster.placement colocated): no engine may cross nodes, and the nodes have {each} policy ranks"
+                f"(cluster.placement colocated); nodes have {each} policy ranks, and engines must not cross nodes"
             )
         engines.append(node)
         shared.append(tuple(free[node][:size]))
@@ -111,12 +115,12 @@ def _colocated(layout: Layout, policy: tuple[int, ...]) -> Places:
 
 def _on_cpus(layout: Layout, nodes: int) -> Places:
     processes = layout.policy_ranks + layout.engine_ranks
-    # A node with room for all processes takes every one of them, so the search ends.
+    # The search ends, because one node with room for all processes is enough.
     return next(places for room in range(1, processes + 1) if (places := _fill(layout, nodes, room)))
 
 
 def _fill(layout: Layout, nodes: int, room: int) -> Places | None:
-    """First fit with ``room`` ranks a node; None where it does not fit."""
+    """Assign processes by first fit, with at most ``room`` ranks per node. Returns None if they do not fit."""
     free = [room] * nodes
     policy = [_take(free, range(nodes), layout.tensor) for _ in range(layout.policy_ranks // layout.tensor)]
     engines = [_take(free, reversed(range(nodes)), layout.engine_tensor) for _ in range(layout.engines)]
@@ -137,16 +141,17 @@ def _take(free: list[int], order: Iterable[int], size: int) -> int | None:
 def _does_not_fit(layout: Layout, nodes: int, gpus: int) -> str:
     groups = layout.policy_ranks // layout.tensor
     return (
-        f"cluster: {groups} tensor-parallel groups of {layout.tensor} and {layout.engines} engines of "
-        f"{layout.engine_tensor} need {layout.policy_ranks + layout.engine_ranks} of {nodes} x {gpus} GPUs, but "
-        f"neither a group nor an engine may cross nodes: a node of {gpus} holds {gpus // layout.tensor} groups or "
-        f"{gpus // layout.engine_tensor} engines; choose sizes that divide {gpus}"
+        f"cluster: {groups} tensor-parallel groups of {layout.tensor} and {layout.engines} engines "
+        f"of {layout.engine_tensor} need {layout.policy_ranks + layout.engine_ranks} of {nodes} x {gpus} GPUs without "
+        f"crossing nodes; a node of {gpus} fits {gpus // layout.tensor} groups or {gpus // layout.engine_tensor} "
+        f"engines; choose sizes that divide {gpus}"
     )
 
 
-def describe_places(config: Config) -> str:
-    """One line of the plan: what each node carries, neighbouring nodes with the same load together."""
-    places = place(config)
+def describe_places(config: Config, layout: Layout) -> str:
+    """Describe the processes on each node in one line, for the plan. Consecutive nodes with the same processes are
+    merged."""
+    places = place(config.cluster, layout)
     nodes = config.cluster.num_nodes
     loads = [_load(places.policy_on(node), places.engines_on(node)) for node in range(nodes)]
     loads += [_workers(sum(load.values())) for load in place_workers(config)]
@@ -162,3 +167,41 @@ def _load(ranks: int, engines: int) -> str:
 
 def _workers(number: int) -> str:
     return f"{number} environment worker{'s' * (number > 1)}"
+
+
+SHARED = None
+"""Key of the worker pool that is shared by all environments without ``num_workers``."""
+
+
+def worker_pools(config: Config) -> dict[str | None, int]:
+    """Return the number of worker processes per pool. An environment with ``num_workers`` has a separate pool. The
+    others share ``rollout.env_workers`` workers."""
+    separate = {name: (options or {}).get("num_workers") for name, options in config.env.items()}
+    pools: dict[str | None, int] = {SHARED: config.rollout.env_workers} if None in separate.values() else {}
+    return pools | {name: number for name, number in separate.items() if isinstance(number, int)}
+
+
+def place_workers(config: Config) -> list[dict[str | None, int]]:
+    """Return the number of workers per pool for each of the ``cluster.env_nodes`` nodes.
+
+    Workers are assigned round-robin, so the loads of two nodes differ by at most one worker.
+
+    Raises:
+        ConfigError: if there are fewer workers than nodes.
+    """
+    nodes = config.cluster.env_nodes
+    pools = worker_pools(config)
+    loads: list[dict[str | None, int]] = [{} for _ in range(nodes)]
+    turn = count()
+    for pool, workers in pools.items() if nodes else ():
+        for _ in range(workers):
+            load = loads[next(turn) % nodes]
+            load[pool] = load.get(pool, 0) + 1
+    if not all(loads):
+        parts = [f"{number} of {name}" if name else f"rollout.env_workers {number}" for name, number in pools.items()]
+        total = sum(pools.values())
+        raise ConfigError(
+            f"cluster.env_nodes: {nodes} nodes for {total} environment workers ({' + '.join(parts)}); each node "
+            "requires at least one"
+        )
+    return loads

@@ -1,9 +1,9 @@
-"""The typed configuration: one dataclass per YAML section, one docstring per field.
+"""Typed configuration: one dataclass per YAML section, one docstring per field.
 
-The string under a field is what ``gdpo-nemo explain KEY`` prints, so it says what the key does, its unit and what the
-default means. Every number declares its `Range`, which `explain` prints and every run checks. Section and key names
-follow NeMo-RL where they mean the same. The section `loss_fn` is the class that the loss itself takes, so that no key
-can be in one and not in the other. This module imports no torch.
+``gdpo-nemo explain KEY`` prints the docstring of a field, so it describes the key, its unit and the meaning of the
+default. Every number declares a `Range`. `explain` prints it, and every run checks it. Sections and keys are named as
+in NeMo-RL if they have the same meaning. The section `loss_fn` is the settings class that the loss itself uses, so the
+two cannot differ. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from typing import Annotated, Any, Dict, List, Optional
 from omegaconf import MISSING
 
 from gdpo_nemo.algorithms.loss_settings import LossSettings
-from gdpo_nemo.algorithms.ppo_settings import PPOSettings
+from gdpo_nemo.algorithms.ppo import PPOSettings
 from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
 from gdpo_nemo.algorithms.ranges import Range
 
-# Imported under their own names, so that every section is found here.
-from gdpo_nemo.config.data_section import (
+# Re-exported, so that all sections can be imported from this module.
+from gdpo_nemo.config.sections import (
     DataConfig as DataConfig,
     DatasetConfig as DatasetConfig,
-    StridedConfig as StridedConfig,
-)
-from gdpo_nemo.config.policy_section import (
     GenerationConfig as GenerationConfig,
     LoraConfig as LoraConfig,
     MegatronConfig as MegatronConfig,
     OptimizerConfig as OptimizerConfig,
     PolicyConfig as PolicyConfig,
     SchedulerConfig as SchedulerConfig,
+    StridedConfig as StridedConfig,
     VllmConfig as VllmConfig,
 )
 
@@ -39,284 +37,299 @@ _TEN_YEARS_S = 10 * 365 * 24 * 3600
 
 @dataclass
 class RunConfig:
-    """Identity of a run: its name, its folder, its seed."""
+    """Name, folder, seed and restarts of the run."""
 
     name: str = "gdpo"
-    """Name of the run; the last part of the default folder."""
+    """Name of the run. By default it is also the last part of the run folder's path."""
     dir: str = "results/${run.name}"
-    """Folder that receives everything the run writes. Starting again on the same folder resumes."""
+    """Run folder, which holds all output of the run. If the folder already contains a run, that run is resumed."""
     seed: Annotated[int, Range(0, 2**62)] = 42
-    """Seed of data order, sampling and initialisation. Two runs with one seed and one layout are equal bit for bit."""
+    """Random seed for data order, sampling and initialization. Two runs with the same seed and layout are bitwise
+    equal."""
     max_restarts: Annotated[int, Range(0, 10**6)] = 10
-    """Times that `gdpo-nemo train` starts the run again, from its last checkpoint, when processes, devices or nodes
-    fail; 0: it ends then. Never again what config, data, user code or numerics made fail, nor what gained no step in
-    two attempts."""
+    """Maximum number of times that `gdpo-nemo train` restarts the run from its last checkpoint after a process, device
+    or node failure. 0: never restart. Failures caused by the config, data, user code or numerics are never retried. A
+    run also ends if two attempts in a row complete no new step."""
 
 
 @dataclass
 class AlgorithmConfig:
-    """What the loop asks for the updates of a step."""
+    """Algorithm that computes the optimizer updates of a step."""
 
     type: str = "gdpo"
-    """gdpo: samples, rewards and policy gradients, as the sections gdpo and loss_fn say. ppo: the same, with advantages
-    of tokens from a value head (GAE), as the section ppo says. sft: cross-entropy of the data's answers. dpo, kto,
-    orpo, simpo, cpo: preferences, as the section preference says. reward_model: a model that scores answers, from the
-    same rows (Bradley-Terry). distillation: samples, and what the model of the section teacher would have given for
-    each token. Or a class of your own by its place, `file.py:Name` (see `examples/custom_sft.py`). One with `samples =
-    False`, as all built-in ones but gdpo, ppo and distillation, needs no engines, no environments and no
-    gdpo.rewards."""
+    """For a user-defined class, use its import path, `file.py:Name` (see `examples/custom_sft.py`). An algorithm that
+    does not sample (`samples = False` in its class) needs no engines, no environments and no gdpo.rewards."""
     options: Dict[str, Any] = field(default_factory=dict)
-    """Options of a class of your own, which reads them from the config."""
+    """Options of a user-defined algorithm class, by name. The class reads them from the config."""
 
 
 @dataclass
 class TeacherConfig:
-    """The model that distillation learns from."""
+    """Teacher model for distillation."""
 
     model_name: Optional[str] = None
-    """Hugging Face folder, or name on the hub, of a model of any size with the policy's tokenizer. It lies frozen
-    beside the policy, on the same ranks and in the same layout, which has to divide it, too."""
+    """Hugging Face folder, or name on the hub. The teacher may have any size but must use the policy's tokenizer. It is
+    frozen and runs on the policy's ranks in the same parallel layout, which must also fit the teacher's dimensions."""
 
 
 @dataclass
 class DynamicSamplingConfig:
-    """Replace groups that carry no signal before the update (DAPO), decided per component."""
+    """Dynamic sampling (DAPO): replace groups without a training signal before the update. A group has a signal if at
+    least one of its reward components varies."""
 
     enabled: bool = False
-    """Drop groups in which every weighted component, as shaped, is constant among the samples that are compared (see
-    group_by) and sample further prompts instead; with rollout.max_staleness above 0, one by one as they come."""
+    """Drop each group in which no weighted reward component varies, after shaping, among the samples that are compared
+    (see group_by). Other prompts are sampled in its place. With rollout.max_staleness above 0, groups are replaced one
+    at a time."""
     batch_multiplier: Annotated[Optional[float], Range(1)] = None
-    """Prompts of every round, as a multiple of num_prompts_per_step; groups beyond those needed are discarded (DAPO,
-    NeMo-RL). Null: a first round of num_prompts_per_step, then as many as are missing. Needs rollout.max_staleness
-    0."""
+    """Number of prompts in every generation round, as a multiple of num_prompts_per_step. Surplus groups are discarded
+    (DAPO, NeMo-RL). Requires rollout.max_staleness 0. Null: the first round has num_prompts_per_step prompts, and later
+    rounds have as many as are still missing."""
     max_rounds: Annotated[int, Range(1)] = 4
-    """Generation rounds after which the step goes on with the groups it has. With rollout.max_staleness above 0: of one
-    step, (max_rounds - 1) * num_prompts_per_step groups are replaced at most; further ones are trained as they are."""
+    """Maximum number of generation rounds per step. After the last one, the step trains the groups that it has. With
+    rollout.max_staleness above 0, at most (max_rounds - 1) * num_prompts_per_step groups per step are replaced. Further
+    groups are trained even without a signal."""
     before_shaping: bool = False
-    """Judge the components as the environments give them, so that a group whose lengths alone differ is replaced."""
+    """Look for a signal in the rewards before shaping. A group that varies only because of shaping, for example in its
+    lengths, is then replaced."""
     reroll_after: Annotated[int, Range(0)] = 0
-    """Steps after which the prompt of a group that was dropped is drawn again, with other seeds; 0: not before the next
-    epoch."""
+    """Number of steps after which the prompt of a dropped group is sampled again, with different seeds. 0: the prompt
+    is not sampled again before the next epoch."""
     max_rerolls: Annotated[int, Range(1)] = 1
-    """Times that a prompt is drawn again in this way, in an epoch."""
+    """Maximum number of times per epoch that the same prompt is sampled again."""
     leave_one_out: bool = False
-    """Judge each sample by the others of its group: one that differs from all others, which are alike, is dropped, and
-    the step is filled to its number of samples, if need be with a part of a group (NeMo-RL, with its leave-one-out
-    baseline). Needs rollout.max_staleness 0."""
+    """Drop single samples instead of whole groups. A sample is dropped if the other samples of its group all have equal
+    rewards, even if its own reward differs. The step is filled up to its number of samples, if necessary with a part of
+    a group. This matches NeMo-RL with its leave-one-out baseline. Requires rollout.max_staleness 0."""
 
 
 @dataclass
 class GdpoConfig:
-    """What one step is made of, and how reward vectors become advantages."""
+    """Size and number of steps, conversion of rewards to advantages, and validation."""
 
     estimator: str = "gdpo"
-    """Advantage estimator by name: gdpo, grpo, dr_grpo, rloo, ... (`gdpo-nemo explain gdpo.estimator` lists all), or a
-    function of your own by its place, `file.py:name` (see `examples/custom_estimator.py`)."""
+    """Advantage estimator: gdpo, grpo, dr_grpo, rloo, ... (`gdpo-nemo explain gdpo.estimator` lists all), or the import
+    path of a user-defined function, `file.py:name` (see `examples/custom_estimator.py`)."""
     preset: Optional[str] = None
-    """Published variant to reproduce exactly, defects included: paper, trl, trl_fork, verl, ms_swift, nemo_rl."""
+    """Published GDPO variant to reproduce exactly, including its defects: paper, trl, trl_fork, verl, ms_swift or
+    nemo_rl."""
     options: Dict[str, Any] = field(default_factory=dict)
-    """Further options of the chosen estimator, by name (for instance `gamma` of sa_mrpo)."""
+    """Additional options of the estimator, by name (for example `gamma` of sa_mrpo)."""
     rewards: Annotated[Dict[str, float], Range(-(10**12), 10**12)] = MISSING
-    """Reward components that are trained and their weights, by name: `{correctness: 1.0, format: 1.0}`. May be left out
-    where the environments list their rewards with weights (nemo_gym)."""
+    """Weight of each trained reward component, by name: `{correctness: 1.0, format: 1.0}`. Optional if the environments
+    provide their own rewards and weights (nemo_gym)."""
     shaping: List[Dict[str, Any]] = field(default_factory=list)
-    """Ordered per-component transformations applied before the advantages: clip, scale, linear, condition, length,
-    overlong, truncated. For instance `{component: length, condition: {on: correctness, ge: 1.0}}`."""
+    """Transformations of reward components, applied in this order before the advantages are computed: clip, scale,
+    linear, condition, length, overlong, truncated. Example: `{component: length, condition: {on: correctness, ge:
+    1.0}}`."""
     batch_norm: Optional[bool] = None
-    """Standardise the advantages over the sequences of the batch that carry signal (the GDPO paper: over all of them,
-    which `preset: paper` does). Null: as published, on for gdpo, gd2po, sa_mrpo and dara, off for the others."""
+    """Standardize the advantages over all sequences of the batch that have a signal. The GDPO paper and `preset: paper`
+    use all sequences. Null: as published, which is on for gdpo, gd2po, sa_mrpo and dara, and off for the other
+    estimators."""
     credit: str = "sequence"
-    """What an advantage is of: sequence, or turn: of each turn by what it and those after it earned (MT-GRPO). With
-    algorithm ppo, where a reward stands: at the last token of the sequence, or of the turn that earned it."""
+    """Unit that gets its own advantage: sequence or turn. With turn, an advantage is computed from the rewards of the
+    turn and of later turns (MT-GRPO). With algorithm ppo, this is the position at which a reward counts: the last token
+    of the sequence, or of the turn that earned it."""
     discount: Annotated[float, Range(0, 1)] = 1.0
-    """Factor of the next turn's return in a turn's, with credit: turn; from 0, each turn by its own rewards, to 1."""
+    """Discount factor for the return of the next turn, with credit: turn. 0 uses only the rewards of the turn itself; 1
+    does not discount."""
     turn_baseline: str = "turn"
-    """What a turn's return is compared with, with credit: turn: turn, the group's returns of the same turn; group,
-    those of all turns (as GRPO's process supervision)."""
+    """Returns that serve as the baseline of a turn, with credit: turn. turn: the group's returns of the same turn.
+    group: the group's returns of all turns (process supervision in GRPO)."""
     kl_in_reward: Annotated[Optional[float], Range(above=0)] = None
-    """Coefficient beta of the KL to the starting model in the reward: A - beta (KL - mean of its group), KL being the
-    summed log-ratio of a trajectory, before the batch norm and never normalised itself; estimators of the summed reward
-    have it in the sum, and algorithm ppo takes beta times a token's log-ratio from its reward. Null: off.
-    loss_fn.reference_policy_kl_penalty is the KL in the loss."""
+    """Coefficient beta of a KL penalty in the reward, relative to the initial model. The advantage becomes A - beta (KL
+    - mean KL of the group), in which KL is the summed log-ratio of a trajectory. The penalty is applied before the
+    batch norm and is not normalized itself. Estimators that use the sum of the rewards include the penalty in that sum.
+    Algorithm ppo subtracts beta times the log-ratio of each token from the reward of that token. Null: off. For a KL
+    penalty in the loss see loss_fn.reference_policy_kl_penalty."""
     epsilon: Annotated[float, Range(above=0)] = 1.0e-6
-    """Added to every standard deviation. A preset brings its own, which only a value unlike 1e-6 replaces."""
+    """Constant added to every standard deviation. With a preset, the default 1e-6 keeps the preset's value; any other
+    value replaces it."""
     num_prompts_per_step: Annotated[int, Range(1, 10**8)] = 16
-    """Prompts in one step."""
+    """Number of prompts per step."""
     num_generations_per_prompt: Annotated[int, Range(1, 10**6)] = 8
-    """Samples per prompt (the group size G), at least 2, with algorithm ppo 1; where the algorithm does not sample, the
-    sequences that it makes of a row."""
+    """Number of samples per prompt (group size G). It is at least 2, or at least 1 with algorithm ppo. If the algorithm
+    does not sample, this is the number of sequences that it creates from each row."""
     num_iterations: Annotated[int, Range(1)] = 1
-    """Times that a step trains each of its samples (mu in GRPO), one optimizer update after the other; the ratios of
-    all refer to the weights that sampled."""
+    """Number of times that a step trains each sample, in consecutive optimizer updates (mu in GRPO). All importance
+    ratios are relative to the weights that generated the samples."""
     group_by: str = "row"
-    """What samples are compared with: those of their row, or prompt: of all rows of the step with the same prompt
-    tokens."""
+    """Samples that are compared with each other. row: the samples of one row. prompt: the samples of all rows in the
+    step whose prompts have the same tokens."""
     max_num_steps: Annotated[int, Range(1)] = 100
-    """Steps after which the run is complete."""
+    """Number of steps after which training ends."""
     max_num_epochs: Annotated[Optional[int], Range(1)] = None
-    """Passes over the training prompts, in whole steps, after which the run is complete if it has not been before.
-    Null: no limit."""
+    """Number of epochs over the training prompts after which training ends, rounded down to whole steps. Training ends
+    earlier if max_num_steps is reached. Null: no limit."""
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     val_period: Annotated[int, Range(0)] = 0
-    """Steps between validations; 0 switches validation off."""
+    """Number of steps between validations; 0 disables validation."""
     val_at_start: bool = False
-    """Validate the untrained model too."""
+    """Also validate the untrained model before the first step."""
     val_prompts: Annotated[Optional[int], Range(1)] = None
-    """Held-out prompts per validation; null takes them all."""
+    """Number of held-out prompts per validation; null uses all of them."""
     val_generations_per_prompt: Annotated[int, Range(1, 10**6)] = 1
-    """Samples per held-out prompt; the reported value is the mean."""
+    """Number of samples per held-out prompt. Validation metrics are means over these samples."""
     val_pass_at_k: Annotated[List[int], Range(1, 10**6)] = field(default_factory=list)
-    """Values of k, each at most val_generations_per_prompt, whose unbiased pass@k is reported of every component: the
-    expected best of k samples. `[1, 4, 8]`."""
+    """Values of k for which validation reports the unbiased pass@k of each component, that is, the expected best of k
+    samples. Each k is at most val_generations_per_prompt. Example: `[1, 4, 8]`."""
     val_temperature: Annotated[float, Range(0)] = 1.0
-    """Sampling temperature of validation; 0 is greedy."""
+    """Sampling temperature for validation; 0 is greedy."""
     max_skipped_steps: Annotated[int, Range(1)] = 3
-    """Consecutive steps with a non-finite loss or gradient after which the run stops."""
+    """Maximum number of consecutive steps with a non-finite loss or gradient. The run stops with an error at the next
+    such step."""
 
 
 @dataclass
 class TurnsConfig:
-    """How far a trajectory of several turns may go."""
+    """Limits for multi-turn trajectories."""
 
     max_turns: Annotated[int, Range(1, 10**6)] = 1
-    """Turns that the policy may take in one trajectory; what goes on after them is truncated."""
+    """Maximum number of policy turns in a trajectory. Longer trajectories are truncated."""
     max_tokens: Annotated[Optional[int], Range(1)] = None
-    """Tokens that the policy may write in all turns of a trajectory. Null: policy.generation.max_new_tokens in each."""
+    """Maximum number of tokens that the policy generates in a trajectory, over all turns. Null: each turn is limited by
+    policy.generation.max_new_tokens only."""
 
 
 @dataclass
 class EndpointConfig:
-    """OpenAI-compatible HTTP endpoint of the engines, for agents that play the policy's turns."""
+    """OpenAI-compatible HTTP server in front of the engines, for agents that request the policy's turns over HTTP."""
 
     enabled: bool = False
-    """Serve /v1/chat/completions, /tokenize and /v1/models while the run lasts."""
+    """Serve /v1/chat/completions, /tokenize and /v1/models during the run."""
     host: str = "127.0.0.1"
-    """Address to listen at. Whoever reaches it can sample; there is no password."""
+    """Address to listen on. The server has no authentication, so every client that can reach the address can sample."""
     port: Annotated[int, Range(0, 65_535)] = 8000
-    """Port to listen at; agents have to know it. 0 takes any free one."""
+    """Port to listen on. Agents must be configured with the same port. 0 selects any free port."""
 
 
 @dataclass
 class ReplayBufferConfig:
-    """Groups that are trained again in later steps; they need loss_fn.old_logprobs: trainer."""
+    """Replay buffer: train groups of earlier steps again. Requires loss_fn.old_logprobs: trainer."""
 
     groups: Annotated[int, Range(0)] = 0
-    """Groups of earlier steps in every step, in place of as many new ones; 0: none. The first steps, from which there
-    are too few yet, have more new ones."""
+    """Number of groups in each step that are taken from earlier steps instead of being newly sampled; 0: none. The
+    first steps contain more new groups, because the buffer is not full yet."""
     reuse: Annotated[int, Range(1)] = 1
-    """Times that a group is trained again at most."""
+    """Maximum number of times that a group is trained again."""
     max_age: Annotated[int, Range(1)] = 4
-    """Largest number of steps between the weights that sampled a token of such a group and those that it trains; more
-    than rollout.max_staleness."""
+    """Maximum age in steps of a replayed token: the trained version minus the version that sampled the token. Must be
+    larger than rollout.max_staleness."""
 
 
 @dataclass
 class RolloutConfig:
-    """How rollouts are scheduled, and when a failing environment ends the run."""
+    """Scheduling of rollouts, timeouts, and files with samples."""
 
     max_staleness: Annotated[int, Range(0, 10**6)] = 0
-    """Largest number of steps between the weights that sample a token and the weights that it trains (S), a hard bound.
-    0: exactly on-policy."""
+    """Maximum staleness S in steps: the trained version of the weights minus the version that sampled a token. No
+    trained token exceeds it. 0: exactly on-policy."""
     kv: str = "recompute"
-    """What new weights do to samples under way, with max_staleness above 0. recompute: the rest is sampled by the new
-    weights, and their cached keys and values are computed again; keep: those stay as they are, which is faster and
-    cannot be replayed; drain: an engine finishes its samples first."""
+    """Treatment of samples in flight at a weight update, with max_staleness above 0. recompute: recompute the cached
+    keys and values, and sample the remaining tokens with the new weights. keep: reuse the cached keys and values, which
+    is faster but cannot be replayed. drain: let each engine finish its samples before the update."""
     window: Annotated[Optional[int], Range(1)] = None
-    """Reorder window in groups (W): a group may be overtaken by at most W - 1 later ones. Null: 1, in the order of
-    the prompts. A larger one is taken off the bound."""
+    """Reorder window W, in groups: at most W - 1 later groups may be trained before an earlier group. Null: 1, so that
+    groups are trained in the order of the prompts. A larger window allows fewer groups in flight (see depth)."""
     depth: Any = "auto"
-    """Groups under way at most, between gdpo.num_prompts_per_step (P) and the bound B = (S + 1) * P - (W - 1); auto: as
-    many of them as keep the trainer from waiting."""
+    """Maximum number of groups in flight. It is between P = gdpo.num_prompts_per_step and the bound B = (S + 1) * P -
+    (W - 1). auto: adapted during the run, so that the trainer does not wait for samples."""
     sync_every: Annotated[int, Range(1)] = 1
-    """Steps between two publications of weights; more than 1 needs max_staleness of at least sync_every - 1."""
+    """Number of steps between weight updates of the engines. Values above 1 require max_staleness of at least
+    sync_every - 1."""
     group_timeout_s: Annotated[Optional[float], Range(above=0, most=_TEN_YEARS_S)] = None
-    """Seconds after which the samples of a group that are still under way are given up: they are `aborted`, and masked.
-    Null: none are."""
+    """Seconds after which the unfinished samples of a group are stopped. Stopped samples have the outcome `aborted` and
+    are not trained. Null: no limit."""
     min_valid: Annotated[float, Range(above=0, most=1)] = 0.5
-    """Share of a group's samples that must have a verdict for it to be trained after group_timeout_s; else the group is
+    """Fraction of a group's samples that must have a reward when group_timeout_s expires. A group with fewer rewards is
     dropped."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     max_env_failure_share: Annotated[float, Range(0, 1)] = 0.2
-    """Share of a step's samples that may fail in the environment before the run stops."""
+    """Maximum fraction of a step's samples that may fail in the environment. The run stops if more of them fail."""
     env_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 30.0
-    """Seconds one verification task may take."""
+    """Time limit of one verification task, in seconds."""
     env_workers: Annotated[int, Range(1, 4096)] = 1
-    """Worker processes that verify."""
+    """Number of worker processes for verification."""
     generation_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 3600.0
-    """Seconds that an engine with work may go without a finished sample. One that does not answer at all is replaced
-    sooner: after ten times its longest answer so far, and two minutes."""
+    """Maximum time, in seconds, in which an engine with pending requests may finish no sample. An engine that does not
+    respond at all is replaced sooner: after ten times its longest response time so far, plus two minutes."""
     train_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 3600.0
-    """Seconds one step's training may take, at most: once there were three, ten times the longest so far, and five
-    minutes."""
+    """Time limit for the training of one step, in seconds. After three steps, the limit is lowered to ten times the
+    longest step so far plus five minutes, if that is less."""
     save_samples: bool = True
-    """Write rollouts/step_*.parquet, and those of validations to validation/: every sample with its tokens, log-probs,
-    rewards and advantage (docs/inspector.md says how many bytes)."""
+    """Write every sample with its tokens, log-probs, rewards and advantage to rollouts/step_*.parquet. Validation
+    samples are written to validation/. For the size of these files see docs/inspector.md."""
     save_trainer_logprobs: bool = False
-    """Score every sample with the trainer before the step trains it, and write its log-probs beside the sampler's: one
-    more forward pass. Without, they are written where the step computes them anyhow, which is with several updates."""
+    """Compute the trainer's log-probs of every sample before it is trained, and save them next to the sampler's
+    log-probs. This costs one additional forward pass. If false, they are saved only if the step computes them anyway,
+    as it does with several updates per step."""
     save_entropies: bool = False
-    """Write the entropy of the policy at every token beside its log-probs, the trainer's among them, from the same
-    forward pass."""
+    """Save the policy's entropy at every token. The trainer's log-probs are computed in the same forward pass and are
+    also saved."""
     save_groups: Annotated[Optional[int], Range(1)] = None
-    """Groups of each step whose samples are written, the first of the batch; null: all of them, which replaying the run
-    takes. The plan says how many bytes."""
+    """Number of groups per step whose samples are saved, counted from the start of the batch. Null: all groups, which
+    is required for replaying the run. `gdpo-nemo plan` shows the size in bytes."""
     function: Optional[str] = None
-    """`file.py:function` or `package.module.function` that makes trajectories of prompts in place of the built-in
-    loop."""
+    """Custom rollout function, `file.py:function` or `package.module.function`, that creates trajectories from prompts.
+    It replaces the built-in generation loop."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
 
 @dataclass
 class WeightsConfig:
-    """How new weights get from the policy to the engines."""
+    """Transfer of updated weights from the policy to the engines."""
 
     transport: str = "auto"
-    """memory (Ray's object store), gloo (broadcast between hosts), nccl (broadcast between GPUs), ipc (handles of the
-    memory that colocated processes share), folder (safetensors on a shared disk), or a class of your own by its place
-    (file.py:Class). auto: ipc where colocated, nccl on GPUs, on CPU memory on one node and gloo on several."""
+    """memory: Ray's object store. gloo: broadcast between hosts. nccl: broadcast between GPUs. ipc: handles of memory
+    that colocated processes share. folder: safetensors files on a shared disk. A user-defined class is named by its
+    import path (file.py:Class). auto: ipc if colocated, otherwise nccl on GPUs. On CPU, auto is memory on one node and
+    gloo on several."""
     bucket_mib: Annotated[int, Range(1, 2**20)] = 256
-    """MiB of one broadcast, handle or file, unless a single tensor is larger. Sender and receiver hold two of them."""
+    """Bucket size in MiB: the size of one broadcast, memory handle or file. A larger tensor gets a bucket of its size.
+    Sender and receiver each hold two buffers of this size."""
 
 
 @dataclass
 class ClusterConfig:
-    """Machines."""
+    """Nodes, GPUs and CPUs that the run uses."""
 
     num_nodes: Annotated[int, Range(1, 100_000)] = 1
-    """Nodes of the job. More than one: they form a Ray cluster before the run starts, which the run joins."""
+    """Number of nodes. With several nodes, a Ray cluster that contains them must be started first; the run then joins
+    it."""
     env_nodes: Annotated[int, Range(0, 100_000)] = 0
-    """Further nodes, without GPUs, that environment workers go to; 0: they run beside the driver."""
+    """Number of additional nodes without GPUs for the environment workers. 0: the workers run on the driver's host."""
     address: Optional[str] = None
-    """Ray cluster to join, `host:port` or `auto`; null: that of RAY_ADDRESS, else one node of the run's own."""
+    """Address of the Ray cluster to join, `host:port` or `auto`. Null: the cluster in RAY_ADDRESS. If that is not set,
+    a new cluster is started on this node."""
     gpus_per_node: Annotated[int, Range(0, 1024)] = 0
-    """GPUs per node; 0 runs the same program on CPU."""
+    """GPUs per node. 0: run on CPU."""
     placement: str = "separate"
-    """separate: engines and policy have their own GPUs. colocated: engines sit on GPUs of the policy and sleep while it
-    trains; needs rollout.max_staleness 0."""
+    """separate: engines and policy use different GPUs. colocated: engines share the policy's GPUs and sleep during
+    training, which requires rollout.max_staleness 0."""
     cpus_per_node: Annotated[Optional[int], Range(1, 65_536)] = None
-    """CPU cores to use on each node; null: all that the process may use."""
+    """Number of CPU cores to use on each node. Null: all cores that are available to the process."""
 
 
 @dataclass
 class CheckpointingConfig:
-    """When the run saves, and what it keeps."""
+    """Writing and retention of checkpoints."""
 
     enabled: bool = True
-    """Write checkpoints; without them a stopped run starts again from step 0."""
+    """Write checkpoints. Without checkpoints, a run that was stopped restarts from step 0."""
     save_period: Annotated[int, Range(1)] = 10
-    """Steps between checkpoints. The last step is always saved."""
+    """Number of steps between checkpoints. A checkpoint is always written after the last step."""
     keep_last: Annotated[int, Range(1)] = 2
-    """Newest checkpoints that stay."""
+    """Number of most recent checkpoints to keep."""
     keep_best: Annotated[int, Range(0)] = 1
-    """Best checkpoints by metric_name that stay besides."""
+    """Number of best checkpoints by metric_name to keep in addition to the most recent ones."""
     metric_name: Optional[str] = None
-    """Metric that ranks checkpoints, larger is better, for instance validation/correctness."""
+    """Metric that ranks the checkpoints, for example validation/correctness. Larger is better."""
     async_save: bool = False
-    """Write files beside training, from a copy of the state in host memory. A run that dies before they are whole
-    resumes from the checkpoint before."""
+    """Write checkpoint files during training, from a copy of the state in host memory. If the run fails before all
+    files are written, it resumes from the previous checkpoint."""
     export_hf: bool = True
-    """Write the final weights as a Hugging Face folder (`model/` in the run folder)."""
+    """Export the final weights as a Hugging Face folder, `model/` in the run folder."""
 
 
 @dataclass
@@ -324,75 +337,81 @@ class TensorboardConfig:
     """TensorBoard events in the run folder."""
 
     enabled: bool = True
-    """Write them."""
+    """Write TensorBoard event files."""
 
 
 @dataclass
 class WandbConfig:
-    """Weights & Biases; needs `uv sync --group trackers`."""
+    """Logging to Weights & Biases. Requires `uv sync --group trackers`."""
 
     enabled: bool = False
-    """Send every row of metrics there."""
+    """Send all metrics to Weights & Biases."""
     project: str = "gdpo_nemo"
-    """Project of the run."""
+    """Name of the Weights & Biases project."""
     entity: Optional[str] = None
-    """User or team that the project belongs to; null: the account's default."""
+    """User or team that owns the project. Null: the default of the account."""
     tags: List[str] = field(default_factory=list)
     """Tags of the run."""
     id: Optional[str] = None
-    """Run there to go on in, or the id of a new one. Null: one of its own, in which a resumed run goes on."""
+    """Id of an existing run to continue, or the id for a new run. Null: a new id is generated. A resumed training run
+    continues the same Weights & Biases run."""
     mode: str = "online"
-    """online, or offline: written to `wandb/` in the run folder, for `wandb sync`."""
+    """online: send metrics during the run. offline: write them to `wandb/` in the run folder, for a later `wandb sync`.
+    """
 
 
 @dataclass
 class MlflowConfig:
-    """MLflow; needs `uv sync --group trackers`."""
+    """Logging to MLflow. Requires `uv sync --group trackers`."""
 
     enabled: bool = False
-    """Send every row of metrics there."""
+    """Send all metrics to MLflow."""
     experiment: str = "gdpo_nemo"
-    """Experiment of the run."""
+    """Name of the MLflow experiment."""
     tags: Dict[str, str] = field(default_factory=dict)
     """Tags of the run, by name."""
     run_id: Optional[str] = None
-    """Run there to go on in. Null: one of its own, in which a resumed run goes on."""
+    """Id of an existing MLflow run to continue. Null: a new MLflow run is created. A resumed training run continues the
+    same MLflow run."""
     tracking_uri: Optional[str] = None
-    """Server, or `sqlite:///file.db`; null takes MLFLOW_TRACKING_URI, or else `mlflow.db` in the run folder."""
+    """URI of the tracking server, or `sqlite:///file.db`. Null: MLFLOW_TRACKING_URI if set, otherwise `mlflow.db` in
+    the run folder."""
 
 
 @dataclass
 class PrometheusConfig:
-    """The newest row of metrics, for Prometheus to fetch; needs `uv sync --group trackers`."""
+    """HTTP endpoint from which Prometheus reads the latest metrics. Requires `uv sync --group trackers`."""
 
     host: str = "127.0.0.1"
-    """Address to listen at, on the driver's host. Every process that reaches it can read the metrics; there is no
-    password. 0.0.0.0 listens at all addresses of the host."""
+    """Address to listen on, on the driver's host. The endpoint has no authentication, so every client that can reach
+    the address can read the metrics. 0.0.0.0 listens on all addresses of the host."""
     port: Annotated[Optional[int], Range(1, 65_535)] = None
-    """Port of `/metrics`; null: off."""
+    """Port on which `/metrics` is served; null: off."""
 
 
 @dataclass
 class LoggerConfig:
-    """What is shown and written beside metrics.jsonl."""
+    """Console output, plots, reports and experiment trackers."""
 
     console: str = "auto"
-    """live, plain, quiet (alerts and the end), or auto: live on a terminal."""
+    """Console output: live (a display that is updated in place), plain (lines of text), quiet (only alerts and the
+    result), or auto (live on a terminal, otherwise plain)."""
     plot: bool = True
-    """Draw rewards.png."""
+    """Draw rewards.png, a plot of the rewards."""
     report_period: Annotated[int, Range(0)] = 50
-    """Steps between drawings of rewards.png and report.html while the run goes on, by a process beside it; 0: when it
-    ends only."""
+    """Number of steps between updates of rewards.png and report.html during the run. A separate process draws them. 0:
+    draw them only at the end."""
     num_completions: Annotated[int, Range(0)] = 0
-    """Completions of a step, with prompt, rewards and advantage, that TensorBoard, Weights & Biases and MLflow get as a
-    table; 0: none, no text leaves the run folder."""
+    """Number of completions per table that is sent to TensorBoard, Weights & Biases and MLflow, with prompts, rewards
+    and advantages. 0: send no completions; texts stay in the run folder."""
     completions_period: Annotated[int, Range(1)] = 10
-    """Steps between two such tables; the first step has one, too."""
+    """Number of steps between these tables. A table is also sent after the first step."""
     system_metrics: bool = False
-    """Have Weights & Biases and MLflow record the load of the driver's host: CPU, memory, disk, network and GPUs."""
+    """Send system metrics of the driver's host to Weights & Biases and MLflow: CPU, memory, disk, network and GPU load.
+    """
     aliases: List[str] = field(default_factory=list)
-    """Programs whose names of metrics trackers get besides ours, so that runs of both fit in one chart: nemo_rl
-    (`train/reward`, `train/probs_ratio`, ...), trl (`train/rewards/NAME/mean`, ...)."""
+    """Programs under whose metric names the metrics are also sent to trackers, so that their runs can share a chart.
+    nemo_rl: `train/reward`, `train/probs_ratio` and others. trl: `train/rewards/NAME/mean` and others."""
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
@@ -401,27 +420,28 @@ class LoggerConfig:
 
 @dataclass
 class HealthConfig:
-    """What `gdpo-nemo health RUN_DIR` holds a run of this config against, and what the run itself warns of."""
+    """Health checks of metrics: alerts during the run, and `gdpo-nemo health RUN_DIR`."""
 
     window: Annotated[int, Range(1)] = 5
-    """Steps in a trailing mean, where a check does not say otherwise."""
+    """Number of steps that the trailing mean of a metric covers, unless a check sets its own window."""
     checks: List[Dict[str, Any]] = field(default_factory=list)
-    """Thresholds: `metric`, `at` (a step, start, end or every), `min` and/or `max`, and if wanted `window`, `optional`
-    (the metric may be absent), `advisory` (a miss is a warning), and `of`, which says what is judged at every step:
-    value; start, how many times its start; before, how many times the 20 steps before; rise, by how many standard
-    errors it is above its start. None: what holds for every run."""
+    """Checks of a metric against thresholds. Required keys: `metric`, `at` (a step, start, end or every), and `min` or
+    `max` or both. Optional keys: `window`, `optional` (the metric may be absent), `advisory` (a violation is only a
+    warning) and `of`. `of` selects the quantity to check: value (the metric itself); start (its ratio to the start);
+    before (its ratio to the 20 steps before); rise (its increase since the start, in standard errors). If no checks are
+    configured, the default checks for every run apply."""
     preset: Optional[str] = None
-    """Thresholds of others besides: axolotl (those that its documentation gives for GRPO)."""
+    """Published set of additional thresholds: axolotl (from axolotl's GRPO documentation)."""
     alerts: bool = True
-    """Say during the run where a metric that is judged at every step leaves its range, with what it means and what to
-    try."""
+    """Show an alert when a metric that is checked at every step leaves its range. The alert explains the metric and
+    suggests a remedy."""
     stop_on: List[str] = field(default_factory=list)
-    """Metrics, judged at every step, that end the run with status 1 when they leave their range."""
+    """Metrics that stop the run with exit status 1 when they leave their range. They must be checked at every step."""
 
 
 @dataclass
 class Config:
-    """Everything a run is told."""
+    """The complete configuration of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -434,8 +454,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: Dict[str, Any] = field(default_factory=dict)
-    """Environments by name; the value holds the options of the plugin. Those of a file under `defaults:` stay where
-    they are named again, with their options."""
+    """Environments by name. The value of each holds the options of its plugin. An environment that a config inherits
+    through `defaults:` and names again keeps its inherited options."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

@@ -1,6 +1,7 @@
-"""The transports of weights by name, and which of them a config can have.
+"""Registry of weight transports, and checks of whether a transport supports a config.
 
-The classes need torch, which a config must not wait for; what they declare is read from their source.
+The transport classes import torch, which is too slow for checking a config. Therefore the class attributes are read
+from the source files.
 """
 
 from __future__ import annotations
@@ -9,13 +10,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Callable, Mapping
 
-from gdpo_nemo.config.class_source import NotLiteral, read_class
-from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, nearest
+from gdpo_nemo.utils.source import NotLiteral, read_class
 
 _PACKAGE = "gdpo_nemo.weights.transports"
-BASE = f"{_PACKAGE}.transport:Transport"
+BASE = f"{_PACKAGE}.base:Transport"
 TRANSPORTS = {
     "memory": f"{_PACKAGE}.memory:MemoryTransport",
     "gloo": f"{_PACKAGE}.collective:GlooTransport",
@@ -23,7 +23,7 @@ TRANSPORTS = {
     "ipc": f"{_PACKAGE}.ipc:IpcTransport",
     "folder": f"{_PACKAGE}.folder:FolderTransport",
 }
-"""Values of ``weights.transport`` besides ``auto`` -> place of their class."""
+"""Import path of the class for each value of ``weights.transport`` except ``auto``."""
 
 CONDITIONS: dict[str, Callable[[Config], bool]] = {
     "separate": lambda config: config.cluster.placement == "separate",
@@ -33,24 +33,26 @@ CONDITIONS: dict[str, Callable[[Config], bool]] = {
     "engine_tensor_parallel": lambda config: config.policy.generation.vllm_cfg.tensor_parallel_size > 1,
     "lora": lambda config: config.policy.lora.rank > 0,
 }
-"""What a transport may refuse (``Transport.refuses``) -> whether a config has it."""
+"""Conditions under which a transport may declare that it is not supported (``Transport.refuses``), with a predicate on
+the config."""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """The attributes of a transport's class that a config is checked by; ``Transport`` says what they mean."""
+    """Class attributes of a transport that are needed to check a config. They are documented in ``Transport``."""
 
     refuses: Mapping[str, str]
     uses_buckets: bool
 
 
-def transport_place(name: str) -> str:
-    """Where the class of a transport is."""
+def transport_import_path(name: str) -> str:
+    """Return the import path of a transport's class."""
     return TRANSPORTS.get(name, name)
 
 
 def chosen_transport(config: Config) -> str:
-    """What ``weights.transport: auto`` chooses: ipc on shared devices, nccl between GPUs, else memory or gloo."""
+    """Return the transport of a config, with ``auto`` resolved: ipc if colocated, nccl on GPUs, otherwise memory or
+    gloo."""
     name = config.weights.transport
     cluster = config.cluster
     if name != "auto":
@@ -63,10 +65,10 @@ def chosen_transport(config: Config) -> str:
 
 
 def declared(name: str) -> Declared:
-    """What a transport says of itself, without importing it.
+    """Return the class attributes of a transport without importing it.
 
     Raises:
-        ConfigError: it is not there, is no transport, or what it says makes no sense.
+        ConfigError: if the class does not exist, is not a transport, or has invalid attributes.
     """
     return _declared_built_in(name) if name in TRANSPORTS else _declared(name)
 
@@ -78,20 +80,19 @@ def _declared_built_in(name: str) -> Declared:
 
 def _declared(name: str) -> Declared:
     try:
-        source = read_class(transport_place(name))
+        source = read_class(transport_import_path(name))
     except ConfigError as error:
         raise ConfigError(f"weights.transport: {error}") from None
     if BASE not in source.ancestry:
         raise ConfigError(
-            f"weights.transport: {name} is no subclass of Transport as far as its source shows "
-            f"(from {BASE.partition(':')[0]} import Transport)"
+            f"weights.transport: {name} must be a subclass of Transport in its source (from gdpo_nemo import Transport)"
         )
     refuses = _literal(name, source.attributes, "refuses", dict)
     for condition, why in refuses.items():
         if condition not in CONDITIONS or not isinstance(why, str):
             raise ConfigError(
-                f"weights.transport: {name} refuses {condition!r}: {why!r}; write {{condition: why}} with "
-                f"{', '.join(CONDITIONS)}{nearest(str(condition), CONDITIONS)}"
+                f"weights.transport: refuses of {name} has {condition!r}: {why!r}; expected {{condition: reason}} "
+                f"with {', '.join(CONDITIONS)}{nearest(str(condition), CONDITIONS)}"
             )
     return Declared(refuses, _literal(name, source.attributes, "uses_buckets", bool))
 
@@ -101,14 +102,14 @@ def _literal(name: str, attributes: Mapping[str, Any], attribute: str, kind: typ
     if not isinstance(value, kind):
         found = "is computed" if isinstance(value, NotLiteral) else f"is {value!r}"
         raise ConfigError(
-            f"weights.transport: {attribute} of {name} {found}; it must be a literal {kind.__name__}, because it is "
-            "read without running the file"
+            f"weights.transport: {attribute} of {name} {found}; it must be a literal {kind.__name__} that can be read "
+            "without running the file"
         )
     return value
 
 
 def check_transport(config: Config) -> None:
-    """Refuse a transport that says it cannot work with this config. Raises ConfigError."""
+    """Check that the transport declares no condition of this config as unsupported. Raises ConfigError."""
     name = chosen_transport(config)
     for condition, why in declared(name).refuses.items():
         if CONDITIONS[condition](config):

@@ -1,1 +1,1 @@
-"""Prompts in, trajectories through, packed batches out."""
+"""Training data: prompts, trajectories and packed batches."""

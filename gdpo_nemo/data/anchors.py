@@ -1,9 +1,10 @@
-"""Prompts cut out of raw text at the level of tokens: EBFT's strided mode (arXiv 2603.12248, axolotl's keys).
+"""Prompts cut out of raw text at regular token positions, for EBFT's strided mode (arXiv 2603.12248, axolotl's keys).
 
-The first anchor of a text is at token ``context_length``, the others follow every ``stride`` tokens: axolotl's places.
-The ``context_length`` tokens before an anchor are a prompt and the ``generate_max_len`` tokens behind it are the data's
-answer. Axolotl samples such blocks inside one sequence, under a mask by which a block sees the whole text before its
-anchor (``_strided_mask_mod``); here each is a separate prompt of exactly ``context_length`` tokens.
+The first anchor of a text is at token ``context_length``, and another one follows every ``stride`` tokens, as in
+axolotl. The ``context_length`` tokens before an anchor are the prompt. The ``generate_max_len`` tokens after it are the
+reference answer. Axolotl samples all blocks of a text inside one sequence. Its mask lets a block attend to the whole
+text before its anchor (``_strided_mask_mod``). Here each block is a separate prompt of exactly ``context_length``
+tokens.
 """
 
 from __future__ import annotations
@@ -12,38 +13,42 @@ from collections import abc
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, Mapping, Sequence, overload
+from typing import TYPE_CHECKING, Any, Mapping, Sequence, overload
 
 import numpy as np
 
-from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.config.schema import DatasetConfig, StridedConfig
 from gdpo_nemo.data.prompts import PromptSource, RefusedPrompt, tokenise
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import Row
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.tokenizer import Tokenizer
 
 TEXT_KEY = "text"
-"""Column that is taken for the text when the config names none."""
+"""Default column of the text."""
 
 
 def anchors_of(tokens: int, strided: StridedConfig) -> range:
-    """Return the anchors of a text, ascending: the first has ``context_length`` tokens before it, and each has
-    ``generate_max_len`` tokens behind it.
+    """Return the token positions of a text's anchors, in ascending order.
+
+    The first anchor is after ``context_length`` tokens. Every anchor is followed by at least ``generate_max_len``
+    tokens.
 
     Args:
-        tokens: tokens of the text.
+        tokens: number of tokens in the text.
     """
     return range(strided.context_length, tokens - strided.generate_max_len + 1, strided.stride)
 
 
 def prompts_of(dataset: DatasetConfig, *arguments: Any, **options: Any) -> PromptSource:
-    """The prompts of a split, whose rows are prompts or texts with anchors; called as ``PromptSource`` is."""
+    """Create an ``AnchorSource`` for a split with raw texts, otherwise a ``PromptSource``, with these arguments."""
     return (PromptSource if dataset.strided is None else AnchorSource)(dataset, *arguments, **options)
 
 
 def check_texts(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> None:
-    """Every row has a text, as far as that can be told without a tokenizer. Raises ConfigError."""
+    """Raise ConfigError if the text of a row is missing, empty or not a string. The tokenizer is not needed."""
     key = _text_key(dataset)
     for index, row in enumerate(rows):
         if key not in row:
@@ -52,33 +57,34 @@ def check_texts(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> None
             raise ConfigError(f"data.{split}: row {index}: the column {key!r} is empty")
         if not isinstance(row[key], str):
             kind = type(row[key]).__name__
-            raise ConfigError(f"data.{split}: row {index}: {key!r} must be text, of which anchors are cut, not {kind}")
+            raise ConfigError(f"data.{split}: row {index}: {key!r} must be text for anchors, got {kind}")
 
 
 class AnchorSource(PromptSource):
-    """The anchors of one split, each a prompt with ``answer_ids``; dealt in one order over all texts.
+    """The anchors of one split as prompts with ``answer_ids``. All texts share one order.
 
-    The id is ``<row id>@<anchor>``. A column ``answer`` holds the answer as text, for environments that read one; the
-    text itself is left out of the columns. Texts without an anchor are in ``refused``. A text is tokenised as a prompt
-    without chat template is, special tokens included. Arguments and errors are those of ``PromptSource``.
+    The id of a prompt is ``<row id>@<anchor>``. Its column ``answer`` contains the answer as text, for environments
+    that read it. The column with the source text is removed. Texts that are too short for an anchor are listed in
+    ``refused``. Texts are tokenized with special tokens and without a chat template. Arguments and errors are those of
+    ``PromptSource``.
     """
 
     def one_of_each_row(self) -> list[Prompt]:
-        """The first anchor of every text."""
-        return [self._anchors[place] for place in self._anchors.first]
+        """Return the first anchor of every text."""
+        return [self._anchors[index] for index in self._anchors.first]
 
     def summary(self, first: int | None = None) -> str:
-        """How many anchors there are, and how many texts have none; arguments as of ``PromptSource.summary``."""
+        """Describe the number of anchors and of skipped texts. Arguments: see ``PromptSource.summary``."""
         strided = self._strided
         which = "" if first is None else f" in the first {first} texts"
-        refused = f"; {len(self.refused)} {self._limit()} and are left out" if self.refused else ""
+        refused = f"; {len(self.refused)} {self._limit()} and are skipped" if self.refused else ""
         return (
-            f"{len(self)} anchors{which}, each with {strided.context_length} tokens before it and "
-            f"{strided.generate_max_len} behind it{refused}"
+            f"{len(self)} anchors{which}, each with {strided.context_length} tokens before it "
+            f"and {strided.generate_max_len} after it{refused}"
         )
 
     def _limit(self) -> str:
-        return f"texts are shorter than the {_needed(self._strided)} tokens that an anchor takes"
+        return f"texts are shorter than the {_needed(self._strided)} tokens that an anchor requires"
 
     def _read(self, rows: list[Row], verifiers: Sequence[str], dataset: DatasetConfig) -> list[str]:
         assert dataset.strided is not None
@@ -109,14 +115,14 @@ class AnchorSource(PromptSource):
             environment = self._environments[name]
             if environment.has_turns or environment.plays_with_endpoint:
                 raise ConfigError(
-                    f"data.{self._split}.strided: environment {name!r} plays episodes, and an anchor of a text is gone "
-                    "on from once"
+                    f"data.{self._split}.strided: not supported with environment {name!r}, which has episodes of "
+                    "several turns"
                 )
 
 
 @dataclass(frozen=True)
 class _Document:
-    """A text in tokens."""
+    """A tokenized text."""
 
     id: str
     token_ids: np.ndarray
@@ -126,15 +132,15 @@ class _Document:
 
 
 class _Anchors(abc.Sequence[Prompt]):
-    """The anchors of documents, in order, made when they are asked for: there are as many as tokens by stride."""
+    """Sequence of all anchors of the documents. Prompts are created on access, because long texts have many anchors."""
 
-    def __init__(self, documents: Sequence[_Document], strided: StridedConfig, tokenizer: Any):
+    def __init__(self, documents: Sequence[_Document], strided: StridedConfig, tokenizer: Tokenizer):
         self._documents = documents
         self._strided = strided
         counts = [len(anchors_of(len(document.token_ids), strided)) for document in documents]
         ends = list(accumulate(counts))
         self.first: list[int] = [0, *ends[:-1]]
-        """By document, the place of its first anchor."""
+        """Index of the first anchor of each document."""
         self._ends = np.array(ends)
         self._text = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
@@ -142,17 +148,17 @@ class _Anchors(abc.Sequence[Prompt]):
         return int(self._ends[-1])
 
     @overload
-    def __getitem__(self, place: int) -> Prompt: ...
+    def __getitem__(self, index: int) -> Prompt: ...
     @overload
-    def __getitem__(self, place: slice) -> list[Prompt]: ...
-    def __getitem__(self, place: int | slice) -> Prompt | list[Prompt]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(*place.indices(len(self)))]
-        if not 0 <= place < len(self):
-            raise IndexError(place)
-        number = int(np.searchsorted(self._ends, place, side="right"))
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = int(np.searchsorted(self._ends, index, side="right"))
         document = self._documents[number]
-        anchor = anchors_of(len(document.token_ids), self._strided)[place - self.first[number]]
+        anchor = anchors_of(len(document.token_ids), self._strided)[index - self.first[number]]
         context = document.token_ids[anchor - self._strided.context_length : anchor]
         answer = document.token_ids[anchor : anchor + self._strided.generate_max_len]
         fields = {**document.fields, "answer": self._text(answer.tolist(), skip_special_tokens=True)}
@@ -165,5 +171,5 @@ def _text_key(dataset: DatasetConfig) -> str:
 
 
 def _needed(strided: StridedConfig) -> int:
-    """Tokens of the shortest text that has an anchor."""
+    """Return the minimum number of tokens that a text needs for one anchor."""
     return strided.context_length + strided.generate_max_len

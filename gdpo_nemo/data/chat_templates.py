@@ -1,8 +1,8 @@
-"""Bounds for chat templates, so that one line of a downloaded template cannot take all memory of a machine.
+"""Size limits for chat templates, so that a downloaded template cannot use all memory of a machine.
 
-transformers renders templates in jinja's sandbox, which bounds ``range`` and nothing else: ``{{ 'x' * 10**10 }}`` takes
-10 GB. ``BoundedEnvironment`` is that sandbox with a limit on the size of every value that a template makes, and on
-their sum in one rendering. Operations whose result would be larger are refused before they are carried out.
+transformers renders templates in jinja's sandbox, which limits only ``range``: ``{{ 'x' * 10**10 }}`` takes 10 GB.
+``BoundedEnvironment`` extends this sandbox. It limits the size of every value that a template creates, and the total
+size of all values in one rendering. An operation with a larger result is refused before it is executed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from jinja2.runtime import Context, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LARGEST = 1 << 26
-"""Characters or elements of one value; a context of 10 million tokens is below it."""
+"""Maximum number of characters or elements in one value. A context of 10 million tokens stays below it."""
 _TOTAL = 4
-"""Values of the largest size that one rendering may make."""
+"""Maximum total size of all values in one rendering, as a multiple of the maximum size of one value."""
 _LONGEST_NUMBER = 1 << 16
-"""Bits of an integer."""
+"""Maximum number of bits in an integer."""
 _PADDED = ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "batch", "slice", "round")
-"""Methods and filters whose result has about the size that an argument tells."""
+"""Methods and filters whose result size depends on an argument."""
 _TEXTS = ("string", "escape", "e", "forceescape", "pprint", "urlencode", "xmlattr", "safe", "list")
-"""Filters that write a value of any depth as text."""
+"""Filters that convert nested values to text."""
 _NUMBER = re.compile(r"\d+")
 _NESTED = re.compile(r"\{[^{}]*\{")
 _SPECIFICATION = re.compile(r"%(?:\([^)]*\))?[-+ #0-9.*]*|\{[^{}]*:[^{}]*")
@@ -36,12 +36,12 @@ _LIMIT: ContextVar[int] = ContextVar("limit", default=LARGEST)
 
 
 class TemplateTooLarge(Exception):
-    """A chat template makes a value that is larger than any conversation needs."""
+    """A chat template creates a value, or many values, beyond the size limits."""
 
 
 @contextmanager
 def limited(size: int) -> Iterator[None]:
-    """Allow values of at most ``size`` characters or elements inside of the block."""
+    """Limit every value to ``size`` characters or elements inside the block."""
     before = _LIMIT.set(size)
     try:
         yield
@@ -50,7 +50,7 @@ def limited(size: int) -> Iterator[None]:
 
 
 def bound_templates() -> None:
-    """Let transformers render chat templates in ``BoundedEnvironment``, in this process."""
+    """Make transformers render chat templates in ``BoundedEnvironment``, in this process."""
     module: Any = importlib.import_module("transformers.utils.chat_template_utils")
     if module.ImmutableSandboxedEnvironment is not BoundedEnvironment:
         module.ImmutableSandboxedEnvironment = BoundedEnvironment
@@ -69,12 +69,12 @@ class _Generator(CodeGenerator):
 
 
 class _Context(Context):
-    """The variables of one rendering, and the size of all values that it made."""
+    """Variables of one rendering, with the total size of all values created so far."""
 
     made = 0
 
     def add(self, size: int) -> None:
-        """Count a value. Raises TemplateTooLarge if it, or all values together, are too large."""
+        """Add the size of a value. Raise TemplateTooLarge if the value or the total is too large."""
         self.made += size
         _check(size)
         if self.made > _TOTAL * _LIMIT.get():
@@ -82,14 +82,14 @@ class _Context(Context):
 
 
 class _Filters(dict[str, Callable[..., Any]]):
-    """Filters by name, each of which checks its arguments first."""
+    """Filters by name. Each filter is wrapped to check the size of its result first."""
 
     def __setitem__(self, name: str, act: Callable[..., Any]) -> None:
         super().__setitem__(name, _checked(name, act))
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """jinja's sandbox with bounds on sizes. Rendering raises TemplateTooLarge."""
+    """jinja's sandbox with size limits. Rendering raises TemplateTooLarge if a limit is exceeded."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     code_generator_class = _Generator
@@ -104,14 +104,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Carry out a binary operation whose result stays small."""
+        """Evaluate a binary operation if its result is within the limits."""
         size = _result_size(operator, left, right)
         if isinstance(context, _Context):
             context.add(size)
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, called: Any, *args: Any, **options: Any) -> Any:
-        """Call a function of a template, or a method of a value, whose result stays small."""
+        """Call a template function or a method of a value, if its result is within the limits."""
         owner = getattr(called, "__self__", None)
         if isinstance(owner, (str, bytes, int)):
             size = _call_size(str(getattr(called, "__name__", "")), owner, args, options)
@@ -120,7 +120,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         return super().call(context, called, *args, **options)
 
     def concatenated(self, context: Context, parts: tuple[Any, ...]) -> str:
-        """Return the parts of ``a ~ b`` as one text."""
+        """Return the result of ``a ~ b``, which concatenates the values as text."""
         if isinstance(context, _Context):
             context.add(sum(_deep_size(part) for part in parts))
         return str_join(parts)
@@ -128,14 +128,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 @pass_context
 def _counted(context: Context, value: Any) -> Any:
-    """Count a value that is written out."""
+    """Return a value of the output unchanged, after adding its size to the total."""
     if isinstance(context, _Context):
         context.add(_deep_size(value))
     return value
 
 
 def _checked(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that checks its arguments, behind those that jinja passes."""
+    """Return a filter that checks the size of its result before it runs. Arguments passed by jinja are ignored."""
     passed = 0 if getattr(act, "jinja_pass_arg", None) is None else 1
 
     @wraps(act)
@@ -153,7 +153,7 @@ def _check(size: int) -> None:
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
-    """The size of the result of a binary operation, or a bound for it."""
+    """Return the size of a binary operation's result, or an upper bound."""
     if isinstance(left, int) and isinstance(right, int):
         factor = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * max(right, 0)}
         if factor.get(operator, 0) > _LONGEST_NUMBER:
@@ -168,48 +168,49 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _call_size(name: str, owner: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """The size of what a method or filter of this name makes of ``owner``, or a bound for it; 0 if it adds nothing."""
-    given = (*args, *options.values())
-    widest = max((abs(value) for value in given if isinstance(value, int)), default=0)
+    """Return the size of the result of a method or filter on ``owner``, or an upper bound. Return 0 if the call adds
+    nothing."""
+    arguments = (*args, *options.values())
+    widest = max((abs(value) for value in arguments if isinstance(value, int)), default=0)
     if name in _PADDED:
         return widest * (1 + (str(owner).count("\t") if name == "expandtabs" else 0))
     if name in ("format", "format_map"):
-        return _format_size(str(owner), given)
+        return _format_size(str(owner), arguments)
     if name in ("indent", "tojson"):
         lines = str(owner).count("\n") + 1 if isinstance(owner, str) else _deep_size(owner)
-        width = max([widest, *(len(value) for value in given if isinstance(value, str))])
+        width = max([widest, *(len(value) for value in arguments if isinstance(value, str))])
         return _deep_size(owner) + lines * width
-    if name == "replace" and len(given) > 1 and isinstance(owner, str):
-        return len(owner) + (owner.count(str(given[0])) if given[0] else len(owner) + 1) * _size(given[1])
+    if name == "replace" and len(arguments) > 1 and isinstance(owner, str):
+        return len(owner) + (owner.count(str(arguments[0])) if arguments[0] else len(owner) + 1) * _size(arguments[1])
     if name == "join":
-        joined, glue = (given[0], owner) if isinstance(owner, str) and given and not isinstance(given[0], str) else (
-            owner, given[0] if given else ""
-        )  # fmt: skip
+        joined, glue = owner, arguments[0] if arguments else ""
+        if isinstance(owner, str) and arguments and not isinstance(arguments[0], str):
+            joined, glue = arguments[0], owner
         return _deep_size(joined) + _size(joined) * _size(glue)
     return _deep_size(owner) if name in _TEXTS else 0
 
 
-def _format_size(text: str, given: Any) -> int:
-    """A bound for the size of a formatted text: widths that it names or is given, and its fields."""
+def _format_size(text: str, arguments: Any) -> int:
+    """Return an upper bound for the size of a formatted text, from its field widths, fields and arguments."""
     nested = _NESTED.search(text) is not None
     specified = text if nested else " ".join(_SPECIFICATION.findall(text))
     widths = [int(number[:9]) for number in _NUMBER.findall(specified)]
     if nested or "*" in specified:
-        values = given if isinstance(given, tuple) else (given,)
+        values = arguments if isinstance(arguments, tuple) else (arguments,)
         widths += [abs(value) for value in values if isinstance(value, int)]
     fields = text.count("{") + text.count("%")
-    return len(text) + sum(widths) + fields * _deep_size(given)
+    return len(text) + sum(widths) + fields * _deep_size(arguments)
 
 
 def _size(value: Any) -> int:
-    """Characters of a text, elements of a collection; 1 for any other value."""
+    """Return the number of characters in a text or of elements in a collection, and 1 for any other value."""
     return len(value) if isinstance(value, (str, bytes, list, tuple, dict, set)) else 1
 
 
 def _deep_size(value: Any) -> int:
-    """Characters and elements of a value at any depth, counted no further than to the limit.
+    """Return the number of characters and elements in a value, including nested values. Stop counting at the limit.
 
-    A list that contains another one twice counts it twice, as it is written twice.
+    A list that occurs twice inside a value counts twice, because its text is also written twice.
     """
     size, waiting = 0, [value]
     while waiting and size <= _LIMIT.get():

@@ -1,7 +1,8 @@
-"""From trajectories to packed micro-batches, balanced over the data-parallel ranks.
+"""Packing of trajectories into micro-batches, balanced over the data-parallel ranks.
 
-The driver decides which sequence goes where (``assign``); each rank lays its own tokens out, so what travels is small
-and every peer of a tensor-, pipeline- or context-parallel group sees the same assignment.
+The driver assigns sequences to micro-batches (``assign``), and each rank packs the tokens of its sequences
+(``pack_rows``). All ranks of a tensor-, pipeline- or context-parallel group therefore use the same assignment, and
+little data is sent.
 """
 
 from __future__ import annotations
@@ -17,75 +18,77 @@ import numpy as np
 
 @dataclass
 class TrainSequence:
-    """One trajectory as the policy trains on it.
-
-    ``weight`` is what each of its completion tokens counts in the loss; the weights of a whole update add up to the
-    mean that ``loss_fn.aggregation`` names, so no layout can change the gradient. 0 leaves the sequence out of the
-    loss.
-    """
+    """One trajectory as training data for the policy."""
 
     prompt_ids: np.ndarray
     """int32 [prompt tokens]"""
     completion_ids: np.ndarray
     """int32 [completion tokens], at least one"""
     sampler_logprobs: np.ndarray
-    """float32 [completion tokens]; never read where the mask is false"""
+    """float32 [completion tokens]: the sampler's log-probs. Values of masked tokens are not read."""
     advantage: float | np.ndarray = 0.0
-    """One of all tokens, or float32 [completion tokens]; never read where the mask is false."""
+    """One value for all tokens, or float32 [completion tokens]. Values of masked tokens are not read."""
     weight: float = 0.0
+    """Weight of each completion token in the loss; 0 excludes the sequence.
+
+    The weighted sum over an update is the mean that ``loss_fn.aggregation`` selects, so the layout cannot change the
+    gradient.
+    """
     old_logprobs: np.ndarray | None = None
-    """float32 [completion tokens]; None: the log-probs of the update itself (ratio 1)."""
+    """float32 [completion tokens]: log-probs in the denominator of the ratio. None uses the log-probs of the update
+    itself, so that the ratio is 1."""
     reference_logprobs: np.ndarray | None = None
-    """float32 [completion tokens], of the reference model."""
+    """float32 [completion tokens]: log-probs of the reference model; None if there is none."""
     old_values: np.ndarray | None = None
-    """float32 [completion tokens]: what the value head said of the state before each token, before the step; None:
-    there is no such head."""
+    """float32 [completion tokens]: value of the state before each token, estimated before the step. None without a
+    value head. Values of masked tokens are not read."""
     returns: np.ndarray | None = None
-    """float32 [completion tokens]: what the values are to become. Like those never read where the mask is false."""
+    """float32 [completion tokens]: targets of the values. Targets of masked tokens are not read."""
     loss_mask: np.ndarray | None = None
-    """bool [completion tokens]: the tokens that the policy wrote. The others are context: no log-prob, no loss, no
-    metric. None: all."""
+    """bool [completion tokens]: True for tokens that the policy wrote; None if it wrote all tokens. The other tokens
+    are only context, without log-probs, loss or metrics."""
     staleness: np.ndarray | None = None
-    """int32 [completion tokens]: version that is trained minus the version that sampled the token; never read where the
-    mask is false. None: 0, or nobody reads it."""
+    """int32 [completion tokens]: policy version in training minus the version that sampled the token. None if it is 0
+    or not used. Values of masked tokens are not read."""
     chosen: np.ndarray | None = None
-    """bool [completion tokens]: those that the loss kl_cov penalises (``TokenFields.chosen``). None: none."""
+    """bool [completion tokens]: tokens that the loss kl_cov penalizes (``TokenFields.chosen``); None for no tokens."""
     pair: int = 0
-    """Number of its pair of completions in the update, from 1, negative for the rejected or undesirable one; both are
-    computed in one micro-batch. 0: of none."""
+    """Pair of completions in the update, numbered from 1; 0 for no pair. The number is negative for the rejected or
+    undesirable completion. Both completions are in the same micro-batch."""
     shared: int = 0
-    """Leading tokens that the sequence before it in its micro-batch has, too, and that are computed with that one; set
-    where a rank lays sequences out (``prefixes.shared_prefixes``)."""
+    """Number of leading tokens shared with the previous sequence in the micro-batch, which computes them. Set when a
+    rank packs its sequences (``prefixes.shared_prefixes``)."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
 
     @property
     def num_policy_tokens(self) -> int:
-        """Completion tokens that the policy wrote."""
+        """Number of completion tokens that the policy wrote."""
         return len(self.completion_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
     @property
     def has_advantage(self) -> bool:
-        """Whether some token has an advantage that is not 0, NaN among them."""
+        """True if the advantage of any token is not 0. NaN counts as not 0."""
         return bool(self.advantage.any() if isinstance(self.advantage, np.ndarray) else self.advantage)
 
     def token_advantages(self) -> np.ndarray:
-        """float32 [completion tokens]"""
+        """Return the advantage of each token: float32 [completion tokens]."""
         return np.broadcast_to(np.asarray(self.advantage, np.float32), self.completion_ids.shape)
 
     def where_written(self, values: np.ndarray) -> np.ndarray:
-        """Of the values [completion tokens] those of tokens that the policy wrote."""
+        """Return only the values of the tokens that the policy wrote, given values [completion tokens]."""
         return values if self.loss_mask is None else values[self.loss_mask]
 
 
 def with_gradient(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Those whose advantage and weight are not 0; if there is none, the shortest one: a schedule needs a sequence."""
+    """Return the sequences with a nonzero advantage and weight. If there are none, return only the shortest sequence,
+    because an update needs at least one."""
     return [s for s in sequences if s.has_advantage and s.weight] or [min(sequences, key=len)]
 
 
 Assignment = list[list[list[int]]]
-"""[data-parallel rank][micro-batch][place in the batch]"""
+"""Indices of sequences in the batch, by data-parallel rank and micro-batch."""
 
 
 def assign(
@@ -96,21 +99,25 @@ def assign(
     quadratic: float = 0.0,
     costs: Sequence[float] | None = None,
 ) -> Assignment:
-    """Spread sequences over ``ranks``, in as few micro-batches of at most ``token_budget`` tokens as a greedy fit
-    finds (above 64 a rank, to within 1/64).
+    """Distribute sequences over ``ranks``, in few micro-batches of at most ``token_budget`` tokens.
 
-    Every rank gets the same number of micro-batches (whole rounds of ``multiple_of``, as interleaved pipelines need);
-    a micro-batch may be empty when there are fewer sequences than micro-batches. The dearest sequences are placed
-    first, each into the cheapest micro-batch with room for it, and micro-batches are dealt to the ranks to and fro, so
-    that micro-batches and ranks cost about the same. Deterministic.
+    Every rank gets the same number of micro-batches, a multiple of ``multiple_of``. The number is the lowest for which
+    a greedy fit succeeds. Above 64 per rank, it may exceed this by 1/64. A micro-batch may be empty if there are fewer
+    sequences than micro-batches.
+
+    The greedy fit places the longest sequences first, each into the cheapest micro-batch with room for it. The
+    micro-batches are then assigned to the ranks in alternating order, from expensive to cheap, to balance the ranks.
+    The result is deterministic.
 
     Args:
-        multiple_of: stages of an interleaved pipeline; 1: it is not interleaved.
-        quadratic: what a sequence of n tokens costs is n + quadratic * n^2 (see ``attention_cost``).
-        costs: what each costs where that does not follow from its length.
+        lengths: tokens of each sequence.
+        multiple_of: stages of an interleaved pipeline; 1 if the pipeline is not interleaved.
+        quadratic: coefficient of the quadratic cost (see ``attention_cost``). A sequence of n tokens costs
+            n + quadratic * n^2.
+        costs: cost of each sequence. None computes it from the length.
 
     Raises:
-        ValueError: a sequence is longer than ``token_budget``.
+        ValueError: if a sequence is longer than ``token_budget``.
     """
     if lengths and max(lengths) > token_budget:
         raise ValueError(f"a sequence of {max(lengths)} tokens exceeds the micro-batch budget of {token_budget}")
@@ -121,29 +128,33 @@ def assign(
         bins = _fit(lengths, count * ranks, token_budget, costs)
         if bins is not None:
             return _distribute(bins, ranks)
-        count += max(1, count // 64)  # one by one, thousands of micro-batches would take seconds of attempts
+        count += max(1, count // 64)  # increments of 1 would take seconds with thousands of micro-batches
 
 
 def assign_singly(count: int, ranks: int, multiple_of: int = 1) -> Assignment:
-    """Every sequence in a micro-batch of its own, equally many per rank (some may be empty)."""
+    """Put every sequence into a separate micro-batch. Ranks with fewer sequences get empty micro-batches."""
     each = _whole_rounds(max(1, math.ceil(count / ranks)), multiple_of)
     bins = [[i] for i in range(count)] + [[] for _ in range(each * ranks - count)]
     return [bins[rank::ranks] for rank in range(ranks)]
 
 
 def _whole_rounds(count: int, stages: int) -> int:
-    """Micro-batches of whole rounds through an interleaved pipeline, two or more.
+    """Round up to a multiple of ``stages``; for an interleaved pipeline, to at least two rounds of ``stages``.
 
-    In the only round, Megatron's last stages begin their backward passes while the first ones, which count all of it as
-    warm-up, still send forward and receive nothing. With shapes that are exchanged ahead, both then wait for ever.
+    With a single round, all micro-batches are warm-up for Megatron's first stages, which send activations forward and
+    receive nothing. The last stages already begin their backward passes. If the stages exchange shapes first, this
+    causes a deadlock.
     """
     rounds = math.ceil(count / stages)
     return stages * (max(2, rounds) if stages > 1 else rounds)
 
 
 def _least_micro_batches(lengths: Sequence[int], budget: int) -> int:
-    """A number of micro-batches below which nothing fits, so that no fit is tried in vain: of the n longest each takes
-    at most as many as fit of the shortest among them."""
+    """Return a lower bound for the number of micro-batches, to skip fits that must fail.
+
+    For every n, consider the n longest sequences. A micro-batch can hold at most ``budget // length`` of them, for the
+    shortest ``length`` among them.
+    """
     if not lengths:
         return 1
     longest = np.sort(np.asarray(lengths))[::-1]
@@ -152,44 +163,49 @@ def _least_micro_batches(lengths: Sequence[int], budget: int) -> int:
 
 
 def _fit(lengths: Sequence[int], count: int, budget: int, costs: Sequence[float]) -> list[list[int]] | None:
-    """``count`` micro-batches, dearest first; None when the greedy fit finds no room."""
+    """Return ``count`` micro-batches, sorted from expensive to cheap, or None if the sequences do not fit."""
     heap = [(0.0, 0, index) for index in range(count)]
     bins: list[list[int]] = [[] for _ in range(count)]
-    # Longest first is dearest first, and leaves neighbours in a pack of similar length.
-    for place in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        passed = []
-        while heap and heap[0][1] + lengths[place] > budget:
-            passed.append(heapq.heappop(heap))
+    # Longer sequences cost more. This order also puts sequences of similar length next to each other.
+    for sequence in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        full = []
+        while heap and heap[0][1] + lengths[sequence] > budget:
+            full.append(heapq.heappop(heap))
         if not heap:
             return None
         cost, tokens, index = heapq.heappop(heap)
-        bins[index].append(place)
-        heapq.heappush(heap, (cost + costs[place], tokens + lengths[place], index))
-        for entry in passed:
+        bins[index].append(sequence)
+        heapq.heappush(heap, (cost + costs[sequence], tokens + lengths[sequence], index))
+        for entry in full:
             heapq.heappush(heap, entry)
     return sorted(bins, key=lambda members: -sum(costs[i] for i in members))
 
 
 def _distribute(bins: list[list[int]], ranks: int) -> Assignment:
-    shares: Assignment = [[] for _ in range(ranks)]
-    for turn in range(0, len(bins), ranks):
-        order = range(ranks) if turn // ranks % 2 == 0 else reversed(range(ranks))
-        for rank, members in zip(order, bins[turn : turn + ranks]):
-            shares[rank].append(members)
-    return shares
+    assignment: Assignment = [[] for _ in range(ranks)]
+    for start in range(0, len(bins), ranks):
+        order = range(ranks) if start // ranks % 2 == 0 else reversed(range(ranks))
+        for rank, members in zip(order, bins[start : start + ranks]):
+            assignment[rank].append(members)
+    return assignment
 
 
 def cost_of(tokens: int, quadratic: float, shared: int = 0) -> float:
-    """What a sequence costs whose ``shared`` leading tokens are computed with another, in units of one token's matrix
-    products."""
+    """Return the cost of a sequence, in units of one token's matrix products.
+
+    Args:
+        quadratic: coefficient of the quadratic cost (see ``attention_cost``).
+        shared: leading tokens that another sequence computes.
+    """
     return tokens - shared + quadratic * (tokens * tokens - shared * shared)
 
 
 def attention_cost(model: Mapping[str, Any]) -> float:
-    """The ``quadratic`` of a model, from its Hugging Face configuration.
+    """Return the cost of attention relative to matrix products (``quadratic``), from a Hugging Face config.
 
-    Multiplications: a token meets every active weight once (and the head); causal attention multiplies queries with
-    keys and weights with values, heads * head size * n^2 / 2 each. The ratio is 1e-5 to 1e-4 for models of billions.
+    It is a ratio of multiplications. Every token uses each active weight and the output layer once. Causal attention
+    multiplies queries with keys and scores with values, each with heads * head size * n^2 / 2 multiplications. The
+    ratio is 1e-5 to 1e-4 for models with billions of parameters.
     """
     hidden = model["hidden_size"]
     heads = model["num_attention_heads"]
@@ -207,11 +223,17 @@ def attention_cost(model: Mapping[str, Any]) -> float:
 
 
 METRICS = {
-    "packing/padding_share": ("share", "Tokens computed for nothing but the layout's multiples"),
-    "packing/micro_batches": ("", "Micro-batches of a rank in an update, mean over the step's updates"),
-    "packing/imbalance": ("", "How much dearer the dearest rank's share of an update is than the mean; 0: all alike"),
-    "packing/shared_tokens": ("tokens", "Tokens of an update that begin several sequences and were not computed again"),
-    "packing/saved_share": ("share", "The same as a share of the update's tokens"),
+    "packing/padding_share": ("share", "Fraction of computed tokens that are padding required by the parallel layout"),
+    "packing/micro_batches": ("", "Micro-batches per rank and update, averaged over the updates of the step"),
+    "packing/imbalance": (
+        "",
+        "Estimated cost of the most expensive rank divided by the mean over all ranks, minus 1; 0 if balanced",
+    ),
+    "packing/shared_tokens": (
+        "tokens",
+        "Tokens of an update that are not computed again, because another sequence has the same prefix",
+    ),
+    "packing/saved_share": ("share", "Fraction of the update's tokens that are not computed, due to shared prefixes"),
 }
 
 
@@ -223,22 +245,20 @@ def measure(
     quadratic: float,
     shared: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """How well an update is packed.
+    """Return packing metrics of an update by name, without their prefix (see ``METRICS``).
 
     Args:
-        shared: of every sequence the leading tokens that are computed with another; None: none.
-
-    Returns:
-        padding_share: tokens computed for nothing but the layout's multiples. micro_batches: per rank.
-        imbalance: how much dearer the dearest rank is than the mean (0: all alike). shared_tokens: tokens that were
-        not computed. saved_share: the same as a share of all.
+        multiple: number that each sequence's length is padded to a multiple of.
+        total_multiple: number that a micro-batch's length is padded to a multiple of.
+        quadratic: coefficient of the quadratic cost (see ``attention_cost``).
+        shared: leading tokens of each sequence that another sequence computes; None if all are 0.
     """
     shared = [0] * len(lengths) if shared is None else shared
     real = padded = 0
     for members in chain.from_iterable(assignment):
-        own = [lengths[i] - shared[i] for i in members]
-        real += sum(own)
-        padded += sum(pad_lengths(own or [1], multiple, total_multiple))
+        computed = [lengths[i] - shared[i] for i in members]
+        real += sum(computed)
+        padded += sum(pad_lengths(computed or [1], multiple, total_multiple))
     costs = rank_costs(assignment, lengths, shared, quadratic)
     mean = sum(costs) / len(costs)
     saved = sum(shared)
@@ -252,37 +272,38 @@ def measure(
 
 
 def rank_costs(assignment: Assignment, lengths: Sequence[int], shared: Sequence[int], quadratic: float) -> list[float]:
-    """What the share of each data-parallel rank costs (see ``cost_of``)."""
+    """Return the estimated cost of each data-parallel rank (see ``cost_of``)."""
     return [sum(cost_of(lengths[i], quadratic, shared[i]) for i in chain.from_iterable(share)) for share in assignment]
 
 
 @dataclass
 class PackedRows:
-    """One micro-batch laid out for one rank of a context-parallel group.
+    """One micro-batch, packed for one rank of a context-parallel group.
 
-    ``rows`` are the local tokens whose successor is a completion token that the policy wrote; every other per-row array
-    is aligned with it. A token that sequences share is there once, and is a row of each of them: the last token of a
-    prompt predicts the first one of every completion.
+    A row is a local token that predicts a completion token of the policy. All arrays of shape [rows] have the same
+    order. A token shared by several sequences is stored once but has a row for each of them. For example, the last
+    token of a prompt predicts the first token of every completion.
     """
 
     tokens: np.ndarray
     """int64 [local tokens]"""
     padded_lengths: list[int]
-    """Tokens each sequence takes in the whole pack: those that it does not share, padding included."""
+    """Tokens of each sequence over all context-parallel ranks, including padding, without its shared tokens."""
     shared: list[int]
-    """Leading tokens of each sequence that stand with the sequence before it (see ``TrainSequence.shared``)."""
+    """Leading tokens of each sequence that belong to the previous sequence (see ``TrainSequence.shared``)."""
     rows: np.ndarray
-    """int64 [rows]"""
+    """int64 [rows]: index in ``tokens``"""
     targets: np.ndarray
-    """int64 [rows]: the completion token that follows"""
+    """int64 [rows]: id of the completion token that the row predicts"""
     sequence: np.ndarray
-    """int64 [rows]: place of the row's sequence in the batch"""
+    """int64 [rows]: index of the sequence in the batch"""
     offset: np.ndarray
-    """int64 [rows]: place of the target in its completion"""
+    """int64 [rows]: index of the target in its completion"""
 
 
 def pad_lengths(lengths: Sequence[int], multiple: int, total_multiple: int) -> list[int]:
-    """Round each length up to ``multiple``, and the last one further until the sum divides by ``total_multiple``."""
+    """Round each length up to a multiple of ``multiple``. Increase the last one until ``total_multiple`` divides the
+    sum."""
     padded = [math.ceil(length / multiple) * multiple for length in lengths]
     while sum(padded) % total_multiple:
         padded[-1] += multiple
@@ -298,13 +319,14 @@ def pack_rows(
     total_multiple: int = 1,
     positions: Callable[[int, int, int], Any] | None = None,
 ) -> PackedRows:
-    """Lay out the sequences at ``members`` of the batch, in that order; an empty micro-batch becomes one padded token
-    row.
+    """Pack sequences of a batch into a micro-batch. An empty micro-batch contains only padding and has no rows.
 
     Args:
-        positions: function (length, rank, size) -> places of a sequence held by a context rank,
-            a list, array or tensor of integers; None for one rank.
-        total_multiple: the pack's length is padded to this (tensor x context ranks under sequence parallelism).
+        members: indices of the sequences in the batch, in the order of the pack.
+        total_multiple: number that the length of the pack is padded to a multiple of. Under sequence parallelism it is
+            the number of tensor-parallel times context-parallel ranks.
+        positions: function (length, rank, size) that returns the positions of a sequence's tokens on a context-parallel
+            rank, as a list, array or tensor of integers. None for one rank.
     """
     multiple = 2 * context_size if context_size > 1 else 1
     shared = [sequences[i].shared for i in members] or [0]
@@ -316,17 +338,17 @@ def pack_rows(
     start = 0
     for i, length in zip(members, padded):
         s = sequences[i]
-        whole = np.zeros(length, np.int64)
-        whole[: len(s) - s.shared] = _tokens_from(s, s.shared)
-        places = np.arange(length)
+        padded_tokens = np.zeros(length, np.int64)
+        padded_tokens[: len(s) - s.shared] = _tokens_from(s, s.shared)
+        token_indices = np.arange(length)
         if positions is not None and context_size > 1:
-            places = np.asarray(positions(length, context_rank, context_size))
-        tokens.append(whole[places])
-        own = np.full(length, -1, np.int64)
-        own[places] = start + np.arange(len(places))
-        rows_of = np.concatenate((rows_of[: s.shared], own))
-        columns.append(_evaluated(i, s, rows_of))
-        start += len(places)
+            token_indices = np.asarray(positions(length, context_rank, context_size))
+        tokens.append(padded_tokens[token_indices])
+        local_rows = np.full(length, -1, np.int64)
+        local_rows[token_indices] = start + np.arange(len(token_indices))
+        rows_of = np.concatenate((rows_of[: s.shared], local_rows))
+        columns.append(_predicting_rows(i, s, rows_of))
+        start += len(token_indices)
     if not members:
         tokens = [np.zeros(padded[0] // context_size, np.int64)]
         columns = [(np.zeros(0, np.int64),) * 4]
@@ -335,20 +357,24 @@ def pack_rows(
 
 
 def _tokens_from(sequence: TrainSequence, start: int) -> np.ndarray:
-    """The tokens of a sequence from place ``start`` on."""
+    """Return the tokens of a sequence from index ``start``."""
     prompt = len(sequence.prompt_ids)
     if start >= prompt:
         return sequence.completion_ids[start - prompt :]
     return np.concatenate((sequence.prompt_ids[start:], sequence.completion_ids))
 
 
-def _evaluated(place: int, sequence: TrainSequence, rows_of: np.ndarray) -> tuple[np.ndarray, ...]:
-    """(rows, targets, sequence, offset) of one sequence, where ``rows_of`` holds the local row of each of its tokens,
-    -1 for those of other context ranks."""
+def _predicting_rows(index: int, sequence: TrainSequence, rows_of: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return (rows, targets, sequence, offset) of one sequence, as in ``PackedRows``.
+
+    Args:
+        index: index of the sequence in the batch.
+        rows_of: index of each of its tokens in the local pack; -1 for tokens of other context-parallel ranks.
+    """
     before = len(sequence.prompt_ids) - 1
     rows = rows_of[before : before + len(sequence.completion_ids)]
-    here = rows >= 0
+    selected = rows >= 0
     if sequence.loss_mask is not None:
-        here = here & sequence.loss_mask
-    offset = np.flatnonzero(here)
-    return rows[offset], sequence.completion_ids[offset], np.full(len(offset), place, np.int64), offset
+        selected = selected & sequence.loss_mask
+    offset = np.flatnonzero(selected)
+    return rows[offset], sequence.completion_ids[offset], np.full(len(offset), index, np.int64), offset

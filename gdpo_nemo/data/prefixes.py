@@ -1,10 +1,9 @@
-"""Which sequences of an update begin with the same tokens, and how they come to stand in one micro-batch, so that these
-tokens are computed once.
+"""Prefix sharing: sequences with the same leading tokens are put into one micro-batch, which computes them once.
 
-Under a causal mask a token's states depend on the tokens before it alone. So a sequence can leave the tokens it begins
-with to the sequence before it in the micro-batch, as far as both have the same; each then computes its own tokens, and
-attends to the shared ones. In the lexicographic order of their tokens no sequence has more in common with an earlier
-one than with its predecessor: where groups begin alike, too, that is shared as well.
+Under a causal mask, a token's states depend only on the tokens before it. A sequence can therefore reuse the leading
+tokens that it has in common with the previous sequence of its micro-batch. It computes only the remaining tokens, which
+attend to the shared ones. Sequences are sorted lexicographically by their tokens, so that each has its longest common
+prefix with its predecessor. This also shares a prefix that is common to several prompts.
 """
 
 from __future__ import annotations
@@ -18,41 +17,44 @@ import numpy as np
 from gdpo_nemo.data.packing import Assignment, TrainSequence, assign, cost_of, rank_costs
 
 LEAST_SHARE = 1 / 8
-"""Of a sequence's tokens, below which it computes the shared ones again: attention with a mask, and keys that are read
-from two places, cost about as much as that saves."""
+"""Minimum prefix length for sharing, as a fraction of the sequence. For shorter prefixes, the more complex attention
+costs about as much as sharing saves."""
 LEAST_GAIN = 0.1
-"""Of the dearest rank's cost, below which ``auto`` packs sequences as if they shared nothing."""
+"""Minimum relative reduction of the most expensive rank's cost for which ``auto`` shares prefixes."""
 _EVEN = 0.02
-"""How much dearer than the mean the dearest rank may be before groups are split for balance."""
+"""Imbalance above which groups are split further: cost of the most expensive rank divided by the mean, minus 1."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the sequences of an update are computed, and which of their tokens are not computed again."""
+    """Assignment of an update's sequences to micro-batches, with the length of their shared prefixes."""
 
     assignment: Assignment
     shared: list[int]
-    """Leading tokens of every sequence of the batch that the one before it in its micro-batch computes; all 0: each
-    sequence computes its own."""
+    """For each sequence of the batch, the number of leading tokens that the previous sequence in its micro-batch
+    computes. All are 0 without sharing."""
 
     def cost(self, lengths: Sequence[int], quadratic: float) -> float:
-        """What the dearest rank's share costs (see ``packing.cost_of``)."""
+        """Return the cost of the most expensive rank (see ``packing.cost_of``)."""
         return max(rank_costs(self.assignment, lengths, self.shared, quadratic))
 
 
 def shared_prefixes(sequences: Sequence[TrainSequence], least: float = LEAST_SHARE) -> list[int]:
-    """For each sequence of a micro-batch, in its order, the leading tokens that it leaves to the one before it: all
-    that they have in common, but its last token, and none if they are a smaller part of it than ``least``."""
+    """Return the number of leading tokens that each sequence of a micro-batch shares with the previous sequence.
+
+    The last token of a sequence is never shared. Prefixes shorter than the fraction ``least`` of the sequence count as
+    0.
+    """
     tokens = [np.concatenate((s.prompt_ids, s.completion_ids)) for s in sequences]
     shared = [0] * len(tokens)
-    for place in range(1, len(tokens)):
-        common = min(_common(tokens[place - 1], tokens[place]), len(tokens[place]) - 1)
-        shared[place] = common if common >= least * len(tokens[place]) else 0
+    for index in range(1, len(tokens)):
+        common = min(_common(tokens[index - 1], tokens[index]), len(tokens[index]) - 1)
+        shared[index] = common if common >= least * len(tokens[index]) else 0
     return shared
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Leading elements that are the same in both."""
+    """Return the length of the common prefix of two arrays."""
     n = min(len(a), len(b))
     differ = np.flatnonzero(a[:n] != b[:n])
     return int(differ[0]) if len(differ) else n
@@ -66,7 +68,7 @@ def unshared(
     quadratic: float = 0.0,
     multiple: int = 1,
 ) -> Layout:
-    """The layout in which every sequence computes its own tokens; arguments as in ``shared_layout``."""
+    """Return the layout in which every sequence computes all its tokens. For the arguments, see ``shared_layout``."""
     lengths = [_padded(len(s), multiple) for s in sequences]
     return Layout(assign(lengths, ranks, token_budget, multiple_of, quadratic), [0] * len(sequences))
 
@@ -79,28 +81,28 @@ def shared_layout(
     quadratic: float = 0.0,
     multiple: int = 1,
 ) -> Layout:
-    """The layout in which sequences of one prompt are computed together where they fit, and share it.
+    """Return a layout in which sequences with the same prompt share its computation.
 
-    The samples of a prompt are one piece, or as few as ``token_budget`` allows, of which each repeats the prompt. With
-    several data-parallel ranks they are split further as long as that makes the dearest rank cheaper.
+    The sequences of a prompt form one piece, or as few pieces as ``token_budget`` allows. A piece is computed in one
+    micro-batch, and every piece computes the prompt once. If the ranks are not balanced, smaller pieces are tried, and
+    the layout with the lowest cost of the most expensive rank is returned.
 
     Args:
-        ranks, token_budget, multiple_of, quadratic: as in ``packing.assign``; what counts are the tokens that are
-            computed.
-        multiple: what the tokens that a sequence computes are padded to.
+        ranks, token_budget, multiple_of, quadratic: see ``packing.assign``. Only computed tokens count.
+        multiple: number that the computed tokens of a sequence are padded to a multiple of.
 
     Raises:
-        ValueError: a sequence is longer than ``token_budget``.
+        ValueError: if a sequence is longer than ``token_budget``.
     """
     groups = _by_prompt(sequences)
     lengths = [len(s) for s in sequences]
-    # With its padding: no piece is smaller, so that halving the limit any further would go on for ever.
+    # With padding. No piece can be smaller than this, so the loop ends at this limit.
     longest = max((_padded(length, multiple) for length in lengths), default=1)
     limit = token_budget
     best: Layout | None = None
     while True:
         pieces = list(chain.from_iterable(_pieces(group, sequences, limit, multiple) for group in groups))
-        found = _laid_out(pieces, sequences, ranks, token_budget, multiple_of, quadratic, multiple)
+        found = _assign_pieces(pieces, sequences, ranks, token_budget, multiple_of, quadratic, multiple)
         if best is None or found.cost(lengths, quadratic) < best.cost(lengths, quadratic):
             best = found
         costs = rank_costs(found.assignment, lengths, found.shared, quadratic)
@@ -119,18 +121,24 @@ def choose_layout(
     quadratic: float = 0.0,
     multiple: int = 1,
 ) -> Layout:
-    """The layout that ``policy.share_prompts`` asks for; ``sharing`` None: the cheaper one. Other arguments as in
-    ``shared_layout``."""
-    how = sequences, ranks, token_budget, multiple_of, quadratic, multiple
+    """Return the layout selected by ``policy.share_prompts``.
+
+    Args:
+        sharing: True for the shared layout, False for the unshared one. None shares prompts only if this reduces the
+            cost by at least ``LEAST_GAIN``.
+
+    For the other arguments, see ``shared_layout``.
+    """
+    arguments = sequences, ranks, token_budget, multiple_of, quadratic, multiple
     if sharing:
-        return shared_layout(*how)
-    plain = unshared(*how)
+        return shared_layout(*arguments)
+    plain = unshared(*arguments)
     if sharing is False or all(len(group) == 1 for group in _by_prompt(sequences)):
         return plain
-    found = shared_layout(*how)
+    shared = shared_layout(*arguments)
     lengths = [len(s) for s in sequences]
-    pays = found.cost(lengths, quadratic) <= (1 - LEAST_GAIN) * plain.cost(lengths, quadratic)
-    return found if pays else plain
+    pays = shared.cost(lengths, quadratic) <= (1 - LEAST_GAIN) * plain.cost(lengths, quadratic)
+    return shared if pays else plain
 
 
 def pair_layout(
@@ -142,26 +150,28 @@ def pair_layout(
     quadratic: float = 0.0,
     multiple: int = 1,
 ) -> Layout:
-    """The layout that keeps the completions of a pair (``TrainSequence.pair``) in one micro-batch; arguments as in
-    ``choose_layout``. A pair of more than ``token_budget`` tokens raises it.
+    """Return a layout with both completions of each pair (``TrainSequence.pair``) in the same micro-batch.
+
+    For the arguments, see ``choose_layout``. If a pair has more than ``token_budget`` tokens, its length becomes the
+    budget.
     """
     pairs: dict[int, list[int]] = {}
-    for place, sequence in enumerate(sequences):
-        pairs.setdefault(abs(sequence.pair), []).append(place)
+    for index, sequence in enumerate(sequences):
+        pairs.setdefault(abs(sequence.pair), []).append(index)
     pieces = list(pairs.values())
-    how = pieces, sequences, ranks, token_budget, multiple_of, quadratic, multiple
-    # Of a pair the rule of a group: what it shares has to be worth it for both.
+    arguments = pieces, sequences, ranks, token_budget, multiple_of, quadratic, multiple
+    # As for groups, the prompt must be long enough (``LEAST_SHARE``) in both sequences.
     shares = [sharing is not False and len(_by_prompt([sequences[i] for i in piece])) == 1 for piece in pieces]
-    found = _pairs_laid_out(shares, *how)
+    shared = _assign_pairs(shares, *arguments)
     if sharing is not None or not any(shares):
-        return found
-    plain = _pairs_laid_out([False] * len(pieces), *how)
+        return shared
+    plain = _assign_pairs([False] * len(pieces), *arguments)
     lengths = [len(s) for s in sequences]
-    pays = found.cost(lengths, quadratic) <= (1 - LEAST_GAIN) * plain.cost(lengths, quadratic)
-    return found if pays else plain
+    pays = shared.cost(lengths, quadratic) <= (1 - LEAST_GAIN) * plain.cost(lengths, quadratic)
+    return shared if pays else plain
 
 
-def _pairs_laid_out(
+def _assign_pairs(
     shares: Sequence[bool],
     pieces: list[list[int]],
     sequences: Sequence[TrainSequence],
@@ -171,23 +181,28 @@ def _pairs_laid_out(
     quadratic: float,
     multiple: int,
 ) -> Layout:
-    """The pieces, none of which is cut, spread over ranks and micro-batches; those that share compute their prompt
-    once."""
+    """Distribute the pieces over ranks and micro-batches. A piece is never split.
+
+    Args:
+        shares: for each piece, True if it computes its prompt once.
+    """
     tokens: list[int] = []
     costs: list[float] = []
-    found = [0] * len(sequences)
-    for piece, shared in zip(pieces, shares):
+    shared = [0] * len(sequences)
+    for piece, shares_prompt in zip(pieces, shares):
         members = [sequences[i] for i in piece]
-        if shared:
+        if shares_prompt:
             tokens.append(_piece_tokens(piece, sequences, multiple))
             for i, count in zip(piece, shared_prefixes(members)):
-                found[i] = count
+                shared[i] = count
         else:
             tokens.append(sum(_padded(len(s), multiple) for s in members))
-        costs.append(sum(cost_of(len(sequences[i]), quadratic, found[i]) for i in piece))
-    # The longest pair has to fit, as elsewhere the longest sequence.
-    spread = assign(tokens, ranks, max(token_budget, max(tokens)), multiple_of, costs=costs)
-    return Layout([[[i for n in numbers for i in pieces[n]] for numbers in share] for share in spread], found)
+        costs.append(sum(cost_of(len(sequences[i]), quadratic, shared[i]) for i in piece))
+    assigned = assign(tokens, ranks, max(token_budget, max(tokens)), multiple_of, costs=costs)
+    assignment: Assignment = []
+    for micro_batches in assigned:
+        assignment.append([[i for number in numbers for i in pieces[number]] for numbers in micro_batches])
+    return Layout(assignment, shared)
 
 
 def _padded(tokens: int, multiple: int) -> int:
@@ -195,49 +210,50 @@ def _padded(tokens: int, multiple: int) -> int:
 
 
 def _by_prompt(sequences: Sequence[TrainSequence]) -> list[list[int]]:
-    """Places of the sequences of each prompt, in the order of their first ones; alone where the prompt is too small a
-    part of a sequence (see ``LEAST_SHARE``)."""
+    """Group the indices of sequences by prompt, in order of first occurrence. A sequence whose prompt is too short to
+    share (``LEAST_SHARE``) forms a separate group."""
     groups: dict[bytes | int, list[int]] = {}
-    for place, sequence in enumerate(sequences):
-        saved = len(sequence) - _own(sequence)
+    for index, sequence in enumerate(sequences):
+        saved = len(sequence) - _unshared_tokens(sequence)
         shares = saved and saved >= LEAST_SHARE * len(sequence)
-        groups.setdefault(sequence.prompt_ids.tobytes() if shares else place, []).append(place)
+        groups.setdefault(sequence.prompt_ids.tobytes() if shares else index, []).append(index)
     return list(groups.values())
 
 
-def _own(sequence: TrainSequence) -> int:
-    """Tokens that a sequence computes whose prompt is there."""
+def _unshared_tokens(sequence: TrainSequence) -> int:
+    """Return the number of tokens that a sequence computes if its prompt is shared."""
     return max(1, len(sequence.completion_ids))
 
 
 def _piece_tokens(members: Sequence[int], sequences: Sequence[TrainSequence], multiple: int) -> int:
-    """Tokens that are computed for sequences of one prompt together, at most; padding included."""
+    """Return an upper bound for the tokens computed for a piece, with padding."""
     first = sequences[members[0]]
     if len(members) == 1:
         return _padded(len(first), multiple)
-    return _padded(len(first.prompt_ids), multiple) + sum(_padded(_own(sequences[i]), multiple) for i in members)
+    completions = sum(_padded(_unshared_tokens(sequences[i]), multiple) for i in members)
+    return _padded(len(first.prompt_ids), multiple) + completions
 
 
 def _pieces(group: list[int], sequences: Sequence[TrainSequence], limit: int, multiple: int) -> list[list[int]]:
-    """The group cut into pieces of at most ``limit`` tokens; a sequence that alone has more is a piece.
+    """Split a group into pieces of at most ``limit`` tokens. A sequence that exceeds the limit is a separate piece.
 
-    The longest completions first, each into the first piece with room: few pieces repeat the prompt.
+    The longest completions are placed first, each into the first piece with room for it, which gives few pieces.
     """
     prompt = _padded(len(sequences[group[0]].prompt_ids), multiple)
     pieces: list[list[int]] = []
     filled: list[int] = []
-    for place in sorted(group, key=lambda i: (-_own(sequences[i]), i)):
-        own = _padded(_own(sequences[place]), multiple)
-        number = next((number for number, tokens in enumerate(filled) if tokens + own <= limit), len(pieces))
+    for index in sorted(group, key=lambda i: (-_unshared_tokens(sequences[i]), i)):
+        cost = _padded(_unshared_tokens(sequences[index]), multiple)
+        number = next((number for number, tokens in enumerate(filled) if tokens + cost <= limit), len(pieces))
         if number == len(pieces):
             pieces.append([])
             filled.append(prompt)
-        pieces[number].append(place)
-        filled[number] += own
+        pieces[number].append(index)
+        filled[number] += cost
     return pieces
 
 
-def _laid_out(
+def _assign_pieces(
     pieces: list[list[int]],
     sequences: Sequence[TrainSequence],
     ranks: int,
@@ -246,15 +262,15 @@ def _laid_out(
     quadratic: float,
     multiple: int,
 ) -> Layout:
-    """The pieces spread over ranks and micro-batches, in each of which the sequences stand in lexicographic order."""
+    """Distribute the pieces over ranks and micro-batches. Sort the sequences of each micro-batch by their tokens."""
     tokens = [_piece_tokens(piece, sequences, multiple) for piece in pieces]
     costs = [_piece_cost(piece, sequences, quadratic) for piece in pieces]
-    spread = assign(tokens, ranks, token_budget, multiple_of, costs=costs)
+    assigned = assign(tokens, ranks, token_budget, multiple_of, costs=costs)
     shared = [0] * len(sequences)
     assignment: Assignment = []
-    for share in spread:
+    for micro_batches in assigned:
         assignment.append([])
-        for numbers in share:
+        for numbers in micro_batches:
             members = [i for number in numbers for i in pieces[number]]
             members.sort(key=lambda i: _order(sequences[i]))
             for i, count in zip(members, shared_prefixes([sequences[i] for i in members])):
@@ -265,11 +281,11 @@ def _laid_out(
 
 def _piece_cost(piece: list[int], sequences: Sequence[TrainSequence], quadratic: float) -> float:
     first, *others = (sequences[i] for i in piece)
-    rest = sum(cost_of(len(s), quadratic, len(s) - _own(s)) for s in others)
+    rest = sum(cost_of(len(s), quadratic, len(s) - _unshared_tokens(s)) for s in others)
     return cost_of(len(first), quadratic) + rest
 
 
 def _order(sequence: TrainSequence) -> bytes:
-    """A key that sorts sequences by their tokens."""
+    """Return a sort key that orders sequences lexicographically by their tokens."""
     key: bytes = np.concatenate((sequence.prompt_ids, sequence.completion_ids)).astype(">i4").tobytes()
     return key

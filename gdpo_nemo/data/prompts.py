@@ -1,7 +1,7 @@
-"""Prompts of one split, rendered and tokenised once, then dealt by position.
+"""Prompts of one split, rendered and tokenized once, then read by index.
 
-The order is a pure function of the seed and a position, so a resumed run needs nothing but the position it had
-reached. Every epoch is a permutation of all rows.
+The order depends only on the seed and the prompt index, so that a run can resume from its last index. Every epoch is a
+permutation of all rows.
 """
 
 from __future__ import annotations
@@ -10,55 +10,57 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, environment_of, environment_of_row, load_rows
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
+from gdpo_nemo.utils.progress import uncollected
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 _NOT_TEXT = ("image", "images", "image_url", "video", "videos", "audio")
-"""Columns, and types of a message's parts, that hold what is not text."""
+"""Names of columns, and types of message parts, that contain media instead of text."""
 
 
 @dataclass(frozen=True)
 class RefusedPrompt:
-    """A prompt that leaves no room for a completion, or a text without room for a prompt."""
+    """A row that was skipped: a prompt that is too long, or a raw text that is too short for an anchor."""
 
     id: str
     tokens: int
 
 
 class PromptSource:
-    """The prompts of one split.
+    """Prompts of one split.
 
     Args:
         dataset: the section ``data.<split>``.
-        environments: the built environments by their names in the section ``env`` (``load_environments``). One of
-            them makes the rows when the split has no path, and may bring a ``system_prompt``.
-        tokenizer: a transformers tokenizer.
-        split: train or validation; names the section in error messages and the ids of rows without one.
-        seed: of the order, and of the rows where an environment draws them.
-        max_prompt_tokens: longest prompt; longer ones are skipped and listed in ``refused``.
-        rows: those of the split where ``load_rows`` has loaded them already.
+        environments: environment objects by name in the section ``env`` (``load_environments``). An environment may
+            define a ``system_prompt``. If the split has no path, its environment generates the rows.
+        tokenizer: transformers tokenizer.
+        split: ``train`` or ``validation``. Used in error messages and in the ids of rows without an id.
+        seed: random seed for the order, and for rows that an environment generates.
+        max_prompt_tokens: maximum tokens of a prompt. Longer prompts are skipped and listed in ``refused``.
+        rows: rows of the split, already loaded; None to load them with ``load_rows``.
 
     Raises:
-        ConfigError: whatever is wrong with the rows (``load_rows``), their prompts, or the chat template; also when
-            every prompt is too long.
+        ConfigError: if the rows, their prompts or the chat template are invalid, or if all prompts are too long.
     """
 
-    what = "prompts"
-    """What is counted where some are too long."""
+    items = "prompts"
+    """Noun for the skipped items in messages."""
 
     def __init__(
         self,
         dataset: DatasetConfig,
         environments: Mapping[str, Any],
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         *,
         split: str,
         seed: int,
@@ -69,91 +71,98 @@ class PromptSource:
         self._split = split
         self._seed = seed
         self._shuffle = dataset.shuffle
-        self._room = max_prompt_tokens
+        self._max_prompt_tokens = max_prompt_tokens
         self._environments = environments
         self._tokenizer = tokenizer
         self.refused: list[RefusedPrompt] = []
-        """Rows that were skipped because of their length."""
+        """Rows that are skipped because of their length."""
         self._prompts: Sequence[Prompt] = []
         rows = load_rows(dataset, environments, split, seed) if rows is None else rows
         verifiers = [environment_of_row(row, dataset, environments, split, index) for index, row in enumerate(rows)]
-        asked = self._read(rows, verifiers, dataset)
-        self.fingerprint = _fingerprint(rows, asked, self.environment)
-        """SHA-256 over every row, refused ones too, in order: equal exactly when the data is."""
+        texts = self._read(rows, verifiers, dataset)
+        self.fingerprint = _fingerprint(rows, texts, self.environment)
+        """SHA-256 of all rows in order, including skipped rows. It detects changed data."""
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
     def _read(self, rows: list[Row], verifiers: Sequence[str], dataset: DatasetConfig) -> list[str]:
-        """Fill in ``_prompts`` and ``refused``, and return what is asked of each row, refused ones too."""
+        """Fill ``_prompts`` and ``refused``. Return the prompt text of every row, including skipped rows."""
         split = self._split
         render = _Renderer(dataset, self._environments, self._tokenizer, split)
         prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
         texts = [text for text, _ in prompts]
-        token_ids = tokenise(self._tokenizer, texts, [render.chat or messages is not None for _, messages in prompts])
-        if [] in token_ids:
-            raise ConfigError(f"data.{split}: row {token_ids.index([])}: the prompt has no tokens")
-        self.refused = [
-            RefusedPrompt(row["id"], len(ids)) for row, ids in zip(rows, token_ids) if len(ids) > self._room
-        ]
-        self._prompts = [
-            self._prompt(row, text, ids, messages, render.key, verifier)
-            for row, (text, messages), ids, verifier in zip(rows, prompts, token_ids, verifiers)
-            if len(ids) <= self._room
-        ]
+        rendered = [render.chat or messages is not None for _, messages in prompts]
+        with uncollected():  # creates a few permanent objects per row
+            token_ids = tokenise(self._tokenizer, texts, rendered)
+            if [] in token_ids:
+                raise ConfigError(f"data.{split}: row {token_ids.index([])}: the prompt has no tokens")
+            self.refused = [
+                RefusedPrompt(row["id"], len(ids))
+                for row, ids in zip(rows, token_ids)
+                if len(ids) > self._max_prompt_tokens
+            ]
+            self._prompts = [
+                self._prompt(row, text, ids, messages, render.key, verifier)
+                for row, (text, messages), ids, verifier in zip(rows, prompts, token_ids, verifiers)
+                if len(ids) <= self._max_prompt_tokens
+            ]
         if not self._prompts:
             shortest = min(refused.tokens for refused in self.refused)
             raise ConfigError(
-                f"data.{split}: all {len(rows)} prompts are longer than {self._room} tokens "
+                f"data.{split}: all {len(rows)} prompts are longer than {self._max_prompt_tokens} tokens "
                 f"(the shortest has {shortest}); raise policy.max_total_sequence_length"
             )
         return texts
 
     def __len__(self) -> int:
-        """Prompts in one epoch, without the refused ones."""
+        """Return the number of prompts in one epoch. Skipped prompts do not count."""
         return len(self._prompts)
 
     def batch(self, position: int, n: int) -> list[Prompt]:
-        """The ``n`` prompts from ``position``, the number of prompts dealt before since the start of training.
+        """Return ``n`` consecutive prompts.
 
-        A pure function of its arguments, the seed and the data. Where a batch meets a prompt twice (it spans two
-        epochs), the repetitions have ``#2``, ``#3``, ... behind their ids, because samples are grouped by id.
+        The result depends only on the arguments, the seed and the data. If the batch spans two epochs, a prompt may
+        occur in it twice. ``#2``, ``#3``, ... is then appended to the id, because samples are grouped by id.
+
+        Args:
+            position: prompt index of the first prompt. It counts prompts since the start of training.
         """
         prompts: list[Prompt] = []
-        for place in range(position, position + n):
-            epoch, offset = divmod(place, len(self))
+        for index in range(position, position + n):
+            epoch, offset = divmod(index, len(self))
             prompts.append(self._prompts[self._order(epoch)[offset]])
-        return told_apart(prompts)
+        return with_unique_ids(prompts)
 
     def head(self, n: int | None = None) -> list[Prompt]:
-        """The first ``n`` prompts (all of them when None) in the order of the data, for validation."""
+        """Return the first ``n`` prompts in dataset order, or all prompts if ``n`` is None. Used for validation."""
         return list(self._prompts[:n])
 
     def one_of_each_row(self) -> list[Prompt]:
-        """A prompt of every row that has some, for checks of what rows hold."""
+        """Return one prompt per row, for checks of the row contents. Skipped rows are not included."""
         return self.head()
 
     def summary(self, first: int | None = None) -> str:
-        """What the prompts are and how many rows have none, in a few words.
+        """Return a short description with the longest prompt and the number of skipped rows.
 
         Args:
-            first: how many rows were given; None: all of the split.
+            first: number of rows that were loaded; None if all rows of the split were loaded.
         """
         which = "prompts" if first is None else f"the first {first} prompts"
         longest = max(len(prompt.token_ids) for prompt in self.head())
-        refused = f"; {len(self.refused)} longer than {self._room} are left out" if self.refused else ""
+        refused = f"; {len(self.refused)} longer than {self._max_prompt_tokens} are skipped" if self.refused else ""
         return f"{which} of at most {longest} tokens{refused}"
 
     def left_out(self) -> str:
-        """A sentence on the rows that are left out; empty: none are."""
+        """Return a message about the skipped rows, or an empty text if no row is skipped."""
         if not self.refused:
             return ""
         return (
-            f"data.{self._split}: {len(self.refused)} {self._limit()} and are left out, the first of them "
-            f"{self.refused[0].id} with {self.refused[0].tokens}"
+            f"data.{self._split}: {len(self.refused)} {self._limit()} and are skipped; the first "
+            f"is {self.refused[0].id} with {self.refused[0].tokens} tokens"
         )
 
     def _limit(self) -> str:
-        """What the refused rows are."""
-        return f"{self.what} are longer than {self._room} tokens"
+        """Return the reason for which rows are skipped, as a verb phrase with its subject."""
+        return f"{self.items} are longer than {self._max_prompt_tokens} tokens"
 
     def _prompt(
         self, row: Row, text: str, token_ids: Sequence[int], messages: Messages | None, key: str, environment: str
@@ -168,14 +177,14 @@ class PromptSource:
 
 
 def check_prompts(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> None:
-    """Every row has a prompt, as far as that can be told without a tokenizer. Raises ConfigError."""
+    """Raise ConfigError if the prompt of a row is missing or malformed. The tokenizer is not needed."""
     prompt = _PromptColumn(dataset, split)
     for index, row in enumerate(rows):
         prompt(index, row)
 
 
 class _PromptColumn:
-    """The prompt of a row: text, or chat messages that leave the assistant something to say."""
+    """Reads and checks the prompt of a row: text, or chat messages that do not end with an assistant turn."""
 
     def __init__(self, dataset: DatasetConfig, split: str):
         self.key = dataset.prompt_key or ""
@@ -183,16 +192,16 @@ class _PromptColumn:
 
     def __call__(self, index: int, row: Row) -> str | Messages:
         value = self._value(index, row)
-        self._check_text_alone(index, row, value)
+        self._check_text_only(index, row, value)
         if isinstance(value, str):
             return value
         if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
-            raise self.error(index, f"{self.key!r} must be text or a list of messages, not {type(value).__name__}")
+            raise self.error(index, f"{self.key!r} must be text or a list of messages, got {type(value).__name__}")
         for message in value:
             if not isinstance(message.get("role"), str) or "content" not in message:
-                raise self.error(index, f"a message in {self.key!r} lacks its role or its content")
+                raise self.error(index, f"a message in {self.key!r} has no role or no content")
         if value[-1]["role"] == "assistant":
-            raise self.error(index, f"{self.key!r} ends with the assistant's turn, so there is nothing to answer")
+            raise self.error(index, f"{self.key!r} must not end with an assistant turn")
         return value
 
     def _value(self, index: int, row: Row) -> Any:
@@ -200,7 +209,9 @@ class _PromptColumn:
             self.key = next((key for key in PROMPT_KEYS if key in row), "")
         if not self.key:
             known = ", ".join(row)
-            raise ConfigError(f"data.{self._split}.prompt_key: none of {', '.join(PROMPT_KEYS)} in the columns {known}")
+            raise ConfigError(
+                f"data.{self._split}.prompt_key: none of {', '.join(PROMPT_KEYS)} is a column; columns: {known}"
+            )
         if self.key not in row:
             raise ConfigError(
                 f"data.{self._split}.prompt_key: row {index}: no column {self.key!r}{nearest(self.key, row)}"
@@ -209,24 +220,25 @@ class _PromptColumn:
             raise self.error(index, f"the column {self.key!r} is empty")
         return row[self.key]
 
-    def _check_text_alone(self, index: int, row: Row, value: Any) -> None:
-        """Refuse images and sound, in columns as TRL has them or as parts of messages."""
-        messages = value if isinstance(value, list) else []
-        contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        kinds = {str(part.get("type")) for part in parts if isinstance(part, Mapping)} & set(_NOT_TEXT)
+    def _check_text_only(self, index: int, row: Row, value: Any) -> None:
+        """Refuse a row with images, video or audio, in columns as in TRL or in parts of messages."""
+        kinds: set[str] = set()
+        if isinstance(value, list):
+            contents = [message.get("content") for message in value if isinstance(message, Mapping)]
+            parts = [part for content in contents if isinstance(content, list) for part in content]
+            kinds = {str(part.get("type")) for part in parts if isinstance(part, Mapping)} & set(_NOT_TEXT)
         kinds |= {name for name in _NOT_TEXT if name != self.key and row.get(name)}
         if kinds:
-            raise self.error(index, f"has {' and '.join(sorted(kinds))} in it, and models here read text alone")
+            raise self.error(index, f"contains {' and '.join(sorted(kinds))}, but only text is supported")
 
     def error(self, index: int, what: str) -> ConfigError:
         return ConfigError(f"data.{self._split}: row {index}: {what}")
 
 
 class _Renderer:
-    """Turns a row into the text the model reads, and into its chat messages where the row holds such."""
+    """Renders the prompt of a row as text, and as chat messages if it is a conversation."""
 
-    def __init__(self, dataset: DatasetConfig, environments: Mapping[str, Any], tokenizer: Any, split: str):
+    def __init__(self, dataset: DatasetConfig, environments: Mapping[str, Any], tokenizer: Tokenizer, split: str):
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if dataset.chat and not has_template:
             raise ConfigError(f"data.{split}.chat: the tokenizer has no chat template")
@@ -236,27 +248,29 @@ class _Renderer:
         self._prompt = _PromptColumn(dataset, split)
         self._tokenizer = tokenizer
         self._split = split
-        self._demanded = dataset.system_prompt
+        self._dataset_system = dataset.system_prompt
         self._template = dataset.prompt_template
-        self._own = {name: environment.system_prompt for name, environment in environments.items()}
+        self._environment_system = {name: environment.system_prompt for name, environment in environments.items()}
         offering = {name for name, environment in environments.items() if environment.offers_tools}
         self._offering = frozenset(offering)
-        self._unproven = offering
-        """Environments of which no row has shown that the template renders their tools."""
+        self._unchecked = offering
+        """Environments with tools whose rendering by the template has not been checked yet."""
         self._system: str | None = None
 
     @property
     def key(self) -> str:
-        """The prompt's column, once a row was rendered."""
+        """Column of the prompt, which is known after the first row is rendered."""
         return self._prompt.key
 
     def __call__(self, index: int, row: Row, environment: str) -> tuple[str, Messages | None]:
-        self._system = self._own.get(environment) if self._demanded is None else self._demanded
+        self._system = (
+            self._environment_system.get(environment) if self._dataset_system is None else self._dataset_system
+        )
         value = self._prompt(index, row)
         if environment in self._offering and isinstance(value, str) and self.chat:
             value = [{"role": "user", "content": value}]
         if isinstance(value, str):
-            value = self._around(value)
+            value = self._apply_template(value)
             messages: Messages = [*self._system_message(), {"role": "user", "content": value}]
             plain = f"{self._system}\n\n{value}" if self._system else value
             if environment in self._offering:
@@ -264,74 +278,75 @@ class _Renderer:
             return (self._rendered(index, messages, row) if self.chat else plain), None
         conversation = self._messages(index, value)
         tools = row.get("tools")
-        how = {"tools": tools} if isinstance(tools, list) and tools else {}
-        text = self._rendered(index, conversation, row, **how)
-        if environment in self._unproven:
-            self._unproven.remove(environment)  # one row shows it for all
+        options = {"tools": tools} if isinstance(tools, list) and tools else {}
+        text = self._rendered(index, conversation, row, **options)
+        if environment in self._unchecked:
+            self._unchecked.remove(environment)  # one row is sufficient
             if text == self._rendered(index, conversation, row):
                 raise ConfigError(f"env.{environment}: the tokenizer's chat template does not show tools to the model")
         return text, conversation
 
     def _messages(self, index: int, value: Messages) -> Messages:
-        """The row's messages. Its own system message stays unless the config demands another."""
+        """Return the row's messages with a system message. Only a system message of the config replaces the row's."""
         if not self._has_template:
             raise self._prompt.error(
-                index, f"{self.key!r} holds messages, which need a chat template; the tokenizer has none"
+                index, f"{self.key!r} contains messages, which require a chat template; the tokenizer has none"
             )
         if self._template is not None:
             if not isinstance(value[-1]["content"], str):
-                raise self._prompt.error(index, f"prompt_template needs text in the last message of {self.key!r}")
-            value = [*value[:-1], {**value[-1], "content": self._around(value[-1]["content"])}]
+                raise self._prompt.error(index, f"prompt_template requires text in the last message of {self.key!r}")
+            value = [*value[:-1], {**value[-1], "content": self._apply_template(value[-1]["content"])}]
         if value[0]["role"] != "system":
             return [*self._system_message(), *value]
-        return value if self._demanded is None else [*self._system_message(), *value[1:]]
+        return value if self._dataset_system is None else [*self._system_message(), *value[1:]]
 
-    def _around(self, text: str) -> str:
+    def _apply_template(self, text: str) -> str:
         return text if self._template is None else self._template.replace("{prompt}", text)
 
     def _system_message(self) -> Messages:
         return [{"role": "system", "content": self._system}] if self._system else []
 
-    def _rendered(self, index: int, messages: Messages, row: Row, **how: Any) -> str:
-        """The chat as text; ``chat_template_kwargs`` of the config and of the row go to the template, too."""
-        own = row.get("chat_template_kwargs")
-        if own is not None and not isinstance(own, Mapping):
-            raise self._prompt.error(index, f"chat_template_kwargs must be a mapping, not {own!r}")
-        how = {**self._template_kwargs, **(own or {}), **how}
+    def _rendered(self, index: int, messages: Messages, row: Row, **options: Any) -> str:
+        """Apply the chat template, with ``chat_template_kwargs`` of the config and the row, and ``options``."""
+        row_options = row.get("chat_template_kwargs")
+        if row_options is not None and not isinstance(row_options, Mapping):
+            raise self._prompt.error(index, f"chat_template_kwargs must be a mapping, got {row_options!r}")
+        options = {**self._template_kwargs, **(row_options or {}), **options}
         try:
             text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **how
+                list(messages), tokenize=False, add_generation_prompt=True, **options
             )
             return text
-        except Exception as error:  # a template may raise anything, for instance on roles it does not know
-            raise self._prompt.error(index, f"the chat template refuses it: {first_line(error)}") from error
+        except Exception as error:  # a template may raise anything, for instance on unknown roles
+            raise self._prompt.error(index, f"the chat template rejected the row: {first_line(error)}") from error
 
 
-def tokenise(tokenizer: Any, texts: list[str], rendered: list[bool]) -> list[list[int]]:
-    """Token ids per text. A chat template writes the special tokens itself; plain text gets the tokenizer's own."""
+def tokenise(tokenizer: Tokenizer, texts: list[str], rendered: list[bool]) -> list[list[int]]:
+    """Return the token ids of each text.
+
+    Args:
+        rendered: for each text, True if a chat template has written it, including its special tokens. Otherwise the
+            tokenizer adds special tokens.
+    """
     ids: list[list[int]] = [[]] * len(texts)
-    for of_template in set(rendered):
-        places = [place for place, kind in enumerate(rendered) if kind is of_template]
-        made = tokenizer(
-            [texts[place] for place in places], add_special_tokens=not of_template, return_attention_mask=False
+    for from_template in set(rendered):
+        indices = [index for index, kind in enumerate(rendered) if kind is from_template]
+        encoded = tokenizer(
+            [texts[index] for index in indices], add_special_tokens=not from_template, return_attention_mask=False
         )
-        for place, tokens in zip(places, made["input_ids"]):
-            ids[place] = tokens
+        for index, tokens in zip(indices, encoded["input_ids"]):
+            ids[index] = tokens
     return ids
 
 
-def told_apart(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts, where one comes again with ``#2``, ``#3``, ... behind its id: samples are grouped by id."""
-    found: list[Prompt] = []
-    times: dict[str, int] = {}
+def with_unique_ids(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Append ``#2``, ``#3``, ... to the ids of repeated prompts, because samples are grouped by id."""
+    unique: list[Prompt] = []
+    counts: dict[str, int] = {}
     for prompt in prompts:
-        times[prompt.id] = times.get(prompt.id, 0) + 1
-        found.append(prompt if times[prompt.id] == 1 else _again(prompt, times[prompt.id]))
-    return found
-
-
-def _again(prompt: Prompt, times: int) -> Prompt:
-    return replace(prompt, id=f"{prompt.id}#{times}")
+        count = counts[prompt.id] = counts.get(prompt.id, 0) + 1
+        unique.append(prompt if count == 1 else replace(prompt, id=f"{prompt.id}#{count}"))
+    return unique
 
 
 def _fingerprint(rows: list[Row], texts: list[str], environment: str) -> str:
@@ -341,8 +356,12 @@ def _fingerprint(rows: list[Row], texts: list[str], environment: str) -> str:
     return digest.hexdigest()
 
 
+_canonically = json.JSONEncoder(sort_keys=True, default=str).encode
+"""Encoder with sorted keys. It is created once, because ``json.dumps`` would create an encoder for every row."""
+
+
 def _canonical(value: Any) -> str:
     try:
-        return json.dumps(value, sort_keys=True, default=str)
-    except TypeError:  # keys that JSON cannot have, in rows that an environment made
+        return _canonically(value)
+    except TypeError:  # keys that JSON does not allow, in rows generated by an environment
         return repr(value)

@@ -1,8 +1,4 @@
-"""The records that travel from prompt to update, one type per stage.
-
-Prompt -> Trajectory (one sample with its verdict) -> Group (all samples of one prompt). Arrays are NumPy on the driver;
-torch begins at the micro-batch.
-"""
+"""Record types of each stage from a prompt to an optimizer update."""
 
 from __future__ import annotations
 
@@ -12,9 +8,12 @@ from typing import Any, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.sections import PolicyConfig
+
 
 class Outcome(StrEnum):
-    """How a trajectory ended. Only OK and TRUNCATED are trained on; the others are masked and counted."""
+    """Outcome of a trajectory. Only OK and TRUNCATED trajectories are trained. The others are masked and counted."""
 
     OK = "ok"
     TRUNCATED = "truncated"
@@ -23,114 +22,167 @@ class Outcome(StrEnum):
 
 
 NOT_CONTIGUOUS = "not_contiguous"
-"""First word of ``Trajectory.detail`` where a turn did not go on from the exact tokens before it."""
+"""First word of ``Trajectory.detail`` if a turn does not continue from the exact tokens of the turns before it."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. ``id`` is unique and stable over epochs and resumes; groups are formed by it and by nothing else."""
+    """One prompt."""
 
     id: str
+    """Unique id, which is the same in every epoch and after a resume. Groups are formed only by this id."""
     token_ids: np.ndarray
     """int32 [prompt tokens]"""
     text: str
-    """The rendered prompt, for logs and for reward functions."""
+    """Rendered prompt, for logs and reward functions."""
     environment: str
+    """Name of the environment that verifies the completions; empty if nothing is sampled."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The remaining columns of the row, as reward functions receive them."""
+    """Other columns of the row, which are passed to reward functions."""
     messages: Sequence[Mapping[str, str]] | None = None
+    """Chat messages of the prompt; None if it is not a conversation."""
     answer_ids: np.ndarray | None = None
-    """int32 [answer tokens], what the data itself goes on with; of the anchors of a text alone
-    (``data.<split>.strided``)."""
+    """int32 [answer tokens]: continuation of the prompt in the source text. None unless ``data.<split>.strided`` is
+    set."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """How far the run is when a batch is rewarded: the fields of TRL's ``trainer_state`` that a run here has."""
+    """Progress of the run when a batch is verified. Contains the supported fields of TRL's ``trainer_state``."""
 
     global_step: int = 0
-    """Optimizer updates done before the batch is trained; several in a step where train_global_batch_size says so."""
+    """Number of optimizer updates before the batch is trained. A step has several if train_global_batch_size is set."""
     max_steps: int = 1
-    """Optimizer updates of the whole run; 1 where nothing is trained, because functions divide by it."""
+    """Number of optimizer updates in the whole run. At least 1, because reward functions divide by it."""
     epoch: float = 0.0
-    """Passes over the training prompts that were dealt before the batch."""
+    """Number of epochs before the batch, with fractions."""
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer_state has no {name!r} here; it has global_step, max_steps and epoch")
+        raise AttributeError(f"trainer_state.{name} is not supported; supported: global_step, max_steps, epoch")
 
 
 @dataclass
 class Trajectory:
-    """One sampled completion, of one turn or several, with everything training and verification need."""
+    """One sampled completion of one or more turns, with all data for verification and training."""
 
     prompt: Prompt
     sample_index: int
     completion_ids: np.ndarray
-    """int32 [completion tokens], exactly as sampled, never re-tokenised. With several turns: all that follows the
-    prompt, the environment's tokens between the turns included."""
+    """int32 [completion tokens]: token ids exactly as sampled. They are never tokenized again. With several turns they
+    include the environment's tokens between the turns."""
     logprobs: np.ndarray
-    """float32 [completion tokens], the sampler's log-probs of those tokens; NaN on tokens of the environment."""
+    """float32 [completion tokens]: the sampler's log-probs. NaN for tokens of the environment."""
     policy_version: int
-    """Updates that the sampling weights had seen."""
+    """Number of optimizer steps of the weights that sampled the completion."""
     text: str
-    """The decoded completion, without special tokens."""
+    """Completion decoded without special tokens."""
     finish_reason: str
-    """stop or length, from the engine."""
+    """Finish reason of the engine: ``stop`` or ``length``."""
     rewards: dict[str, float | None] = field(default_factory=dict)
+    """Reward of each component; None if the component does not apply."""
     outcome: Outcome = Outcome.OK
     detail: str = ""
-    """What went wrong, when something did."""
+    """Error description; empty without an error."""
     loss_mask: np.ndarray | None = None
-    """bool [completion tokens]: true where the policy wrote; None: everywhere."""
+    """bool [completion tokens]: True for tokens that the policy wrote; None if it wrote all tokens."""
     turns: int = 1
-    """Turns that the policy took."""
+    """Number of turns of the policy."""
     trainer_state: TrainerState | None = None
-    """How far the run is, for verifiers that ask."""
+    """Progress of the run, for reward functions that use it."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What the verifier wants written beside the sample, by column."""
+    """Extra columns from the verifier, saved with the sample."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics that the verifier logged for the call in which it judged the sample, by name."""
+    """Metrics that the verifier logged in the call that scored the sample, by name."""
     turn_tokens: tuple[int, ...] = ()
-    """Tokens that the policy wrote in each turn; empty: one turn, or nobody noted them."""
+    """Number of tokens that the policy wrote in each turn. Empty for a single turn, or if turns were not recorded."""
     turn_rewards: tuple[Mapping[str, float | None], ...] = ()
-    """What of ``rewards`` each turn earned; components that none has, and all where it is empty, the last one did."""
+    """Part of ``rewards`` that each turn earned. A component that no turn lists is credited to the last turn. If the
+    tuple is empty, the last turn earned all rewards."""
     spans: tuple[tuple[int, int], ...] = ()
-    """((version, tokens), ...): which weights wrote the policy's tokens, in order; empty: ``policy_version`` all."""
+    """Version spans ((version, number of tokens), ...) of the policy's tokens, in order. Empty if all tokens have
+    ``policy_version``."""
     messages: tuple[Mapping[str, Any], ...] | None = None
-    """The turns behind the prompt as chat messages of the policy and the environment, for verifiers. None: the policy
-    wrote one turn, or the turns were not recorded."""
+    """Turns after the prompt as chat messages of the policy and the environment, for verifiers. None for a single turn,
+    or if turns were not recorded."""
 
     @property
     def num_policy_tokens(self) -> int:
-        """Tokens of the completion that the policy wrote."""
+        """Number of completion tokens that the policy wrote."""
         return len(self.completion_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
     @property
     def trains(self) -> bool:
-        """Whether this trajectory may carry an advantage."""
+        """True if this trajectory is trained, so that it may have an advantage."""
         return self.outcome in (Outcome.OK, Outcome.TRUNCATED)
 
 
 @dataclass
 class Group:
-    """The trajectories of one prompt id."""
+    """Trajectories of one prompt id."""
 
     prompt: Prompt
     trajectories: list[Trajectory]
     position: int = -1
-    """Prompts dealt before this one since the start of the run; -1: not one of the training's."""
+    """Prompt index: number of training prompts before this one since the start of the run; -1 for other prompts."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an environment says about one completion: named components, None for 'not applicable'."""
+    """Reward result of an environment for one completion."""
 
     rewards: Mapping[str, float | None]
+    """Reward of each component by name; None if the component does not apply."""
     outcome: Outcome = Outcome.OK
     detail: str = ""
+    """Error description; empty without an error."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Plain values to be written beside the sample, by column."""
+    """Extra columns to save with the sample, as plain values."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of the call, the same for all samples that it judged."""
+    """Metrics of the verification call, which are the same for all samples that it scored."""
     turn_rewards: Sequence[Mapping[str, float | None]] = ()
-    """What of ``rewards`` each turn of the policy earned, for ``gdpo.credit: turn``; empty: the last one did."""
+    """Part of ``rewards`` that each turn of the policy earned, for ``gdpo.credit: turn``. If it is empty, the last turn
+    earned all rewards."""
+
+
+@dataclass
+class UpdateResult:
+    """Result of one optimizer update, reduced over all ranks."""
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    """True if the loss or the gradient was not finite. No weight was changed."""
+    sums: dict[str, float]
+    """Sums over the completion tokens of the update, by name. ``tokens`` is their number."""
+    maxima: dict[str, float]
+    """Maxima over the completion tokens of the update, by name."""
+    packing: dict[str, float] = field(default_factory=dict)
+    """Packing metrics of the update (``data.packing.measure``)."""
+    sequences: int = 0
+    """Number of sequences in the update."""
+    skipped_sequences: int | None = None
+    """Number of these sequences that ``policy.skip_zero_advantage`` skipped; None if it is off."""
+
+
+@dataclass
+class TokenValues:
+    """Values of completion tokens that the policy wrote, for example log-probs."""
+
+    sequence: np.ndarray
+    """int64 [tokens]: index of the token's sequence"""
+    offset: np.ndarray
+    """int64 [tokens]: index of the token in its completion"""
+    values: np.ndarray
+    """float32 [tokens] or [tokens, values per token]"""
+
+
+def splits_to_read(config: Config) -> tuple[str, ...]:
+    """Return the names of the dataset splits that a training run reads."""
+    validates = config.data.validation and (config.gdpo.val_period or config.gdpo.val_at_start)
+    return ("train", "validation") if validates else ("train",)
+
+
+def max_prompt_tokens(policy: PolicyConfig) -> int:
+    """Return the maximum number of tokens in a prompt, which leaves one token for the completion."""
+    return policy.max_total_sequence_length - 1

@@ -1,35 +1,35 @@
-"""Rows of a dataset as plain dictionaries, from JSON Lines, JSON, CSV, TSV or Parquet files, Hugging Face datasets, a
-function, or an environment that makes its own. Needs no tokenizer, so that a dry run can check everything here.
-"""
+"""Loading of dataset rows from files, the Hugging Face Hub, functions or environments, and their transforms."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from itertools import islice
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, Sequence
 
-from gdpo_nemo.config.example_types import is_transform
-from gdpo_nemo.config.files import DATA_SUFFIXES, check_data_file, data_places, is_rows_function
-from gdpo_nemo.config.messages import first_line, nearest
-from gdpo_nemo.config.objects import load_object
-from gdpo_nemo.config.reading import HalfPair, check_pairs, open_file, parse_json
+from gdpo_nemo.config.algorithm_choice import is_transform
+from gdpo_nemo.config.model_checks import DATA_SUFFIXES, check_data_file, data_paths, is_rows_function
 from gdpo_nemo.config.schema import DatasetConfig
-from gdpo_nemo.data.transforms import transformed
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
+from gdpo_nemo.utils.files import HalfPair, check_pairs, open_file, parse_json
+from gdpo_nemo.utils.user_code import load_object
 
 PROMPT_KEYS = ("messages", "prompt", "question", "problem")
-"""Columns that are taken for the prompt when the config names none, in this order."""
+"""Default prompt columns. The first column that exists is used."""
 
 Row = dict[str, Any]
 
 
 def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], split: str) -> str:
-    """The name in ``env`` of the environment that verifies this split's prompts. Raises ConfigError.
+    """Return the default environment of a split's rows, by its name in ``env``.
 
-    With ``environment_key`` it is that of the rows which name none, and may be empty; and so it is without
-    environments, where nothing is sampled.
+    The name is empty if ``environment_key`` selects the environment of each row and no default exists. It is also
+    empty for a dataset of a run without environments, which does not sample.
+
+    Raises:
+        ConfigError: if the config does not determine an environment, or names an unknown environment.
     """
     if not environments and dataset.environment is None and dataset.path is not None:
         return ""
@@ -51,34 +51,36 @@ def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], spli
 def environment_of_row(
     row: Row, dataset: DatasetConfig, environments: Mapping[str, Any], split: str, index: int
 ) -> str:
-    """The name in ``env`` of the environment that verifies row ``index``. Raises ConfigError."""
+    """Return the environment of row ``index``, by its name in ``env``. Raises ConfigError if it is unknown."""
     if not environments:
         return environment_of(dataset, environments, split)
     named = row.get(dataset.environment_key) if dataset.environment_key is not None else None
     name = environment_of(dataset, environments, split) if named is None else named
     if not isinstance(name, str) or name not in environments:
-        what = f"env has no {name!r}{nearest(str(name), environments)}" if name else "names no environment"
-        raise ConfigError(f"data.{split}.environment_key: row {index}: {what}")
+        problem = f"env has no {name!r}{nearest(str(name), environments)}" if name else "the row names no environment"
+        raise ConfigError(f"data.{split}.environment_key: row {index}: {problem}")
     return name
 
 
 def load_rows(
     dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int, at_most: int | None = None
 ) -> list[Row]:
-    """The rows of one split, cut at ``dataset.size``, transformed and columns renamed, each with a unique ``id``.
+    """Load the rows of one split, apply the transform and rename the columns.
 
-    A column ``id`` is the id; without one it is ``<split>/<row index>``.
+    At most ``dataset.size`` rows are returned. Every row has a unique ``id``, taken from its column ``id``. Rows
+    without this column get the id ``<split>/<row index>``.
 
     Args:
         dataset: the section ``data.<split>``.
-        environments: the built environments by their names in the section ``env``.
-        split: train or validation; also what an environment is asked for when ``dataset.split`` is null.
-        seed: for environments that draw their rows.
-        at_most: rows to read from the beginning of the data, where less of it is enough; None: all.
+        environments: environment objects by name in the section ``env``.
+        split: ``train`` or ``validation``. An environment that generates rows receives this name if ``dataset.split``
+            is null.
+        seed: random seed for environments that generate rows.
+        at_most: maximum number of rows to read; None reads all rows.
 
     Raises:
-        ConfigError: a missing or malformed file (with file and line), an unknown dataset or column, a transform that
-            fails, no rows, an id that occurs twice.
+        ConfigError: if a file is missing or malformed, a dataset or column is unknown, a transform fails, the split is
+            empty, or two rows have the same id.
     """
     if dataset.path is None:
         rows = _rows_of_environment(dataset, environments, split, seed)
@@ -98,70 +100,72 @@ def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any]
     name = environment_of(dataset, environments, split)
     environment = environments[name]
     if not environment.makes_rows:
-        raise ConfigError(f"data.{split}.path: must be set, the environment {name!r} makes no prompts of its own")
+        raise ConfigError(f"data.{split}.path: must be set because the environment {name!r} does not generate prompts")
     rows = [dict(row) for row in environment.rows(dataset.split or split, dataset.size, seed)]
-    _check_texts(rows, f"data.{split}: {name!r} made a row that cannot be used")
+    _check_texts(rows, f"data.{split}: {name!r} returned an invalid row")
     return rows
 
 
 def _read_by_environment(
     rows: list[Row], dataset: DatasetConfig, environments: Mapping[str, Any], split: str
 ) -> list[Row]:
-    """Rows in a form of their environment's own, read by it; the column that names the environment stays."""
-    made = []
+    """Convert each row with its environment's ``read_row``. Keep the column that names the environment."""
+    converted = []
     for index, row in enumerate(rows):
         name = environment_of_row(row, dataset, environments, split, index)
         if not environments:
-            made.append(row)
+            converted.append(row)
             continue
-        named = {key: row[key] for key in (dataset.environment_key,) if key in row}
+        key = dataset.environment_key
+        environment_column = {key: row[key]} if key in row else {}
         try:
-            made.append({**environments[name].read_row(row), **named})
+            converted.append({**environments[name].read_row(row), **environment_column})
         except ConfigError as error:
             raise ConfigError(f"data.{split}: row {index} {error}") from None
-    return made
+    return converted
 
 
 def _rows_of_path(dataset: DatasetConfig, split: str, at_most: int | None) -> list[Row]:
     key = f"data.{split}"
     check_data_file(key, dataset)
     rows: list[Row] = []
-    for place in data_places(key, dataset):
-        rows += _rows_of_place(
-            place, dataset.split or split, f"{key}.path", None if at_most is None else at_most - len(rows)
+    for path in data_paths(key, dataset):
+        rows += _rows_of_entry(
+            path, dataset.split or split, f"{key}.path", None if at_most is None else at_most - len(rows)
         )
     return rows
 
 
-def _rows_of_place(place: str, split: str, key: str, at_most: int | None) -> list[Row]:
-    path = Path(os.path.expanduser(place))
-    if is_rows_function(place):
-        return _rows_of_function(place, key)[:at_most]
+def _rows_of_entry(entry: str, split: str, key: str, at_most: int | None) -> list[Row]:
+    path = Path(os.path.expanduser(entry))
+    if is_rows_function(entry):
+        return _rows_of_function(entry, key)[:at_most]
     if not path.is_file():
-        return _rows_of_hugging_face(place, split, key, at_most)
+        return _rows_of_hugging_face(entry, split, key, at_most)
     try:
         return list(islice(_READERS[path.suffix](path), at_most))
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {path}: {error.strerror or first_line(error)}") from error
 
 
-def _rows_of_function(place: str, key: str) -> list[Row]:
-    """What the function gives: a list of rows, or a dataset of Hugging Face's."""
+def _rows_of_function(import_path: str, key: str) -> list[Row]:
+    """Call a user-defined function that returns a list of rows or a Hugging Face dataset, and return its rows."""
     try:
-        rows = [dict(row) for row in load_object(place)()]
+        rows = [dict(row) for row in load_object(import_path)()]
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     except (Exception, SystemExit) as error:  # the function is the user's
-        raise ConfigError(f"{key}: {place} gave no rows: {first_line(error)}") from error
-    _check_texts(rows, f"{key}: {place}")
+        raise ConfigError(f"{key}: {import_path} returned no rows: {first_line(error)}") from error
+    _check_texts(rows, f"{key}: {import_path}")
     return rows
 
 
 def _check_texts(rows: list[Row], where: str) -> None:
-    """Refuse rows of user code that hold half a surrogate pair; files are checked as they are read."""
+    """Refuse rows from user code that contain lone surrogates. Rows from files are checked by the readers."""
+    as_json = json.JSONEncoder(ensure_ascii=False, default=str, skipkeys=True).encode
     for index, row in enumerate(rows):
         try:
-            check_pairs(json.dumps(row, ensure_ascii=False, default=str, skipkeys=True))
+            check_pairs(as_json(row))
         except HalfPair as error:
             raise ConfigError(f"{where}: row {index}: {error}") from None
 
@@ -174,11 +178,11 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
             try:
                 row = parse_json(line)
             except HalfPair as error:
-                raise ConfigError(f"{path}:{number}: {error}; correct or remove the row") from None
-            except ValueError as error:  # both bad JSON and bad UTF-8 are ValueErrors
+                raise ConfigError(f"{path}:{number}: {error}; correct or remove this row") from None
+            except ValueError as error:  # invalid JSON or invalid UTF-8
                 raise ConfigError(f"{path}:{number}: not valid JSON: {error}") from error
             if not isinstance(row, dict):
-                raise ConfigError(f"{path}:{number}: a row must be a JSON object, not {type(row).__name__}")
+                raise ConfigError(f"{path}:{number}: a row must be a JSON object, got {type(row).__name__}")
             yield row
 
 
@@ -190,12 +194,13 @@ def _read_json(path: Path) -> Iterator[Row]:
     except ValueError as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ConfigError(f"{path}: must hold a list of JSON objects")
+        raise ConfigError(f"{path}: must contain a list of JSON objects")
     yield from rows
 
 
 def _read_csv(path: Path, delimiter: str = ",", kind: str = "CSV") -> Iterator[Row]:
-    """The first line names the columns; a cell may hold line breaks between quotes, numbers become numbers."""
+    """Read a CSV file with column names in the first line. Quoted cells may contain line breaks, and numbers are
+    parsed."""
     from pyarrow import ArrowException, csv
 
     try:
@@ -223,37 +228,40 @@ def _read_parquet(path: Path) -> Iterator[Row]:
 _READERS = dict(zip(DATA_SUFFIXES, (_read_jsonl, _read_json, _read_csv, _read_parquet, _read_tsv), strict=True))
 
 
-def _rows_of_hugging_face(place: str, wanted: str, key: str, at_most: int | None) -> list[Row]:
-    """Rows of a dataset on the hub (``name`` or ``name:configuration``), or of a local folder of either kind."""
+def _rows_of_hugging_face(source: str, split_name: str, key: str, at_most: int | None) -> list[Row]:
+    """Load a dataset from the Hub (``name`` or ``name:configuration``) or from a local folder.
+
+    A folder is in the format of ``save_to_disk``, or contains files that ``load_dataset`` can read.
+    """
     import datasets
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()
-    name, _, configuration = place.partition(":")
+    name, _, configuration = source.partition(":")
     folder = Path(os.path.expanduser(name))
     name = str(folder) if folder.is_dir() else name
     try:
         if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
             table = datasets.load_from_disk(name)
-            table = table[wanted] if isinstance(table, datasets.DatasetDict) else table
+            table = table[split_name] if isinstance(table, datasets.DatasetDict) else table
         else:
-            table = datasets.load_dataset(name, configuration or None, split=wanted)
-    except Exception as error:  # the library raises many kinds; all mean that these rows cannot be had
+            table = datasets.load_dataset(name, configuration or None, split=split_name)
+    except Exception as error:  # the library raises many types; all of them mean that loading failed
         _check_configuration(key, name, configuration, error)
-        raise ConfigError(f"{key}: cannot load split {wanted!r} of {place}: {first_line(error)}") from error
+        raise ConfigError(f"{key}: cannot load split {split_name!r} of {source}: {first_line(error)}") from error
     rows: list[Row] = (table if at_most is None else table.take(min(at_most, len(table)))).to_list()
     return rows
 
 
 def _check_configuration(key: str, name: str, configuration: str, error: Exception) -> None:
-    """Where a failure to load is about the dataset's configuration: refuse with those it has. Raises ConfigError."""
+    """Raise ConfigError with the available configurations if loading failed because of a missing or wrong one."""
     import datasets
 
     if "config" not in str(error).lower():
         return
     try:
         known = datasets.get_dataset_config_names(name)
-    except Exception:  # noqa: BLE001 - as when loading; then the first failure is the one to tell
+    except Exception:  # noqa: BLE001 - any type, as above; the caller reports the first error
         return
     if configuration in known or known == ["default"]:
         return
@@ -262,12 +270,12 @@ def _check_configuration(key: str, name: str, configuration: str, error: Excepti
             f"{key}: {name} has no configuration {configuration!r}{nearest(configuration, known)}"
         ) from error
     raise ConfigError(
-        f"{key}: {name} has several configurations, {', '.join(known)}; write {name}:{known[0]}"
+        f"{key}: {name} has several configurations ({', '.join(known)}); name one, for example {name}:{known[0]}"
     ) from error
 
 
 def _renamed(row: Row, columns: Mapping[str, str], split: str, index: int) -> Row:
-    """The row with columns renamed by ``{new: old}``; an old name ``a.b`` reaches into a nested object."""
+    """Rename columns according to ``{new: old}``. An old name ``a.b`` selects a nested field."""
     values = {new: _column(row, old, split, index) for new, old in columns.items()}
     return {**{name: value for name, value in row.items() if name not in columns.values()}, **values}
 
@@ -286,9 +294,93 @@ def _column(row: Row, name: str, split: str, index: int) -> Any:
 def _identified(rows: list[Row], split: str) -> list[Row]:
     seen: dict[str, int] = {}
     for index, row in enumerate(rows):
-        given = row.get("id")
-        row["id"] = f"{split}/{index}" if given is None else str(given)
+        row_id = row.get("id")
+        row["id"] = f"{split}/{index}" if row_id is None else str(row_id)
         if row["id"] in seen:
             raise ConfigError(f"data.{split}: rows {seen[row['id']]} and {index} have the same id {row['id']!r}")
         seen[row["id"]] = index
     return rows
+
+
+Transform = Callable[[Row], Mapping[str, Any]]
+ALL_COLUMNS = "__all__"
+"""Value of ``remove_columns`` that removes all original columns, used by functions written for axolotl."""
+_FACTORY = "cfg"
+"""Name of the first parameter of functions written for axolotl. Such a function returns the transform of a row."""
+
+
+def transformed(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> list[Row]:
+    """Apply the split's transform to all rows, and remove the columns in ``remove_columns``.
+
+    Raises:
+        ConfigError: if the function is not found, fails, or returns an invalid value, or if no row has a column of
+            ``dataset.remove_columns``.
+    """
+    transform, removed = _transform(dataset, split)
+    known = dict.fromkeys(column for row in rows for column in row)
+    names = {*dataset.remove_columns, *(known if removed is None else removed)}
+    for name in dataset.remove_columns:
+        if name not in known:
+            raise ConfigError(f"data.{split}.remove_columns: column {name!r} not found{nearest(name, known)}")
+    remaining = [{name: value for name, value in row.items() if name not in names} for row in rows]
+    if transform is None:
+        return remaining
+    key = f"data.{split}.type: {dataset.type}"
+    return [
+        {**other_columns, **_columns(transform, row, f"{key}: row {index}")}
+        for index, (row, other_columns) in enumerate(zip(rows, remaining))
+    ]
+
+
+def _columns(transform: Transform, row: Row, where: str) -> Row:
+    """Return the columns that the transform returns for a row. Raises ConfigError if it fails."""
+    try:
+        found = transform(dict(row))
+    except (Exception, SystemExit) as error:  # the function is the user's
+        raise ConfigError(f"{where}: {first_line(error)}") from error
+    if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
+        raise ConfigError(f"{where}: the function must return a mapping of columns, got {_short(found)}")
+    return dict(found)
+
+
+def _transform(dataset: DatasetConfig, split: str) -> tuple[Transform | None, list[str] | None]:
+    """Return (transform of a row, or None if the split has none; columns to remove, or None for all columns).
+
+    Raises:
+        ConfigError: if the function is not found, or does not have the interface of a transform.
+    """
+    if not is_transform(dataset.type):
+        return None, []
+    where = f"data.{split}.type: {dataset.type}"
+    try:
+        function = load_object(dataset.type)
+    except ConfigError as error:
+        raise ConfigError(f"data.{split}.type: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"{where}: must be a function, got {_short(function)}")
+    try:
+        if next(iter(inspect.signature(function).parameters), None) != _FACTORY:
+            return function, []
+        result = function(dataset)
+    except (Exception, SystemExit) as error:  # the function is the user's
+        raise ConfigError(f"{where}: {first_line(error)}") from error
+    transform, options = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not callable(transform) or not isinstance(options, Mapping):
+        raise ConfigError(
+            f"{where}: a function with the parameter {_FACTORY} must return a function of a row, optionally with a "
+            f"mapping of options, got {_short(result)}"
+        )
+    for name in options:
+        if name != "remove_columns":
+            raise ConfigError(f"{where}: the function returns an unknown option {name!r}; known: remove_columns")
+    removed = options.get("remove_columns", [])
+    if removed == ALL_COLUMNS:
+        return transform, None
+    if not isinstance(removed, (list, tuple)) or not all(isinstance(name, str) for name in removed):
+        raise ConfigError(f"{where}: remove_columns must be a list of names, got {_short(removed)}")
+    return transform, list(removed)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

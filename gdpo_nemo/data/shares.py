@@ -1,7 +1,7 @@
-"""What one data-parallel rank gets of an update: its own sequences, as a handful of arrays however many they are.
+"""The sequences of an update that one data-parallel rank trains, in a fixed number of arrays.
 
-Ray maps large arrays into the ranks' memory without a copy, but pickles every small object; so the sequences travel end
-to end, and a rank cuts views of them out again.
+Ray maps large arrays into a rank's memory without a copy, but pickles every small object. The sequences are therefore
+concatenated for sending, and the rank creates views of them.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Sequence
 import numpy as np
 
 from gdpo_nemo.data.packing import Assignment, TrainSequence
-from gdpo_nemo.data.results import TokenValues
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.data.records import TokenValues
+from gdpo_nemo.utils.errors import RunError
 
 TRAINING = (
     "sampler_logprobs", "old_logprobs", "reference_logprobs", "old_values", "returns", "loss_mask", "staleness",
     "chosen",
 )  # fmt: skip
-"""What an update reads of every completion token besides the token itself."""
+"""Per-token fields of ``TrainSequence`` that an update reads, besides the token ids."""
 SCORING = ("loss_mask",)
-"""What evaluating log-probs reads."""
+"""Per-token fields that computing log-probs reads."""
 _MISSING = {"loss_mask": (bool, True), "staleness": (np.int32, 0), "chosen": (bool, False)}
-"""(type, value) where some sequences leave out what others have; the rest is of all sequences or of none."""
+"""(type, default) of fields that may be missing in some sequences. Other fields must be set for all or for none."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Sequences of one data-parallel rank, in the order of its micro-batches; read-only once it has travelled."""
+    """Sequences of one data-parallel rank, in the order of its micro-batches. The arrays are read-only on the rank."""
 
     sizes: list[int]
-    """Sequences of each micro-batch."""
+    """Number of sequences in each micro-batch."""
     prompt_lengths: np.ndarray
     """int64 [sequences]"""
     completion_lengths: np.ndarray
@@ -42,17 +42,18 @@ class Share:
     completion_ids: np.ndarray
     """int32 [completion tokens of all sequences]"""
     advantages: np.ndarray
-    """float64 [sequences], or float32 [completion tokens of all sequences] where one of them has its own by token."""
+    """float64 [sequences], or float32 [completion tokens of all sequences] if a sequence has advantages per token."""
     by_token: bool
-    """Whether ``advantages`` are of tokens."""
+    """True if ``advantages`` has one value per token."""
     weights: np.ndarray
-    """float64 [sequences]"""
+    """float64 [sequences]: loss weights (``TrainSequence.weight``)"""
     columns: dict[str, np.ndarray]
-    """[completion tokens of all sequences] for each further field of ``TrainSequence`` that the sequences have."""
+    """Other per-token fields of ``TrainSequence`` by name: [completion tokens of all sequences]. A field that no
+    sequence has is absent."""
     pairs: np.ndarray | None = None
-    """int64 [sequences]: as ``TrainSequence.pair``; None: there are no pairs."""
+    """int64 [sequences]: ``TrainSequence.pair``; None if no sequence belongs to a pair."""
     shared: np.ndarray | None = None
-    """int64 [sequences]: leading tokens that the sequence before it in its micro-batch computes; None: none."""
+    """int64 [sequences]: ``TrainSequence.shared``; None if no tokens are shared."""
 
     @classmethod
     def of(
@@ -62,44 +63,54 @@ class Share:
         fields: Sequence[str] = TRAINING,
         shared: Sequence[int] | None = None,
     ) -> Share:
-        """The share whose ``micro_batches`` hold places in ``sequences``, of which each leaves its first ``shared``
-        tokens to the one before it. Raises RunError: see ``_column``."""
-        places = list(chain.from_iterable(micro_batches))
-        mine = [sequences[i] for i in places]
-        by_token = any(isinstance(s.advantage, np.ndarray) for s in mine)
+        """Collect the sequences of one rank.
+
+        Args:
+            sequences: all sequences of the batch.
+            micro_batches: indices of the sequences in each micro-batch of the rank.
+            fields: names of the per-token fields to include.
+            shared: for every sequence of the batch, the number of leading tokens shared with the previous one.
+
+        Raises:
+            RunError: if only some sequences have a field without a default.
+        """
+        indices = list(chain.from_iterable(micro_batches))
+        ordered = [sequences[i] for i in indices]
+        by_token = any(isinstance(s.advantage, np.ndarray) for s in ordered)
         columns: dict[str, np.ndarray] = {}
         for name in fields:
-            # Sampled and old log-probs are often the same arrays: pickled once, if they still are.
-            same = name == "old_logprobs" and all(s.old_logprobs is s.sampler_logprobs for s in mine)
-            column = columns.get("sampler_logprobs") if same else _column(mine, name)
+            # Sampler and old log-probs are often the same arrays. Sharing the column sends them once.
+            same = name == "old_logprobs" and all(s.old_logprobs is s.sampler_logprobs for s in ordered)
+            column = columns.get("sampler_logprobs") if same else _column(ordered, name)
             if column is not None:
                 columns[name] = column
+        if by_token:
+            advantages = _joined([s.token_advantages() for s in ordered])
+        else:
+            advantages = np.array([s.advantage for s in ordered], np.float64)
+        pairs = np.array([s.pair for s in ordered], np.int64)
         return cls(
             sizes=[len(members) for members in micro_batches],
-            prompt_lengths=np.array([len(s.prompt_ids) for s in mine], np.int64),
-            completion_lengths=np.array([len(s.completion_ids) for s in mine], np.int64),
-            prompt_ids=_joined([s.prompt_ids for s in mine]),
-            completion_ids=_joined([s.completion_ids for s in mine]),
-            advantages=(
-                _joined([s.token_advantages() for s in mine])
-                if by_token
-                else np.array([s.advantage for s in mine], np.float64)
-            ),
+            prompt_lengths=np.array([len(s.prompt_ids) for s in ordered], np.int64),
+            completion_lengths=np.array([len(s.completion_ids) for s in ordered], np.int64),
+            prompt_ids=_joined([s.prompt_ids for s in ordered]),
+            completion_ids=_joined([s.completion_ids for s in ordered]),
+            advantages=advantages,
             by_token=by_token,
-            weights=np.array([s.weight for s in mine], np.float64),
+            weights=np.array([s.weight for s in ordered], np.float64),
             columns=columns,
-            pairs=np.array([s.pair for s in mine], np.int64) if any(s.pair for s in mine) else None,
-            shared=None if shared is None else np.array([shared[i] for i in places], np.int64),
+            pairs=pairs if pairs.any() else None,
+            shared=None if shared is None else np.array([shared[i] for i in indices], np.int64),
         )
 
     @property
     def micro_batches(self) -> list[list[int]]:
-        """Places in ``sequences()`` of the members of each micro-batch."""
+        """Indices into ``sequences()`` for each micro-batch."""
         ends = np.cumsum(self.sizes).tolist()
         return [list(range(end - size, end)) for size, end in zip(self.sizes, ends)]
 
     def sequences(self) -> list[TrainSequence]:
-        """Views of every sequence; log-probs of a sampler that did not travel are NaN."""
+        """Return the sequences as views of the arrays. The sampler's log-probs are NaN if they were not sent."""
         unknown = np.broadcast_to(np.float32(np.nan), self.completion_ids.shape)
         columns = {"sampler_logprobs": unknown, **self.columns}
         parts = {name: cut(values, self.completion_lengths) for name, values in columns.items()}
@@ -118,73 +129,77 @@ class Share:
             for i, (prompt, completion) in enumerate(tokens)
         ]
 
-    def flat(self, found: TokenValues, whole: bool) -> FlatValues:
-        """The values of this share's completion tokens, end to end.
+    def flat(self, found: TokenValues, *, complete: bool) -> FlatValues:
+        """Convert token values to one array over the completion tokens of all sequences.
 
         Args:
-            whole: ``found`` has every token that the policy wrote; else those of one context-parallel rank.
+            complete: True if ``found`` contains all tokens that the policy wrote. False if it contains only the tokens
+                of one context-parallel rank.
         """
         starts = np.cumsum(self.completion_lengths) - self.completion_lengths
-        places = starts[found.sequence] + found.offset
-        if not whole:
-            return FlatValues(found.values, places.astype(np.int32))
+        indices = starts[found.sequence] + found.offset
+        if not complete:
+            return FlatValues(found.values, indices.astype(np.int32))
         values = np.full((len(self.completion_ids), *found.values.shape[1:]), np.nan, np.float32)
-        values[places] = found.values
+        values[indices] = found.values
         return FlatValues(values, None)
 
 
 @dataclass(frozen=True)
 class FlatValues:
-    """Values of a share's completion tokens, as a rank sends them to the driver."""
+    """Values of completion tokens that a rank returns to the driver."""
 
     values: np.ndarray
-    """float32 [tokens], or [tokens, values of each]."""
-    places: np.ndarray | None
-    """int32 [tokens]: where in the share's completions; None: all of them, in order, NaN where the policy wrote
-    nothing."""
+    """float32 [tokens] or [tokens, values per token]"""
+    indices: np.ndarray | None
+    """int32 [tokens]: index of each token in ``Share.completion_ids``. None if ``values`` contains all of these tokens
+    in order, with NaN for tokens that the policy did not write."""
 
 
 def by_sequence(
     sequences: Sequence[TrainSequence], assignment: Assignment, found: Sequence[tuple[int, FlatValues | None]]
 ) -> list[np.ndarray]:
-    """float32 [completion tokens] for each sequence, or [completion tokens, values of each], from what the ranks
-    found; NaN where no rank has a value.
+    """Combine the values from all ranks into one array per sequence.
 
     Args:
-        found: (data-parallel rank, its values) of every rank; None where a rank does not report.
+        found: (data-parallel rank, values) from every rank. The values are None if the rank does not return any.
+
+    Returns:
+        float32 [completion tokens] or [completion tokens, values per token] for each sequence. Tokens without a value
+        are NaN.
     """
     out = [np.zeros(0, np.float32)] * len(sequences)
-    of_each = next((part.values.shape[1:] for _, part in found if part is not None), ())
+    value_shape = next((part.values.shape[1:] for _, part in found if part is not None), ())
     for rank, micro_batches in enumerate(assignment):
         members = list(chain.from_iterable(micro_batches))
         lengths = np.array([len(sequences[i].completion_ids) for i in members], np.int64)
-        flat = np.full((int(lengths.sum()), *of_each), np.nan, np.float32)
-        for place, part in found:
-            if place == rank and part is not None:
-                flat[slice(None) if part.places is None else part.places] = part.values
+        flat = np.full((int(lengths.sum()), *value_shape), np.nan, np.float32)
+        for source, part in found:
+            if source == rank and part is not None:
+                flat[slice(None) if part.indices is None else part.indices] = part.values
         for i, values in zip(members, cut(flat, lengths)):
             out[i] = values
     return out
 
 
 def cut(values: np.ndarray, lengths: np.ndarray) -> list[np.ndarray]:
-    """Views of consecutive stretches of ``values``, one of each length."""
+    """Split ``values`` into consecutive views with these lengths."""
     ends = np.cumsum(lengths).tolist()
     return [values[end - length : end] for end, length in zip(ends, lengths.tolist())]
 
 
 def _column(sequences: Sequence[TrainSequence], name: str) -> np.ndarray | None:
-    """A field of all sequences end to end; None where no sequence has it.
+    """Concatenate a per-token field of all sequences. Return None if no sequence has it.
 
     Raises:
-        RunError: some have it and others do not, and there is nothing that could stand for it.
+        RunError: if only some sequences have the field, and it has no default.
     """
     values = [getattr(s, name) for s in sequences]
     if all(value is None for value in values):
         return None
     if any(value is None for value in values):
         if name not in _MISSING:
-            raise RunError(f"{name}: some sequences of an update have it and others do not; give it to all or to none")
+            raise RunError(f"{name}: only some sequences of an update have this field; set it for all or for none")
         dtype, default = _MISSING[name]
         lengths = [len(s.completion_ids) for s in sequences]
         values = [np.full(n, default, dtype) if v is None else v for v, n in zip(values, lengths)]

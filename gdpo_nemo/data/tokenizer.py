@@ -1,4 +1,4 @@
-"""The tokenizer of a run."""
+"""Loading of tokenizers, and checks of their chat templates."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, Mapping, Protocol, Sequence, overload
 
-from gdpo_nemo.config.messages import first_line
-from gdpo_nemo.config.reading import parse_json, read_text
-from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.data.chat_templates import TemplateTooLarge, bound_templates, limited
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, first_line
+from gdpo_nemo.utils.files import parse_json, read_text
+from gdpo_nemo.utils.progress import import_transformers
 
 _QWEN = ("transformers.models.qwen2.tokenization_qwen2", "Qwen2Tokenizer")
 _CLASSES = {
@@ -24,23 +24,86 @@ _CLASSES = {
     ("qwen3_moe", "Qwen2Tokenizer"): _QWEN,
     ("llama", "GPT2Tokenizer"): ("transformers.models.gpt2.tokenization_gpt2", "GPT2Tokenizer"),
 }
-"""(model_type, tokenizer_class) -> module and class that AutoTokenizer of transformers 5.19 chooses."""
+"""(model_type, tokenizer_class) -> (module, class) that AutoTokenizer of transformers 5.19 selects."""
 
 
 _MOST_LINES = 100_000
-"""Lines of Python that jinja makes of a template and runs for a conversation of one message; real ones run some 100."""
+"""Maximum lines of compiled template code that may run for one short message. Real templates run about 100."""
 _LARGEST_VALUE = 1_000_000
-"""Characters of a text, or elements of a list, that a template makes for a conversation of one message."""
+"""Maximum characters of a text, or elements of a list, that a template may create for one short message."""
 
 
 _TOOL_CALL = re.compile(r"tool.?calls?\b|tool.?call.?(begin|end)|python_tag|function.?call|<\|call\|>", re.IGNORECASE)
-"""Names of tokens around a tool call: [TOOL_CALLS] of Mistral, <|python_tag|> of Llama 3, <|tool_call|> of Granite."""
+"""Tokens that mark tool calls: [TOOL_CALLS] in Mistral, <|python_tag|> in Llama 3, <|tool_call|> in Granite."""
+
+
+class Tokenizer(Protocol):
+    """Methods and attributes of a transformers tokenizer that this package uses."""
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of the special tokens."""
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Texts of the special tokens."""
+
+    @property
+    def eos_token(self) -> str | None:
+        """Text of the end-of-sequence token; None if there is none."""
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the end-of-sequence token; None if there is none."""
+
+    @property
+    def model_max_length(self) -> int | float:
+        """Maximum number of tokens for the model. A very large number if the files do not specify it."""
+
+    def __len__(self) -> int: ...
+
+    @overload
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, list[int]]: ...
+
+    @overload
+    def __call__(
+        self, text: list[str], *, add_special_tokens: bool = True, return_attention_mask: bool | None = None
+    ) -> Mapping[str, list[list[int]]]: ...
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: Literal[False],
+        add_generation_prompt: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """Render a conversation as text. A template may raise any exception."""
+
+    def batch_decode(self, sequences: list[list[int]], *, skip_special_tokens: bool = False) -> list[str]:
+        """Decode each sequence."""
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
+        """Return the token of each id; None if an id is not in the vocabulary."""
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """Decode a sequence."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return the vocabulary: token -> id."""
 
 
 def special_tool_calls(folder: Path) -> list[str]:
-    """Return the special tokens of a tokenizer that mark tool calls, sorted; empty without a ``tokenizer.json``.
+    """Return the sorted special tokens that mark tool calls. The list is empty without a ``tokenizer.json``.
 
-    Qwen's <tool_call> is an added token and not a special one, so it stays in a decoded text.
+    Decoding removes these tokens from the text. It does not remove Qwen's <tool_call>, which is an added token but not
+    a special token.
 
     Raises:
         ConfigError: if ``tokenizer.json`` cannot be read.
@@ -61,20 +124,25 @@ def special_tool_calls(folder: Path) -> list[str]:
     return sorted(name for name in special if _TOOL_CALL.search(name))
 
 
-def load_tokenizer(config: Config, folder: str | Path) -> Any:
-    """The tokenizer that ``policy.tokenizer_name`` names, else that of the model in ``folder``. Raises ConfigError."""
+def load_tokenizer(policy: PolicyConfig, folder: str | Path) -> Tokenizer:
+    """Load the tokenizer in ``policy.tokenizer_name``, or the one in the model's ``folder`` if that key is not set.
+
+    Raises:
+        ConfigError: if a valid tokenizer is not found, or its chat template exceeds the limits.
+    """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    name = config.policy.tokenizer_name or folder
+    import_transformers()
+    name = policy.tokenizer_name or folder
     try:
-        tokenizer = _class_for(Path(name)).from_pretrained(name)
-    except Exception as error:  # noqa: BLE001 - damaged files raise many kinds, the Rust library's among them
+        tokenizer: Tokenizer = _class_for(Path(name)).from_pretrained(name)
+    except Exception as error:  # noqa: BLE001 - damaged files raise many types, also from the Rust library
         raise ConfigError(f"policy.tokenizer_name: no tokenizer in {name} ({first_line(error)})") from None
-    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes where the vocabulary is missing
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers accepts a missing vocabulary
         raise ConfigError(f"policy.tokenizer_name: the tokenizer in {name} has no vocabulary")
     longest = tokenizer.model_max_length
     if isinstance(longest, bool) or not isinstance(longest, (int, float)):
-        raise ConfigError(f"policy.tokenizer_name: model_max_length in {name} must be a number (got {longest!r})")
+        raise ConfigError(f"policy.tokenizer_name: model_max_length in {name} must be a number, got {longest!r}")
     _check_template(tokenizer, name)
     return tokenizer
 
@@ -83,18 +151,19 @@ _GREETING = [{"role": "user", "content": "a"}]
 
 
 class _Endless(Exception):
-    """A chat template ran more lines than any template needs."""
+    """A chat template ran more than the maximum number of lines."""
 
 
-def _check_template(tokenizer: Any, name: str | Path) -> None:
-    """Refuse a chat template whose loops do not end in any useful time, or whose values take all memory.
+def _check_template(tokenizer: Tokenizer, name: str | Path) -> None:
+    """Refuse a chat template that would run too long or use too much memory.
 
-    jinja's sandbox bounds a loop and not loops in loops, and a rendering cannot be stopped from outside. The template
-    is tried on one short conversation, and its lines are counted. A template that refuses this one is reported later,
-    with the row that it refuses.
+    jinja's sandbox limits a loop but not nested loops, and a rendering cannot be stopped from outside. The template is
+    therefore rendered for one short message while its lines are counted. A template that raises an error for this
+    message is accepted here. The error is reported later, with the row that causes it.
 
     Raises:
-        ConfigError: if it runs more than ``_MOST_LINES`` lines, or makes a value of more than ``_LARGEST_VALUE``.
+        ConfigError: if the template runs more than ``_MOST_LINES`` lines, or creates a value larger than
+            ``_LARGEST_VALUE``.
     """
     bound_templates()
     if not getattr(tokenizer, "chat_template", None):
@@ -119,35 +188,46 @@ def _check_template(tokenizer: Any, name: str | Path) -> None:
         raise ConfigError(
             f"policy.tokenizer_name: the chat template in {name} runs more than {_MOST_LINES:,} lines for one message"
         ) from None
-    except Exception:  # noqa: BLE001 - a template may raise anything, for instance on roles it does not know
+    except Exception:  # noqa: BLE001 - a template may raise anything, for instance on unknown roles
         return
     finally:
         sys.settrace(before)
 
 
-def check_same_tokens(tokenizer: Any, folder: str | Path, key: str) -> None:
-    """The tokenizer in ``folder``, which the config names as ``key``, has the same tokens. Raises ConfigError."""
+def check_same_tokens(tokenizer: Tokenizer, folder: str | Path, key: str) -> None:
+    """Check that the tokenizer in ``folder`` has the same vocabulary and end token as ``tokenizer``.
+
+    Args:
+        key: config key of ``folder``, for messages.
+
+    Raises:
+        ConfigError: if the tokenizers differ, or ``folder`` has no tokenizer.
+    """
     try:
-        other = _class_for(Path(folder)).from_pretrained(folder)
-    except Exception as error:  # noqa: BLE001 - as above
+        other: Tokenizer = _class_for(Path(folder)).from_pretrained(folder)
+    except Exception as error:  # noqa: BLE001 - any type, as above
         raise ConfigError(f"{key}: no tokenizer in {folder} ({first_line(error)})") from None
-    mine, theirs = tokenizer.get_vocab(), other.get_vocab()
-    unlike = [token for token in {*mine, *theirs} if mine.get(token) != theirs.get(token)]
+    vocabulary, other_vocabulary = tokenizer.get_vocab(), other.get_vocab()
+    unlike = [
+        token for token in {*vocabulary, *other_vocabulary} if vocabulary.get(token) != other_vocabulary.get(token)
+    ]
     if unlike:
         raise ConfigError(
-            f"{key}: {folder} has another tokenizer than the policy: {len(unlike)} tokens are not the same, "
-            f"{min(unlike)!r} among them"
+            f"{key}: {folder} has a different tokenizer than the policy: {len(unlike)} tokens differ, for "
+            f"example {min(unlike)!r}"
         )
     if tokenizer.eos_token_id != other.eos_token_id:
         raise ConfigError(
-            f"{key}: {folder} ends a text with {other.eos_token!r}, the policy with {tokenizer.eos_token!r}"
+            f"{key}: {folder} has end token {other.eos_token!r}, but the policy has {tokenizer.eos_token!r}"
         )
 
 
 def _class_for(folder: Path) -> Any:
-    """What to load the tokenizer of ``folder`` with: the class that AutoTokenizer would choose, where that is known.
+    """Return the tokenizer class for ``folder``: the class that AutoTokenizer would select if it is known, otherwise
+    AutoTokenizer.
 
-    AutoTokenizer's module imports torch, and of it what generation and sharding need: 4 of the 5 seconds of its import.
+    A known class loads faster. Of the 5 seconds for importing AutoTokenizer's module, 4 are spent on torch and its
+    modules for generation and sharding.
     """
     if known := _known_class(folder):
         module, name = known
@@ -162,6 +242,6 @@ def _known_class(folder: Path) -> tuple[str, str] | None:
     if not all(file.is_file() for file in files):
         return None
     model, settings = (parse_json(read_text(file)) for file in files[:2])
-    if "auto_map" in settings:  # code of the folder's own
+    if "auto_map" in settings:  # code in the folder
         return None
     return _CLASSES.get((model.get("model_type"), str(settings.get("tokenizer_class")).removesuffix("Fast")))

@@ -1,1 +1,2 @@
-"""Verifiers of completions: the contract, the tasks, their worker processes, and NeMo Gym's servers."""
+"""Environments, which score completions: base class, built-in tasks, worker processes, and clients of NeMo Gym and
+OpenEnv servers."""

@@ -1,124 +1,141 @@
-"""What an environment is: rows in, verdicts with named reward components out.
-
-An environment is a subclass of ``Environment``, built as ``Class(options)`` from the mapping below its name in the YAML
-section ``env``. It defines ``reward_names`` and ``verify``, or ``episode`` where it has turns; everything else has a
-default. A class that has the same members without being a subclass is taken, too (``adapted``).
-"""
+"""Base class of environments, and checks of the verdicts that they return and the options that they accept."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any, Mapping, NamedTuple, Sequence
 
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
+from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 
 
 class Environment:
-    """Scores completions. Built in every worker process from the options of its YAML section, once per process, and on
-    the driver: the constructor should be quick.
+    """Base class of environments, which score completions.
 
-    The attributes say what it is and can do. A class may leave them as they are, say otherwise, or have a constructor
-    that says otherwise.
+    Each worker process builds one instance from the options of the YAML section. The driver also builds an instance,
+    so the constructor should be fast.
+
+    The attributes describe the environment. Subclasses override them in the class body or in the constructor.
     """
 
     reward_names: tuple[str, ...] = ()
-    """The components it may give; the config's weights are checked against them."""
+    """Names of the reward components that the environment may return. The reward weights of the config must use these
+    names."""
     open_rewards: bool = False
-    """True as long as it cannot know its ``reward_names``: verdicts may then have any, and no weight is refused."""
+    """True while the component names are unknown. Verdicts may then contain any component, and the reward weights of
+    the config are not checked."""
     system_prompt: str | None = None
-    """Put before its prompts unless the config says otherwise."""
+    """Default system prompt for this environment's prompts. The config may set a different one."""
     remote: bool = False
-    """Said by the class: verdicts come from servers, in bounded time and size. ``verify`` is called on the driver, from
-    several threads and with all trajectories at once, and no worker process is needed around it."""
+    """Class attribute. True if servers compute the verdicts, with limits on time and reply size. ``verify`` then runs
+    on the driver without worker processes. It is called from several threads, with all trajectories at once."""
     plays_with_endpoint: bool = False
-    """Said by the class: its agents play whole episodes with the run's own endpoint (``rollout.endpoint``), by a method
-    ``play(prompts, sampling)``, and return the verdicts."""
+    """Class attribute. True if external agents play whole episodes against the run's endpoint (``rollout.endpoint``).
+    The class then defines ``play(prompts, sampling)``, which returns the results of the episodes."""
     by_sample: bool = False
-    """Said by the class: the verdict on a sample needs no other sample, so it is asked for as soon as the sample is
-    there, and not when its group is."""
+    """Class attribute. True if the verdict on a sample does not depend on other samples. Each sample is then verified
+    as soon as it is complete, without waiting for its group."""
     instant: bool = False
-    """Said by the class: building it takes no time, reaches nothing and runs nobody else's code, so that ``--dry-run``
-    may ask it for its components. Of built-in environments only: a dry run imports no others."""
+    """Class attribute. True if the constructor is fast, opens no connection and runs no third-party code. ``--dry-run``
+    then builds the environment to read its ``reward_names``. Ignored for classes outside this package, because a dry
+    run does not import them."""
 
     offers_tools: bool = False
-    """True if ``read_row`` gives every row ``tools``, which the chat template must show to the policy."""
+    """True if ``read_row`` adds a column ``tools`` to every row. The chat template must then support tools."""
 
     def __init__(self, options: Mapping[str, Any] | None = None):
         pass
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory, in order. May block; the pool enforces the time limit.
+        """Return one verdict per trajectory, in order. The method may block; the pool enforces the time limit.
 
-        A reward of None or NaN means 'not applicable'. An exception or an infinite reward is a mistake of the
-        environment's author and stops the run. A failure that is nobody's mistake (a server that is down) is a
-        verdict with the outcome ``ENV_FAILED``.
+        A reward of None or NaN means 'not applicable'. An exception or an infinite reward counts as a bug in the
+        environment and stops the run. For an external failure, such as an unavailable server, return a verdict with the
+        outcome ``ENV_FAILED``.
         """
         raise NotImplementedError
 
     def episode(self) -> Any:
-        """An object that plays one trajectory of several turns (``episodes.Episode``), in place of ``verify``."""
+        """Return a new ``episodes.Episode`` for one multi-turn trajectory. Define it in place of ``verify``."""
         raise NotImplementedError
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
-        """Prompts of its own: rows with a `prompt` column (text or messages) and whatever `verify` needs; equal
-        arguments, equal rows.
+        """Return built-in prompts as rows. Equal arguments must give equal rows.
 
-        ``split`` is train, validation or test. A column ``id`` is used as the prompt id. ``size`` None takes as many
-        rows as there are, or a number of the environment's choice.
+        A row has a column ``prompt`` (text or messages) and the columns that ``verify`` needs. An optional column
+        ``id`` becomes the prompt id.
+
+        Args:
+            split: train, validation or test.
+            size: maximum number of rows. If it is None, return all rows, or a default number of rows.
+            seed: seed of the row selection and order.
         """
         raise NotImplementedError
 
     def read_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A row of its dataset as one with a prompt column (and ``tools``). Raises ConfigError."""
+        """Convert a row of the dataset to a row with a prompt column, and optionally a column ``tools``.
+
+        Raises ConfigError if the row is invalid.
+        """
         return row
 
     def server_of(self, row: Mapping[str, Any]) -> str | None:
-        """Name of the server that verifies a row of ``read_row``, or None. ``gdpo-nemo env check`` tries rows of
-        each."""
+        """Return the name of the server that verifies a row from ``read_row``; None without named servers.
+
+        ``gdpo-nemo env check`` verifies rows of each server.
+        """
         return None
 
     def examples(self, row: Mapping[str, Any]) -> Sequence[str]:
-        """Completions to a row that ``gdpo-nemo env check`` verifies, such as a right answer."""
+        """Return example completions for a row, such as a correct answer. ``gdpo-nemo env check`` verifies them."""
         return ()
 
     def prepare(self) -> None:
-        """Called once in each worker process before the first time limit starts to run: the place for imports that take
-        seconds."""
+        """Prepare a worker process, for example by slow imports. Called once per process, before any time limit
+        starts."""
 
     def preflight(self, prompts: Sequence[Prompt]) -> Any:
-        """Called on the driver before anything is started, with the run's prompts for it. Raises ConfigError or
-        RunError for what would fail later."""
+        """Check the environment on the driver before the run starts workers and engines.
+
+        Args:
+            prompts: prompts of the run that use this environment.
+
+        Raises:
+            ConfigError, RunError: for errors that would otherwise occur during training.
+        """
 
     def close(self) -> None:
-        """Drop what is in flight and release what is held; called on the driver after ``preflight``, and at the end of
-        a ``remote`` environment."""
+        """Cancel requests in flight and release resources. Called on the driver after ``preflight``, and also at the
+        end of the run if the environment is ``remote``."""
 
     @property
     def verifies(self) -> bool:
-        """Whether it judges completions by ``verify``."""
+        """True if ``verify`` scores completions."""
         return _defines(self, "verify")
 
     @property
     def has_turns(self) -> bool:
-        """Whether it plays episodes."""
+        """True if the environment plays episodes."""
         return _defines(self, "episode")
 
     @property
     def makes_rows(self) -> bool:
-        """Whether it has prompts of its own."""
+        """True if the environment has built-in prompts."""
         return _defines(self, "rows")
 
     @property
     def has_preflight(self) -> bool:
-        """Whether there is something to find out before a run, such as that servers are there."""
+        """True if the environment overrides ``preflight``."""
         return _defines(self, "preflight")
 
 
 class Declared(NamedTuple):
-    """What a class says before it is built."""
+    """Attributes of ``Environment`` that can be read from the class, before it is instantiated."""
 
     reward_names: tuple[str, ...] | None
-    """None: only the object knows."""
+    """None if the names are known only after instantiation."""
     remote: bool
     plays_with_endpoint: bool
     by_sample: bool
@@ -126,41 +143,147 @@ class Declared(NamedTuple):
 
 
 def declared(make: Any) -> Declared:
-    """What a class of environments, or a function that makes one, says of itself."""
+    """Return the declared attributes of an environment class, or of a function that returns an environment."""
     names = getattr(make, "reward_names", None)
-    facts = (bool(getattr(make, fact, False)) for fact in Declared._fields[1:])
-    return Declared(tuple(names) if names and isinstance(names, (tuple, list)) else None, *facts)
+    flags = (bool(getattr(make, flag, False)) for flag in Declared._fields[1:])
+    return Declared(tuple(names) if names and isinstance(names, (tuple, list)) else None, *flags)
 
 
 def adapted(environment: Any) -> Environment:
-    """The environment itself, or around an object of another class the same members with defaults for those that it
-    lacks."""
+    """Return an ``Environment``: the object itself, or a wrapper if its class is not a subclass of ``Environment``.
+
+    The wrapper uses the defaults of ``Environment`` for missing members.
+    """
     return environment if isinstance(environment, Environment) else _Adapted(environment)
 
 
 class _Adapted(Environment):
-    """An object that has some members of an environment without being one; the others are those of ``Environment``."""
+    """Wrapper of a user's object. Members that the object lacks are inherited from ``Environment``."""
 
-    def __init__(self, own: Any):
-        object.__setattr__(self, "_own", own)
+    def __init__(self, wrapped: Any):
+        object.__setattr__(self, "_wrapped", wrapped)
 
     def __getattribute__(self, name: str) -> Any:
-        own = object.__getattribute__(self, "_own")
-        return getattr(own, name) if hasattr(own, name) else object.__getattribute__(self, name)
+        wrapped = object.__getattribute__(self, "_wrapped")
+        return getattr(wrapped, name) if hasattr(wrapped, name) else object.__getattribute__(self, name)
 
 
 def _defines(environment: Environment, method: str) -> bool:
-    """Whether a method is the author's, be it of the class or of the object."""
-    own = getattr(environment, method)
-    return callable(own) and getattr(own, "__func__", None) is not getattr(Environment, method)
+    """Return whether the class or the instance overrides a method of ``Environment``."""
+    member = getattr(environment, method)
+    return callable(member) and getattr(member, "__func__", None) is not getattr(Environment, method)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What a reward function returns instead of a reward that could not be computed, without a mistake of its author.
+    """Returned by a reward function in place of a reward that could not be computed, for example after a timeout.
 
-    The sample becomes ``env_failed``: masked and counted. (None would only say that the reward does not apply.)
+    The sample gets the outcome ``env_failed``: it is masked and counted. In contrast, a reward of None means that the
+    reward does not apply to the sample.
     """
 
     detail: str
-    """Why, in one line; it is logged."""
+    """Reason in one line, for the log."""
+
+
+def checked_verdicts(reward_names: Sequence[str], trajectories: Sequence[Trajectory], verdicts: Any) -> list[Verdict]:
+    """Check the return value of ``verify``, and convert rewards to float and NaN to None.
+
+    Raises:
+        RunError: if the number of verdicts is wrong, an element is not a ``Verdict``, a component is not in
+            ``reward_names``, or a reward is infinite or not a number.
+    """
+    verdicts = list(verdicts) if isinstance(verdicts, (list, tuple)) else verdicts
+    if not isinstance(verdicts, list) or not all(isinstance(verdict, Verdict) for verdict in verdicts):
+        raise RunError(f"verify must return a list of Verdict, not {type(verdicts).__name__}")
+    if len(verdicts) != len(trajectories):
+        raise RunError(f"verify returned {len(verdicts)} verdicts for {len(trajectories)} trajectories")
+    return [_checked(reward_names, trajectory, verdict) for trajectory, verdict in zip(trajectories, verdicts)]
+
+
+def reward_value(value: Any, subject: str) -> float | None:
+    """Convert a reward to float. None and NaN ('not applicable') become None.
+
+    Raises RunError if the reward is infinite or not a number; the message begins with ``subject``.
+    """
+    if value is None:
+        return None
+    if isinstance(value, (str, bytes)):
+        raise RunError(f"{subject} is {value[:40]!r}, which is not a number")
+    try:
+        number = float(value)
+    except Exception:
+        raise RunError(f"{subject} is of type {type(value).__name__}, which is not a number") from None
+    if math.isinf(number):
+        raise RunError(f"{subject} is infinite ({number})")
+    return None if math.isnan(number) else number
+
+
+def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdict) -> Verdict:
+    sample = f"sample {trajectory.sample_index} of prompt {trajectory.prompt.id}"
+    rewards = _checked_rewards(reward_names, verdict.rewards, sample)
+    if len(verdict.turn_rewards) not in (0, trajectory.turns):
+        raise RunError(
+            f"verify returned turn_rewards for {len(verdict.turn_rewards)} turns of {sample}, which has "
+            f"{trajectory.turns} turns"
+        )
+    turn_rewards = [
+        _checked_rewards(reward_names, rewards_of_turn, f"turn {turn} of {sample}")
+        for turn, rewards_of_turn in enumerate(verdict.turn_rewards, 1)
+    ]
+    for component in dict.fromkeys(name for rewards_of_turn in turn_rewards for name in rewards_of_turn):
+        if component not in rewards:
+            raise RunError(
+                f"verify returned turn_rewards of {component!r} for {sample}, whose rewards do not contain it"
+            )
+    return replace(verdict, rewards=rewards, turn_rewards=tuple(turn_rewards))
+
+
+def _checked_rewards(
+    reward_names: Sequence[str], rewards: Mapping[str, float | None], sample: str
+) -> dict[str, float | None]:
+    for component in rewards:
+        if component not in reward_names:
+            raise RunError(f"verify returned the reward {component!r}, which is not in reward_names")
+    return {name: reward_value(value, f"reward {name!r} of {sample}") for name, value in rewards.items()}
+
+
+_LARGEST_NUMBER = 10**15
+
+
+def read_options(environment: str, options: Mapping[str, Any] | None, **defaults: Any) -> SimpleNamespace:
+    """Return the options of an environment as attributes, with ``defaults`` for options that are not set.
+
+    Args:
+        environment: name of the environment, for messages.
+        options: options from the config.
+        defaults: default of every known option. The type of an option must match its default; None accepts any type.
+
+    Raises:
+        ConfigError: if an option is unknown, has the wrong type, or is a number beyond 10**15.
+    """
+    values = dict(defaults)
+    for key, value in (options or {}).items():
+        if key not in defaults:
+            raise ConfigError(f"environment {environment}: unknown option {key!r}{nearest(key, defaults)}")
+        if not _same_kind(value, defaults[key]):
+            expected = type(defaults[key]).__name__
+            raise ConfigError(f"environment {environment}: option {key} must be of type {expected}, not {value!r}")
+        if isinstance(value, (int, float)) and not abs(value) <= _LARGEST_NUMBER:  # rejects NaN as well
+            raise ConfigError(
+                f"environment {environment}: option {key} must be at most {_LARGEST_NUMBER:,}, not {value!r:.40}"
+            )
+        values[key] = value
+    return SimpleNamespace(**values)
+
+
+def _same_kind(value: Any, default: Any) -> bool:
+    if default is None:
+        return True
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, (int, float))
+    if isinstance(default, (list, tuple)):
+        return isinstance(value, (list, tuple))
+    return isinstance(value, type(default))

@@ -1,18 +1,19 @@
-"""Environments with turns: an episode is reset with a row, then answers every message of the policy.
+"""Interface of multi-turn environments: an episode is reset with a row, then answers each message of the policy.
 
-An environment with turns has ``reward_names`` and ``episode()``, which makes an object for one trajectory with
+An environment with turns has ``reward_names`` and ``episode()``, which returns an object for one trajectory with
 
-* ``reset(row) -> prompt | None``: the row's columns in; the first prompt as text or chat messages out, None for the
-  row's own;
-* ``step(message) -> (observation, rewards, done)``: the policy's message in, ``{"role": "assistant", "content": text,
-  "finish_reason": "stop" | "length"}``; out what it is told next (text or chat messages; None when done), the rewards
-  of this step by name (or None), and whether the episode is over. A component that comes at several steps is summed up;
-* ``cut() -> rewards | None``, optional: called in place of the next step when a budget ends the episode.
+* ``reset(row) -> prompt | None``: takes the row's columns. Returns the first prompt as text or chat messages. None
+  selects the row's prompt.
+* ``step(message) -> (observation, rewards, done)``: takes the policy's message, ``{"role": "assistant", "content":
+  text, "finish_reason": "stop" | "length"}``. The observation is text or chat messages for the policy, or None when the
+  episode is done. The rewards of this step are a mapping by component name, or None. ``done`` is True if the episode is
+  over. Rewards of the same component are summed over the steps.
+* ``cut() -> rewards | None``, optional: called in place of the next step if the turn or token budget is exhausted.
 
-Steps run in the environment pool's worker processes, each in whichever is free, under ``rollout.env_timeout_s``.
-Between steps the episode is pickled, so a worker that is killed loses nothing: the step is tried once more from the
-state before it. An exception is a mistake of the author and stops the run; ``EpisodeFailed`` says that nobody is to
-blame (a server is down) and masks the trajectory.
+Steps run in the worker processes of the environment pool, each in any free worker, under ``rollout.env_timeout_s``. The
+episode is pickled between steps. If a worker is killed, the step is retried once from the state before it. An exception
+counts as a bug in the environment and stops the run. To report an external failure, such as an unavailable server,
+raise ``EpisodeFailed``: it masks the trajectory.
 """
 
 from __future__ import annotations
@@ -23,36 +24,40 @@ from dataclasses import dataclass, field
 from typing import Any, Mapping, Protocol, Sequence
 
 from gdpo_nemo.data.records import Outcome, Prompt
-from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.verdicts import reward_value
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.environments.base import Environment, reward_value
+from gdpo_nemo.utils.errors import RunError
 
 MAX_STATE_BYTES = 16 * 2**20
-"""Largest pickled episode."""
+"""Maximum size of a pickled episode."""
 MAX_OBSERVATION_CHARACTERS = 2**20
+"""Maximum length of an observation."""
 
 Observation = str | list[Mapping[str, Any]]
 
 
 class EpisodeFailed(Exception):
-    """The episode cannot continue, through no mistake of its author: its trajectory is masked and counted."""
+    """Raised by an episode that cannot continue because of an external failure. Its trajectory is masked and
+    counted."""
 
 
 class Episode(Protocol):
-    """One trajectory's side of the environment; see the top of the file."""
+    """One multi-turn trajectory, as seen by the environment. The module docstring describes the methods."""
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
-        """Begin; returns the first prompt, or None for the row's own."""
+        """Begin the episode and return the first prompt. None selects the row's prompt."""
         ...
 
     def step(self, message: Mapping[str, Any]) -> tuple[Observation | None, Mapping[str, float | None] | None, bool]:
-        """Answer the policy: observation, rewards, done."""
+        """Answer the policy's message with (observation, rewards, done)."""
         ...
 
 
 @dataclass(frozen=True)
 class EpisodeStep:
-    """What a worker is asked: to reset (no state), to step (state and message), or to cut (a state alone)."""
+    """Request to run one step of an episode.
+
+    Without ``state`` it is a reset. With ``state`` and ``message`` it is a step. With ``state`` only, it is a cut.
+    """
 
     prompt: Prompt
     sample_index: int
@@ -63,7 +68,10 @@ class EpisodeStep:
 
 @dataclass(frozen=True)
 class EpisodeReply:
-    """The answer of a worker or a server. ``state`` is for them only: unpickling runs code of the environment."""
+    """Reply of a worker or a server to an ``EpisodeStep``.
+
+    Only workers may unpickle ``state``, because unpickling runs code of the environment.
+    """
 
     state: bytes = b""
     observation: Observation | None = None
@@ -74,22 +82,23 @@ class EpisodeReply:
 
 
 class RemoteEpisodes(Protocol):
-    """What a ``remote`` environment with turns has: its episodes live on servers, and nothing of them is pickled."""
+    """Interface of a ``remote`` environment with turns. Its episodes live on servers or in threads of the driver, and
+    are never pickled."""
 
     def start_step(self, step: EpisodeStep) -> Future[EpisodeReply]:
-        """Begin a step without waiting for it, in bounded time. ``state`` of a reply is what it finds the episode by.
+        """Start a step and return a future for its reply. The step has a time limit.
 
-        Whoever cancels the future abandons the episode.
+        ``state`` of the reply identifies the episode. Cancelling the future abandons the episode.
         """
         ...
 
     def abandon(self, state: bytes) -> None:
-        """Release an episode that nobody will step again."""
+        """Release an episode that will not be stepped again."""
         ...
 
 
 def advance(environment: Environment, step: EpisodeStep) -> EpisodeReply:
-    """Run one step. Raises RunError for what the environment's author has to fix."""
+    """Run one step in this process. Raises RunError if the environment's code returns invalid values."""
     try:
         if step.state is None:
             episode = environment.episode()
@@ -103,50 +112,54 @@ def advance(environment: Environment, step: EpisodeStep) -> EpisodeReply:
                 rewards = episode.cut() if hasattr(episode, "cut") else None
                 done = True
             else:
-                observation, rewards, done = _answer(episode.step(dict(step.message)))
+                observation, rewards, done = _checked_answer(episode.step(dict(step.message)))
     except EpisodeFailed as error:
         return EpisodeReply(outcome=Outcome.ENV_FAILED, detail=str(error) or "the episode failed")
     if not done and (observation is not None or step.state is not None):
-        observation = _observation(observation)
-    return EpisodeReply(b"" if done else _state(episode), observation, _rewards(environment, step, rewards), done)
+        observation = _checked_observation(observation)
+    state = b"" if done else _pickled(episode)
+    return EpisodeReply(state, observation, _checked_rewards(environment, step, rewards), done)
 
 
-def _answer(answer: Any) -> tuple[Any, Any, bool]:
+def _checked_answer(answer: Any) -> tuple[Any, Any, bool]:
     if not isinstance(answer, tuple) or len(answer) != 3 or not isinstance(answer[2], bool):
         raise RunError("step must return (observation, rewards or None, done)")
     return answer
 
 
-def _observation(value: Any) -> Observation:
+def _checked_observation(value: Any) -> Observation:
+    observation: Observation
     if isinstance(value, str) and value:
-        text = value
+        observation = value
     elif (
         isinstance(value, Sequence)
         and value
         and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value)
     ):
         if any(m["role"] == "assistant" for m in value):
-            raise RunError("an observation holds a message of the assistant, which only the policy may write")
-        value = [dict(message) for message in value]
-        text = str(value)
+            raise RunError("an observation contains an assistant message; only the policy may write these")
+        observation = [dict(message) for message in value]
     else:
         raise RunError(f"an observation must be text or chat messages, not {str(value)[:40]!r}")
-    if len(text) > MAX_OBSERVATION_CHARACTERS:
-        raise RunError(f"an observation of {len(text)} characters; at most {MAX_OBSERVATION_CHARACTERS} are taken")
-    return value
+    length = len(str(observation))
+    if length > MAX_OBSERVATION_CHARACTERS:
+        raise RunError(f"an observation has {length} characters, more than the limit of {MAX_OBSERVATION_CHARACTERS}")
+    return observation
 
 
-def _state(episode: Any) -> bytes:
+def _pickled(episode: Any) -> bytes:
     try:
         state = pickle.dumps(episode, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise RunError(f"{type(episode).__name__} cannot be pickled between steps: {error}") from error
     if len(state) > MAX_STATE_BYTES:
-        raise RunError(f"{type(episode).__name__} takes {len(state)} bytes between steps; at most {MAX_STATE_BYTES}")
+        raise RunError(
+            f"the pickled {type(episode).__name__} has {len(state)} bytes, more than the limit of {MAX_STATE_BYTES}"
+        )
     return state
 
 
-def _rewards(environment: Environment, step: EpisodeStep, rewards: Any) -> dict[str, float | None]:
+def _checked_rewards(environment: Environment, step: EpisodeStep, rewards: Any) -> dict[str, float | None]:
     if rewards is None:
         return {}
     if not isinstance(rewards, Mapping):
@@ -154,5 +167,5 @@ def _rewards(environment: Environment, step: EpisodeStep, rewards: Any) -> dict[
     unknown = [name for name in rewards if name not in environment.reward_names]
     if unknown:
         raise RunError(f"a step returned the reward {unknown[0]!r}, which is not in reward_names")
-    where = f"sample {step.sample_index} of prompt {step.prompt.id}, turn {step.turn}"
-    return {name: reward_value(value, f"reward {name!r} of {where}") for name, value in rewards.items()}
+    location = f"sample {step.sample_index} of prompt {step.prompt.id}, turn {step.turn}"
+    return {name: reward_value(value, f"reward {name!r} of {location}") for name, value in rewards.items()}

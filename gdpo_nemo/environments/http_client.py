@@ -1,11 +1,4 @@
-"""HTTP with servers that may do anything: NeMo Gym's, a judge, a reward by URL.
-
-Every request has a time limit, every reply a size limit; redirects are not followed, cookies belong to one trajectory,
-and what ends up in a message was cleaned of secrets and control characters. ``with_retries`` asks again where that may
-help.
-
-aiohttp, because it costs a third of httpx's CPU time per call at hundreds of connections.
-"""
+"""HTTP client for untrusted servers, and a thread with an event loop in which environments run it."""
 
 from __future__ import annotations
 
@@ -14,64 +7,81 @@ import json
 import os
 import random
 import resource
+import threading
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from http.cookies import CookieError, SimpleCookie
-from typing import Any, Awaitable, Callable, Mapping, TypeVar
+from typing import Any, Awaitable, Callable, Coroutine, Mapping, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
 import tenacity
 
-from gdpo_nemo.data.failures import Failure, FailureKind, printable
-from gdpo_nemo.data.replies import parse_json, parse_reply, retry_after_s, validation_errors
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.data.server_replies import (
+    Failure,
+    FailureKind,
+    parse_json,
+    parse_reply,
+    printable,
+    retry_after_s,
+    validation_errors,
+)
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 Reply = TypeVar("Reply")
 
 CONNECT_S = 10.0
+"""Time limit of opening a connection."""
 _ERROR_BYTES = 16 * 1024
+"""Number of bytes of an error reply that are read."""
 _COOKIES = 16
+"""Maximum number of cookies of one trajectory."""
 _COOKIE_BYTES = 4096
+"""Size limit per cookie in bytes. All cookies together may have ``_COOKIES`` times as many."""
 SPARE_FILES = 256
+"""File descriptors to reserve for other uses when the limit of open files is raised."""
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
 
 
 class Cookies:
-    """The cookies of one trajectory at one server, returned as they came and to nobody else."""
+    """Cookies that a server has set for one trajectory. They are sent back unchanged, only to this server."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._values: dict[str, str] = {}
 
     def header(self) -> str | None:
-        """The value of the ``Cookie`` header."""
+        """Return the value of the ``Cookie`` header, or None without cookies."""
         return "; ".join(f"{name}={value}" for name, value in self._values.items()) or None
 
     def update(self, headers: list[str]) -> None:
-        """Take over ``Set-Cookie`` headers. Raises Failure(BAD_REPLY) for more or larger ones than a session needs."""
+        """Store the cookies of ``Set-Cookie`` headers. Raises Failure(BAD_REPLY) if there are too many or they are too
+        large."""
         for text in headers:
             if len(text) > 2 * _COOKIE_BYTES:
-                raise Failure(FailureKind.BAD_REPLY, "the server sets a cookie that is too large")
+                raise Failure(FailureKind.BAD_REPLY, "the server set a cookie that is too large")
             jar = SimpleCookie()
             try:
                 jar.load(text)
             except CookieError:
-                continue  # what cannot be read is not returned either
+                continue  # cookies that cannot be parsed are not sent back
             for name, morsel in jar.items():
                 if morsel["max-age"] == "0" or not morsel.coded_value:
                     self._values.pop(name, None)
                 else:
                     self._values[name] = morsel.coded_value
         if len(self._values) > _COOKIES or sum(map(len, self._values.values())) > _COOKIES * _COOKIE_BYTES:
-            raise Failure(FailureKind.BAD_REPLY, f"the server sets more than {_COOKIES} cookies")
+            raise Failure(FailureKind.BAD_REPLY, f"the server set more than {_COOKIES} cookies")
 
 
 class HttpClient:
-    """A connection pool. Used inside one event loop; ``close`` it there.
+    """JSON client with limits on connections, reply size and nesting depth. Use and close it in the same event loop.
 
     Args:
-        concurrency: largest number of connections to one host.
-        max_reply_bytes, max_json_depth: limits of a reply.
-        api_key: sent as a bearer token, and kept out of every message.
+        concurrency: maximum number of connections to one host.
+        max_reply_bytes: maximum size of a reply in bytes.
+        max_json_depth: maximum nesting depth of a reply.
+        api_key: key to send as a bearer token. It is removed from error messages.
     """
 
     def __init__(self, concurrency: int, max_reply_bytes: int, max_json_depth: int, api_key: str | None = None):
@@ -84,25 +94,30 @@ class HttpClient:
     async def ask(
         self, url: str, body: Mapping[str, Any] | bytes, timeout_s: float, cookies: Cookies | None = None
     ) -> Any:
-        """The JSON value that the server answers a POST with, with status 200. Raises Failure for everything else."""
+        """Send a POST request and return the JSON value of the reply.
+
+        Raises:
+            Failure: if the request fails, the status is not 200, or the reply is not valid JSON within the limits.
+        """
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self._exchange("POST", url, data, cookies or Cookies(), timeout_s)
 
     async def post(
         self, url: str, body: Mapping[str, Any] | bytes, cookies: Cookies, timeout_s: float
     ) -> dict[str, Any]:
-        """As ``ask``, where the answer has to be an object."""
+        """Send a POST request like ``ask``. Raises Failure also if the reply is not a JSON object."""
         reply = await self.ask(url, body, timeout_s, cookies)
         if not isinstance(reply, dict):
-            raise Failure(FailureKind.BAD_REPLY, f"the reply is a {type(reply).__name__}, not an object")
+            raise Failure(FailureKind.BAD_REPLY, f"expected a JSON object as the reply, got {type(reply).__name__}")
         return reply
 
     async def get(self, url: str, timeout_s: float) -> Any:
-        """The JSON value behind a URL. Raises Failure."""
+        """Send a GET request and return the JSON value of the reply. Raises Failure like ``ask``."""
         return await self._exchange("GET", url, None, Cookies(), timeout_s)
 
     async def reach(self, url: str, timeout_s: float) -> None:
-        """Raise Failure unless something there speaks HTTP and is well: any status below 500 will do."""
+        """Check that an HTTP server responds at the URL. Raises Failure if it does not respond, or if the status is at
+        least 500."""
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._open("GET", url, None, Cookies()) as response:
@@ -124,14 +139,16 @@ class HttpClient:
             async with asyncio.timeout(timeout_s):
                 async with self._open(method, url, data, cookies) as response:
                     if response.status != 200:
-                        raise await self._refusal(response)
+                        raise await self._status_failure(response)
                     body = await self._body(response)
                     cookies.update(response.headers.getall("Set-Cookie", []))
                 return await parse_reply(body, self._max_depth)
         except (OSError, aiohttp.ClientError, ValueError) as error:
             raise self._failure(error, timeout_s) from None
 
-    def _open(self, method: str, url: str, data: bytes | None, cookies: Cookies):
+    def _open(
+        self, method: str, url: str, data: bytes | None, cookies: Cookies
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if self._session is None:
             self._session = self._new_session()
         headers = {"Accept-Encoding": "identity"}
@@ -146,34 +163,37 @@ class HttpClient:
     def _new_session(self) -> aiohttp.ClientSession:
         raise_file_limit(self._concurrency + SPARE_FILES)
         return aiohttp.ClientSession(
-            # A connection a request: what a server sends late, or twice, on one that is kept would be the reply to the
-            # next trajectory. Nothing in HTTP says to which request a reply belongs.
+            # Open a connection for each request. On a reused connection, a late or duplicate reply would count as the
+            # reply to the next request, because HTTP replies do not identify their request.
             connector=aiohttp.TCPConnector(limit=0, limit_per_host=self._concurrency, force_close=True),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-            auto_decompress=False,  # a compressed reply could unfold to any size
+            auto_decompress=False,  # a compressed reply could decompress to any size
         )
 
     async def _body(self, response: aiohttp.ClientResponse) -> bytes:
         encoding = response.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
             raise Failure(
-                FailureKind.BAD_REPLY, f"the reply is compressed ({printable(encoding, 20)}), which was not asked for"
+                FailureKind.BAD_REPLY,
+                f"the reply is compressed ({printable(encoding, 20)}), although compression was not requested",
             )
         length = response.content_length or 0
         if length > self._max_bytes:
-            raise Failure(FailureKind.TOO_LARGE, f"the reply has {length} bytes (max_reply_bytes is {self._max_bytes})")
+            raise Failure(
+                FailureKind.TOO_LARGE, f"the reply has {length} bytes, more than max_reply_bytes ({self._max_bytes})"
+            )
         parts = []
         size = 0
         async for part in response.content.iter_any():
             size += len(part)
             if size > self._max_bytes:
-                raise Failure(FailureKind.TOO_LARGE, f"the reply has more than max_reply_bytes ({self._max_bytes})")
+                raise Failure(FailureKind.TOO_LARGE, f"the reply is larger than max_reply_bytes ({self._max_bytes})")
             parts.append(part)
         return b"".join(parts)
 
-    async def _refusal(self, response: aiohttp.ClientResponse) -> Failure:
-        """The failure that a status other than 200 stands for."""
+    async def _status_failure(self, response: aiohttp.ClientResponse) -> Failure:
+        """Return the failure for a reply with a status other than 200."""
         status = response.status
         if 300 <= status < 400:
             target = urlsplit(response.headers.get("Location", "")).netloc.rpartition("@")[2]
@@ -182,8 +202,8 @@ class HttpClient:
                 f"HTTP {status} to {self._clean(target, 80)!r}; redirects are not followed",
                 status=status,
             )
-        said = await self._excerpt(response)
-        text = f"HTTP {status}{': ' + said if said else ''}"
+        excerpt = await self._excerpt(response)
+        text = f"HTTP {status}: {excerpt}" if excerpt else f"HTTP {status}"
         if status == 429:
             kind = FailureKind.RATE_LIMITED
         elif status >= 500:
@@ -193,7 +213,7 @@ class HttpClient:
         return Failure(kind, text, retry_after_s=retry_after_s(response.headers.get("Retry-After")), status=status)
 
     async def _excerpt(self, response: aiohttp.ClientResponse) -> str:
-        """What an error's body says, in a line."""
+        """Return the start of an error reply's body as one line, for a message."""
         body = await response.content.read(_ERROR_BYTES)
         if "json" not in response.content_type:
             return self._clean(body.decode("utf-8", "replace"), 120)
@@ -209,7 +229,7 @@ class HttpClient:
             return Failure(FailureKind.TIMEOUT, f"no reply within {timeout_s:.3g} s")
         if isinstance(error, (OSError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)):
             return Failure(FailureKind.CONNECTION, self._clean(str(error) or type(error).__name__, 160))
-        return Failure(FailureKind.BAD_REPLY, f"not HTTP as it should be ({type(error).__name__})")
+        return Failure(FailureKind.BAD_REPLY, f"not a valid HTTP reply ({type(error).__name__})")
 
     def _clean(self, text: str, limit: int) -> str:
         if self._api_key:
@@ -220,45 +240,46 @@ class HttpClient:
 async def with_retries(
     attempt: Callable[[], Awaitable[Reply]], retries: int, time_left: Callable[[], float], limit: str
 ) -> Reply:
-    """What ``attempt`` gives, tried again after failures of the infrastructure (``Failure.retried``).
+    """Call ``attempt`` until it succeeds, and return its result. Only failures with ``Failure.retried`` are retried.
 
-    Pauses double, half of each by chance, so that retries do not come all at once; a server's ``Retry-After`` counts
-    instead.
+    The pause between attempts doubles each time, and is multiplied by a random factor from 0.5 to 1. If the server sent
+    ``Retry-After``, its value is used as the pause.
 
     Args:
-        retries: further attempts after the first.
-        time_left: seconds until no attempt may start any more.
-        limit: that limit in words, for the message.
+        retries: maximum number of attempts after the first.
+        time_left: returns the seconds until the time limit. No attempt starts after the limit.
+        limit: description of the time limit, for the message.
 
     Raises:
-        Failure: the last one, with the number of attempts.
+        Failure: the last failure, with the number of attempts in its message.
     """
 
-    async def one() -> Reply:  # tenacity awaits coroutine functions only, not what happens to return a coroutine
+    async def call_attempt() -> Reply:  # tenacity awaits only coroutine functions, not other callables
         return await attempt()
 
     def give_up(state: tenacity.RetryCallState) -> Reply:
         failure = _failure_of(state)
-        said = f"{state.attempt_number} attempts"
+        reason = f"{state.attempt_number} attempts"
         if state.attempt_number <= retries:
-            wants = f"; asks for a pause of {failure.retry_after_s:.4g} s" if failure.retry_after_s is not None else ""
-            said += f"{wants}; {limit}"
-        raise Failure(failure.kind, f"{failure.detail} ({said})", status=failure.status) from None
+            if failure.retry_after_s is not None:
+                reason += f"; the server requested a pause of {failure.retry_after_s:.4g} s"
+            reason += f"; {limit}"
+        raise Failure(failure.kind, f"{failure.detail} ({reason})", status=failure.status) from None
 
-    asking = tenacity.AsyncRetrying(
+    retrying = tenacity.AsyncRetrying(
         retry=tenacity.retry_if_exception(lambda error: isinstance(error, Failure) and error.retried),
         stop=tenacity.stop_any(tenacity.stop_after_attempt(retries + 1), _NoTimeLeft(time_left)),
         wait=_pause,
         retry_error_callback=give_up,
     )
-    return await asking(one)
+    return await retrying(call_attempt)
 
 
 _doubling = tenacity.wait_exponential(multiplier=_FIRST_PAUSE_S, max=_LONGEST_PAUSE_S)
 
 
 class _NoTimeLeft(tenacity.stop.stop_base):
-    """Stop where the pause before the next attempt would outlast ``time_left()`` seconds."""
+    """tenacity stop condition: the next pause would last ``time_left()`` seconds or longer."""
 
     def __init__(self, time_left: Callable[[], float]):
         self._time_left = time_left
@@ -268,7 +289,7 @@ class _NoTimeLeft(tenacity.stop.stop_base):
 
 
 def _failure_of(state: tenacity.RetryCallState) -> Failure:
-    """The failure that an attempt ended with; tenacity asks only after one."""
+    """Return the failure of the last attempt. Raises TypeError for other exceptions, which are not retried."""
     error = None if state.outcome is None else state.outcome.exception()
     if not isinstance(error, Failure):
         raise TypeError(f"an attempt ended with {error!r}, which is not retried")
@@ -276,24 +297,29 @@ def _failure_of(state: tenacity.RetryCallState) -> Failure:
 
 
 def _pause(state: tenacity.RetryCallState) -> float:
-    """Seconds before the next attempt."""
-    wanted = _failure_of(state).retry_after_s
-    return _doubling(state) * random.uniform(0.5, 1.0) if wanted is None else wanted
+    """Return the pause before the next attempt, in seconds."""
+    requested = _failure_of(state).retry_after_s
+    return _doubling(state) * random.uniform(0.5, 1.0) if requested is None else requested
 
 
 def base_url(key: str, url: Any) -> str:
-    """The URL without a slash at its end. Raises ConfigError for anything but http(s) with a host and without
-    secrets."""
+    """Return the URL without a trailing slash.
+
+    Raises:
+        ConfigError: if it is not an http(s) URL with a host, or contains a user, password, query or fragment. The
+            message begins with ``key``.
+    """
     if not isinstance(url, str):
         raise ConfigError(f"{key}: must be a URL such as http://127.0.0.1:12503, not {url!r}")
     try:
         parts = urlsplit(url)
-        _ = parts.port  # raises for what is no port
+        _ = parts.port  # raises if the port is invalid
     except ValueError as error:
-        raise ConfigError(f"{key}: not a URL ({error})") from None
+        raise ConfigError(f"{key}: must be a valid URL ({error})") from None
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ConfigError(
-            f"{key}: must hold no user, password or query; put a key into a variable and name it in api_key_env"
+            f"{key}: must not contain a user, password or query; put an API key into a variable and set api_key_env "
+            "to its name"
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{key}: must be a URL such as http://127.0.0.1:12503, not {url!r}")
@@ -301,19 +327,80 @@ def base_url(key: str, url: Any) -> str:
 
 
 def api_key(variable: str | None) -> str | None:
-    """The key in an environment variable; None where no variable is named. Raises ConfigError."""
+    """Return the API key in an environment variable, or None if ``variable`` is None.
+
+    Raises ConfigError if the variable is not set or its value is not a valid key.
+    """
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
     if not key or not key.isprintable() or not key.isascii():
-        raise ConfigError(f"api_key_env: the environment variable {variable} is not set, or is no key")
+        raise ConfigError(f"api_key_env: the environment variable {variable} is not set or not a valid key")
     return key
 
 
-def raise_file_limit(wanted: int) -> None:
-    """Let this process open ``wanted`` more files than it is sure to need, as far as it may."""
+def raise_file_limit(minimum: int) -> None:
+    """Raise the process's limit of open files to ``minimum``, or to its hard limit if that is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+    if soft != resource.RLIM_INFINITY and soft < minimum:
         resource.setrlimit(
-            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+            resource.RLIMIT_NOFILE, (minimum if hard == resource.RLIM_INFINITY else min(minimum, hard), hard)
         )
+
+
+_T = TypeVar("_T")
+_CLOSE_S = 10.0
+"""Maximum duration of the cleanup when a loop is closed."""
+
+
+class LoopThread:
+    """Event loop in a daemon thread. The thread starts at the first call of ``start``.
+
+    Args:
+        name: name of the thread.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+
+    def start(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine in the loop and return its future. May be called from any thread. Raises RunError after
+        ``close``."""
+        with self._lock:
+            if self._closed:
+                coroutine.close()
+                raise RunError("the environment is closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run_loop, args=(self._loop,), name=self._name, daemon=True).start()
+            return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def close(self, cleanup: Coroutine[Any, Any, None]) -> None:
+        """Cancel all coroutines, run ``cleanup``, and stop the loop."""
+        with self._lock:
+            self._closed = True
+            loop = self._loop
+            self._loop = None
+        if loop is None:
+            cleanup.close()
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_all(cleanup), loop).result(_CLOSE_S)
+        loop.call_soon_threadsafe(loop.stop)
+
+
+async def _cancel_all(cleanup: Coroutine[Any, Any, None]) -> None:
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await cleanup
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

@@ -1,19 +1,22 @@
-"""From a name in the YAML section ``env`` to an environment: built in, installed as a plugin, or named by its place."""
+"""Registry of environments: built in, installed as plugins, or specified by import path."""
 
 from __future__ import annotations
 
+import ast
 import re
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Mapping
 
-from gdpo_nemo.config.algorithm_choice import samples
-from gdpo_nemo.config.messages import first_line, nearest
+from gdpo_nemo.config.algorithm_choice import AlgorithmSpec
 from gdpo_nemo.config.objective_checks import check_components
-from gdpo_nemo.config.objects import is_reference, load_object
-from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.schema import GdpoConfig
 from gdpo_nemo.environments.base import Environment, adapted, declared
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
+from gdpo_nemo.utils.files import read_bytes
+from gdpo_nemo.utils.source import find_file
+from gdpo_nemo.utils.user_code import PICKLE, file_of_module, is_reference, load_object
 
 ENTRY_POINT_GROUP = "gdpo_nemo.environments"
 
@@ -23,68 +26,74 @@ _OTHER_NAMES = {
     "functions": "gdpo_nemo.environments.tasks.reward_functions:Functions",
     "nemo_gym": "gdpo_nemo.environments.nemo_gym.environment:NemoGym",
     "nemo_gym_agent": "gdpo_nemo.environments.nemo_gym.agent_environment:NemoGymAgent",
-    "openenv": "gdpo_nemo.environments.openenv.openenv_episodes:OpenEnv",
+    "openenv": "gdpo_nemo.environments.openenv.episodes:OpenEnv",
 }
-"""Environments that are not called as their file."""
+"""Built-in environments whose name differs from the name of their file."""
 
 
 def _tasks() -> dict[str, str]:
-    """The files of ``tasks`` that hold an environment, by their names; read as text, so that none of them is imported
-    before it is wanted."""
+    """Return the import paths of the environments in ``tasks``, by file name.
+
+    The files are searched as text, so that no file is imported before its environment is used.
+    """
     classes = {path.stem: _CLASS.search(path.read_text(encoding="utf-8")) for path in sorted(_TASKS.glob("*.py"))}
-    places = {name: f"{__package__}.tasks.{name}:{found[1]}" for name, found in classes.items() if found}
-    return {name: place for name, place in places.items() if place not in _OTHER_NAMES.values()}
+    import_paths = {name: f"{__package__}.tasks.{name}:{match[1]}" for name, match in classes.items() if match}
+    return {name: import_path for name, import_path in import_paths.items() if import_path not in _OTHER_NAMES.values()}
 
 
 BUILT_IN = {**_tasks(), **_OTHER_NAMES}
-"""Environments of this package: where each one is."""
+"""Import paths of the built-in environments, by name."""
 
 
 def environment_names() -> list[str]:
-    """The names that need no place: built in or installed under the entry-point group ``gdpo_nemo.environments``."""
+    """Return the names of all built-in environments, and of plugins installed in the entry-point group
+    ``gdpo_nemo.environments``."""
     return sorted({*BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
 def origin(point: EntryPoint) -> str:
-    """Where an installed plugin comes from: its package and version, and the class in it."""
+    """Describe an installed plugin: package, version and class."""
     package = getattr(point, "dist", None)
     return f"{package.name} {package.version} ({point.value})" if package else point.value
 
 
 def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment:
-    """The environment called ``name`` in the config, built from its options.
+    """Build the environment ``name`` of the config from its options.
 
-    The option ``plugin`` says what it is: a known name, ``file.py:Class`` or ``package.module.Class``; without it the
-    environment's own name does. ``num_workers`` is the pool's business. Raises ConfigError for an unknown name, a class
-    that cannot be imported or built, an object that is no environment, and ``num_workers`` where no worker would be
-    used.
+    The option ``plugin`` selects the class: a registered name, ``file.py:Class`` or ``package.module.Class``. Its
+    default is the name of the environment. The option ``num_workers`` is not passed to the class; the pool uses it.
+
+    Raises:
+        ConfigError: if the name is unknown, the class cannot be imported or instantiated, the object is not an
+            environment, or ``num_workers`` is set for an environment without worker processes.
     """
     make = environment_class(name, options)
     options = dict(options or {})
     plugin = options.pop("plugin", name)
-    # The pool's worker processes verify for an environment, unless servers do.
-    if own_workers(name, options) and (declared(make).remote or declared(make).plays_with_endpoint):
+    if dedicated_workers(name, options) and (declared(make).remote or declared(make).plays_with_endpoint):
         raise ConfigError(
-            f"env.{name}.num_workers: has no effect, {plugin} does its work on servers and needs no worker processes"
+            f"env.{name}.num_workers: has no effect, because {plugin} runs on servers without worker processes; "
+            "remove it"
         )
     options.pop("num_workers", None)
     try:
         environment = adapted(make(options))
     except ConfigError as error:
         raise ConfigError(f"env.{name}: {error}") from error
-    except Exception as error:  # the constructor is the user's
+    except Exception as error:  # the constructor may be user code
         raise ConfigError(f"env.{name}: {plugin} could not be built: {first_line(error)}") from error
-    _check(name, plugin, environment)
+    _check_environment(name, plugin, environment)
     return environment
 
 
 def environment_class(name: str, options: Mapping[str, Any] | None = None) -> Any:
-    """What ``load_environment`` would build the environment from. Raises ConfigError where there is no such thing."""
+    """Return the class or factory function of an environment. Raises ConfigError if it is not found."""
     return find_plugin(name, plugin_of(name, options))
 
 
-def judges_by_sample(name: str, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether the environment says ``by_sample``. False for what cannot be imported: its worker says why."""
+def verifies_by_sample(name: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Return ``by_sample`` of the environment's class. False if the class cannot be imported; the worker then reports
+    the error."""
     try:
         return declared(environment_class(name, options)).by_sample
     except ConfigError:
@@ -92,33 +101,37 @@ def judges_by_sample(name: str, options: Mapping[str, Any] | None = None) -> boo
 
 
 def plugin_of(name: str, options: Mapping[str, Any] | None) -> str:
-    """What an environment's options say that it is. Raises ConfigError for options or a plugin of the wrong type."""
+    """Return the option ``plugin`` of an environment, by default its name. Raises ConfigError if the options or the
+    plugin have the wrong type."""
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"env.{name}: expected options as keys and values, got {options!r}")
     plugin = (options or {}).get("plugin", name)
     if not isinstance(plugin, str):
-        raise ConfigError(f"env.{name}.plugin: must be a name or a place such as file.py:Class, not {plugin!r}")
+        raise ConfigError(f"env.{name}.plugin: must be a name or an import path such as file.py:Class, not {plugin!r}")
     return plugin
 
 
 def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Environment]:
-    """Every environment of the config section ``env``, by name. Raises as ``load_environment`` does."""
+    """Build all environments of the config section ``env``. Raises like ``load_environment``."""
     return {name: load_environment(name, options) for name, options in section.items()}
 
 
-def check_rewards(config: Config, environments: Mapping[str, Environment]) -> None:
-    """Refuse weights of components that no environment gives, unless one cannot say yet which it does. Raises
-    ConfigError."""
-    if not samples(config):
+def check_rewards(gdpo: GdpoConfig, algorithm: AlgorithmSpec, environments: Mapping[str, Environment]) -> None:
+    """Check that environments return every reward component that the config weights.
+
+    The check is skipped if the components of an environment are unknown. Raises ConfigError.
+    """
+    if not algorithm.samples:
         return
     if not any(environment.open_rewards for environment in environments.values()):
-        check_components(config, [name for environment in environments.values() for name in environment.reward_names])
+        check_components(gdpo, [name for environment in environments.values() for name in environment.reward_names])
 
 
-def own_workers(name: str, options: Mapping[str, Any] | None) -> int | None:
-    """The option ``num_workers``: worker processes of this environment's own; None: it shares those of the others.
+def dedicated_workers(name: str, options: Mapping[str, Any] | None) -> int | None:
+    """Return the option ``num_workers``, the number of dedicated worker processes. None if the environment uses the
+    shared processes.
 
-    Raises ConfigError where that is no positive integer.
+    Raises ConfigError if the option is not an integer from 1 to 4096.
     """
     number = (options or {}).get("num_workers")
     if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= 4096):
@@ -127,33 +140,121 @@ def own_workers(name: str, options: Mapping[str, Any] | None) -> int | None:
 
 
 def find_plugin(name: str, plugin: str) -> Any:
-    """The class behind ``plugin``, for the environment ``name``. Raises ConfigError as ``load_environment`` does."""
+    """Return the class or factory function that ``plugin`` selects for the environment ``name``. Raises ConfigError
+    like ``load_environment``."""
     if plugin in BUILT_IN:
         return load_object(BUILT_IN[plugin])
     installed = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=plugin)}
     if len(installed) > 1:
-        places = " and ".join(origin(point) for point in installed.values())
-        raise ConfigError(f"env.{name}: several packages call an environment {plugin!r}: {places}; write the place")
+        import_paths = " and ".join(origin(point) for point in installed.values())
+        raise ConfigError(
+            f"env.{name}: several packages provide an environment {plugin!r} ({import_paths}); set the import path"
+        )
     for point in installed.values():
         try:
             return load_object(f"{point.module}:{point.attr}")
         except ConfigError as error:
             raise ConfigError(f"env.{name}: plugin {plugin}: {error}") from error
     if not is_reference(plugin):
-        raise ConfigError(f"env.{name}: no environment is called {plugin!r}{nearest(plugin, environment_names())}")
+        raise ConfigError(f"env.{name}: unknown environment {plugin!r}{nearest(plugin, environment_names())}")
     try:
         return load_object(plugin)
     except ConfigError as error:
         raise ConfigError(f"env.{name}.plugin: {error}") from error
 
 
-def _check(name: str, plugin: str, environment: Environment) -> None:
+def _check_environment(name: str, plugin: str, environment: Environment) -> None:
     names = environment.reward_names
     if not (environment.verifies or environment.has_turns or environment.plays_with_endpoint):
         raise ConfigError(
-            f"env.{name}: {plugin} is no environment: it has no method verify(trajectories) and no episode()"
+            f"env.{name}: {plugin} is not an environment; define a method verify(trajectories) or episode()"
         )
     if isinstance(names, str) or not names or not all(isinstance(component, str) for component in names):
-        raise ConfigError(f"env.{name}: {plugin} is no environment: reward_names must be a tuple of names")
+        raise ConfigError(f"env.{name}: {plugin} is not an environment; reward_names must be a tuple of names")
     if len(set(names)) != len(names):
-        raise ConfigError(f"env.{name}: {plugin} names a reward twice: {', '.join(names)}")
+        raise ConfigError(f"env.{name}: {plugin} has a duplicate in reward_names ({', '.join(names)})")
+
+
+def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[str, ...] | None:
+    """Return an environment's reward components without running user code, or None if that is not possible.
+
+    User code is parsed, but not executed.
+
+    Raises:
+        ConfigError: if an environment or function has an unknown name, or if its file, class or package is not found.
+    """
+    plugin = plugin_of(name, options)
+    options = dict(options or {})
+    dedicated_workers(name, options)
+    if plugin in BUILT_IN and declared(find_plugin(name, plugin)).instant:
+        environment = load_environment(name, options)
+        return None if environment.open_rewards else tuple(environment.reward_names)
+    if plugin == "tools":
+        _check_tools(name, options)
+    if plugin == "tool_class" and isinstance(options.get("make"), str):
+        _check_import_path(f"env.{name}.make", options["make"], "class", ())
+    if plugin in ("functions", "tools", "tool_class") and isinstance(options.get("functions"), Mapping):
+        from gdpo_nemo.environments.tasks.reward_functions import BUILT_IN as FUNCTIONS, is_url
+
+        for component, entry in options["functions"].items():
+            import_path = entry.get("function") if isinstance(entry, Mapping) else entry
+            if isinstance(import_path, str) and import_path not in FUNCTIONS and not is_url(import_path):
+                _check_import_path(f"env.{name}.functions.{component}", import_path, "reward function", FUNCTIONS)
+        return tuple(str(component) for component in options["functions"])
+    installed = plugin in BUILT_IN or any(entry_points(group=ENTRY_POINT_GROUP, name=plugin))
+    if not installed:
+        _check_import_path(f"env.{name}", plugin, "environment", environment_names())
+    return None
+
+
+def _check_tools(name: str, options: Mapping[str, Any]) -> None:
+    references = options.get("tools")
+    if not isinstance(references, list) or not references:
+        raise ConfigError(f"env.{name}.tools: expected a list of functions such as [file.py:function] ({references!r})")
+    for index, import_path in enumerate(references):
+        if not isinstance(import_path, str):
+            raise ConfigError(
+                f"env.{name}.tools[{index}]: expected a function such as file.py:function ({import_path!r})"
+            )
+        _check_import_path(f"env.{name}.tools[{index}]", import_path, "tool", ())
+
+
+def _check_import_path(key: str, import_path: str, kind: str, known: Any) -> None:
+    if not is_reference(import_path):
+        raise ConfigError(f"{key}: unknown {kind} {import_path!r}{nearest(import_path, known)}")
+    module, _, name = import_path.rpartition(":") if ":" in import_path else import_path.rpartition(".")
+    if module.endswith(PICKLE):
+        if not Path(module).is_file():
+            raise ConfigError(f"{key}: file not found ({module})")
+        return
+    module = file_of_module(module) or module
+    if not module.endswith(".py"):
+        # Search for the top-level package only: a search for a submodule would import the package.
+        if find_spec(module.partition(".")[0] or import_path) is None:
+            raise ConfigError(f"{key}: package {module.partition('.')[0]} not found, required by {import_path}")
+        return
+    file = find_file(module)
+    if file is None:
+        raise ConfigError(f"{key}: file not found ({module})")
+    try:
+        body = ast.parse(read_bytes(file)).body
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{key}: {module} is not valid Python ({error})") from None
+    names = _top_level_names(body)
+    if names is not None and name not in names:
+        raise ConfigError(f"{key}: {module} has no {name!r}{nearest(name, names)}")
+
+
+def _top_level_names(body: list[ast.stmt]) -> set[str] | None:
+    """Return the names that a module binds at top level, or None if they are known only at run time."""
+    names: set[str] = set()
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            names |= {leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name)}
+        elif not isinstance(node, (ast.Expr, ast.Assert, ast.Pass)):
+            return None
+    return None if "*" in names else names

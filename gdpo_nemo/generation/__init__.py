@@ -1,1 +1,1 @@
-"""Sampling with vLLM: one engine, and the fleet of them. No Megatron."""
+"""Sampling with vLLM: a thread-safe engine. This package does not import Megatron."""

@@ -1,4 +1,4 @@
-"""One vLLM engine that several threads use: it samples while requests, weights and questions come in."""
+"""Thread-safe vLLM engine, which accepts requests and weight updates while it samples."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Collection, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.config.schema import VllmConfig
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.pump import Pump, PumpedRequest
 from gdpo_nemo.generation.requests import CompletionBatch, EngineReport, SampleRequest, Sampling
 from gdpo_nemo.generation.vllm_core import (
@@ -22,13 +21,14 @@ from gdpo_nemo.generation.vllm_core import (
     scores_of,
     scoring_parameters,
 )
+from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.manifest import Manifest
 
 if TYPE_CHECKING:
-    from gdpo_nemo.weights.transports.transport import Receiver
+    from gdpo_nemo.weights.transports.base import Receiver
 
 CPU_ENVIRONMENT = {
-    # One process instead of three, and no C++ compiler at the first sample.
+    # Run vLLM in a single process instead of three, and without torch's compiler, which needs a C++ compiler.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -41,24 +41,24 @@ ENVIRONMENT = {
 }
 
 KV_AT_UPDATE = ("drain", "recompute", "keep")
-"""What becomes of requests under way when weights arrive."""
+"""Options for the requests in flight at a weight update. ``Engine.prepare_update`` describes them."""
 
 
 class Engine:
-    """A vLLM engine. Create one per process; it starts with the weights of ``model`` and version -1 until
-    ``update_weights``.
+    """A vLLM engine. Create at most one per process.
 
-    Every method may be called from any thread. One thread of the engine's own steps vLLM while there is work; what the
-    others ask for happens between two steps, in the order in which they ask.
+    The engine starts with the weights of ``model`` as version -1. All methods are thread-safe. A dedicated thread steps
+    vLLM while requests are unfinished. Calls from other threads are executed between two steps, in order of arrival.
 
     Args:
         model: Hugging Face folder.
+        config: config section of vLLM.
         dtype: float32 or bfloat16.
-        max_model_len: longest prompt plus completion in tokens.
-        seed: of the engine, for requests without one.
-        on_cpu: whether to run vLLM's CPU build.
-        sleeps: whether ``sleep`` releases the device's memory; on a CPU it never does.
-        targets: ``policy.lora.target_modules``, the layers that an update of adapters must have.
+        max_model_len: maximum length of prompt plus completion in tokens.
+        seed: vLLM's seed for requests without a seed.
+        on_cpu: True to run vLLM's CPU build.
+        sleeps: True to let ``sleep`` release GPU memory. On a CPU it never releases memory.
+        targets: ``policy.lora.target_modules``. An update of LoRA adapters must contain these layers.
     """
 
     def __init__(
@@ -75,121 +75,143 @@ class Engine:
         self._max_model_len = max_model_len
         self._pump = Pump(EngineOptions(model, config, dtype, max_model_len, seed, on_cpu, sleeps, targets))
         self._core = self._pump.core
-        self._numbers = itertools.count()
+        self._request_numbers = itertools.count()
 
     @property
     def version(self) -> int:
-        """Of the weights held; -1: those of the model's folder."""
+        """Version of the current weights; -1 before the first update."""
         return self._core.version
 
     def process_location(self) -> tuple[str, int]:
-        """Return (host, process id) of this engine."""
+        """Return the host name and the process id of this engine."""
         return socket.gethostname(), os.getpid()
 
     def submit(self, requests: Mapping[str, tuple[SampleRequest, Sampling]]) -> None:
-        """Add requests, by name; ``poll`` returns their completions. Does not wait.
+        """Add requests without waiting. ``poll`` returns their completions.
 
-        All of one call join at the same step, in their order: completions may depend in their last digits on what else
-        is in a batch, so that a batch has to be a function of the calls. During an update they wait for its end.
+        All requests of a call are added before the same step, in order. Batches are therefore reproducible. The last
+        digits of a log-prob may depend on the other requests in the batch. Requests that arrive during a weight update
+        start after it.
+
+        Args:
+            requests: requests and sampling settings by name.
 
         Raises:
-            RunError: a prompt leaves no room for a completion, the engine sleeps or holds part of an update, or vLLM
-            has failed.
+            RunError: if a prompt is empty or leaves no room for a completion, if the engine sleeps or has received only
+                a part of an update, or if vLLM has failed.
         """
         self._check_can_sample()
-        self._pump.submit([self._pumped(name, *request) for name, request in requests.items()])
+        self._pump.submit([self._to_pump_request(name, *request) for name, request in requests.items()])
 
     def poll(self, wait_s: float) -> EngineReport:
-        """Return what has finished since the last call, as soon as something has, at the latest after ``wait_s`` s.
+        """Return the requests that have finished since the last call, and the engine's load.
+
+        Wait until at least one request has finished, but at most ``wait_s`` seconds.
 
         Raises:
-            RunError: vLLM has failed; so it is from then on.
+            RunError: if vLLM has failed. The failure is permanent.
         """
         return self._pump.poll(wait_s)
 
     def abort(self, names: Collection[str]) -> None:
-        """Drop requests; they are not reported. Unknown names are passed over."""
+        """Drop requests, so that ``poll`` does not return them. Unknown names are ignored."""
         self._pump.abort(names)
 
     def drawn(self, name: str) -> list[int]:
-        """Return the tokens that a submitted request has so far; none once it has finished, or where it waits."""
+        """Return the tokens that a submitted request has sampled so far. Empty if it has finished or not started."""
         return self._pump.drawn(name)
 
     def generate(self, requests: Sequence[SampleRequest], sampling: Sampling) -> CompletionBatch:
-        """Sample one completion per request, and wait for them.
+        """Sample one completion per request and return them, in order.
 
         Raises:
-            RunError: as ``submit``.
+            RunError: as for ``submit``.
         """
         self._check_can_sample()
         start = time.monotonic()
-        outputs = self._answers([self._pumped(self._name(), request, sampling) for request in requests])
+        outputs = self._run_and_wait(
+            [self._to_pump_request(self._unique_name(), request, sampling) for request in requests]
+        )
         completions = [completion_of(output) for output in outputs]
         version = min((completion.version for completion in completions), default=self.version)
         return CompletionBatch(completions, version, time.monotonic() - start)
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Score sequences: float32 [tokens - 1] of each, the log-probs of all tokens but the first at temperature 1.
+        """Return the log-probs of all tokens except the first, at temperature 1.
 
-        They are requests like others: they join those under way, and wait for the end of an update.
+        Sequences are batched with the requests in flight. Sequences that arrive during a weight update start after it.
+
+        Args:
+            sequences: token ids. Shape: [tokens] each.
+
+        Returns:
+            One array per sequence. Shape: float32 [tokens - 1].
         """
         self._check_can_sample()
         parameters = scoring_parameters()
-        asked = [PumpedRequest(self._name(), np.asarray(ids).tolist(), parameters) for ids in sequences]
-        return [scores_of(output) for output in self._answers(asked)]
+        scoring_requests = [
+            PumpedRequest(self._unique_name(), np.asarray(ids).tolist(), parameters) for ids in sequences
+        ]
+        return [scores_of(output) for output in self._run_and_wait(scoring_requests)]
 
-    def _answers(self, requests: Sequence[PumpedRequest]) -> list[Any]:
+    def _run_and_wait(self, requests: Sequence[PumpedRequest]) -> list[Any]:
         answers: list[Future[Any]] = [Future() for _ in requests]
         for request, answer in zip(requests, answers):
             request.answer = answer
         self._pump.submit(requests)
         return [answer.result() for answer in answers]
 
-    def _name(self) -> str:
-        return f"of this engine: {next(self._numbers)}"
+    def _unique_name(self) -> str:
+        return f"of this engine: {next(self._request_numbers)}"
 
     def _check_can_sample(self) -> None:
         if self._core.asleep or self._core.torn:
-            state = "it sleeps" if self._core.asleep else "it holds part of a weight update"
+            state = "it is asleep" if self._core.asleep else "it received only part of a weight update"
             raise RunError(f"the engine cannot sample: {state}")
 
-    def _pumped(self, name: str, request: SampleRequest, sampling: Sampling) -> PumpedRequest:
+    def _to_pump_request(self, name: str, request: SampleRequest, sampling: Sampling) -> PumpedRequest:
         length = len(request.prompt_ids)
         room = self._max_model_len - length
         if room < 1:
-            raise RunError(f"a prompt of {length} tokens fills the context of {self._max_model_len}")
+            raise RunError(
+                f"a prompt has {length} tokens, which leaves no room in the context of {self._max_model_len} tokens"
+            )
         if not length:
-            raise RunError("a prompt without a token cannot be continued")
+            raise RunError("a prompt must have at least one token")
         return PumpedRequest(name, request.prompt_ids.tolist(), sampling_parameters(request, sampling, room))
 
     def prepare_update(self, manifest: Manifest, kv: str = "drain") -> None:
-        """Check that an update fits, before its bytes are sent, and stop between two steps until it has arrived.
+        """Check the tensor names of a weight update, then stop the engine between two steps until the weights arrive.
 
         Args:
-            kv: ``drain`` first finishes all requests, so that one version draws the whole of each. The others stop at
-                once: ``recompute`` computes the keys and values of the running requests again with the new weights,
-                ``keep`` goes on with the old ones. Requests that come later are drawn by the new weights alone.
+            manifest: description of the update.
+            kv: treatment of the requests in flight. ``drain`` finishes them first, so that each has a single version.
+                ``recompute`` stops immediately and recomputes their keys and values with the new weights.
+                ``keep`` stops immediately and keeps their old keys and values. In every case, requests that have not
+                sampled a token yet use only the new weights.
 
         Raises:
-            RunError: a name is missing, unexpected or double. The engine then goes on.
+            RunError: if a name is missing, unexpected or duplicated. The engine then continues without the update.
         """
         if kv not in KV_AT_UPDATE:
-            raise ValueError(f"kv={kv!r} is none of {KV_AT_UPDATE}")
+            raise ValueError(f"kv must be one of {', '.join(KV_AT_UPDATE)}, not {kv!r}")
         self._core.expect(manifest)
         self._pump.hold(kv)
 
     def update_weights(self, manifest: Manifest, receiver: Receiver, *data: Any) -> int:
-        """Replace all weights by those that ``receiver`` yields in each of the engine's processes, as they come.
+        """Replace all weights, and return their version.
 
-        No cached prefix of older weights is used after it. Returns the version now held. An engine that was not
-        prepared finishes its requests first.
+        Cached prefixes of older weights are not used afterwards. Without a call of ``prepare_update``, the engine first
+        finishes its requests (``drain``).
 
         Args:
-            data: what the receiver needs in this process, once (see ``Receiver.opened``).
+            manifest: description of the update.
+            receiver: receives the tensors in each of the engine's processes.
+            data: additional arguments of ``Receiver.opened`` in this process.
 
         Raises:
-            RunError: names or checksums do not match, or the sender broke off. The engine then holds parts of two
-            versions, and samples again after the next update.
+            RunError: if names or checksums do not match, or the sender stopped early. The engine then has a mix of two
+                versions, and cannot sample until an update succeeds.
         """
         if not self._pump.held:
             self.prepare_update(manifest)
@@ -197,21 +219,23 @@ class Engine:
         return manifest.version
 
     def close_receiver(self, receiver: Receiver) -> None:
-        """Release what a transport's receiver keeps in the engine's processes from one update to the next."""
+        """Release the resources that a receiver keeps between updates in the engine's processes."""
         self._pump.close_receiver(receiver)
 
     def resume(self) -> None:
-        """Go on without the update that was prepared. Raises RunError where the engine holds part of it."""
+        """Cancel a prepared update and continue. Raises RunError if the engine has received a part of the update."""
         self._pump.resume()
 
     def sleep(self) -> None:
-        """Release weights and KV cache (vLLM's level 2: the next update brings the weights) and cached prefixes."""
+        """Finish the requests in flight, then release weights, KV cache and cached prefixes (vLLM's sleep
+        level 2)."""
         self._pump.sleep()
 
-    def wake(self, what: str) -> None:
-        """Allocate memory again: first ``weights``, whose values an update has to bring, then ``kv_cache``."""
-        self._pump.wake(what)
+    def wake(self, tag: str) -> None:
+        """Reallocate memory after ``sleep``. Call it with ``weights``, update the weights, then call it with
+        ``kv_cache``."""
+        self._pump.wake(tag)
 
     def close(self) -> None:
-        """End vLLM; whoever waits for an answer gets an error."""
+        """Shut down vLLM. Pending calls raise RunError."""
         self._pump.close()

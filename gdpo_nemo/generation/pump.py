@@ -1,4 +1,28 @@
-"""The thread that steps vLLM, and how others ask it for something between two steps."""
+"""Thread that steps vLLM and executes the operations of other threads between two steps.
+
+    thread        calls                           effect
+    ------------  ------------------------------  -----------------------------------------------------------
+    any caller    submit                          appends to ``_operations`` and returns at once
+                  call (abort, update, wake ...)  appends, then waits until the operation has run
+                  hold                            appends, then waits until vLLM has stopped
+                  poll                            waits for a finished request, at most ``wait_s`` seconds
+    "vllm"        _run > _turn                    1. waits for operations, ``close``, a failure, or requests
+                                                  2. runs all operations, in order of arrival
+                                                  3. stops for a hold, or steps vLLM and delivers its outputs
+    "vLLM's       _watch                          calls ``_fail`` if a process of vLLM ended, or if all are idle
+    processes"                                    for too long while "vllm" waits for them
+
+    state    _kv   _held  requests go to  transitions
+    -------  ----  -----  --------------  -------------------------------------------------------------------
+    running  None  False  vLLM            ``hold`` > halting
+    halting  set   False  _parked         the next boundary between two steps (with ``drain``: the boundary at
+                                          which vLLM is idle) > held; ``resume`` > running
+    held     set   True   _parked         ``update``, ``resume`` > running, with the parked requests, or
+                                          > asleep if vLLM sleeps; ``sleep`` > asleep
+    asleep   None  False  _parked         ``wake("kv_cache")`` > running; ``hold`` > held, for an update
+
+A failure is permanent: ``_fail`` sets the exception on all pending calls, and later calls raise it.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +35,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Collection, Iterable, Sequence, TypeVar
 
-from gdpo_nemo.config.messages import first_line
-from gdpo_nemo.errors import GdpoError, RunError
 from gdpo_nemo.generation.engine_failures import (
     Standstill,
     death_of,
     engine_failure,
-    standing_still,
+    stuck_failure,
 )
 from gdpo_nemo.generation.requests import EngineReport, FinishedRequest
 from gdpo_nemo.generation.vllm_core import EngineOptions, Load, VllmCore, completion_of
-from gdpo_nemo.waits import work_done
+from gdpo_nemo.utils.errors import GdpoError, RunError, first_line
+from gdpo_nemo.utils.waits import work_done
 from gdpo_nemo.weights.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -29,32 +52,34 @@ if TYPE_CHECKING:
 
     from vllm import RequestOutput, SamplingParams
 
-    from gdpo_nemo.weights.transports.transport import Receiver
+    from gdpo_nemo.weights.transports.base import Receiver
 
 T = TypeVar("T")
-_MEASURED_EVERY_S = 0.1
-"""Counting what is in flight costs a microsecond a request; a decode step of a small model takes a millisecond."""
+_MEASURE_INTERVAL_S = 0.1
+"""Minimum interval between two measurements of the load in seconds.
+
+A measurement takes a microsecond per request in flight. A decode step of a small model takes a millisecond.
+"""
 
 
 @dataclass
 class PumpedRequest:
-    """A request as vLLM takes it."""
+    """Request with vLLM's types."""
 
     name: str
     prompt_ids: list[int]
     parameters: SamplingParams
     answer: Future[RequestOutput] | None = None
-    """Whom it is for; None: whoever polls."""
+    """Future for the output; None if ``poll`` returns the completion."""
 
 
 class Pump:
-    """One thread that constructs vLLM, steps it while there is work, and does everything else between two steps.
+    """Thread that creates vLLM, steps it while requests are unfinished, and executes operations between two steps.
 
-    Operations run in the order of their arrival. From the moment that a hold is asked for until it ends, requests are
-    parked.
+    Operations are executed in order of arrival. While a hold is requested or active, new requests are parked.
 
     Raises:
-        Exception: what constructing vLLM raised.
+        Exception: if the creation of vLLM fails.
     """
 
     def __init__(self, options: EngineOptions):
@@ -63,44 +88,45 @@ class Pump:
         self._reportable = threading.Condition(self._lock)
         self._operations: deque[Callable[[], None]] = deque()
         self._pending: set[Future[Any]] = set()
-        """Whoever waits for this thread; a failure reaches them all."""
+        """Pending calls to this thread. All of them receive the exception if the thread fails."""
         self._failure: GdpoError | None = None
         self._closed = False
-        # Under the lock up to here and ``_finished``; what follows belongs to the thread alone.
+        # ``_lock`` protects the attributes above and ``_finished``. Only the thread uses the others.
         self._finished: list[FinishedRequest] = []
         self._inflight: dict[str, PumpedRequest] = {}
-        """What vLLM has, by name, in the order in which it was added."""
+        """Requests inside vLLM by name, in the order in which they were added."""
         self._parked: list[PumpedRequest] = []
         self._kv: str | None = None
-        """What becomes of keys and values at the next update; None: no hold was asked for."""
+        """Argument ``kv`` of the requested hold; None if no hold is requested."""
         self._held = False
         self._holds: list[Future[None]] = []
         self._busy_s = 0.0
         self._decoded = 0
-        """Of requests that are gone."""
+        """Number of tokens sampled by requests that have finished or were aborted."""
         self._recomputed = 0
+        """Number of tokens whose keys and values were discarded at weight updates."""
         self._load = Load(0, 0, 0.0, 0, 0)
         self._measured_s = 0.0
         self._waits_for_vllm = False
-        """Whether vLLM's processes, and nobody else, have to do something now."""
+        """True while the thread waits for vLLM's processes, and not for another process."""
         self.core: VllmCore
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(options, started), daemon=True, name="vllm")
         self._thread.start()
         started.result()
 
-    # -- what other threads call ------------------------------------------------------------------------------------
+    # -- called by other threads --------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[PumpedRequest]) -> None:
-        """Add requests, all of them before the next step. Does not wait.
+        """Add requests without waiting. All of them are added before the next step.
 
         Raises:
-            RunError: the thread has ended by an error.
+            RunError: if the thread has failed.
         """
-        self._put(partial(self._accept, requests), [r.answer for r in requests if r.answer is not None])
+        self._enqueue(partial(self._accept, requests), [r.answer for r in requests if r.answer is not None])
 
     def call(self, function: Callable[[], T]) -> T:
-        """Run a function between two steps and return what it returns, or raise what it raises."""
+        """Run a function between two steps. Return its result or raise its exception."""
         answer: Future[T] = Future()
 
         def operation() -> None:
@@ -113,14 +139,14 @@ class Pump:
                 else:
                     self._answer(answer, error=error)
 
-        self._put(operation, [answer])
+        self._enqueue(operation, [answer])
         return answer.result()
 
     def poll(self, wait_s: float) -> EngineReport:
-        """Wait until a request has finished, at most ``wait_s`` seconds.
+        """Wait until a request has finished, but at most ``wait_s`` seconds, and return the engine's report.
 
         Raises:
-            RunError: the thread has ended by an error.
+            RunError: if the thread has failed.
         """
         with self._lock:
             self._reportable.wait_for(lambda: self._finished or self._failure, wait_s)
@@ -141,7 +167,7 @@ class Pump:
             )
 
     def abort(self, names: Collection[str]) -> None:
-        """Drop requests, wherever they are; returns when none of them can be reported any more."""
+        """Drop requests in any state. ``poll`` does not return them after this call."""
         self.call(partial(self._drop, frozenset(names)))
 
     def drawn(self, name: str) -> list[int]:
@@ -149,51 +175,51 @@ class Pump:
         return self.call(partial(self.core.drawn, name))
 
     def hold(self, kv: str) -> None:
-        """Wait for the boundary between two steps at which nothing is left (``drain``), or for the next one.
+        """Stop vLLM between two steps, and wait until it has stopped. With ``drain``, it first finishes all requests.
 
         Raises:
-            RunError: the hold ended before it was reached.
+            RunError: if ``resume`` ended the hold before vLLM stopped.
         """
         answer: Future[None] = Future()
-        self._put(partial(self._ask_hold, kv, answer), [answer])
+        self._enqueue(partial(self._request_hold, kv, answer), [answer])
         answer.result()
 
     @property
     def held(self) -> bool:
-        """Whether vLLM is stopped for an update."""
+        """True if vLLM is stopped for an update."""
         return self._held
 
     def resume(self) -> None:
-        """End a hold. Raises RunError where half an update is held."""
+        """End a hold without an update. Raises RunError if the engine has received only a part of an update."""
         self.call(self._resume)
 
     def update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any]) -> None:
-        """Take new weights during a hold, and end it; see ``VllmCore.update``."""
-        self.call(partial(self._with_others, partial(self._update, manifest, receiver, data)))
+        """Load new weights during a hold, then end the hold. See ``VllmCore.update``."""
+        self.call(partial(self._with_external_wait, partial(self._update, manifest, receiver, data)))
 
     def close_receiver(self, receiver: Receiver) -> None:
-        """See ``Engine``."""
-        self.call(partial(self._with_others, partial(self.core.close_receiver, receiver)))
+        """See ``Engine.close_receiver``."""
+        self.call(partial(self._with_external_wait, partial(self.core.close_receiver, receiver)))
 
     def sleep(self) -> None:
-        """Finish what is in flight and release the device's memory."""
+        """Finish the requests in flight and release the device's memory."""
         self.hold("drain")
         self.call(self._sleep)
 
-    def wake(self, what: str) -> None:
+    def wake(self, tag: str) -> None:
         """See ``VllmCore.wake``."""
-        self.call(partial(self._wake, what))
+        self.call(partial(self._wake, tag))
 
     def close(self) -> None:
-        """End vLLM and the thread; whoever waits gets an error."""
+        """Shut down vLLM and the thread. Pending calls raise RunError."""
         with self._lock:
             self._closed = True
             self._arrived.notify()
-            waits = self._failure is not None  # perhaps for ever, for an answer of a process that is gone
-        if not waits:
+            failed = self._failure is not None  # the thread may wait forever for a dead process
+        if not failed:
             self._thread.join()
 
-    def _put(self, operation: Callable[[], None], answers: Iterable[Future[Any]]) -> None:
+    def _enqueue(self, operation: Callable[[], None], answers: Iterable[Future[Any]]) -> None:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -201,7 +227,7 @@ class Pump:
             self._operations.append(operation)
             self._arrived.notify()
 
-    # -- what the thread does ---------------------------------------------------------------------------------------
+    # -- called by the thread "vllm" ----------------------------------------------------------------------------------
 
     def _run(self, options: EngineOptions, started: Future[None]) -> None:
         try:
@@ -222,8 +248,10 @@ class Pump:
             self._fail(engine_failure(error) or error)
 
     def _watch(self, processes: Sequence[BaseProcess]) -> None:
-        """Answer whoever waits once a process of vLLM's has ended, or all stand still while the thread waits for them:
-        it can do neither itself."""
+        """Start a thread that fails all pending calls if a process of vLLM ends, or if all processes are stuck.
+
+        The thread "vllm" cannot detect this itself while it waits for these processes.
+        """
 
         def watch() -> None:
             standstill = Standstill()
@@ -231,7 +259,7 @@ class Pump:
             while (failed := death_of(processes, Standstill.LOOK_S)) is None:
                 done = [work_done(pid) for pid in pids] if self._waits_for_vllm else None
                 if standstill.lasts(done, time.monotonic()):
-                    failed = standing_still()
+                    failed = stuck_failure()
                     break
             if not self._closed:
                 self._fail(failed)
@@ -240,7 +268,7 @@ class Pump:
             threading.Thread(target=watch, daemon=True, name="vLLM's processes").start()
 
     def _turn(self) -> bool:
-        """Do what was asked for, then one step; False once closed or failed."""
+        """Wait for work, execute the operations, then run one step. Return False after ``close`` or a failure."""
         with self._lock:
             self._arrived.wait_for(lambda: self._operations or self._closed or self._failure or self._can_step())
             operations = list(self._operations)
@@ -268,7 +296,7 @@ class Pump:
         outputs = self.core.step()
         end = time.monotonic()
         self._busy_s += end - start
-        if outputs or end - self._measured_s > _MEASURED_EVERY_S:
+        if outputs or end - self._measured_s > _MEASURE_INTERVAL_S:
             self._deliver(outputs)
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
@@ -303,7 +331,7 @@ class Pump:
             self._arrived.notify()
 
     def _answer(self, answer: Future[T], result: Any = None, error: Exception | None = None) -> None:
-        """Answer, unless a failure has done so already."""
+        """Set the result or the error of a call, unless ``_fail`` has already set an error."""
         with self._lock:
             if answer.done():
                 return
@@ -329,7 +357,7 @@ class Pump:
         with self._lock:
             self._finished = [done for done in self._finished if done.name not in names]
 
-    def _ask_hold(self, kv: str, answer: Future[None]) -> None:
+    def _request_hold(self, kv: str, answer: Future[None]) -> None:
         if self._held and kv == "drain" and self.core.busy and not self.core.torn:
             self._held = False
             self.core.release()
@@ -337,7 +365,7 @@ class Pump:
         self._holds.append(answer)
 
     def _reach_hold(self) -> None:
-        """Stop vLLM where whoever asked for a hold wants it stopped, and tell them."""
+        """If a hold is requested and vLLM may stop now, stop it and complete the pending calls of ``hold``."""
         if not self._holds or (self._kv == "drain" and self.core.busy and not self.core.torn):
             return
         if not self._held:
@@ -349,9 +377,9 @@ class Pump:
 
     def _resume(self) -> None:
         if self.core.torn:
-            raise RunError("the engine cannot go on: it holds part of a weight update")
+            raise RunError("the engine cannot continue: it received only part of a weight update")
         for answer in self._holds:
-            self._answer(answer, error=RunError("the engine went on before it was idle"))
+            self._answer(answer, error=RunError("the engine resumed before it was idle"))
         self._holds.clear()
         self._end_hold()
 
@@ -364,8 +392,8 @@ class Pump:
         self._held = False
         self._kv = None
 
-    def _with_others(self, function: Callable[[], None]) -> None:
-        """Call what may have vLLM's processes wait, too: for whoever sends the weights."""
+    def _with_external_wait(self, function: Callable[[], None]) -> None:
+        """Call a function that also waits for other processes, such as the sender of the weights."""
         self._waits_for_vllm = False
         try:
             function()
@@ -374,17 +402,17 @@ class Pump:
 
     def _update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any]) -> None:
         if not self._held:
-            raise RunError(f"weight update {manifest.version}: the engine was not told to prepare for it")
+            raise RunError(f"weight update {manifest.version}: the engine was not prepared for it")
         keep = self._kv == "keep"
-        thrown_away = 0 if keep else self.core.load().context
+        discarded = 0 if keep else self.core.load().context
         self.core.update(manifest, receiver, data, keep)
-        self._recomputed += thrown_away
+        self._recomputed += discarded
         if keep:
-            self._restart(self.core.unstarted())
+            self._add_again(self.core.unstarted())
         self._end_hold()
 
-    def _restart(self, names: Collection[str]) -> None:
-        """Add requests anew: their prompts must not find what the older weights have left in the prefix cache."""
+    def _add_again(self, names: Collection[str]) -> None:
+        """Abort requests and add them again, so that they do not use cached prefixes of the old weights."""
         requests = [request for name, request in self._inflight.items() if name in names]
         self.core.abort([request.name for request in requests])
         self._add(requests)
@@ -393,7 +421,7 @@ class Pump:
         self.core.sleep()
         self._end_hold()
 
-    def _wake(self, what: str) -> None:
-        self.core.wake(what)
+    def _wake(self, tag: str) -> None:
+        self.core.wake(tag)
         if self._kv is None:
             self._end_hold()

@@ -1,4 +1,4 @@
-"""What goes into an engine and what comes out, without vLLM."""
+"""Inputs and outputs of an engine. This module does not import vLLM."""
 
 from __future__ import annotations
 
@@ -10,81 +10,92 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One completion to draw. Equal prompts and seeds give equal completions under equal weights."""
+    """Request for one completion. With equal weights, equal prompts and seeds give equal completions."""
 
     prompt_ids: np.ndarray
-    """int32 [prompt tokens]"""
+    """Token ids of the prompt. Shape: int32 [tokens]."""
     seed: int
+    """Seed of the sampler."""
     max_tokens: int | None = None
-    """Longest completion of this request, where it is below that of all; None: that of all."""
+    """Maximum number of tokens of this completion; None for ``Sampling.max_new_tokens``. The smaller limit applies."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw: the settings that all requests of a call share."""
+    """Sampling settings shared by all requests of a call."""
 
     temperature: float
     top_p: float
     top_k: int
     max_new_tokens: int
+    """Maximum number of tokens of a completion."""
     stop_strings: tuple[str, ...] = ()
+    """Strings after which a completion ends. The completion includes the string."""
 
 
 @dataclass
 class Completion:
-    """One drawn completion."""
+    """One sampled completion."""
 
     token_ids: np.ndarray
-    """int32 [tokens], the stop token included"""
+    """Sampled token ids, including the stop token. Shape: int32 [tokens]."""
     logprobs: np.ndarray
-    """float32 [tokens], of the distribution that was sampled"""
+    """Log-probs of the tokens under the sampled distribution, after temperature, top_p and top_k. Shape: float32
+    [tokens]."""
     finish_reason: str
-    """stop or length"""
+    """``stop`` or ``length``."""
     spans: tuple[tuple[int, int], ...] = ()
-    """(version of the weights, tokens that it drew), in order; together all tokens. More than one where weights arrived
-    while it was drawn."""
+    """Version spans in order, as pairs of weight version and number of tokens. Together they cover all tokens.
+
+    A completion has several spans if the weights were updated while it was sampled.
+    """
 
     @property
     def version(self) -> int:
-        """The oldest version in it. Only a completion of no tokens has none."""
+        """Oldest weight version that sampled a token. Raises IndexError for a completion without tokens."""
         return self.spans[0][0]
 
 
 @dataclass
 class CompletionBatch:
-    """The completions of one call, in the order of its requests, and the oldest weights that they were drawn with."""
+    """Completions of one call of ``Engine.generate``."""
 
     completions: list[Completion]
+    """Completions in the order of the requests."""
     version: int
+    """Oldest weight version that sampled a token."""
     seconds: float
+    """Duration of the call."""
 
 
 class FinishedRequest(NamedTuple):
-    """A completion of a request that was sampled together with others."""
+    """A finished request and its completion."""
 
     name: str
-    """Of the request."""
+    """Name of the request in ``Engine.submit``."""
     completion: Completion
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """What an engine says when it is polled. Counts and seconds are sums since it started."""
+    """Return value of ``Engine.poll``: finished requests, load, and counters since the start of the engine."""
 
     finished: list[FinishedRequest]
-    """Each is reported once."""
+    """Requests that have finished since the last poll."""
     version: int
-    """Of the weights it holds."""
+    """Version of the engine's weights."""
     running: int
-    """Requests with a token or more."""
+    """Number of unfinished requests that have sampled at least one token."""
     waiting: int
-    """Requests without, those that wait for an update included."""
+    """Number of requests that have not sampled a token, including requests that wait for a weight update."""
     kv_used: float
-    """Share of the KV cache that the running sequences fill, at most 1. Prefixes that they share are counted for each,
-    so it may be less."""
+    """Fraction of the KV cache that the running requests use, from 0 to 1.
+
+    It is an upper bound, because shared prefixes are counted once per request.
+    """
     busy_s: float
-    """Time in engine steps."""
+    """Total time of the engine steps in seconds."""
     decoded_tokens: int
-    """Sampled, those of aborted requests included."""
+    """Total number of sampled tokens, including the tokens of aborted requests."""
     recomputed_tokens: int
-    """Whose keys and values weight updates threw away (``kv=recompute``)."""
+    """Total number of tokens whose keys and values were discarded at weight updates (``kv=recompute``)."""

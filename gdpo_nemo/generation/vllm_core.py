@@ -1,38 +1,46 @@
-"""vLLM behind the few verbs that an engine needs. Nothing in here is safe to call from two threads."""
+"""Minimal interface to vLLM with the operations that an engine needs. Not thread-safe."""
 
 from __future__ import annotations
 
 import gc
+import importlib
+import json
+import os
 import pickle
+import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Collection, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
-from gdpo_nemo.startup import importing
+from gdpo_nemo.models.hf_folder import weight_names
+from gdpo_nemo.utils.progress import hidden, import_transformers, importing
 from gdpo_nemo.weights.adapters import modules_of, peft_name
 from gdpo_nemo.weights.manifest import Manifest
-from gdpo_nemo.weights.model_folder import weight_names
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
     from vllm import RequestOutput, SamplingParams
 
-    from gdpo_nemo.weights.transports.transport import Receiver
+    from gdpo_nemo.weights.transports.base import Receiver
 
 _BATCHED_TOKENS = 8192
-"""Most tokens of one forward pass of a CPU engine."""
+"""Maximum number of tokens in one forward pass of a CPU engine."""
 _CPU_BLOCK = 32
-"""Tokens of a block of a CPU engine's cache. Samples of a group share whole blocks of their prompt alone: with vLLM's
-128 the samples of a prompt of 49 tokens share none and take a block each. 32 is the least that its attention takes."""
+"""Number of tokens in a KV cache block of a CPU engine.
+
+The samples of a group share only full blocks of their prompt. With vLLM's default of 128, they would not share a prompt
+of 49 tokens. vLLM's CPU attention requires at least 32.
+"""
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """What ``Engine`` is constructed with; see there."""
+    """Arguments of ``Engine``, which describes them."""
 
     model: str
     config: VllmConfig
@@ -45,29 +53,33 @@ class EngineOptions:
 
 
 class Load(NamedTuple):
-    """How much an engine has to do; the fields are those of ``EngineReport``."""
+    """Load of an engine. ``EngineReport`` describes the fields of the same names."""
 
     running: int
     waiting: int
     kv_used: float
     tokens: int
-    """Sampled for requests that are not finished."""
+    """Number of tokens that unfinished requests have sampled so far."""
     context: int
-    """Tokens of the running requests, prompts included."""
+    """Number of tokens of the running requests, including their prompts."""
 
 
 class VllmCore:
-    """One vLLM engine. All calls come from the thread that constructed it: OpenMP counts threads by their parent."""
+    """One vLLM engine. Call its methods only from the thread that created it, because OpenMP's settings apply per
+    calling thread."""
 
     def __init__(self, options: EngineOptions):
+        _import_vllm()
         with importing():
             from vllm import LLM
 
             from gdpo_nemo.weights import vllm_receiver
 
+            if options.on_cpu:
+                _register_model(options.model)
         config = options.config
         self._in_process = in_process(config)
-        """Whether vLLM's only worker is this process, which it is on CPUs (``CPU_ENVIRONMENT``)."""
+        """True if vLLM runs in this process only, as on CPUs (``CPU_ENVIRONMENT``)."""
         self._llm = LLM(
             model=options.model,
             dtype=options.dtype,
@@ -75,15 +87,15 @@ class VllmCore:
             max_num_seqs=config.max_num_seqs,
             tensor_parallel_size=config.tensor_parallel_size,
             seed=options.seed,
-            logprobs_mode="processed_logprobs",  # of the distribution sampled from: after temperature, top_p and top_k
+            logprobs_mode="processed_logprobs",  # after temperature, top_p and top_k
             disable_log_stats=True,
             weight_transfer_config={"backend": vllm_receiver.BACKEND},
             worker_extension_cls=f"{vllm_receiver.__name__}.Worker",
-            **_placed(options),
+            **_device_arguments(options),
         )
         self._engine = self._llm.llm_engine
         self._steps_by_itself = hasattr(self._engine.engine_core, "outputs_queue")
-        """Whether vLLM's scheduler has a process of its own, which does not wait for ``step``."""
+        """True if vLLM's scheduler runs in a separate process, which continues without calls of ``step``."""
         self._paused = False
         self._llm.init_weight_transfer_engine({"init_info": {}})
         self._weights = weight_names(options.model)
@@ -91,45 +103,49 @@ class VllmCore:
         self.version = -1
         self._engine.set_weight_version("-1")
         self._updates = 0
-        """Salt of the prefix cache: a prompt finds what requests left that were added under the same weights."""
+        """Number of weight updates. It is the salt of the prefix cache, so that requests do not share prefixes with
+        requests of older weights."""
         self.asleep = False
         self.torn = False
-        """Whether the weights are partly those of an update that broke off."""
+        """True if the last weight update was interrupted, so that the weights are a mix of two versions."""
 
     @property
     def busy(self) -> bool:
-        """Whether a request is unfinished."""
+        """True if at least one request is unfinished."""
         return bool(self._engine.has_unfinished_requests())
 
     def add(self, requests: Iterable[tuple[str, list[int], SamplingParams]]) -> None:
-        """Let requests (name, prompt, how) join at the next step, all at the same one where the engine is idle.
+        """Add requests as (name, prompt token ids, parameters).
 
-        In a process of its own a busy engine takes steps while they arrive.
+        If the engine is idle, all requests start in the same step. If it is busy and the scheduler runs in a separate
+        process, steps continue while requests are added.
         """
         from vllm.inputs import tokens_input
 
-        pauses = self._steps_by_itself and not self._paused and not self.busy
-        if pauses:
+        pause_first = self._steps_by_itself and not self._paused and not self.busy
+        if pause_first:
             self._pause()
         for name, prompt_ids, parameters in requests:
             self._engine.add_request(name, tokens_input(prompt_ids, cache_salt=str(self._updates)), parameters)
-        if pauses:
+        if pause_first:
             self.release()
 
     def abort(self, names: Collection[str]) -> int:
-        """Drop requests; returns the number of tokens that they had drawn."""
-        drawn = sum(state.detokenizer.num_output_tokens() for state in self._states() if state.external_req_id in names)
+        """Drop requests. Return the number of tokens that they have sampled."""
+        sampled = sum(
+            state.detokenizer.num_output_tokens() for state in self._states() if state.external_req_id in names
+        )
         self._engine.abort_request(list(names))
-        return drawn
+        return int(sampled)
 
     def step(self) -> list[RequestOutput]:
-        """Run one step, or wait for one of the engine's own process; returns the requests that it finished."""
+        """Run one step and return the requests that finished in it. With a separate process, wait for its next step."""
         return [output for output in self._engine.step() if output.finished]
 
     def hold(self) -> list[RequestOutput]:
-        """Stop between two steps and keep all requests; returns those whose end had not been reported yet."""
+        """Pause between two steps. Return the finished requests that have not been reported yet."""
         if self.asleep:
-            return []  # has been paused by that
+            return []  # ``sleep`` has already paused vLLM
         self._pause()
         finished = []
         while self._output_pending():
@@ -137,15 +153,15 @@ class VllmCore:
         return finished
 
     def _output_pending(self) -> bool:
-        """Whether a step's outputs have not been taken yet, which belong to the weights before an update."""
+        """Return whether outputs of a step have not been read yet. They must be read before the weights change."""
         core = self._engine.engine_core
-        if self._steps_by_itself:  # it sends them before it confirms that it has paused
+        if self._steps_by_itself:  # the process sends all outputs before it confirms the pause
             return not core.outputs_queue.empty()
-        return bool(core.engine_core.batch_queue)  # steps that asynchronous scheduling has begun
+        return bool(core.engine_core.batch_queue)  # steps that asynchronous scheduling has started
 
     @property
     def processes(self) -> Sequence[BaseProcess]:
-        """vLLM's scheduler where it has a process of its own; its workers end with it, and it with them."""
+        """Process of vLLM's scheduler; empty if it runs in this process. vLLM's workers end together with it."""
         return self._engine.engine_core.resources.engine_manager.processes if self._steps_by_itself else ()
 
     def _pause(self) -> None:
@@ -153,51 +169,53 @@ class VllmCore:
         self._paused = True
 
     def release(self) -> None:
-        """Go on after ``hold``."""
+        """Continue after ``hold``."""
         self._paused = False
         if not self.asleep:
             self._llm.wake_up(["scheduling"])
 
     def unstarted(self) -> set[str]:
-        """Names of the requests that have no token yet."""
+        """Return the names of the requests that have not sampled a token."""
         return {state.external_req_id for state in self._states() if not state.weight_version_starts}
 
     def drawn(self, name: str) -> list[int]:
-        """Tokens that an unfinished request has so far; none of one that is unknown, or that waits."""
-        found = (state for state in self._states() if state.external_req_id == name)
-        return [token for state in found for token in state.detokenizer.output_token_ids]
+        """Return the tokens that an unfinished request has sampled so far. Empty if it is unknown or not started."""
+        states = (state for state in self._states() if state.external_req_id == name)
+        return [token for state in states for token in state.detokenizer.output_token_ids]
 
     def _states(self) -> Any:
         return self._engine.output_processor.request_states.values()
 
     def load(self) -> Load:
-        """Count what is unfinished."""
-        drawn = [
+        """Count the unfinished requests and their tokens."""
+        lengths = [
             (state.prompt_len, state.detokenizer.num_output_tokens())
             for state in self._states()
             if state.weight_version_starts
         ]
         cache = self._engine.vllm_config.cache_config
-        blocks = sum(-(-sum(lengths) // cache.block_size) for lengths in drawn)
+        blocks = sum(-(-(prompt + sampled) // cache.block_size) for prompt, sampled in lengths)
         return Load(
-            running=len(drawn),
-            waiting=self._engine.get_num_unfinished_requests() - len(drawn),
+            running=len(lengths),
+            waiting=self._engine.get_num_unfinished_requests() - len(lengths),
             kv_used=min(1.0, blocks / cache.num_gpu_blocks),
-            tokens=sum(tokens for _, tokens in drawn),
-            context=sum(map(sum, drawn)),
+            tokens=sum(sampled for _, sampled in lengths),
+            context=sum(prompt + sampled for prompt, sampled in lengths),
         )
 
     def sleep(self) -> None:
-        """Release weights and KV cache (vLLM's level 2: the next update brings the weights) and cached prefixes."""
+        """Release weights, KV cache and cached prefixes (vLLM's sleep level 2). An update must then provide the
+        weights."""
         self._llm.sleep(level=2)
         self.asleep = True
 
-    def wake(self, what: str) -> None:
-        """Allocate memory again: first ``weights``, whose values an update has to bring, then ``kv_cache``."""
-        self.asleep = not self._llm.wake_up(tags=[what])
+    def wake(self, tag: str) -> None:
+        """Reallocate memory after ``sleep``: first for ``weights``, which an update must then provide, later for
+        ``kv_cache``."""
+        self.asleep = not self._llm.wake_up(tags=[tag])
 
     def expect(self, manifest: Manifest) -> None:
-        """Check that an update has the tensors of this model. Raises RunError where it has not."""
+        """Raise RunError if a weight update does not have exactly the tensors of this model."""
         names: list[str] = self._weights
         if manifest.adapters is not None:
             modules = modules_of(self._weights, self._targets)
@@ -205,14 +223,16 @@ class VllmCore:
         manifest.check_names(names)
 
     def update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any], keep: bool) -> None:
-        """Replace all weights, between ``hold`` and ``release``.
+        """Replace all weights. Call it between ``hold`` and ``release``.
 
         Args:
-            data: what the receiver needs in this process, once (see ``Receiver.opened``).
-            keep: whether running requests keep their keys and values; otherwise these are computed again.
+            manifest: description of the update.
+            receiver: receives the tensors in each of vLLM's processes.
+            data: additional arguments of ``Receiver.opened`` in this process.
+            keep: True to keep the keys and values of running requests, False to recompute them.
 
         Raises:
-            RunError: names or checksums do not match, or the sender broke off.
+            RunError: if names or checksums do not match, or the sender stopped early.
         """
         with receiver.opened(manifest, self._in_process, *data) as opened:
             self.expect(manifest)
@@ -221,8 +241,7 @@ class VllmCore:
             except BaseException:
                 self.torn = True
                 raise
-        # The blocks of running requests cannot leave the prefix cache while they are used: their salt keeps later
-        # requests from them.
+        # The prefix cache keeps blocks that running requests use. The new salt hides these blocks from later requests.
         self._updates += 1
         if not keep:
             self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -238,53 +257,85 @@ class VllmCore:
             raise pickle.loads(error)
 
     def close_receiver(self, receiver: Receiver) -> None:
-        """See ``Engine``."""
+        """See ``Engine.close_receiver``."""
         self._llm.collective_rpc("close_receiver", args=(receiver if self._in_process else pickle.dumps(receiver),))
 
     def close(self) -> None:
-        """End vLLM and its processes."""
+        """Shut down vLLM and its processes."""
         self._engine.engine_core.shutdown()
-        # What is left for the interpreter's end frees oneDNN's handles when torch's operators are gone already.
+        # Free oneDNN's handles now, because at interpreter exit torch's operators would be freed first.
         del self._llm, self._engine
         gc.collect()
 
 
 def in_process(config: VllmConfig) -> bool:
-    """Whether vLLM schedules and computes in the process that makes an engine, and has none of its own."""
+    """Return whether vLLM runs in the engine's process only, without separate processes."""
+    _import_vllm()
     from vllm import envs
 
     return config.tensor_parallel_size == 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
 
 
-def _placed(options: EngineOptions) -> dict[str, Any]:
-    """Arguments of vLLM that the kind of device decides."""
+def _import_vllm() -> None:
+    """Import vLLM, without ``torch._inductor.lowering`` if torch's compiler is disabled (``CPU_ENVIRONMENT``).
+
+    vLLM patches this module if it can be imported. The import would take 0.5 s of CPU time.
+    """
+    unused = ["torch._inductor.lowering"] if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else []
+    with importing():
+        import_transformers()
+        if "vllm" not in sys.modules:
+            with hidden(*unused):
+                importlib.import_module("vllm")
+
+
+def _register_model(folder: str) -> None:
+    """Register the model's class with vLLM in this process.
+
+    vLLM inspects an unregistered class in a new process, because its import might initialize CUDA, and caches the
+    result on disk. The first start with an architecture would therefore import vLLM twice, in 10 s of a core.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in json.loads((Path(folder) / "config.json").read_text()).get("architectures") or ():
+        known = ModelRegistry.models.get(name)
+        if known is not None:
+            ModelRegistry.register_model(name, known.load_model_cls())
+
+
+def _device_arguments(options: EngineOptions) -> dict[str, Any]:
+    """Return vLLM's arguments that depend on the device type."""
     config = options.config
-    placed: dict[str, Any]
+    arguments: dict[str, Any]
     if options.on_cpu:
-        placed = dict(
+        arguments = dict(
             enforce_eager=True,
             kv_cache_memory_bytes=config.kv_cache_memory_bytes,
             block_size=_CPU_BLOCK,
-            # After a chunk of a prompt vLLM rewinds the generator of its sample, which CPU generators cannot do
-            # ("CPU Generator does not use offset"); so prompts are prefilled whole.
+            # After each chunk of a prompt, vLLM rewinds the request's random generator. CPU generators do not support
+            # this ("CPU Generator does not use offset").
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(_BATCHED_TOKENS, options.max_model_len),
         )
     else:
-        placed = dict(
+        arguments = dict(
             enforce_eager=config.enforce_eager,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_sleep_mode=options.sleeps,
-            # vLLM reads it as a field of the model's config.json.
+            # vLLM treats this as a field of the model's config.json.
             hf_overrides={"head_dtype": config.head_dtype},
         )
     if config.tensor_parallel_size > 1:
-        placed["distributed_executor_backend"] = "mp"
-    return placed
+        arguments["distributed_executor_backend"] = "mp"
+    return arguments
 
 
 def sampling_parameters(request: SampleRequest, sampling: Sampling, room: int) -> SamplingParams:
-    """A request in vLLM's words; ``room`` is what its prompt leaves of the context, in tokens."""
+    """Convert a request to vLLM's sampling parameters.
+
+    Args:
+        room: number of tokens that fit in the context after the prompt.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -296,15 +347,15 @@ def sampling_parameters(request: SampleRequest, sampling: Sampling, room: int) -
         seed=request.seed,
         stop=list(sampling.stop_strings) or None,
         include_stop_str_in_output=True,
-        detokenize=bool(sampling.stop_strings),  # only to find stop strings; the driver decodes the text
-        logprobs=0,  # of the sampled token alone
-        flat_logprobs=True,  # lists of numbers, not an object per token
+        detokenize=bool(sampling.stop_strings),  # needed only to find stop strings; the driver decodes the text
+        logprobs=0,  # only the log-prob of the sampled token
+        flat_logprobs=True,  # flat lists instead of one object per token
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def scoring_parameters() -> SamplingParams:
-    """Score a prompt at temperature 1. vLLM has no call that scores only; one token is the least it samples."""
+    """Return vLLM's sampling parameters to score a prompt at temperature 1. vLLM must sample at least one token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -320,13 +371,13 @@ def scoring_parameters() -> SamplingParams:
 
 
 def completion_of(output: RequestOutput) -> Completion:
-    """What a finished request drew."""
-    drawn = output.outputs[0]
-    ids = np.array(drawn.token_ids, np.int32)
-    spans = tuple((int(span.version), span.end - span.start) for span in drawn.weight_versions)
-    return Completion(ids, np.array(drawn.logprobs.logprobs, np.float32), str(drawn.finish_reason), spans)
+    """Convert a finished vLLM request to a ``Completion``."""
+    sample = output.outputs[0]
+    ids = np.array(sample.token_ids, np.int32)
+    spans = tuple((int(span.version), span.end - span.start) for span in sample.weight_versions)
+    return Completion(ids, np.array(sample.logprobs.logprobs, np.float32), str(sample.finish_reason), spans)
 
 
 def scores_of(output: RequestOutput) -> np.ndarray:
-    """float32 [prompt tokens - 1], the log-probs of all but the first."""
+    """Return the log-probs of all prompt tokens except the first. Shape: float32 [prompt tokens - 1]."""
     return np.array(output.prompt_logprobs.logprobs, np.float32)

@@ -1,1 +1,1 @@
-"""Configurations and formats of other programs, into ours."""
+"""Translation of configs and scripts of other trainers to configs of this project."""

@@ -1,204 +1,219 @@
-"""What a translation of another program's recipe comes to: a config of ours, and what became of every key."""
+"""Translation of other trainers' configs: rules for single keys, the resulting config, and the report on every key."""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping, Protocol
 
 import yaml
 
+from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.effects import keys_without_effect
-from gdpo_nemo.config.files import find_file
 from gdpo_nemo.config.load import all_keys, load_config
-from gdpo_nemo.config.writing import write_whole
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.interop.account import Account
-from gdpo_nemo.interop.rules import RuleResult, is_off
-from gdpo_nemo.validation import validate
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.files import write_whole
+from gdpo_nemo.utils.source import find_file
 
 SAME = "same"
 DIFFERS = "differs"
 CANNOT_RUN = "cannot run"
-"""What a recipe comes to."""
+"""Results of a translation."""
 
-# fmt: skip
 TRANSLATED = "translated"
 ALREADY = "already so"
 DIFFERENT = "differs"
 NO_EFFECT = "no effect on the result"
 UNKNOWN = "unknown key"
 ADDED = "added"
-"""What became of a key."""
+"""Statuses of a key in the report."""
 
-_UNKNOWN = "not known to this translator; look it up before relying on the result"
+_UNKNOWN = "unknown to this translator; check its meaning before you rely on the result"
 
 
 class _Plain(yaml.SafeDumper):
-    """YAML that repeats a value instead of pointing at it."""
+    """YAML dumper that writes repeated values in full, without anchors and aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
-        """No anchors."""
+        """Disable anchors."""
         return True
 
 
 @dataclass
 class Line:
-    """What became of one key."""
+    """Line of the report on one key."""
 
     key: str
-    verdict: str
+    status: str
     text: str
     targets: tuple[str, ...] = ()
-    """Our keys that are written for it; of translated keys."""
+    """Keys of this project that the key is translated to."""
 
 
 @dataclass
 class Translation:
-    """A config of ours and the account of every key of the recipe."""
+    """A translated config, with a report on every key of the original."""
 
     content: dict[str, Any]
     lines: list[Line] = field(default_factory=list)
     differences: dict[str, str] = field(default_factory=dict)
-    """Key, or name of a matter -> what differs and changes the result."""
+    """Key or topic -> difference that changes the result."""
     blockers: dict[str, str] = field(default_factory=dict)
-    """Key, or name of a matter -> why it cannot run."""
+    """Key or topic -> reason for which the config cannot run."""
     questions: dict[str, str] = field(default_factory=dict)
-    """Our key -> what the dry run checks once the files that it needs are here."""
+    """Key of this project -> question that the dry run answers once the required files are available."""
     variables: list[str] = field(default_factory=list)
-    """Environment variables that have to be set where the run starts."""
+    """Environment variables that must be set for the run."""
     files: list[str] = field(default_factory=list)
-    """Files that have to be there where the run starts."""
+    """Files that must exist in the working directory of the run."""
     program: str = "NeMo-RL"
     command: str = "from-nemo-rl"
 
     @property
     def status(self) -> str:
-        """``same``, ``differs`` or ``cannot run``."""
-        return CANNOT_RUN if self.blockers else DIFFERS if self.differences else SAME
+        """Result of the translation: ``same``, ``differs`` or ``cannot run``."""
+        if self.blockers:
+            return CANNOT_RUN
+        return DIFFERS if self.differences else SAME
 
     def summary(self) -> str:
-        """The short list: the status, and each reason for it on a line."""
+        """Return the result of the translation and the reasons for it, one per line."""
         reasons = self.blockers or self.differences
+        ways = "1 way" if len(self.differences) == 1 else f"{len(self.differences)} ways"
         heads = {
-            SAME: f"same: every key that changes the result is done as {self.program} does it",
-            DIFFERS: f"runs but differs in {len(reasons)} way{'s' * (len(reasons) != 1)} that "
-            f"matter{'s' * (len(reasons) == 1)}:",
+            SAME: f"same: every key that affects the result behaves as in {self.program}",
+            DIFFERS: f"runs but differs in {ways} that {'matters' if ways == '1 way' else 'matter'}:",
             CANNOT_RUN: "cannot run:",
         }
         lines = [heads[self.status], *(f"  {name}: {why}" for name, why in reasons.items())]
         if self.blockers and self.differences:
             lines += [
-                f"and would differ in {len(self.differences)}:",
+                f"and would differ in {ways}:",
                 *(f"  {name}: {why}" for name, why in self.differences.items()),
             ]
         if self.questions:
-            lines += ["left to the dry run:", *(f"  {key}: {what}" for key, what in self.questions.items())]
+            lines += ["checked by the dry run:", *(f"  {key}: {what}" for key, what in self.questions.items())]
         if self.variables:
-            lines.append(f"environment variables to set where it starts: {', '.join(self.variables)}")
+            lines.append(f"environment variables to set for the run: {', '.join(self.variables)}")
         if self.files:
-            lines.append(f"files to put where it starts: {', '.join(self.files)}")
+            lines.append(f"files to put in the working directory of the run: {', '.join(self.files)}")
         return "\n".join(lines)
 
     def to_text(self, title: str) -> str:
-        """The config as YAML, followed by the summary and the account as comments."""
+        """Return the config as YAML, followed by the report as comments."""
         body = yaml.dump(
             self.content, Dumper=_Plain, sort_keys=False, allow_unicode=True, default_flow_style=None, width=110
         )
-        return f"# Translated from {title} by `gdpo-nemo config {self.command}`.\n{body}\n{self.account()}\n"
+        return f"# Translated from {title} by `gdpo-nemo config {self.command}`.\n{body}\n{self.report()}\n"
 
-    def account(self) -> str:
-        """The summary, then one comment line a key, those that need a look first and those without effect last."""
+    def report(self) -> str:
+        """Return the summary and one line per key, as YAML comments. Keys that need attention come first, and keys
+        without effect last."""
         out = [f"# {line}" for line in self.summary().splitlines()]
-        for verdict in (UNKNOWN, DIFFERENT, ADDED, TRANSLATED, ALREADY, NO_EFFECT):
-            lines = [line for line in self.lines if line.verdict == verdict]
+        for status in (UNKNOWN, DIFFERENT, ADDED, TRANSLATED, ALREADY, NO_EFFECT):
+            lines = [line for line in self.lines if line.status == status]
             if lines:
-                out += [f"# {verdict} ({len(lines)}):", *(f"#   {line.key}: {line.text}" for line in lines)]
+                out += [f"# {status} ({len(lines)}):", *(f"#   {line.key}: {line.text}" for line in lines)]
         return "\n".join(out)
 
 
 def line_of(
     key: str,
     value: Any,
-    said: RuleResult | None,
+    result: RuleResult | None,
     values: Mapping[str, Any],
     removed: Mapping[str, str],
-    account: Account,
+    findings: Findings,
 ) -> Line:
-    """Return the account of one key.
-
-    A key is called translated only if a value that it names is among those written.
+    """Return the report line of one key. The key is reported as translated only if one of its target keys is written.
 
     Args:
-        values: all that the translation writes, by our dotted keys.
-        removed: our keys that were left out -> why.
+        result: result of the key's rule; None if no rule matches.
+        values: values in the translated config, by dotted key.
+        removed: keys that were removed from the translated config -> reason.
     """
-    if said is None:
+    if result is None:
         return Line(key, UNKNOWN, f"{short(value)}; {_UNKNOWN}")
-    targets = [*said.values, *said.elsewhere]
-    written = {k: f"{k}={short(v)}" for k, v in said.values.items() if k in values and values[k] == v}
-    written |= {k: k for k in said.elsewhere if _holds(values, k)}
-    different = account.differences.get(key)
+    targets = [*result.values, *result.elsewhere]
+    written = {k: f"{k}={short(v)}" for k, v in result.values.items() if k in values and values[k] == v}
+    written |= {k: k for k in result.elsewhere if _is_written(values, k)}
+    different = findings.differences.get(key)
     if written:
-        notes = "".join(f"; {note}" for note in (said.text, different) if note)
+        notes = "".join(f"; {note}" for note in (result.text, different) if note)
         return Line(key, TRANSLATED, f"{short(value)} -> {', '.join(written.values())}{notes}", tuple(written))
     if not targets:
-        verdict = DIFFERENT if said.matters else ALREADY if said.same else NO_EFFECT
-        return Line(key, verdict, f"{short(value)}; {said.text}")
+        status = ALREADY if result.same else NO_EFFECT
+        if result.matters:
+            status = DIFFERENT
+        return Line(key, status, f"{short(value)}; {result.text}")
     for target in targets:
         if target in removed:
-            return Line(key, NO_EFFECT, f"{short(value)} -> {target}, but that {removed[target]}: left out")
-    if said.elsewhere and is_off(value):
-        return Line(key, ALREADY, f"{short(value)}; not used there")
-    if not (said.needed or said.values):
-        return Line(key, NO_EFFECT, f"{short(value)}; worked into what is added, which does not need this key")
-    blocker = account.blocker_of(key)
-    why = f"{blocker} cannot run" if blocker else different or f"nothing is written at {' or '.join(targets)}"
-    return Line(key, DIFFERENT, f"{short(value)}; not taken over: {why}")
+            return Line(key, NO_EFFECT, f"{short(value)} -> {target}, omitted because it {removed[target]}")
+    if result.elsewhere and is_off(value):
+        return Line(key, ALREADY, f"{short(value)}; the original does not use it")
+    if not (result.needed or result.values):
+        return Line(key, NO_EFFECT, f"{short(value)}; covered by the added keys, no other key is needed")
+    blocker = findings.blocker_of(key)
+    why = f"{blocker} cannot run" if blocker else different or f"{' or '.join(targets)} is not written"
+    return Line(key, DIFFERENT, f"{short(value)}; not translated: {why}")
 
 
-def _holds(values: Mapping[str, Any], key: str) -> bool:
-    """Whether something is written at ``key`` or below it."""
+def _is_written(values: Mapping[str, Any], key: str) -> bool:
+    """Return whether ``values`` contains ``key`` or a key below it."""
     return any(name == key or name.startswith(key + ".") for name in values)
 
 
-def written_values(said: Mapping[str, tuple[Any, RuleResult | None]], account: Account) -> dict[str, Any]:
-    """Return the values of the rules and of the account by our dotted keys; the account's count where both have one."""
-    values = {key: value for _, outcome in said.values() if outcome for key, value in outcome.values.items()}
-    return values | {key: value for key, (value, _) in account.values.items()}
+def values_to_write(results: Mapping[str, tuple[Any, RuleResult | None]], findings: Findings) -> dict[str, Any]:
+    """Return the values of the translated config, by dotted key. The findings take precedence over the rules."""
+    values = {key: value for _, outcome in results.values() if outcome for key, value in outcome.values.items()}
+    return values | {key: value for key, (value, _) in findings.values.items()}
 
 
-def assembled(
-    said: Mapping[str, tuple[Any, RuleResult | None]], account: Account, program: str, command: str
+def assemble(
+    results: Mapping[str, tuple[Any, RuleResult | None]], findings: Findings, program: str, command: str
 ) -> Translation:
-    """Return the translation that the rules' answers and the account of what keys make together come to.
+    """Assemble a translation from the results of the rules and the findings on combined keys.
 
     Args:
-        said: key of the recipe -> (its value, what its rule answers; None: no rule knows it).
+        results: key of the original -> (value, result of its rule). The result is None if no rule matches.
+        program: name of the original trainer.
+        command: name of the subcommand of ``gdpo-nemo config``.
     """
-    values = written_values(said, account)
-    translation = Translation(nested(values), blockers=dict(account.blockers), program=program, command=command)
-    translation.questions = dict(account.questions)
+    values = values_to_write(results, findings)
+    translation = Translation(nested(values), blockers=dict(findings.blockers), program=program, command=command)
+    translation.questions = dict(findings.questions)
     removed = leave_out_idle_keys(translation, values)
-    lines = [line_of(key, value, outcome, values, removed, account) for key, (value, outcome) in said.items()]
-    added = ((key, value, why) for key, (value, why) in account.values.items() if key in values)
+    lines = [line_of(key, value, outcome, values, removed, findings) for key, (value, outcome) in results.items()]
+    added = ((key, value, why) for key, (value, why) in findings.values.items() if key in values)
     translation.lines = [*lines, *(Line(key, ADDED, f"{short(value)}; {why}") for key, value, why in added)]
     different = {
         line.key: line.text
         for line in lines
-        if line.verdict in (DIFFERENT, UNKNOWN) and not account.blocker_of(line.key)
+        if line.status in (DIFFERENT, UNKNOWN) and not findings.blocker_of(line.key)
     }
-    translation.differences = different | account.differences
+    translation.differences = different | findings.differences
     return translation
 
 
+def _idle_keys(config: Config) -> list[str]:
+    return keys_without_effect(config, spec_of(config))
+
+
 def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> dict[str, str]:
-    """Take out of content and ``values`` what has no effect in the chosen mode, which a config of ours may not hold,
-    and note what is refused. Return the keys taken out -> why."""
+    """Remove keys that have no effect in the selected mode from the content and ``values``, and validate the config.
+
+    A config must not contain keys without effect. An invalid config is recorded as a blocker.
+
+    Returns:
+        Removed key -> reason.
+    """
     removed: dict[str, str] = {}
     try:
-        while idle := keys_without_effect(config := _loaded(translation.content)):
+        while idle := _idle_keys(config := _loaded(translation.content)):
             for sentence in idle:
                 key, _, why = sentence.partition(": ")
                 del values[key]
@@ -211,8 +226,8 @@ def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> dic
     return removed
 
 
-def _loaded(content: dict[str, Any]):
-    """The content as a Config, checked as any file is, with names in place of files that are not on this machine."""
+def _loaded(content: dict[str, Any]) -> Config:
+    """Load and check the content as a ``Config``. Missing files are replaced first (``_as_on_the_hub``)."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         yaml.safe_dump(_as_on_the_hub(content), file, sort_keys=False)
         file.flush()
@@ -223,8 +238,8 @@ def _loaded(content: dict[str, Any]):
 
 
 def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
-    """A copy whose absent files are names on the hub: that they are absent says nothing about the translation."""
-    copy = yaml.safe_load(yaml.safe_dump(content))
+    """Return a copy in which missing files are replaced by Hub names, so that they do not fail the checks."""
+    copy: dict[str, Any] = yaml.safe_load(yaml.safe_dump(content))
     sections = [copy.get("policy", {}), *(copy.get("data", {}).get(split) or {} for split in ("train", "validation"))]
     for section in sections:
         for key in ("model_name", "tokenizer_name", "path"):
@@ -235,21 +250,21 @@ def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
             del section["type"]
     for options in copy.get("env", {}).values():
         functions = (options or {}).get("functions", {})
-        functions |= {name: "length" for name, place in functions.items() if _is_absent(place)}
+        functions |= {name: "length" for name, import_path in functions.items() if _is_absent(import_path)}
     if isinstance(copy.get("run", {}).get("dir"), str) and "${" in copy["run"]["dir"]:
         copy["run"] = {"dir": "results/name", "name": "name"}
     return copy
 
 
-def _is_absent(place: Any) -> bool:
-    """Return whether an import path names a file that is not on this machine."""
-    file = place.rpartition(":")[0] if isinstance(place, str) else ""
+def _is_absent(import_path: Any) -> bool:
+    """Return whether an import path refers to a file that is not on this machine."""
+    file = import_path.rpartition(":")[0] if isinstance(import_path, str) else ""
     return file.endswith(".py") and find_file(file) is None
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested mappings, in the order of the schema; mappings that are values stay whole."""
-    order = {key: place for place, key in enumerate(all_keys())}
+    """Convert dotted keys to nested mappings, in the order of the schema. Values that are mappings are not changed."""
+    order = {key: index for index, key in enumerate(all_keys())}
     tree: dict[str, Any] = {}
     for key in sorted(values, key=lambda k: order.get(k, len(order))):
         *sections, name = key.split(".")
@@ -261,6 +276,7 @@ def nested(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def short(value: Any) -> str:
+    """Return a value as text of at most 70 characters, for the report."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     text = " ".join(str(value).split())
@@ -268,8 +284,167 @@ def short(value: Any) -> str:
 
 
 def write_text(name: str, text: str) -> None:
-    """Write a file that the option --out asks for. Raises ConfigError where that cannot be."""
+    """Write a file for the option --out. Raises ConfigError if it cannot be written."""
     try:
         write_whole(name, text)
     except OSError as error:
         raise ConfigError(f"--out: {name} cannot be written ({error.strerror})") from None
+
+
+class Recipe(Protocol):
+    """Config or run of another trainer, as the rules read it."""
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value at ``key``, or ``default`` if it is not set."""
+        ...
+
+
+@dataclass
+class RuleResult:
+    """Result of a rule for one key of the original."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    """Key of this project -> value to write."""
+    text: str = ""
+    """Note on the translation, or the reason for which the key is not translated."""
+    same: bool = False
+    """True if this project already behaves like the value, so that no key is written."""
+    matters: bool = False
+    """True if the value is not supported and the result changes."""
+    elsewhere: tuple[str, ...] = ()
+    """Keys of this project that the key determines together with other keys."""
+    needed: bool = False
+    """True if the key counts as different unless one of ``elsewhere`` is written."""
+
+
+Act = Callable[[Any, Any], RuleResult]
+"""Rule: (value, recipe) -> result for the key. The type of the recipe depends on the translator."""
+
+
+def is_off(value: Any, *off: Any) -> bool:
+    """Return whether a value disables a feature: null, false, empty, or one of ``off``."""
+    return value is None or value is False or value in ({}, [], "") or any(value == other for other in off)
+
+
+def to(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Act:
+    """Return the rule for a key with the same meaning as ``key`` of this project. Null means not set in both.
+
+    Args:
+        convert: function that converts the value.
+        note: note for the report.
+    """
+
+    def act(value: Any, recipe: Recipe) -> RuleResult:
+        if value is None:
+            return RuleResult(text=f"not set; the default of {key} applies", same=True)
+        return RuleResult({key: convert(value)}, note)
+
+    return act
+
+
+def combined(*keys: str) -> Act:
+    """Return the rule for a key that determines ``keys`` together with others. The report lists them under "added"."""
+    return lambda value, recipe: RuleResult(elsewhere=keys)
+
+
+def required(*keys: str) -> Act:
+    """Return a rule like ``combined``, but report a difference if none of ``keys`` is written."""
+    return lambda value, recipe: RuleResult(elsewhere=keys, needed=True)
+
+
+def fixed(supported: Any, why: str) -> Act:
+    """Return the rule for a key with only one supported value. Other values are reported as a difference.
+
+    Args:
+        supported: the supported value, or a function of the recipe that returns it.
+        why: description of the behavior, for the report.
+    """
+
+    def act(value: Any, recipe: Recipe) -> RuleResult:
+        expected = supported(recipe) if callable(supported) else supported
+        same = value is None or value == expected
+        return RuleResult(text=why, same=same, matters=not same)
+
+    return act
+
+
+def idle(why: str) -> Act:
+    """Return the rule for a key that does not change the result, only for example speed, memory or logs."""
+    return lambda value, recipe: RuleResult(text=why)
+
+
+def missing(why: str, *off: Any) -> Act:
+    """Return the rule for a feature that is not supported and would change the result.
+
+    Args:
+        why: description of the limitation, for the report.
+        off: values that disable the feature, besides null, false and empty values.
+    """
+
+    def act(value: Any, recipe: Recipe) -> RuleResult:
+        unused = is_off(value, *off)
+        return RuleResult(
+            text=f"{why}{'; the original does not use it' if unused else ''}", same=unused, matters=not unused
+        )
+
+    return act
+
+
+def where(condition: Callable[[Any], Any], act: Act, otherwise: Act) -> Act:
+    """Return a rule that applies ``act`` if ``condition`` is true for the recipe, and ``otherwise`` if not."""
+    return lambda value, recipe: (act if condition(recipe) else otherwise)(value, recipe)
+
+
+def gated(switch: str, act: Act) -> Act:
+    """Return a rule that applies ``act`` only if the key ``switch`` of the recipe is on."""
+    return where(lambda recipe: recipe.get(switch), act, idle(f"no effect: {switch} is off"))
+
+
+@dataclass
+class Findings:
+    """Values, differences and blockers that depend on several keys of a recipe."""
+
+    values: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """Key of this project -> (value, reason)."""
+    differences: dict[str, str] = field(default_factory=dict)
+    """Key of the recipe or topic -> difference that changes training or validation results."""
+    blockers: dict[str, str] = field(default_factory=dict)
+    """Key of the recipe or topic -> reason for which the recipe cannot run."""
+    covered: dict[str, str] = field(default_factory=dict)
+    """Pattern of recipe keys -> name of the blocker that prevents their translation."""
+    questions: dict[str, str] = field(default_factory=dict)
+    """Key of this project -> question that can only be answered from the run's files. The dry run checks it."""
+    files: set[str] = field(default_factory=set)
+    """Files that the config refers to and that are not on this machine."""
+
+    def set(self, key: str, value: Any, why: str) -> None:
+        """Set a key of the translated config."""
+        self.values[key] = (value, why)
+
+    def differs(self, name: str, what: str) -> None:
+        """Record a difference that changes the results, under a recipe key or another name."""
+        self.differences[name] = what
+
+    def asks(self, key: str, what: str) -> None:
+        """Record a question about a key of this project that only the dry run can answer."""
+        self.questions[key] = what
+
+    def blocks(self, name: str, why: str, *keys: str) -> None:
+        """Record a reason for which the recipe cannot run.
+
+        Args:
+            name: key of the recipe, or topic.
+            keys: patterns of recipe keys that are not translated for this reason.
+        """
+        self.blockers[name] = why
+        self.covered |= dict.fromkeys(keys, name)
+
+    def blocker_of(self, key: str) -> str:
+        """Return the name of the blocker that prevents the translation of a recipe key; empty if none does."""
+        if key in self.blockers:
+            return key
+        return next((name for pattern, name in self.covered.items() if fnmatchcase(key, pattern)), "")
+
+    def needs(self, *files: str) -> None:
+        """Record files that must exist in the working directory of the run."""
+        self.files.update(files)

@@ -1,4 +1,6 @@
-"""The policy on one rank: Megatron-core model, log-probs, train step, Hugging Face conversion, checkpoints. No Ray.
+"""The policy on one rank: Megatron-core model, log-probs, train step, Hugging Face conversion, checkpoints.
 
-Call ``gdpo_nemo.megatron.runtime.prepare()`` before anything here that imports megatron.core.
+This package does not use Ray.
+
+Call ``gdpo_nemo.megatron.runtime.prepare()`` before you import a module of this package that imports megatron.core.
 """

@@ -1,16 +1,16 @@
 """Core attention without TransformerEngine: rotary embedding and torch SDPA over packed sequences.
 
-A micro-batch is a pack of sequences laid end to end. SDPA wants a rectangle, so the pack is unrolled into rectangles of
-sequences of similar length (right-padded: under a causal mask no real token sees the padding) and rolled up again.
-Under context parallelism a rank holds two chunks of every sequence (zigzag: chunk r and chunk 2n-1-r, which balances
-causal work); keys and values are gathered, and an explicit mask compares positions.
+A micro-batch is a pack: sequences concatenated without padding. SDPA requires rectangular inputs, so sequences of
+similar length are padded on the right to one rectangle, and the outputs are packed again. Under a causal mask no real
+token attends to the padding. Under context parallelism rank r of n holds chunks r and 2n-1-r of every sequence (zigzag,
+which balances causal work). Keys and values are gathered, and an explicit mask compares positions.
 
-Where sequences begin with the same tokens, the pack may hold these once, with the first of them: the queries of the
-others are their own tokens, the keys the shared ones and theirs, side by side by position. So a row of the pack can be
-a key of several sequences, and gets the sum of their gradients.
+If sequences begin with the same tokens, the pack may contain these tokens once, with the first sequence. The queries of
+each other sequence are then only its unshared tokens. Its keys are the shared and the unshared tokens, ordered by
+position. A token of the pack can thus be a key of several sequences, whose gradients are added up.
 
-The rotary embedding is applied here and not by Megatron's model code because the positions of a pack are known here
-once for all layers; the frequencies come from transformers, so every published scaling rule is the original.
+The rotary embedding is applied here and not in Megatron's model code, because cos and sin of a pack are computed once
+for all layers. The frequencies come from transformers, which implements every published scaling rule.
 """
 
 from __future__ import annotations
@@ -29,95 +29,108 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from torch.utils.checkpoint import checkpoint
 
-# A rectangle may hold this many times the tokens of its sequences before they are split over several: padding costs
-# compute, and every further rectangle costs a kernel launch and copies.
+# Maximum size of a rectangle as a multiple of its number of real tokens. Padding costs compute, and every additional
+# rectangle costs a kernel launch and copies.
 _PADDING_ALLOWED = 1.3
 
 
 @dataclass
 class Packing(PackedSeqParams):
-    """Megatron's packed-sequence parameters, plus what attention derives from them once per micro-batch."""
+    """Megatron's packed-sequence parameters, plus tensors that ``PackedAttention`` computes once per micro-batch."""
 
     positions: torch.Tensor | None = None
-    """int64 [local tokens]: place of each local token in its own sequence. Only ``PackedAttention`` reads this and what
-    follows."""
+    """int64 [local tokens]: position of each local token in its sequence.
+
+    Only ``PackedAttention`` reads this field and the following fields.
+    """
     rectangles: list["Rectangle"] = field(default_factory=list)
+    """Padded batches of all sequences of the micro-batch."""
     order: torch.Tensor | None = None
-    """int64 [tokens of all context ranks]: where each token of the pack is among what these ranks gather; None without
-    context parallelism."""
+    """int64 [tokens of all context ranks]: index of each token of the pack in the gathered tokens of these ranks.
+
+    None without context parallelism.
+    """
     cos: torch.Tensor | None = None
-    """[local tokens, 1, head size]"""
+    """Cosines of the rotary embedding, [local tokens, 1, head size]; None until the first layer has computed them."""
     sin: torch.Tensor | None = None
+    """Sines of the rotary embedding, in the shape of ``cos``."""
 
 
 @dataclass
 class Rectangle:
-    """Sequences of similar length, and how their tokens move between the pack and a padded rectangle."""
+    """Padded batch of sequences of similar length: the indices that move tokens between the pack and the batch."""
 
     queries: torch.Tensor
     """int64 [sequences, query length]: row of each query in the local pack (padding repeats row 0)."""
-    queries_back: torch.Tensor
-    """int64 [queries]: place of each local token of these sequences in the flattened rectangle."""
-    rows: torch.Tensor
-    """int64 [queries]: the local rows these places belong to, in the same order."""
+    query_cells: torch.Tensor
+    """int64 [queries]: index of each query in the flattened rectangle, without padding."""
+    query_rows: torch.Tensor
+    """int64 [queries]: row in the local pack of each query of ``query_cells``."""
     keys: torch.Tensor
-    """int64 [sequences, key length] into the gathered pack."""
-    keys_back: torch.Tensor
+    """int64 [sequences, key length]: row of each key in the gathered pack (padding repeats row 0)."""
+    key_cells: torch.Tensor
+    """int64 [keys]: index of each key in the flattened rectangle, without padding."""
     key_rows: torch.Tensor
+    """int64 [keys]: row in the gathered pack of each key of ``key_cells``."""
     mask: torch.Tensor | None = None
-    """bool [sequences, 1, query length, key length] under context parallelism or where sequences share tokens, else
-    None (plain causal)."""
+    """bool [sequences, 1, query length, key length], true if the query attends to the key.
+
+    None for a plain causal mask, which suffices without context parallelism if the sequences share no tokens.
+    """
     shares: bool = False
-    """Whether a row may be a key of several sequences."""
+    """True if a row may be a key of several sequences."""
 
 
-_ALONE = "rectangle"
-_SHARING = "sharing"
-"""Names under which the arrays of rectangles travel."""
+# Prefixes of the arrays of rectangles: sequences without shared tokens, and sequences that begin with shared tokens.
+_UNSHARED = "rectangle"
+_SHARED = "sharing"
 
 
 def packing_arrays(
     lengths: list[int], rank: int, size: int, rectangles: bool, shared: list[int] | None = None
 ) -> dict[str, np.ndarray]:
-    """Lay out sequences of ``lengths`` (padded tokens each, divisible by 2*size when size > 1) on context rank
-    ``rank``.
+    """Compute the index arrays of a pack on context rank ``rank`` of ``size``.
 
     Args:
-        rectangles: lay out what ``PackedAttention`` reads besides; TransformerEngine's kernels take the bounds alone.
-        shared: leading tokens of each sequence that stand with the one before it, not counted in ``lengths``; None:
-            none. Needs ``rectangles``.
+        lengths: padded number of tokens of each sequence; a multiple of 2 * size if size > 1.
+        rectangles: True to include the arrays of ``PackedAttention``. TransformerEngine's kernels need only the bounds.
+        shared: number of leading tokens of each sequence that are stored with the previous sequence. ``lengths`` does
+            not include them. None if no tokens are shared. Shared tokens require ``rectangles``.
 
     Returns:
-        what ``packing_of`` makes a packing of, on whatever device it is by then.
+        Arrays for ``packing_of``, which accepts them on any device.
     """
     if shared is not None and any(shared) and not rectangles:
-        raise ValueError("TransformerEngine's attention has no sequences that share tokens (policy.share_prompts)")
+        raise ValueError("TransformerEngine's attention does not support shared prompts (policy.share_prompts)")
     bounds = np.concatenate(([0], np.cumsum(lengths)))
     arrays = {"bounds": bounds.astype(np.int32)}
     if rectangles:
         shared = [0] * len(lengths) if shared is None else shared
-        positions = [before + local_positions(length, rank, size) for before, length in zip(shared, lengths)]
+        positions = [count + local_positions(length, rank, size) for count, length in zip(shared, lengths)]
         arrays["positions"] = np.concatenate(positions)
         if size > 1:
             arrays["order"] = _gathered_rows(lengths, bounds, size)
         keys = _key_rows(lengths, bounds, shared)
-        alone = _similar_lengths([i for i, before in enumerate(shared) if not before], lengths)
-        sharing = _similar_areas([i for i, before in enumerate(shared) if before], lengths, list(map(len, keys)))
-        for kind, groups in ((_ALONE, alone), (_SHARING, sharing)):
+        without_prefix = [i for i, count in enumerate(shared) if not count]
+        with_prefix = [i for i, count in enumerate(shared) if count]
+        unshared = _similar_lengths(without_prefix, lengths)
+        sharing = _similar_areas(with_prefix, lengths, [len(rows) for rows in keys])
+        for kind, groups in ((_UNSHARED, unshared), (_SHARED, sharing)):
             for number, members in enumerate(groups):
-                parts = _rectangle(members, positions, keys, bounds // size, masked=size > 1 or kind is _SHARING)
-                arrays |= {f"{kind}.{number}.{name}": array for name, array in parts.items()}
+                masked = size > 1 or kind is _SHARED
+                indices = _rectangle(members, positions, keys, bounds // size, masked=masked)
+                arrays |= {f"{kind}.{number}.{name}": array for name, array in indices.items()}
     return arrays
 
 
 def packing_of(lengths: list[int], arrays: Mapping[str, torch.Tensor]) -> Packing:
-    """Make the packing of sequences of ``lengths`` from the arrays of ``packing_arrays``."""
+    """Create the packing of sequences of ``lengths`` tokens from the result of ``packing_arrays``."""
     bounds = arrays["bounds"]
     packing = Packing(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        # The same objects, by which TransformerEngine knows that there is no padding between sequences.
+        # Passing the same tensors tells TransformerEngine that the sequences have no padding between them.
         cu_seqlens_q_padded=bounds,
         cu_seqlens_kv_padded=bounds,
         max_seqlen_q=max(lengths),
@@ -125,50 +138,52 @@ def packing_of(lengths: list[int], arrays: Mapping[str, torch.Tensor]) -> Packin
     )
     packing.positions = arrays.get("positions")
     packing.order = arrays.get("order")
-    for kind in (_ALONE, _SHARING):
+    for kind in (_UNSHARED, _SHARED):
         number = 0
         while f"{kind}.{number}.queries" in arrays:
             key = f"{kind}.{number}."
-            parts = {f.name: arrays[key + f.name] for f in fields(Rectangle) if key + f.name in arrays}
-            packing.rectangles.append(Rectangle(**parts, shares=kind is _SHARING))
+            indices = {f.name: arrays[key + f.name] for f in fields(Rectangle) if key + f.name in arrays}
+            packing.rectangles.append(Rectangle(**indices, shares=kind is _SHARED))
             number += 1
     return packing
 
 
 def local_positions(length: int, rank: int, size: int) -> np.ndarray:
-    """int64 [length/size]: the positions of one sequence that context rank ``rank`` of ``size`` holds, in its order."""
+    """Return int64 [length/size]: the token positions of one sequence that context rank ``rank`` of ``size`` holds."""
     if size == 1:
         return np.arange(length)
-    # Megatron's zigzag: under a causal mask late tokens attend to more keys, so each rank gets an early and a late
+    # Megatron's zigzag: under a causal mask late tokens attend to more keys, so each rank gets one early and one late
     # chunk.
     chunks = np.split(np.arange(length), 2 * size)
     return np.concatenate((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
 def _gathered_rows(lengths: list[int], bounds: np.ndarray, size: int) -> np.ndarray:
-    """int64 [tokens]: the row of each token of the pack where the shares of ``size`` context ranks stand one below the
-    other."""
+    """Return int64 [tokens]: index of each token of the pack in the joined packs of all context-parallel ranks."""
     order = np.empty(bounds[-1], dtype=np.int64)
     for rank in range(size):
         first = rank * (bounds[-1] // size)
         for length, start in zip(lengths, bounds):
-            places = start + local_positions(length, rank, size)
-            order[places] = np.arange(length // size) + first + start // size
+            tokens = start + local_positions(length, rank, size)
+            order[tokens] = np.arange(length // size) + first + start // size
     return order
 
 
 def _key_rows(lengths: list[int], bounds: np.ndarray, shared: list[int]) -> list[np.ndarray]:
-    """For each sequence int64 [its tokens]: their rows in the whole pack, by position."""
-    found: list[np.ndarray] = []
-    for length, start, before in zip(lengths, bounds, shared):
-        own = start + np.arange(length)
-        found.append(np.concatenate((found[-1][:before], own)) if before else own)
-    return found
+    """Return int64 [tokens] for each sequence: the rows of its tokens in the gathered pack, by position.
+
+    The tokens include those shared with the previous sequence.
+    """
+    rows: list[np.ndarray] = []
+    for length, start, count in zip(lengths, bounds, shared):
+        unshared = start + np.arange(length)
+        rows.append(np.concatenate((rows[-1][:count], unshared)) if count else unshared)
+    return rows
 
 
 def _similar_lengths(members: list[int], lengths: list[int]) -> list[list[int]]:
-    """The members, grouped so that padding to each group's longest stays cheap."""
-    # Longest first, so that the first member of a group is its width.
+    """Group sequences so that padding each to the longest of its group adds at most 30 % to the tokens."""
+    # Longest first: the first member of a group is its longest.
     order = sorted(members, key=lambda i: -lengths[i])
     groups: list[list[int]] = []
     for i in order:
@@ -183,140 +198,146 @@ def _similar_lengths(members: list[int], lengths: list[int]) -> list[list[int]]:
 
 
 def _similar_areas(members: list[int], queries: list[int], keys: list[int]) -> list[list[int]]:
-    """The members, grouped so that padding stays cheap though each has its own number of queries and of keys."""
+    """Group sequences as ``_similar_lengths`` does, with this limit on padding for queries and for keys."""
     groups: list[list[int]] = []
     widths: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
     for i in sorted(members, key=lambda i: (-keys[i], -queries[i])):
-        mine = np.array((queries[i], keys[i]))
-        for place, group in enumerate(groups):
-            wide = np.maximum(widths[place], mine)
-            if (wide * (len(group) + 1) <= _PADDING_ALLOWED * (tokens[place] + mine)).all():
+        counts = np.array((queries[i], keys[i]))
+        for index, group in enumerate(groups):
+            width = np.maximum(widths[index], counts)
+            if (width * (len(group) + 1) <= _PADDING_ALLOWED * (tokens[index] + counts)).all():
                 group.append(i)
-                widths[place] = wide
-                tokens[place] = tokens[place] + mine
+                widths[index] = width
+                tokens[index] = tokens[index] + counts
                 break
         else:
             groups.append([i])
-            widths.append(mine)
-            tokens.append(mine)
+            widths.append(counts)
+            tokens.append(counts)
     return groups
 
 
 def _rectangle(
     members: list[int], positions: list[np.ndarray], key_rows: list[np.ndarray], starts: np.ndarray, masked: bool
 ) -> dict[str, np.ndarray]:
-    """The fields of a ``Rectangle``.
+    """Return the array fields of a ``Rectangle`` by name.
 
     Args:
-        positions: of the queries of every sequence, whose rows begin at its ``starts`` in the local pack.
-        key_rows: of every sequence, by position.
-        masked: without a mask queries and keys are aligned, and is_causal picks a faster kernel.
+        members: indices of the rectangle's sequences.
+        positions: positions of each sequence's local queries.
+        key_rows: rows of each sequence's keys in the gathered pack, by position.
+        starts: row of each sequence's first query in the local pack.
+        masked: True to build a mask. Otherwise queries and keys must be aligned, and is_causal selects a faster kernel.
     """
     queries = _Filler(max(len(positions[i]) for i in members))
     keys = _Filler(max(len(key_rows[i]) for i in members))
     query_positions = np.zeros((len(members), queries.width), np.int64)
-    for place, i in enumerate(members):
-        mine = positions[i]
-        queries.add(np.arange(len(mine)) + starts[i])
-        query_positions[place, : len(mine)] = mine
+    for index, i in enumerate(members):
+        count = len(positions[i])
+        queries.add(np.arange(count) + starts[i])
+        query_positions[index, :count] = positions[i]
         keys.add(key_rows[i])
-    names = ("queries", "queries_back", "rows", "keys", "keys_back", "key_rows")
-    found = dict(zip(names, (*queries.arrays(), *keys.arrays())))
+    names = ("queries", "query_cells", "query_rows", "keys", "key_cells", "key_rows")
+    arrays = dict(zip(names, (*queries.arrays(), *keys.arrays())))
     if masked:
-        # Padded queries count as position 0: they would see nothing and turn into NaN, so let them see the first key.
-        found["mask"] = (np.arange(keys.width)[None, None, :] <= query_positions[:, :, None])[:, None]
-    return found
+        # Padded queries have position 0 and thus attend to the first key. Without any key they would become NaN.
+        arrays["mask"] = (np.arange(keys.width)[None, None, :] <= query_positions[:, :, None])[:, None]
+    return arrays
 
 
 class _Filler:
-    """Collects rows of a pack into a right-padded rectangle of ``width``."""
+    """Builder of a right-padded rectangle [sequences, width] from the rows of each sequence in a pack."""
 
     def __init__(self, width: int):
         self.width = width
         self.table: list[np.ndarray] = []
-        self.back: list[np.ndarray] = []
+        self.cells: list[np.ndarray] = []
         self.rows: list[np.ndarray] = []
 
     def add(self, rows: np.ndarray) -> None:
-        self.back.append(np.arange(len(rows)) + len(self.table) * self.width)
+        self.cells.append(np.arange(len(rows)) + len(self.table) * self.width)
         self.rows.append(rows)
         padded = np.zeros(self.width, np.int64)
         padded[: len(rows)] = rows
         self.table.append(padded)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        return np.stack(self.table), np.concatenate(self.back), np.concatenate(self.rows)
+        return np.stack(self.table), np.concatenate(self.cells), np.concatenate(self.rows)
 
 
-class _Unroll(torch.autograd.Function):
-    """Pack [tokens, ...] -> rectangle [sequences, width, ...]; a pure move, so the backward is the move back. With
-    ``adds`` a row may be in several places, and its gradient is the sum of theirs."""
+class _PadInput(torch.autograd.Function):
+    """Copy rows of a pack [tokens, ...] to a rectangle [sequences, width, ...].
+
+    Set ``shares`` if a row may be copied several times. Its gradient is then the sum of the copies' gradients.
+    """
 
     @staticmethod
-    def forward(ctx, pack, table, back, rows, adds):
-        ctx.save_for_backward(back, rows)
+    def forward(ctx, pack, table, cells, rows, shares):
+        ctx.save_for_backward(cells, rows)
         ctx.tokens = pack.size(0)
-        ctx.adds = adds
+        ctx.shares = shares
         return pack.index_select(0, table.flatten()).view(*table.shape, *pack.shape[1:])
 
     @staticmethod
     def backward(ctx, grad):
-        back, rows = ctx.saved_tensors
+        cells, rows = ctx.saved_tensors
         out = grad.new_zeros(ctx.tokens, *grad.shape[2:])
-        # By `back`, which skips the padding: it repeats row 0, and its gradient must not count there.
-        moved = grad.flatten(0, 1).index_select(0, back)
-        out = out.index_add_(0, rows, moved) if ctx.adds else out.index_copy_(0, rows, moved)
+        # Index with `cells`, which skips the padding: padding repeats row 0, whose gradient must not include it.
+        moved = grad.flatten(0, 1).index_select(0, cells)
+        out = out.index_add_(0, rows, moved) if ctx.shares else out.index_copy_(0, rows, moved)
         return out, None, None, None, None
 
 
-class _RollUp(torch.autograd.Function):
-    """Rectangles -> pack [tokens, ...]: the inverse of unrolling every rectangle."""
+class _UnpadOutput(torch.autograd.Function):
+    """Copy rectangles [sequences, width, ...] back to a pack [tokens, ...], without their padding."""
 
     @staticmethod
     def forward(ctx, tokens, moves, *rectangles):
         ctx.moves = moves
         ctx.shapes = [r.shape for r in rectangles]
         pack = rectangles[0].new_empty(tokens, *rectangles[0].shape[2:])
-        for (back, rows), rectangle in zip(moves, rectangles):
-            pack.index_copy_(0, rows, rectangle.flatten(0, 1).index_select(0, back))
+        for (cells, rows), rectangle in zip(moves, rectangles):
+            pack.index_copy_(0, rows, rectangle.flatten(0, 1).index_select(0, cells))
         return pack
 
     @staticmethod
     def backward(ctx, grad):
         out = []
-        for (back, rows), shape in zip(ctx.moves, ctx.shapes):
+        for (cells, rows), shape in zip(ctx.moves, ctx.shapes):
             rectangle = grad.new_zeros(shape[0] * shape[1], *shape[2:])
-            out.append(rectangle.index_copy_(0, back, grad.index_select(0, rows)).view(shape))
+            out.append(rectangle.index_copy_(0, cells, grad.index_select(0, rows)).view(shape))
         return None, None, *out
 
 
 class _GatherContext(torch.autograd.Function):
-    """[local tokens, ...] on each context rank -> [all tokens, ...] in the order of the pack; the backward sums this
-    rank's share."""
+    """Gather [local tokens, ...] of every context rank to [all tokens, ...] in the order of the pack.
+
+    The backward sums the gradients of this rank's tokens over the ranks (reduce-scatter).
+    """
 
     @staticmethod
     def forward(ctx, x, order, group):
         ctx.save_for_backward(order)
         ctx.group = group
-        shares = x.new_empty(group.size() * x.size(0), *x.shape[1:])
-        dist.all_gather_into_tensor(shares, x.contiguous(), group=group)
-        return shares.index_select(0, order)
+        by_rank = x.new_empty(group.size() * x.size(0), *x.shape[1:])
+        dist.all_gather_into_tensor(by_rank, x.contiguous(), group=group)
+        return by_rank.index_select(0, order)
 
     @staticmethod
     def backward(ctx, grad):
         (order,) = ctx.saved_tensors
-        shares = torch.empty_like(grad, memory_format=torch.contiguous_format).index_copy_(0, order, grad)
-        mine = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_tensor(mine, shares, group=ctx.group)
-        return mine, None, None
+        by_rank = torch.empty_like(grad, memory_format=torch.contiguous_format).index_copy_(0, order, grad)
+        local = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(local, by_rank, group=ctx.group)
+        return local, None, None
 
 
 class PackedAttention(MegatronModule):
     """Causal self-attention over a pack, with rotary embedding and context parallelism.
 
     Args:
-        rotary: ``(inverse frequencies [head size / 2], attention scaling)`` of the model.
+        rotary: inverse frequencies [head size / 2] of the rotary embedding, and the factor on cos and sin.
     """
 
     def __init__(
@@ -335,7 +356,7 @@ class PackedAttention(MegatronModule):
     ):
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
-            raise ValueError(f"packed attention is causal, asked for {attn_mask_type}")
+            raise ValueError(f"packed attention must be causal, not {attn_mask_type}")
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.context_group = groups.cp
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
@@ -353,8 +374,13 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Packing | None = None,
         **unused,
     ):
-        """query [local tokens, heads, size], key and value [local tokens, groups, size] -> [local tokens, heads *
-        size]."""
+        """Return the attention output, [local tokens, heads * size].
+
+        Args:
+            query: [local tokens, heads, size].
+            key: [local tokens, query groups, size].
+            value: in the shape of ``key``.
+        """
         packing: Any = packed_seq_params
         query = self._rotate(query, packing)
         key = self._rotate(key, packing)
@@ -363,41 +389,41 @@ class PackedAttention(MegatronModule):
             key = key.repeat_interleave(repeats, 1)
             value = value.repeat_interleave(repeats, 1)
         if self.context_group.size() > 1:
-            # In one collective; rotated before, since positions are those of the local tokens.
+            # One collective for keys and values. It follows the rotation, which needs the positions of local tokens.
             both = _GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
             key, value = both.unbind(1)
         drop = self.dropout if self.training else 0.0
-        outputs = [self._attended(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
-        moves = [(rectangle.queries_back, rectangle.rows) for rectangle in packing.rectangles]
-        return _RollUp.apply(query.size(0), moves, *outputs).flatten(1)
+        outputs = [self._attend(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
+        moves = [(rectangle.query_cells, rectangle.query_rows) for rectangle in packing.rectangles]
+        return _UnpadOutput.apply(query.size(0), moves, *outputs).flatten(1)
 
     def _rotate(self, x, packing):
-        if packing.cos is None:  # the first layer computes it, the others share it
+        if packing.cos is None:  # the first layer computes cos and sin for all layers
             frequencies, scaling = self.rotary
-            if frequencies.device != x.device:  # once: the copy waits for the device
+            if frequencies.device != x.device:  # copy only once, since a copy waits for the device
                 frequencies = frequencies.to(x.device)
                 self.rotary = frequencies, scaling
             angles = packing.positions.float()[:, None] * frequencies[None, :]
             angles = torch.cat((angles, angles), -1)[:, None, :]
-            # Angles in float32: bfloat16 cannot tell positions above 256 apart.
+            # Compute angles in float32: bfloat16 cannot distinguish positions above 256.
             packing.cos = (angles.cos() * scaling).to(x.dtype)
             packing.sin = (angles.sin() * scaling).to(x.dtype)
         left, right = x.chunk(2, dim=-1)
         return x * packing.cos + torch.cat((-right, left), -1) * packing.sin
 
-    def _attended(self, query, key, value, rectangle: Rectangle, drop: float):
+    def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
         if not rectangle.shares or not torch.is_grad_enabled():
-            return self._attend(query, key, value, rectangle, drop)
-        # Recomputed in the backward pass: the copies of shared keys and values would take as much memory as sharing
-        # them saves.
+            return self._attend_rectangle(query, key, value, rectangle, drop)
+        # Recompute in the backward pass: the copies of shared keys and values would take as much memory as sharing
+        # saves.
         return checkpoint(
-            self._attend, query, key, value, rectangle, drop, use_reentrant=False, preserve_rng_state=drop > 0
+            self._attend_rectangle, query, key, value, rectangle, drop, use_reentrant=False, preserve_rng_state=drop > 0
         )
 
-    def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
-        q = _Unroll.apply(query, rectangle.queries, rectangle.queries_back, rectangle.rows, False)
+    def _attend_rectangle(self, query, key, value, rectangle: Rectangle, drop: float):
+        q = _PadInput.apply(query, rectangle.queries, rectangle.query_cells, rectangle.query_rows, False)
         k, v = (
-            _Unroll.apply(x, rectangle.keys, rectangle.keys_back, rectangle.key_rows, rectangle.shares)
+            _PadInput.apply(x, rectangle.keys, rectangle.key_cells, rectangle.key_rows, rectangle.shares)
             for x in (key, value)
         )
         out = F.scaled_dot_product_attention(

@@ -1,21 +1,20 @@
-"""Checkpoints of model, optimizer, schedule and random state, readable in any other layout.
+"""Checkpoints of model, optimizer, schedule and random state, which can be loaded in any parallel layout.
 
-Megatron's ``dist_checkpointing`` in its fully reshardable format. The caller writes into a temporary folder and renames
-it, so a folder with the final name is whole. Files may be written during training, from a copy in host memory.
+The format is the fully reshardable one of Megatron's ``dist_checkpointing``. The caller writes to a temporary folder
+and renames it, so a folder with the final name is complete. Files may be written during training, from a copy of the
+state in host memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import queue
-import random
 import shutil
 import threading
 import zlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -28,40 +27,42 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.megatron import checkpoint_index
 from gdpo_nemo.megatron.lora import load_adapters, sharded_adapters
+from gdpo_nemo.megatron.runtime import random_state, set_random_state
+from gdpo_nemo.utils.errors import RunError
 
 _NO_SPACE = 4 << 20
 _SHARDING = "fully_reshardable"
 
-# Megatron hands write results to itself through a manager process, since its background saves are processes. Ours are
-# threads: a plain queue spares the manager's start (seconds) and its orphan after a kill.
+# Megatron's background saves are processes that return their results through a manager process. Saves in this module
+# are threads. A plain queue avoids the manager, which takes seconds to start and is orphaned after a kill.
 filesystem_async._results_queue = queue.Queue()
 
 checkpoint_index.install()
 
 
 def save(policy, folder: str | Path) -> None:
-    """Write the policy's whole state and read the weights back; collective.
+    """Write the policy's complete state and verify the weights by reading them back; collective.
 
     Raises:
-        RunError: it could not be written, or reads back differently; the text says why (a full disk, for example).
+        RunError: if the state could not be written, or if the files contain other values. The message gives the reason,
+            for example a full disk.
     """
     Save(policy, folder, background=False).finish()
 
 
 class Save:
-    """A checkpoint on its way to disk. Constructing it and ``finish`` are collective.
+    """A checkpoint in progress. The constructor and ``finish`` are collective.
 
     Args:
-        background: copy the state and write the copy in a thread while the policy trains on; else write now.
+        background: True to copy the state and write the copy in a thread while the policy trains. If False, the
+            constructor returns after all files of this rank are written.
 
     Raises:
-        RunError: it could not be written.
+        RunError: if the state could not be written.
     """
 
     def __init__(self, policy, folder: str | Path, background: bool):
@@ -73,57 +74,57 @@ class Save:
         with policy.params_synced(), policy.optimizer_on_device(), self._explained():
             _fill_moments(policy.built.optimizer)
             state = _state(policy, is_loading=False)
-            # Of the live weights, before the next update changes them; ``finish`` compares the files with these.
+            # Compute checksums before the next update changes the weights. ``finish`` compares the files with them.
             self._sums = _checksums(_weights(policy))
-            # "mcore": the other strategy needs NVIDIA's resiliency extension, whose wheels are for GPUs.
+            # Use "mcore", because the other strategy requires NVIDIA's resiliency extension, whose wheels are for GPUs.
             self._request = dist_checkpointing.save(
                 state, str(self._folder), async_sharded_save=True, async_strategy="mcore"
             )
             arguments = list(self._request.async_fn_args)
             if self._request.async_fn is not None:
-                arguments[1] = _in_host_memory(arguments[1], background)
+                arguments[1] = _in_host_memory(arguments[1], copy=background)
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         if not background:
             self._thread.join()
 
     def _write(self, *arguments) -> None:
-        # Errors reach `finish` through Megatron's queue of results.
+        # Megatron's results queue passes errors to `finish`.
         if self._request.async_fn is not None:
             self._request.async_fn(*arguments)
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's files are on disk."""
+        """True if this rank's files are on disk."""
         return not self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait for all files, write the index, and compare the files with the checksums of the weights.
 
         Raises:
-            RunError: files could not be written, or hold other values.
+            RunError: if files could not be written, or if they contain other values.
         """
         self._thread.join()
         with self._explained():
             dist.barrier()  # the index lists the files of all ranks
             for function in self._request.finalize_fns:
                 function()
-            found = _checksums(_read_back(self._policy, self._folder))
-        wrong = sorted(name for name in self._sums if found.get(name) != self._sums[name])
+            sums = _checksums(_read_back(self._policy, self._folder))
+        wrong = sorted(name for name in self._sums if sums.get(name) != self._sums[name])
         if wrong:
-            raise RunError(f"{len(wrong)} tensors read back with other values, the first of them {wrong[0]}")
+            raise RunError(f"{len(wrong)} tensors have other values when read back, for example {wrong[0]}")
         dist.barrier()
 
     @contextlib.contextmanager
     def _explained(self):
         try:
             yield
-        except (Exception, CheckpointException) as error:  # torch's derives from BaseException alone
+        except (Exception, CheckpointException) as error:  # torch's exception derives directly from BaseException
             raise RunError(_reason(error, self._folder)) from error
 
 
-def _in_host_memory(buckets: list, copy: bool) -> list:
-    """Megatron's write buckets with their tensors on the host; with ``copy`` none of them is a live one."""
+def _in_host_memory(buckets: list[Any], copy: bool) -> list[Any]:
+    """Return Megatron's write buckets with all tensors in host memory; ``copy`` also copies those on the CPU."""
     return [
         (path, key, (blobs, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
         for path, key, (blobs, tensors) in buckets
@@ -131,43 +132,46 @@ def _in_host_memory(buckets: list, copy: bool) -> list:
 
 
 def _weights(policy) -> dict[str, torch.Tensor]:
-    """This rank's weights (under LoRA its adapters) by chunk and name, as a checkpoint holds them."""
-    state = {name: _held(policy, chunk) for name, chunk in _named_chunks(policy)}
-    return {f"{name}.{key}": value for name, part in state.items() for key, value in part.items()}
+    """Return this rank's weights, or only its adapters under LoRA. The keys are ``chunk.name`` as in a checkpoint."""
+    state = {name: _chunk_weights(policy, chunk) for name, chunk in _named_chunks(policy)}
+    return {f"{name}.{key}": value for name, weights in state.items() for key, value in weights.items()}
 
 
-def _held(policy, chunk) -> dict[str, torch.Tensor]:
-    """The live tensors of one chunk that a checkpoint holds."""
+def _chunk_weights(policy, chunk) -> dict[str, torch.Tensor]:
+    """Return the live tensors of a chunk that a checkpoint contains, by name."""
     if policy.lora:
         return {key: tensor.data for key, tensor in sharded_adapters(chunk).items()}
     return _tensors(chunk.state_dict())
 
 
-def _tensors(state: dict) -> dict[str, torch.Tensor]:
-    """The weights in a state dictionary."""
+def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a state dictionary, without the scales for fp8."""
     return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra(key)}
 
 
 def _is_extra(key: str) -> bool:
-    """Whether a key is of TransformerEngine's scales for fp8. Its modules have such an entry without fp8, too; layers
-    of torch have none, and Megatron saves none of attention."""
+    """Return whether a key of a state dictionary names TransformerEngine's scales for fp8.
+
+    TransformerEngine's modules have such an entry even without fp8. torch's layers have none, and Megatron does not
+    save the entry of an attention module.
+    """
     return key.rpartition(".")[2].startswith("_extra_state")
 
 
 def _read_back(policy, folder: Path) -> dict[str, torch.Tensor]:
-    """What the files hold for this rank, in fresh memory, named as in ``_weights``."""
+    """Read this rank's weights from the files into new memory. The keys are those of ``_weights``."""
     state = _model_state(policy)
     for part in nested_values(state):
         if isinstance(part, (ShardedTensor, ShardedTensorFactory)):
-            # Fresh memory, or the load would write into the live weights; NaN, so that a tensor nobody reads is
-            # noticed.
+            # The load overwrites these tensors, so they must not be the live weights. NaN marks a tensor that was not
+            # read.
             part.data = torch.full_like(part.data, float("nan"))
     state = dist_checkpointing.load(state, str(folder))
     return {f"{name}.{key}": value for name, _ in _named_chunks(policy) for key, value in _tensors(state[name]).items()}
 
 
 def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """CRC-32 of every tensor's bytes."""
+    """Return the CRC-32 of every tensor's bytes."""
     return {
         name: zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
         for name, tensor in tensors.items()
@@ -175,7 +179,10 @@ def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _reason(error: BaseException, folder: Path) -> str:
-    """Why a write failed. Megatron's writer passes on only the type of an error, so check for a full disk first."""
+    """Return the reason for a failed write.
+
+    A full disk is detected here, because Megatron's writer reports only the type of an error.
+    """
     free = shutil.disk_usage(folder).free
     if free < _NO_SPACE:
         return f"No space left on device ({free >> 10} KiB free)"
@@ -184,9 +191,11 @@ def _reason(error: BaseException, folder: Path) -> str:
 
 
 def _fill_moments(optimizer) -> None:
-    """Give parameters without an update their (zero) moments, so that a checkpoint before the first update is
-    complete, and groups of which this rank has no parameter the step count of the others: it is the first rank's that
-    is written."""
+    """Create missing optimizer state, so that a checkpoint can be written before the first update.
+
+    Parameters that have not been updated get zero moments. A group that has no parameters on this rank gets the step
+    count of the other groups, because the checkpoint contains the first rank's groups.
+    """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     groups = [group for part in parts for group in part.optimizer.param_groups]
     step = max((group["step"] for group in groups if "step" in group), default=None)
@@ -198,26 +207,29 @@ def _fill_moments(optimizer) -> None:
 
 
 def load_weights(policy, folder: str | Path) -> None:
-    """Read the model alone (or its adapters) from a checkpoint written at any layout; collective."""
+    """Read only the model, or only its adapters under LoRA, from a checkpoint of any layout; collective."""
     with checkpoint_index.reading(folder):
-        wanted = _model_state(policy)
-        _leave_out_absent_extras(wanted, load_sharded_metadata(str(folder)))
-        _fill_model(policy, dist_checkpointing.load(wanted, str(folder)))
+        requested = _model_state(policy)
+        _remove_absent_extras(requested, load_sharded_metadata(str(folder)))
+        _fill_model(policy, dist_checkpointing.load(requested, str(folder)))
     dist.barrier()
 
 
-def _leave_out_absent_extras(wanted: dict, there) -> None:
-    """Do not ask for fp8 scales that a checkpoint, written without TransformerEngine, lacks."""
+def _remove_absent_extras(requested: dict[str, Any], stored) -> None:
+    """Remove the fp8 scales that the checkpoint does not contain from ``requested``, in place.
+
+    A checkpoint that was written without TransformerEngine has none.
+    """
 
     def is_absent(part) -> bool:
-        return isinstance(part, ShardedObject) and _is_extra(part.key) and part.unique_key not in there
+        return isinstance(part, ShardedObject) and _is_extra(part.key) and part.unique_key not in stored
 
-    for chunk in wanted.values():
+    for chunk in requested.values():
         for key in [key for key, part in chunk.items() if is_absent(part)]:
             del chunk[key]
 
 
-def _fill_model(policy, state: dict) -> None:
+def _fill_model(policy, state: dict[str, Any]) -> None:
     for name, chunk in _named_chunks(policy):
         if policy.lora:
             load_adapters(chunk, state[name])
@@ -225,80 +237,85 @@ def _fill_model(policy, state: dict) -> None:
             for key, value in state[name].items():
                 if _is_extra(key):
                     checkpoint_index.check_extra_state(value)
-            found = chunk.load_state_dict(state[name], strict=False)
-            wrong = [key for key in (*found.missing_keys, *found.unexpected_keys) if not _is_extra(key)]
+            result = chunk.load_state_dict(state[name], strict=False)
+            wrong = [key for key in (*result.missing_keys, *result.unexpected_keys) if not _is_extra(key)]
             if wrong:
                 raise RunError(f"the checkpoint does not fit the model: {', '.join(wrong)}")
 
 
 def load_checkpoint(policy, folder: str | Path) -> None:
-    """Read a checkpoint written at any layout; collective."""
+    """Read the policy's complete state from a checkpoint of any layout; collective."""
     with policy.optimizer_on_device(), checkpoint_index.reading(folder):
         _load(policy, folder)
     dist.barrier()
 
 
 def _load(policy, folder: str | Path) -> None:
-    wanted = _state(policy, is_loading=True)
-    there = load_sharded_metadata(str(folder))
-    _leave_out_absent_extras({name: wanted[name] for name, _ in _named_chunks(policy)}, there)
-    # Random streams belong to ranks: with another number of ranks there are none to continue, and fresh ones are used.
-    if wanted["random"].unique_key not in there:
-        del wanted["random"]
-    if not any(key.startswith(_REFERENCE) for key in there):  # it began to follow after this checkpoint
-        wanted = {name: part for name, part in wanted.items() if not name.startswith(_REFERENCE)}
-    apart = _rename_main_weights(wanted["optimizer"], there)
-    if not any(key.startswith(_MAIN_WEIGHTS[:2]) for key in there):
-        _read_apart(wanted["optimizer"], apart, str(folder))
-    state = dist_checkpointing.load(wanted, str(folder))
+    requested = _state(policy, is_loading=True)
+    stored = load_sharded_metadata(str(folder))
+    _remove_absent_extras({name: requested[name] for name, _ in _named_chunks(policy)}, stored)
+    # Each rank has its own random state. A checkpoint of another number of ranks does not contain it, so the newly
+    # seeded state is used.
+    if requested["random"].unique_key not in stored:
+        del requested["random"]
+    if not any(key.startswith(_REFERENCE) for key in stored):  # the reference was fixed when it was written
+        requested = {name: part for name, part in requested.items() if not name.startswith(_REFERENCE)}
+    model_weights = _rename_main_weights(requested["optimizer"], stored)
+    if not any(key.startswith(_MAIN_WEIGHTS[:2]) for key in stored):
+        _read_separately(requested["optimizer"], model_weights, str(folder))
+    state = dist_checkpointing.load(requested, str(folder))
     _fill_model(policy, state)
     _fill_reference(policy, state)
     optimizer = policy.built.optimizer
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     saved = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
-    fitted = _fit(state["optimizer"], saved, parts)
-    _keep_own_settings(fitted, parts)
-    optimizer.load_state_dict(fitted)
-    # Built to keep its own settings (see `model.build_optimizer`), it takes the number of updates alone.
+    converted = _convert_optimizer_state(state["optimizer"], saved, parts)
+    _restore_settings(converted, parts)
+    optimizer.load_state_dict(converted)
+    # The scheduler reads only the number of updates and keeps its settings (see `optimizer.make_schedule`).
     policy.built.scheduler.load_state_dict(state["scheduler"])
     if "random" in state:
-        _set_random_state(state["random"])
+        set_random_state(state["random"])
 
 
 _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
-"""Prefix of a weight's name among the main weights: of a distributed optimizer, of a plain one in bfloat16, and of a
-plain one in float32, whose main weights are the model's."""
+"""Prefixes of the keys of main weights: distributed optimizer, plain optimizer in bfloat16, plain optimizer in float32.
+
+In float32 the model's weights are the main weights.
+"""
 
 
-def _rename_main_weights(wanted: dict, there) -> dict:
-    """Ask for main weights under the names that the optimizer which wrote the checkpoint gave them.
+def _rename_main_weights(requested: dict[str, Any], stored) -> dict[str, Any]:
+    """Change the keys of the requested main weights to those in the checkpoint, in place.
+
+    The keys depend on the kind of optimizer that wrote the checkpoint.
 
     Returns:
-        by number, those that are the model's own weights in the checkpoint. The model asks for these, too, and one load
-        reads a tensor only once, so they are read separately (see ``_read_apart``).
+        The main weights that the checkpoint stores as model weights, under consecutive numbers. The model requests the
+        same keys, and a load reads each key only once. They must therefore be read by ``_read_separately``.
     """
-    apart: dict[str, Any] = {}
-    for tensor in nested_values(wanted):
+    model_weights: dict[str, Any] = {}
+    for tensor in nested_values(requested):
         key = getattr(tensor, "key", "")
         prefix = next((p for p in _MAIN_WEIGHTS[:2] if key.startswith(p)), None)
-        if prefix is None or key in there:
+        if prefix is None or key in stored:
             continue
-        names = (other + key.removeprefix(prefix) for other in _MAIN_WEIGHTS)
-        tensor.key = next((name for name in names if name in there), key)
+        candidates = (other + key.removeprefix(prefix) for other in _MAIN_WEIGHTS)
+        tensor.key = next((name for name in candidates if name in stored), key)
         if not tensor.key.startswith("optimizer."):
-            apart[str(len(apart))] = tensor
-    return apart
+            model_weights[str(len(model_weights))] = tensor
+    return model_weights
 
 
-def _read_apart(wanted: dict, apart: dict, folder: str) -> None:
-    """Read the tensors ``apart`` and leave their values where ``wanted`` has them."""
-    places = {id(tensor): number for number, tensor in apart.items()}
-    values = dist_checkpointing.load(dict(apart), folder)
+def _read_separately(requested: dict[str, Any], tensors: dict[str, Any], folder: str) -> None:
+    """Read ``tensors`` from the checkpoint and replace them by their values in ``requested``, in place."""
+    numbers = {id(tensor): number for number, tensor in tensors.items()}
+    values = dist_checkpointing.load(dict(tensors), folder)
 
-    def settle(part):
-        return LocalNonpersistentObject(values[places[id(part)]]) if id(part) in places else part
+    def replace_by_value(part):
+        return LocalNonpersistentObject(values[numbers[id(part)]]) if id(part) in numbers else part
 
-    dict_list_map_inplace(settle, wanted)
+    dict_list_map_inplace(replace_by_value, requested)
 
 
 def _named_chunks(policy):
@@ -306,7 +323,7 @@ def _named_chunks(policy):
     return [("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks)]
 
 
-def _metadata() -> dict:
+def _metadata() -> dict[str, Any]:
     return dict(
         distrib_optim_sharding_type=_SHARDING,
         singleton_local_shards=False,
@@ -315,9 +332,9 @@ def _metadata() -> dict:
     )
 
 
-def _model_state(policy) -> dict:
+def _model_state(policy) -> dict[str, Any]:
     return {
-        # Under LoRA the model is frozen and in its own folder; the checkpoint holds the adapters alone.
+        # Under LoRA the frozen model stays in the folder that it was loaded from; the checkpoint has only the adapters.
         name: sharded_adapters(chunk) if policy.lora else chunk.sharded_state_dict(metadata=_metadata())
         for name, chunk in _named_chunks(policy)
     }
@@ -326,40 +343,40 @@ def _model_state(policy) -> dict:
 _REFERENCE = "reference."
 
 
-def _reference_state(policy) -> dict:
-    """The weights of a reference that follows the policy, described as the model's are; nothing of one that stays."""
+def _reference_state(policy) -> dict[str, Any]:
+    """Return the sharded weights of the reference by chunk; empty if the reference does not follow the policy."""
     if not policy.config.sync_ref_model or policy.reference is None:
         return {}
-    found = {}
-    for name, chunk, kept in _reference_chunks(policy):
+    state = {}
+    for name, chunk, weights in _reference_chunks(policy):
         parts = chunk.sharded_state_dict(prefix=_REFERENCE, metadata=_metadata())
-        found[name] = {key: part for key, part in parts.items() if key.removeprefix(_REFERENCE) in kept}
-        for key, part in found[name].items():
-            part.data = kept[key.removeprefix(_REFERENCE)]
-    return found
+        state[name] = {key: part for key, part in parts.items() if key.removeprefix(_REFERENCE) in weights}
+        for key, part in state[name].items():
+            part.data = weights[key.removeprefix(_REFERENCE)]
+    return state
 
 
 def _reference_chunks(policy):
-    """(name in a checkpoint, chunk, {parameter: tensor of the reference}) of every chunk."""
+    """Yield (name in a checkpoint, chunk, {parameter name: reference tensor}) for every chunk."""
     tensors = iter(policy.reference.weights)
     for name, chunk in _named_chunks(policy):
         yield _REFERENCE + name, chunk, {key: next(tensors) for key, _ in chunk.named_parameters()}
 
 
-def _fill_reference(policy, state: dict) -> None:
+def _fill_reference(policy, state: dict[str, Any]) -> None:
     if policy.reference is None:
         return
-    for name, _, kept in _reference_chunks(policy):
+    for name, _, weights in _reference_chunks(policy):
         for key, value in state.get(name, {}).items():
-            kept[key.removeprefix(_REFERENCE)].copy_(value)
+            weights[key.removeprefix(_REFERENCE)].copy_(value)
 
 
-def sharded_weights(policy) -> list[tuple[str, dict]]:
-    """The whole model by chunk, as Megatron describes its shards; under LoRA without the adapters."""
+def sharded_weights(policy) -> list[tuple[str, dict[str, Any]]]:
+    """Return (name, Megatron's sharded state dictionary) of every chunk, without LoRA's adapters."""
     return [(name, chunk.sharded_state_dict(metadata=_metadata())) for name, chunk in _named_chunks(policy)]
 
 
-def _state(policy, is_loading: bool) -> dict:
+def _state(policy, is_loading: bool) -> dict[str, Any]:
     chunks = _model_state(policy)
     metadata = _metadata()
     model = chunks if len(chunks) > 1 else chunks["model"]
@@ -372,89 +389,99 @@ def _state(policy, is_loading: bool) -> dict:
     }
 
 
-def _fit(state: dict, saved: dict, parts: list) -> dict:
-    """Convert optimizer state as it was read to the form that our optimizer, made of ``parts``, loads.
+def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts: list[Any]) -> dict[Any, Any]:
+    """Convert loaded optimizer state to the form that this run's optimizer expects.
 
-    Tensors already have our layout. What differs are the parameter groups (step count, learning rate) in ``saved``, the
-    optimizer's state that is not tensors: a plain optimizer writes them with their parameters, a
-    distributed one without; with expert parallelism Megatron chains two optimizers (dense and expert parameters), whose
-    groups sit under 0 and 1.
+    The tensors already have this run's layout. Only the form of the parameter groups (step count, learning rate) may
+    differ: a plain optimizer writes groups with their parameters, a distributed optimizer without. With expert
+    parallelism Megatron chains two optimizers, for dense and for expert parameters. Their states have the keys 0 and 1.
+
+    Args:
+        state: optimizer state as loaded for this run.
+        saved: optimizer state in the checkpoint, without tensors.
+        parts: this run's chained optimizers, or its only optimizer.
     """
-    sources = [saved[index] for index in (0, 1)] if 0 in saved else [saved]
-    pieces = [state[index] for index in range(len(parts))] if len(parts) > 1 else [state]
-    was_distributed = any("param_state_sharding_type" in source for source in sources)
-    was_float32 = "param_groups" in sources[0]  # of a plain optimizer; in bfloat16 it is nested below the main weights
-    same_kind = was_distributed == ("param_state" in pieces[0]) and was_float32 == ("state" in pieces[0])
-    if len(sources) == len(parts) and same_kind:
+    is_chained = len(parts) > 1
+    saved_parts = [saved[0], saved[1]] if 0 in saved else [saved]
+    states = [state[index] for index in range(len(parts))] if is_chained else [state]
+    was_distributed = any("param_state_sharding_type" in saved_part for saved_part in saved_parts)
+    was_float32 = "param_groups" in saved_parts[0]  # plain optimizer; in bfloat16 it is nested below the main weights
+    is_distributed = "param_state" in states[0]
+    is_float32 = "state" in states[0]
+    if len(saved_parts) == len(parts) and (was_distributed, was_float32) == (is_distributed, is_float32):
         return state
-    found = {_identity(group): group for source in sources for group in _groups(source)}
-    fitted = [_fit_part(piece, part, found) for piece, part in zip(pieces, parts)]
-    return dict(enumerate(fitted)) if len(parts) > 1 else fitted[0]
+    saved_groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for saved_part in saved_parts:
+        saved_groups |= {_identity(group): group for group in _groups(saved_part)}
+    converted = [_convert_part(part_state, part, saved_groups) for part_state, part in zip(states, parts)]
+    return dict(enumerate(converted)) if is_chained else converted[0]
 
 
-def _keep_own_settings(state: dict, parts: list) -> None:
-    """Give the parameter groups in ``state`` the settings of the optimizer that loads it; in place.
+def _restore_settings(state: dict[Any, Any], parts: list[Any]) -> None:
+    """Replace the settings of the parameter groups in ``state`` by those of this run's optimizer, in place.
 
-    A run may be resumed with another learning rate, weight decay or Adam decay. Megatron tells groups apart by some of
-    these and silently takes the others from the checkpoint; here the config's value wins, and only the step count is
-    the checkpoint's.
+    A run may be resumed with another learning rate, weight decay or Adam decay. Megatron identifies groups by some of
+    these settings, and silently loads the others from the checkpoint. Here the config takes precedence, and only the
+    step count comes from the checkpoint.
     """
     for index, part in enumerate(parts):
-        piece = state[index] if len(parts) > 1 else state
-        own = {_identity(group): group for group in part.optimizer.param_groups}
-        for group in _groups(piece):
-            group.update({key: value for key, value in own[_identity(group)].items() if key not in ("params", "step")})
+        part_state = state[index] if len(parts) > 1 else state
+        settings = {_identity(group): group for group in part.optimizer.param_groups}
+        for group in _groups(part_state):
+            for key, value in settings[_identity(group)].items():
+                if key not in ("params", "step"):
+                    group[key] = value
 
 
-def _groups(state: dict) -> list[dict]:
+def _groups(state: dict[str, Any]) -> list[dict[str, Any]]:
     return state["param_groups"] if "param_groups" in state else state.get("optimizer", {}).get("param_groups", [])
 
 
-def _fit_part(piece: dict, part, found: dict[tuple, dict]) -> dict:
-    own = part.optimizer.state_dict()["param_groups"]
-    mine = ("params", "is_expert_parallel")
-    groups = [{**found[_identity(group)], **{key: group[key] for key in mine if key in group}} for group in own]
-    if "param_state" in piece:
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        kept = {"param_state": piece["param_state"], "param_state_sharding_type": _SHARDING}
-        return {"optimizer": {"param_groups": groups}, **kept}
-    if "state" in piece:  # in float32 torch's own state is at the top level
-        return {"param_groups": groups, "state": piece["state"]}
-    rest = {key: value for key, value in piece.items() if key != "param_groups"}
-    return {**rest, "optimizer": {**piece["optimizer"], "param_groups": groups}}
+def _convert_part(
+    state: dict[str, Any], optimizer, saved_groups: dict[tuple[Any, ...], dict[str, Any]]
+) -> dict[str, Any]:
+    """Convert the state of one of the chained optimizers; see ``_convert_optimizer_state``.
+
+    Args:
+        saved_groups: parameter groups in the checkpoint, by ``_identity``.
+    """
+    is_distributed = "param_state" in state
+    groups = []
+    for group in optimizer.optimizer.state_dict()["param_groups"]:
+        converted = dict(saved_groups[_identity(group)])
+        for key in ("params", "is_expert_parallel"):  # these depend on the run's layout
+            if key in group:
+                converted[key] = group[key]
+        if is_distributed:
+            converted.pop("params", None)
+        groups.append(converted)
+    if is_distributed:
+        return {
+            "optimizer": {"param_groups": groups},
+            "param_state": state["param_state"],
+            "param_state_sharding_type": _SHARDING,
+        }
+    if "state" in state:  # in float32 the state of torch's optimizer is at the top level
+        return {"param_groups": groups, "state": state["state"]}
+    others = {key: value for key, value in state.items() if key != "param_groups"}
+    return {**others, "optimizer": {**state["optimizer"], "param_groups": groups}}
 
 
-_STRUCTURE = ("wd_mult", "lr_mult", "is_decoupled_lr")
-"""Keys that identify a parameter group. Megatron's own identity also has the settings of the schedule (``max_lr``,
-``min_lr``, ...), which may change between starts, and whether the group holds experts, whose settings equal the
-others'."""
+_IDENTITY_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
+"""Keys that identify a parameter group.
+
+Megatron's identity also includes the schedule's settings (``max_lr``, ``min_lr``, ...), which may change when a run is
+resumed. It also includes the flag for groups of experts, although their settings equal those of the other groups.
+"""
 
 
-def _identity(group: dict) -> tuple:
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _STRUCTURE)
+def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _IDENTITY_KEYS)
 
 
 def _random_object() -> ShardedObject:
-    """This rank's random state, stored under its rank; read back only where the ranks are the same."""
-    return ShardedObject("random", _random_state(), (dist.get_world_size(),), (dist.get_rank(),))
+    """Return this rank's random state as an object of the checkpoint, under its rank and the number of ranks.
 
-
-def _random_state() -> dict:
-    state = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "streams": get_cuda_rng_tracker().get_states(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def _set_random_state(state: dict) -> None:
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["streams"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+    It is read back only by a run with the same number of ranks.
+    """
+    return ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),))

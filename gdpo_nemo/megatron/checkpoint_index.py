@@ -1,8 +1,9 @@
-"""Reading what a checkpoint holds as pickles, without running any of it.
+"""Safe readers for the pickles in a checkpoint: loading a checkpoint does not execute code from it.
 
-A checkpoint in torch's distributed format has an index, ``.metadata``, and objects that are no tensors; torch reads
-both with unpicklers that call whatever they are told to. ``install`` puts readers in their place that do not. A file
-can still name the wrong tensors, or cost time and memory; it cannot run code or name files outside its folder.
+A checkpoint in torch's distributed format has an index, ``.metadata``, and objects other than tensors. torch reads both
+with unpicklers that call any function named in the file. ``install`` replaces these unpicklers by restricted ones. A
+malicious file can still name the wrong tensors, or cost time and memory. It cannot run code or name files outside its
+folder.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from gdpo_nemo.config.messages import first_line
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.utils.errors import RunError, first_line
 
-_LARGEST_INDEX = 1 << 30
-"""Bytes: some ten million shards."""
-_LARGEST_NUMBER = 1 << 48
-_DIMENSIONS = 16
+_MAX_INDEX_BYTES = 1 << 30
+"""Maximum size of an index; it corresponds to about ten million shards."""
+_MAX_NUMBER = 1 << 48
+"""Upper bound (exclusive) of sizes, offsets and byte counts in an index."""
+_MAX_DIMENSIONS = 16
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -45,20 +46,20 @@ _RECORDS = {
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     )),
-    # Where torch before 2.3 had the properties.
+    # Location of the properties in torch before 2.3.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
-    # Of the plans of the ranks, which Megatron leaves in the index for its own writer.
+    # Classes of the ranks' plans, which Megatron leaves in the index for its own writer.
     *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
     ("pathlib", "PosixPath"),
 }  # fmt: skip
-"""(module, name) of all that an index may mention beside sizes and types of numbers."""
+"""(module, name) of all classes and functions that an index may name, in addition to torch.Size and torch's dtypes."""
 
 
 class _Record:
-    """An object of the index as data. Nothing that a pickle does to it has an effect elsewhere."""
+    """Stand-in for an object of the index: stores the object's state and ignores all other pickle operations."""
 
     state: Any = None
 
@@ -70,9 +71,9 @@ class _Record:
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Makes records of everything that the index may mention, and refuses the rest.
+    """Unpickler that creates a ``_Record`` for every allowed object and rejects all others.
 
-    Their classes are new for every file: a pickle may set attributes of a class, which then die with it.
+    Each file gets its own record classes: a pickle may set attributes of a class, which must not affect other files.
     """
 
     def __init__(self, content: bytes):
@@ -80,55 +81,59 @@ class _IndexUnpickler(pickle.Unpickler):
         self._classes: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The stand-in for a class or function. Raises UnpicklingError: it does not belong into an index."""
+        """Return the stand-in for a class or function. Raises UnpicklingError if an index must not name it."""
         if (module, name) in _RECORDS:
             return self._classes.setdefault(name, type(name, (_Record,), {}))
         if (module, name) == ("torch", "Size"):
             return tuple
-        found = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
-        if isinstance(found, torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index holds")
+        dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not expected in an index")
 
 
 def read_index(file: Path) -> Metadata:
-    """The index of a checkpoint.
+    """Return the index of a checkpoint.
 
     Raises:
-        RunError: it is none, names something that no index holds, or a file outside its folder.
+        RunError: if the file is not an index, or if it names a forbidden object or a file outside its folder.
     """
     try:
         with open(file, "rb") as stream:
-            content = stream.read(_LARGEST_INDEX + 1)
+            content = stream.read(_MAX_INDEX_BYTES + 1)
     except OSError as error:
         raise RunError(f"{file} cannot be read: {error.strerror}") from None
-    if len(content) > _LARGEST_INDEX:
-        raise RunError(f"{file} is no index of a checkpoint (above {_LARGEST_INDEX >> 20} MiB)")
-    # An object behind a registered number is found in this cache, and find_class not asked.
+    if len(content) > _MAX_INDEX_BYTES:
+        raise RunError(f"{file} is not a checkpoint index (larger than {_MAX_INDEX_BYTES >> 20} MiB)")
+    # Pickle would take an object with a registered extension code from this cache, without calling find_class.
     copyreg.clear_extension_cache()
     try:
         return _metadata(_IndexUnpickler(content).load())
-    except Exception as error:  # noqa: BLE001 - a hostile file may make any
-        raise RunError(f"{file} is no index of a checkpoint that is read here ({first_line(error)})") from None
+    except Exception as error:  # noqa: BLE001 - a hostile file may raise any exception
+        raise RunError(f"{file} is not a supported checkpoint index ({first_line(error)})") from None
 
 
 def _metadata(record: Any) -> Metadata:
     content = _state(record, "Metadata")
-    tensors = {_text(key): _stored(value) for key, value in _mapping(content["state_dict_metadata"]).items()}
-    places = {_place(key): _slice(value) for key, value in _mapping(content["storage_data"]).items()}
+    tensors = {_text(key): _item_metadata(value) for key, value in _mapping(content["state_dict_metadata"]).items()}
+    storage = {_index(key): _storage_info(value) for key, value in _mapping(content["storage_data"]).items()}
     version = content.get("version")
-    return Metadata(tensors, None, places, StorageMeta(), None if version is None else _text(version))
+    return Metadata(tensors, None, storage, StorageMeta(), None if version is None else _text(version))
 
 
-def _stored(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _item_metadata(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     if type(record).__name__ == "BytesStorageMetadata":
         return BytesStorageMetadata()
     content = _state(record, "TensorStorageMetadata")
     properties = content["properties"]
-    kept = properties.state if isinstance(properties, _Record) else None
-    dtype = kept["dtype"] if isinstance(kept, dict) else kept[0] if isinstance(kept, tuple) else None
+    state = properties.state if isinstance(properties, _Record) else None
+    dtype = None
+    if isinstance(state, dict):
+        dtype = state["dtype"]
+    elif isinstance(state, tuple):
+        dtype = state[0]
     if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor without a type of numbers")
+        raise ValueError("a tensor without a data type")
     chunks = content["chunks"]
     if not isinstance(chunks, list):
         raise ValueError("a tensor without a list of chunks")
@@ -140,7 +145,7 @@ def _chunk(record: Any) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(_size(content["offsets"]), _size(content["sizes"]))
 
 
-def _place(record: Any) -> MetadataIndex:
+def _index(record: Any) -> MetadataIndex:
     content = _state(record, "MetadataIndex")
     offset = content.get("offset")
     index = content.get("index")
@@ -149,59 +154,67 @@ def _place(record: Any) -> MetadataIndex:
     )
 
 
-def _slice(record: Any) -> _StorageInfo:
+def _storage_info(record: Any) -> _StorageInfo:
     content = _state(record, "_StorageInfo")
     path = _text(content["relative_path"])
     if path in (".", "..") or "/" in path or "\0" in path:
-        raise ValueError(f"{path!r} is no file of the checkpoint")
+        raise ValueError(f"{path!r} is not a file of the checkpoint")
     if content.get("transform_descriptors"):
-        raise ValueError("a file that is not stored as it is")
+        raise ValueError("a file with a transformation, which is not supported")
     return _StorageInfo(path, _number(content["offset"]), _number(content["length"]))
 
 
 def _state(record: Any, kind: str) -> dict[str, Any]:
     if not isinstance(record, _Record) or type(record).__name__ != kind or not isinstance(record.state, dict):
-        raise ValueError(f"{type(record).__name__} in the place of {kind}")
+        raise ValueError(f"expected {kind}, got {type(record).__name__}")
     return record.state
 
 
 def _mapping(value: Any) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise ValueError(f"{type(value).__name__} in the place of a dictionary")
+        raise ValueError(f"expected a dictionary, got {type(value).__name__}")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"{type(value).__name__} in the place of a text")
+        raise ValueError(f"expected a string, got {type(value).__name__}")
     return value
 
 
 def _number(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _LARGEST_NUMBER:
+    if type(value) is not int or not 0 <= value < _MAX_NUMBER:
         raise ValueError("a number out of range")
     return value
 
 
 def _size(value: Any) -> torch.Size:
-    if type(value) is not tuple or len(value) > _DIMENSIONS:
-        raise ValueError("a shape that is none")
+    if type(value) is not tuple or len(value) > _MAX_DIMENSIONS:
+        raise ValueError("an invalid shape")
     return torch.Size([_number(entry) for entry in value])
 
 
 def load_plain(stream: io.BytesIO) -> Any:
-    """An object that ``torch.save`` wrote: containers, numbers, texts, tensors and arrays, and what Megatron declares
-    safe. Raises RunError: it holds something else."""
+    """Load an object that ``torch.save`` wrote.
+
+    The object may consist of containers, numbers, strings, tensors, arrays, and the types that Megatron declares safe.
+
+    Raises:
+        RunError: if the object has other content.
+    """
     copyreg.clear_extension_cache()
     try:
         return torch.load(stream, weights_only=True)
     except Exception as error:  # noqa: BLE001 - as in read_index
-        raise RunError(f"an object in it is not read ({_said(error)})") from None
+        raise RunError(f"an object in it cannot be read ({_unpickling_reason(error)})") from None
 
 
 def check_extra_state(state: torch.Tensor | io.BytesIO | None) -> None:
-    """Hold what a layer of TransformerEngine is about to unpickle, its scales for fp8, against what may be in it.
-    Raises UnpicklingError."""
+    """Check the pickled fp8 scales of a TransformerEngine layer before it loads them.
+
+    Raises:
+        UnpicklingError or RunError: if they contain types other than plain data and tensors.
+    """
     from megatron.core.safe_globals import SafeUnpickler
 
     copyreg.clear_extension_cache()
@@ -211,18 +224,18 @@ def check_extra_state(state: torch.Tensor | io.BytesIO | None) -> None:
         load_plain(io.BytesIO(state.getvalue()))
 
 
-def _said(error: Exception) -> str:
-    """torch's reason, without its advice to read the file with an unpickler that runs it."""
+def _unpickling_reason(error: Exception) -> str:
+    """Return the reason in torch's error message, without the advice to load the file with weights_only=False."""
     text = " ".join(str(error).split())
     return (text.partition("WeightsUnpickler error: ")[2] or text).partition(" Please ")[0][:200]
 
 
 @contextlib.contextmanager
 def reading(folder: str | Path) -> Iterator[None]:
-    """Say of which checkpoint what goes wrong in the block. Raises RunError for every error in it."""
+    """Convert every error in the block to a RunError that names the checkpoint's folder."""
     try:
         yield
-    except (Exception, CheckpointException) as error:  # torch's derives from BaseException alone
+    except (Exception, CheckpointException) as error:  # torch's exception derives directly from BaseException
         causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else []
         cause = causes[0] if causes else error
         reason = str(cause) if isinstance(cause, RunError) else first_line(cause)
@@ -230,7 +243,7 @@ def reading(folder: str | Path) -> Iterator[None]:
 
 
 def install() -> None:
-    """Have torch's distributed checkpoints read by the functions here, in this process."""
+    """Make torch use this module's readers for all distributed checkpoints in this process."""
 
     def read_metadata(self: FileSystemReader, *_: Any, rank: int | None = None, **__: Any) -> Metadata:
         metadata = read_index(Path(self._get_metadata_path(rank)))
@@ -239,11 +252,11 @@ def install() -> None:
 
     def load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        found = load_plain(value)
+        loaded = load_plain(value)
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], found)
+            set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
-            self.state_dict[name] = found
+            self.state_dict[name] = loaded
 
-    FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]  # the readers are made inside torch
+    FileSystemReader.read_metadata = read_metadata  # type: ignore[method-assign]  # torch creates the readers itself
     DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]

@@ -1,28 +1,23 @@
-"""Weights between Hugging Face and Megatron, bit exact, at any layout, one tensor at a time."""
+"""Bit-exact conversion of weights between Hugging Face and Megatron, one tensor at a time; and score heads."""
 
 from __future__ import annotations
 
+import copy
 import re
-from dataclasses import replace
-from typing import Any, Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gdpo_nemo.megatron.hf_mapping import (
-    COLUMNS,
-    GATED_ROWS,
-    QKV_ROWS,
-    REPLICATED,
-    Weight,
-    family_of,
-    head_size,
-    layer_weight,
-    num_experts,
-    top_weights,
-)
+from gdpo_nemo.models import architectures
+from gdpo_nemo.models.architectures import FAMILIES, Family, check_family
+from gdpo_nemo.models.hf_folder import write_model
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -30,8 +25,10 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 def local_weights(
     chunks: list[torch.nn.Module], config: PretrainedConfig
 ) -> Iterator[tuple[torch.nn.Parameter, Weight]]:
-    """This rank's parameters with their global Hugging Face names, in a fixed order; without adapters and value head,
-    which have none."""
+    """Yield (parameter, ``Weight`` with its Hugging Face names) of this rank, in a fixed order.
+
+    Adapters and the value head are excluded, because the Hugging Face model does not contain them.
+    """
     family = family_of(config)
     top = top_weights(family.model_type)
     for chunk in chunks:
@@ -43,7 +40,7 @@ def local_weights(
                 yield parameter, top[name]
                 continue
             weight = layer_weight(family, match[2])
-            # layer_number counts Hybrid layers from 1 over all pipeline stages.
+            # Megatron's layer_number counts Hybrid layers (two per Hugging Face layer) from 1 over all pipeline stages.
             decoder: Any = chunk.decoder
             layer = family.modules.layer.format((decoder.layers[int(match[1])].layer_number - 1) // 2)
             sources = tuple(layer + source for source in weight.sources)
@@ -51,62 +48,69 @@ def local_weights(
 
 
 def _split_group(weight: Weight) -> dist.ProcessGroup:
-    """The ranks a parameter is split over: experts have a tensor group of their own."""
+    """Return the tensor-parallel group that splits a parameter. Experts have a group of their own."""
     if weight.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
     return parallel_state.get_expert_tensor_parallel_group()
 
 
 def _experts(weight: Weight, count: int) -> range:
-    """Global numbers of the experts, ``count`` in all, that stand at this place of each expert-parallel rank, in the
-    order of the ranks."""
+    """Return the global indices of the experts that have the local index of ``weight``, one per expert-parallel rank.
+
+    Args:
+        weight: parameter of an expert.
+        count: number of experts of a layer.
+    """
     if weight.expert is None:
-        raise ValueError(f"{weight.sources} belong to no expert")
+        raise ValueError(f"{weight.sources} do not belong to an expert")
     ranks = parallel_state.get_expert_model_parallel_group().size()
     return range(weight.expert, count, count // ranks)
 
 
-def _of_expert(sources: tuple[str, ...], expert: int) -> tuple[str, ...]:
+def _expert_sources(sources: tuple[str, ...], expert: int) -> tuple[str, ...]:
     return tuple(source.format(expert) for source in sources)
 
 
 def _read(
     read: Callable[[str], torch.Tensor], sources: tuple[str, ...], stacked: str | None, expert: int | None
 ) -> torch.Tensor:
-    """The sources one over the other, out of the ``stacked`` tensor where the folder has that in their place."""
+    """Return the concatenated ``sources``.
+
+    If the folder has the tensor ``stacked`` instead, return it, or its slice for ``expert`` (global index).
+    """
     try:
         return torch.cat([read(name) for name in sources])
     except KeyError as missing:
         if stacked is None:
             raise
         try:
-            whole = read(stacked)
+            tensor = read(stacked)
         except KeyError:
             raise missing from None
-        return whole if expert is None else whole[expert]
+        return tensor if expert is None else tensor[expert]
 
 
 def _qkv_rows(config: PretrainedConfig) -> tuple[int, int, int]:
-    """Rows of q, k and v that belong to one query group."""
+    """Return the number of rows of q, k and v that belong to one query group."""
     size = head_size(config)
     return config.num_attention_heads // config.num_key_value_heads * size, size, size
 
 
 def _by_query_group(tensor: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-    """All queries, all keys, all values -> group by group its queries, its key, its value."""
+    """Reorder the rows of a fused QKV tensor from [all q, all k, all v] to [q, k, v] for each query group."""
     groups = config.num_key_value_heads
     parts = tensor.split([groups * rows for rows in _qkv_rows(config)])
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
 
 
 def _by_matrix(tensor: torch.Tensor, config: PretrainedConfig) -> list[torch.Tensor]:
-    """The inverse of ``_by_query_group``: q, k and v."""
+    """Split the rows of Megatron's QKV tensor into q, k and v. The inverse of ``_by_query_group``."""
     parts = tensor.unflatten(0, (config.num_key_value_heads, -1)).split(_qkv_rows(config), 1)
     return [part.flatten(0, 1) for part in parts]
 
 
 def separate(tensor: torch.Tensor, weight: Weight, config: PretrainedConfig) -> list[torch.Tensor]:
-    """A whole Megatron tensor -> the Hugging Face tensors of its sources."""
+    """Split an unsharded Megatron tensor into Hugging Face tensors, one for each name in ``weight.sources``."""
     parts = [tensor]
     if weight.split == QKV_ROWS:
         parts = _by_matrix(tensor, config)
@@ -134,11 +138,14 @@ def _assemble(parts: list[torch.Tensor], split: str) -> torch.Tensor:
 
 @torch.no_grad()
 def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], config: PretrainedConfig) -> None:
-    """Fill this rank's parameters; ``read(name)`` returns one Hugging Face tensor, and is asked for what is needed
-    only.
+    """Load this rank's parameters from Hugging Face tensors.
+
+    Args:
+        read: function that returns a Hugging Face tensor by name. It is called only for the tensors of this rank.
 
     Raises:
-        KeyError: a tensor is missing. ValueError: a tensor has another shape than the configuration says.
+        KeyError: if a tensor is missing.
+        ValueError: if the shape of a tensor does not match ``config``.
     """
     expert_rank = parallel_state.get_expert_model_parallel_rank()
     experts = num_experts(config)
@@ -149,7 +156,7 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
         expert = None
         if weight.expert is not None:
             expert = _experts(weight, experts)[expert_rank]
-            sources = _of_expert(sources, expert)
+            sources = _expert_sources(sources, expert)
         if weight.vocabulary and config.tie_word_embeddings:
             sources = top["embedding.word_embeddings.weight"].sources
         tensor = _read(read, sources, weight.stacked, expert)
@@ -160,24 +167,25 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, parameter.size(0) * group.size() - tensor.size(0)))
         tensor = _shard(tensor, weight.split, group.rank(), group.size())
         if tensor.shape != parameter.shape:
-            raise _misshapen(sources, tensor, tuple(parameter.shape))
+            raise _shape_error(sources, tensor, tuple(parameter.shape))
         parameter.copy_(tensor)
 
 
 def _check_rows(tensor: torch.Tensor, rows: int, sources: tuple[str, ...]) -> None:
     if len(tensor) != rows:
-        raise _misshapen(sources, tensor, (rows, *tensor.shape[1:]))
+        raise _shape_error(sources, tensor, (rows, *tensor.shape[1:]))
 
 
-def _misshapen(sources: tuple[str, ...], tensor: torch.Tensor, expected: tuple[int, ...]) -> ValueError:
+def _shape_error(sources: tuple[str, ...], tensor: torch.Tensor, expected: tuple[int, ...]) -> ValueError:
     return ValueError(f"{' + '.join(sources)}: shape {tuple(tensor.shape)}, expected {expected}")
 
 
 @torch.no_grad()
 def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every Hugging Face tensor, whole, on every rank, one at a time; all ranks must iterate together.
+    """Yield (name, full tensor) of every Hugging Face weight on every rank; collective.
 
-    Tensors come in the same order on all ranks and may alias live parameters: copy what is kept.
+    All ranks get the tensors in the same order and must exhaust the iterator. A tensor may alias a live parameter, so
+    copy it to use it later.
     """
     stages = parallel_state.get_pipeline_model_parallel_group()
     if stages.size() == 1:
@@ -186,9 +194,9 @@ def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterat
     seen: set[str] = set()
     for stage in range(stages.size()):
         source = dist.get_global_rank(stages, stage)
-        owned = _export_stage(chunks, config) if stages.rank() == stage else None
+        exported = _export_stage(chunks, config) if stages.rank() == stage else None
         while True:
-            item = next(owned, None) if owned is not None else None
+            item = next(exported, None) if exported is not None else None
             meta = [None if item is None else (item[0], tuple(item[1].shape), item[1].dtype, item[1].device.type)]
             dist.broadcast_object_list(meta, source, group=stages)
             if meta[0] is None:
@@ -196,7 +204,7 @@ def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterat
             name, shape, dtype, device = meta[0]
             tensor = item[1].contiguous() if item else torch.empty(shape, dtype=dtype, device=device)
             dist.broadcast(tensor, source, group=stages)
-            if name not in seen:  # a tied embedding lives on the first and the last stage
+            if name not in seen:  # a tied embedding is on the first and the last stage
                 seen.add(name)
                 yield name, tensor
 
@@ -213,8 +221,8 @@ def _export_stage(chunks: list[torch.nn.Module], config: PretrainedConfig) -> It
         if weight.expert is None:
             named = [(weight.sources, tensor)]
         else:
-            whole = _gather(tensor, parallel_state.get_expert_model_parallel_group())
-            named = [(_of_expert(weight.sources, e), t) for e, t in zip(_experts(weight, experts), whole)]
+            by_rank = _gather(tensor, parallel_state.get_expert_model_parallel_group())
+            named = [(_expert_sources(weight.sources, e), t) for e, t in zip(_experts(weight, experts), by_rank)]
         for sources, tensor in named:
             for name, part in zip(sources, separate(tensor, weight, config)):
                 yield name, part[: config.vocab_size] if weight.vocabulary else part
@@ -226,3 +234,242 @@ def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
+
+
+# Ways to split a weight over tensor-parallel ranks. The last two also give the order of the rows in Megatron.
+REPLICATED = "replicated"
+ROWS = "rows"
+COLUMNS = "columns"
+QKV_ROWS = "rows by query group: its queries, its key, its value"
+GATED_ROWS = "each rank's rows of the gate, then of the other half"
+
+SCORE = "score.weight"
+"""Name of a reward model's head, both in Megatron's model and in transformers' sequence classifiers."""
+
+ACTIVATIONS = {"silu": torch.nn.functional.silu}
+"""Activation functions by the value of ``hidden_act`` in a Hugging Face config."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A Megatron parameter and the Hugging Face tensors that it is made of."""
+
+    split: str
+    """Split over tensor-parallel ranks: ``REPLICATED``, ``ROWS``, ``COLUMNS``, ``QKV_ROWS`` or ``GATED_ROWS``."""
+    sources: tuple[str, ...]
+    """Names of the Hugging Face tensors. Names of an expert contain ``{}`` in place of the global expert index."""
+    expert: int | None = None
+    """Local index of the expert on its rank; None if the parameter does not belong to an expert."""
+    stacked: str | None = None
+    """Name of the tensor that a folder may have in place of the sources if it stores all experts of a layer together.
+
+    Its shape is [experts, ...] if ``expert`` is set.
+    """
+    vocabulary: bool = False
+    """True if each row belongs to a token of the vocabulary. Megatron pads such rows."""
+
+
+def _weights(split: str, *modules: str, **options: Any) -> Weight:
+    return Weight(split, tuple(f"{module}.weight" for module in modules), **options)
+
+
+@cache
+def top_weights(model_type: str) -> dict[str, Weight]:
+    """Return the weights outside the layers, by their Megatron names."""
+    modules = FAMILIES[model_type].modules
+    return {
+        "embedding.word_embeddings.weight": _weights(ROWS, modules.embedding, vocabulary=True),
+        "output_layer.weight": _weights(ROWS, modules.head, vocabulary=True),
+        "decoder.final_norm.weight": _weights(REPLICATED, modules.final_norm),
+        SCORE: Weight(REPLICATED, (SCORE,)),
+    }
+
+
+@cache
+def dense_weights(model_type: str) -> dict[str, Weight]:
+    """Return the weights of a dense layer, by their Megatron names in a Hybrid layer.
+
+    The sources are relative to the Hugging Face layer.
+    """
+    family = FAMILIES[model_type]
+    modules = family.modules
+    attention_norm = _weights(REPLICATED, modules.attention_norm)
+    mlp_norm = _weights(REPLICATED, modules.mlp_norm)
+    return {
+        # Each norm has a second name, because TransformerEngine fuses it with the linear layer that follows.
+        "input_layernorm.weight": attention_norm,
+        "self_attention.linear_qkv.layer_norm_weight": attention_norm,
+        "self_attention.linear_qkv.weight": _weights(QKV_ROWS, *modules.qkv),
+        "self_attention.linear_qkv.bias": Weight(QKV_ROWS, tuple(f"{module}.bias" for module in modules.qkv)),
+        "self_attention.q_layernorm.weight": _weights(REPLICATED, modules.q_norm),
+        "self_attention.k_layernorm.weight": _weights(REPLICATED, modules.k_norm),
+        "self_attention.linear_proj.weight": _weights(COLUMNS, modules.attention_output),
+        "pre_mlp_layernorm.weight": mlp_norm,
+        "mlp.linear_fc1.layer_norm_weight": mlp_norm,
+        "mlp.linear_fc1.weight": _weights(GATED_ROWS, *modules.gate_up),
+        "mlp.linear_fc2.weight": _weights(COLUMNS, modules.down),
+    }
+
+
+# local_experts.3.linear_fc1.weight, or linear_fc1.weight3 in TransformerEngine's grouped linear layers
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?linear_fc([12])\.weight(\d*)")
+
+
+def layer_weight(family: Family, name: str) -> Weight:
+    """Return the weight of the Megatron parameter ``name`` in a Hybrid layer.
+
+    The sources are relative to the Hugging Face layer.
+    """
+    experts = family.experts
+    if experts is not None and name == "mlp.router.weight":
+        return _weights(REPLICATED, experts.router, stacked=experts.stacked_router)
+    match = _EXPERT.fullmatch(name)
+    if match is None or experts is None:
+        return dense_weights(family.model_type)[name]
+    number = int(match[1] or match[3])
+    if match[2] == "1":
+        return _weights(GATED_ROWS, experts.gate, experts.up, expert=number, stacked=experts.stacked_gate_up)
+    return _weights(COLUMNS, experts.down, expert=number, stacked=experts.stacked_down)
+
+
+def fields_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of a config.json, including those that transformers sets by default."""
+    return config.to_dict()
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """Return the model family of a Hugging Face configuration.
+
+    Raises:
+        ConfigError: if the family is not supported. The message lists the supported families.
+    """
+    return check_family(fields_of(config))
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Return the size of one attention head."""
+    return architectures.head_size(fields_of(config))
+
+
+def rotary(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
+    """Return the inverse rotary frequencies [head size / 2] and the factor on cos and sin, computed by transformers."""
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        size = head_size(config)
+        exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Return the number of experts in an MoE layer; 0 for a dense model family."""
+    return architectures.num_experts(fields_of(config))
+
+
+def layer_symbols(config: PretrainedConfig) -> list[str]:
+    """Return the Hybrid layers of each Hugging Face layer: attention (``*``), then dense (``-``) or MoE (``E``) MLP."""
+    return ["*E" if is_moe else "*-" for is_moe in architectures.mixture_layers(fields_of(config))]
+
+
+def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
+    experts = family.experts
+    if experts is None:
+        return {}
+    normalized = fields[experts.normalized] if experts.normalized else True
+    return dict(
+        num_moe_experts=architectures.num_experts(fields),
+        moe_router_topk=fields["num_experts_per_tok"],
+        moe_ffn_hidden_size=fields[experts.width],
+        # Softmax over the chosen experts equals softmax over all experts, renormalised over the chosen experts.
+        moe_router_pre_softmax=not normalized,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+    )
+
+
+def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig that depend only on the model's architecture.
+
+    ``num_layers`` counts Hybrid layers: attention and MLP are separate layers.
+    """
+    fields = fields_of(config)
+    family = check_family(fields)
+    return dict(
+        num_layers=2 * fields["num_hidden_layers"],
+        hidden_size=fields["hidden_size"],
+        num_attention_heads=fields["num_attention_heads"],
+        num_query_groups=architectures.key_value_heads(fields),
+        kv_channels=architectures.head_size(fields),
+        ffn_hidden_size=fields["intermediate_size"],
+        normalization="RMSNorm",
+        layernorm_epsilon=fields["rms_norm_eps"],
+        gated_linear_unit=True,
+        activation_func=ACTIVATIONS[family.activation],
+        add_bias_linear=False,
+        add_qkv_bias=architectures.has_qkv_bias(fields),
+        qk_layernorm=family.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=fields["initializer_range"],
+        **_expert_fields(fields, family),
+    )
+
+
+def with_score_head(
+    read: Callable[[str], torch.Tensor], config: PretrainedConfig, seed: int
+) -> Callable[[str], torch.Tensor]:
+    """Wrap ``read`` so that a missing score head is sampled from N(0, initializer_range), as transformers does.
+
+    The head is the same on every rank, because it depends only on ``seed``.
+    """
+
+    def read_or_sample(name: str) -> torch.Tensor:
+        try:
+            return read(name)
+        except KeyError:
+            if name != SCORE:
+                raise
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(1, config.hidden_size, generator=generator) * config.initializer_range
+
+    return read_or_sample
+
+
+def classifier_config(config: PretrainedConfig, pad_token_id: int | None) -> PretrainedConfig:
+    """Convert a reward model's configuration to that of transformers' sequence classifier with one label."""
+    classifier = copy.deepcopy(config)
+    classifier.architectures = [family_of(config).architecture.replace("ForCausalLM", "ForSequenceClassification")]
+    classifier.num_labels = 1
+    classifier.pad_token_id = pad_token_id
+    return classifier
+
+
+def write_classifier(
+    folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], config: PretrainedConfig, source: str | Path
+) -> None:
+    """Write a reward model to a folder that transformers can load as a sequence classifier.
+
+    For the arguments see ``hf_folder.write_model``.
+    """
+    tokenizer = _tokenizer_with_padding(Path(source))
+    write_model(folder, tensors, classifier_config(config, tokenizer and tokenizer.pad_token_id), source)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _tokenizer_with_padding(folder: Path) -> Any:
+    """Return the folder's tokenizer with a padding token other than the EOS token; None if it has no tokenizer.
+
+    transformers reads the score at the last token that is not padding. If answers ended with the padding token, it
+    would read the score before their end. Without another special token the tokenizer gets no padding token, and the
+    classifier accepts only one text at a time.
+    """
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    from transformers import AutoTokenizer  # imports torch's compiler, which a training rank does not need
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    candidates = (tokenizer.pad_token, tokenizer.unk_token, tokenizer.bos_token)
+    tokenizer.pad_token = next((t for t in candidates if t is not None and t != tokenizer.eos_token), None)
+    return tokenizer

@@ -1,11 +1,11 @@
-"""Run unmodified megatron-core where there is no CUDA.
+"""Import hook with which the installed megatron-core runs without CUDA.
 
-megatron-core names CUDA inside its functions: literals such as ``device="cuda"``, attributes such as
-``torch.cuda.current_device``. Patching torch itself would lie to every other library in the process, so instead the
-*code objects* of megatron-core's functions are rewritten while its modules are imported. Module-level code stays as it
-is (it refers to classes that exist only under ``torch.cuda``), and torch keeps telling the truth.
+Functions of megatron-core refer to CUDA: by literals such as ``device="cuda"`` and by attributes such as
+``torch.cuda.current_device``. Patching torch would affect every other library in the process. Instead the hook rewrites
+the *code objects* of megatron-core's functions while its modules are imported. It does not change module-level code,
+which refers to classes that exist only under ``torch.cuda``. torch still reports that CUDA is not available.
 
-Where CUDA is available ``install`` does nothing, so GPU runs execute stock megatron-core.
+If CUDA is available, ``install`` does nothing, so GPU runs execute stock megatron-core.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 _PACKAGE = "megatron.core"
-# Never executed on CPU, and some of them need their CUDA literals to import at all.
-_LEFT_ALONE = tuple(
+# Modules that are not rewritten: they never run on CPU, and some cannot be imported without their CUDA literals.
+_EXCLUDED = tuple(
     f"{_PACKAGE}.{name}"
     for name in ("inference", "export", "resharding", "distributed.fsdp", "energy_monitor", "nccl_allocator")
 )
-# torch.cuda.X -> torch.<twin>.X; random-state functions live on torch.random, not on torch.cpu.
-_TWIN = {f"{_PACKAGE}.tensor_parallel.random": "random"}
+# torch.cuda is replaced by torch.cpu, but in this module by torch.random, which has the functions for random states.
+_REPLACEMENTS = {f"{_PACKAGE}.tensor_parallel.random": "random"}
 
 
 def install() -> bool:
-    """Install the import hook; returns whether it was needed. Must run before ``import megatron.core``.
+    """Install the import hook and return True, or return False if CUDA is available.
+
+    Call it before ``import megatron.core``.
 
     Raises:
-        RuntimeError: megatron.core was imported already, so its functions can no longer be rewritten.
+        RuntimeError: if megatron.core is already imported, because its functions can then no longer be rewritten.
     """
     if torch.cuda.is_available():
         return False
@@ -45,15 +47,15 @@ def install() -> bool:
         raise RuntimeError("megatron.core was imported before gdpo_nemo.megatron.runtime.prepare()")
     sys.meta_path.insert(0, _Finder())
     _use_cpu_random_states()
-    _use_even_collectives()
-    _settle_token_counts_on_cpu()
-    _pair_shapes_of_two_stages()
+    _pad_uneven_collectives()
+    _skip_token_count_sync()
+    _fix_shape_exchange_of_two_stages()
     return True
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname, path=None, target=None):
-        if not fullname.startswith(_PACKAGE + ".") or fullname.startswith(_LEFT_ALONE):
+        if not fullname.startswith(_PACKAGE + ".") or fullname.startswith(_EXCLUDED):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
@@ -65,30 +67,31 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def get_code(self, fullname):
         module = super().get_code(fullname)
         if module is None:
-            raise ImportError(f"no source of {fullname}", name=fullname)
-        twin = _TWIN.get(fullname, "cpu")
-        constants = tuple(_rewrite(c, twin) if isinstance(c, types.CodeType) else c for c in module.co_consts)
+            raise ImportError(f"the source of {fullname} was not found", name=fullname)
+        replacement = _REPLACEMENTS.get(fullname, "cpu")
+        constants = tuple(_rewrite(c, replacement) if isinstance(c, types.CodeType) else c for c in module.co_consts)
         return module.replace(co_consts=constants)
 
     def exec_module(self, module):
-        with _nothing_compiled():
+        with _compilation_disabled():
             super().exec_module(module)
         if module.__name__ == f"{_PACKAGE}.jit":
-            # torch.compile on CPU needs a C++ compiler and minutes of warm-up; the fused kernels are for CUDA anyway.
+            # torch.compile on CPU needs a C++ compiler and minutes of warm-up. The fused kernels are only for CUDA.
             module.disable_jit_fuser()
 
 
 @contextlib.contextmanager
-def _nothing_compiled() -> Iterator[None]:
-    """Functions of megatron-core that ``torch.compile`` decorates in this block stay as they are.
+def _compilation_disabled() -> Iterator[None]:
+    """Make ``torch.compile`` return functions of megatron-core unchanged in this block.
 
-    One does so, in a router for inference; preparing to compile it imports torch's compiler, 2 s of a core.
+    megatron-core compiles one function, in a router for inference. This imports torch's compiler, which takes 2 s of
+    CPU time.
     """
     stock = torch.compile
 
     def compile_others(model: Any = None, **options: Any) -> Any:
-        of_megatron = getattr(model, "__module__", None) or ""
-        return model if of_megatron.startswith(_PACKAGE) else stock(model, **options)
+        module = getattr(model, "__module__", None) or ""
+        return model if module.startswith(_PACKAGE) else stock(model, **options)
 
     torch.compile = compile_others
     try:
@@ -97,12 +100,12 @@ def _nothing_compiled() -> Iterator[None]:
         torch.compile = stock
 
 
-def _rewrite(code: types.CodeType, twin: str) -> types.CodeType:
-    """The function's code with CUDA literals and the attribute ``cuda`` turned into their CPU twins."""
+def _rewrite(code: types.CodeType, replacement: str) -> types.CodeType:
+    """Return a function's code with CUDA literals replaced by CPU literals, and ``torch.cuda`` by ``replacement``."""
 
     def constant(value):
         if isinstance(value, types.CodeType):
-            return _rewrite(value, twin)
+            return _rewrite(value, replacement)
         if isinstance(value, str) and value == "cuda":
             return "cpu"
         if isinstance(value, str) and value.startswith("torch.cuda.") and value.endswith("Tensor"):
@@ -113,12 +116,12 @@ def _rewrite(code: types.CodeType, twin: str) -> types.CodeType:
 
     return code.replace(
         co_consts=tuple(constant(c) for c in code.co_consts),
-        co_names=tuple(twin if name == "cuda" else name for name in code.co_names),  # attributes, as in torch.cuda
+        co_names=tuple(replacement if name == "cuda" else name for name in code.co_names),  # includes torch.cuda
     )
 
 
 def _use_cpu_random_states() -> None:
-    """Replace the named CUDA random streams (dropout, initialisation) by streams of the CPU generator."""
+    """Replace Megatron's named CUDA random streams (dropout, initialisation) by streams of the CPU generator."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     class CpuRandomStates(megatron_random.CudaRNGStatesTracker):
@@ -127,7 +130,7 @@ def _use_cpu_random_states() -> None:
         def add(self, name, seed):
             self._is_initialized = True
             if seed in self.seeds_ or name in self.states_:
-                raise ValueError(f"random stream {name!r} with seed {seed} exists already")
+                raise ValueError(f"random stream {name!r} with seed {seed} already exists")
             self.seeds_.add(seed)
             self.states_[name] = torch.Generator().manual_seed(seed).get_state()
 
@@ -135,22 +138,22 @@ def _use_cpu_random_states() -> None:
         def fork(self, name=megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME):
             if name not in self.states_:
                 raise KeyError(f"random stream {name!r} was never added")
-            # As the stock tracker does for CUDA: swap the global generator's state, and swap it back.
-            outside = torch.get_rng_state()
+            # Like Megatron's tracker for CUDA: replace the state of the global generator, and restore it afterwards.
+            global_state = torch.get_rng_state()
             torch.set_rng_state(self.states_[name])
             try:
                 yield
             finally:
                 self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outside)
+                torch.set_rng_state(global_state)
 
     megatron_random.CudaRNGStatesTracker = CpuRandomStates
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
 
 
-def _use_even_collectives() -> None:
-    """gloo gathers and scatters equal parts only; pad uneven ones (expert token exchange) to the largest."""
+def _pad_uneven_collectives() -> None:
+    """Pad the parts of uneven collectives (expert token exchange) to the largest, because gloo requires equal parts."""
     from megatron.core.tensor_parallel import mappings
 
     stock_gather = mappings._gather_along_first_dim
@@ -172,19 +175,19 @@ def _use_even_collectives() -> None:
             return stock_scatter(x, group, input_split_sizes, use_global_buffer)
         sizes = [int(size) for size in input_split_sizes]
         parts = [padded(part, max(sizes)) for part in x.split(sizes)]
-        mine = torch.empty_like(parts[0])
-        dist.reduce_scatter(mine, parts, group=group)
-        return mine[: sizes[group.rank()]].contiguous()
+        local = torch.empty_like(parts[0])
+        dist.reduce_scatter(local, parts, group=group)
+        return local[: sizes[group.rank()]].contiguous()
 
     mappings._gather_along_first_dim = gather
     mappings._reduce_scatter_along_first_dim = reduce_scatter
 
 
-def _settle_token_counts_on_cpu() -> None:
-    """The expert dispatcher waits on a CUDA stream for its counts; on CPU they are there already."""
+def _skip_token_count_sync() -> None:
+    """Remove the MoE dispatcher's wait for its token counts on a CUDA stream. On CPU they are already available."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    def settle(self, point, tokens_per_expert=None):
+    def convert_counts(self, point, tokens_per_expert=None):
         if not self.drop_and_pad and point == self.cuda_dtoh_point:
             for name in ("input_splits", "output_splits", "output_splits_tp"):
                 value = getattr(self, name)
@@ -192,15 +195,15 @@ def _settle_token_counts_on_cpu() -> None:
                     setattr(self, name, value.numpy())
         return tokens_per_expert
 
-    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = settle
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = convert_counts
 
 
-def _pair_shapes_of_two_stages() -> None:
-    """Exchange tensor shapes correctly where the previous and the next pipeline stage are the same rank.
+def _fix_shape_exchange_of_two_stages() -> None:
+    """Exchange tensor shapes correctly if the previous and the next pipeline stage are the same rank.
 
     Megatron posts (send prev, receive prev, send next, receive next), and messages between two ranks are matched in
-    order: what one sends to its previous stage would arrive as the other's receive from *its* previous stage.
-    Interleaved pipelines of two stages meet this, and gloo aborts on the sizes that follow.
+    order. The peer would therefore receive a message to the previous stage as one from *its* previous stage. This
+    happens in interleaved pipelines of two stages, and gloo then aborts because of the wrong sizes.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 
@@ -212,12 +215,12 @@ def _pair_shapes_of_two_stages() -> None:
         peer = self.next_rank
         group = self.pp_group
         sent = [torch.tensor(t.size()) for t in (tensor_send_prev, tensor_send_next) if t is not None]
-        wanted = [name for name, asked in (("next", recv_next), ("prev", recv_prev)) if asked]
-        received = {name: torch.empty(3, dtype=torch.int64) for name in wanted}
+        sources = [name for name, expected in (("next", recv_next), ("prev", recv_prev)) if expected]
+        received = {name: torch.empty(3, dtype=torch.int64) for name in sources}
         pending = [dist.isend(shape, peer, group=group) for shape in sent]
         pending += [dist.irecv(shape, peer, group=group) for shape in received.values()]
         for request in pending:
-            if request is not None:  # None on ranks outside the group, of which these are none
+            if request is not None:  # torch returns None only on ranks outside the group
                 request.wait()
         return tuple(received[name].tolist() if name in received else [0, 0, 0] for name in ("prev", "next"))
 

@@ -1,7 +1,7 @@
-"""The layer specification: TransformerEngine where it is, local Megatron layers with torch SDPA elsewhere.
+"""Layer specifications: TransformerEngine's layers, or local Megatron layers with torch SDPA.
 
-Both build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP (``-``, or ``E`` for a mixture of
-experts) layers, so Hugging Face layer i is Hybrid layers 2i and 2i+1 on every path.
+Both build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP layers (``-``, or ``E`` for MoE).
+Hugging Face layer i therefore always corresponds to Hybrid layers 2i and 2i+1.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.megatron.attention import PackedAttention
+from gdpo_nemo.utils.errors import RunError
 
 
 def transformer_engine_is_usable() -> bool:
-    """Whether TransformerEngine is installed and there is a GPU for it.
+    """Return whether TransformerEngine is installed and a GPU is available.
 
     Raises:
-        RunError: it is installed and does not import; without it the run would only be slower, and nobody told why.
+        RunError: if TransformerEngine is installed but its import fails. Otherwise the run would silently be slower.
     """
     if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # of any kind: it loads libraries and looks at the device
+    except Exception as error:  # it loads libraries and inspects the device, so any exception type is possible
         raise RunError(
-            f"TransformerEngine is installed and does not import ({type(error).__name__}: {error}); mend it, or set "
-            "policy.megatron_cfg.transformer_engine: false to train without it"
+            f"TransformerEngine is installed, but its import failed ({type(error).__name__}: {error}); fix the "
+            "installation, or set policy.megatron_cfg.transformer_engine: false"
         ) from error
     return True
 
@@ -53,18 +53,20 @@ def transformer_engine_is_usable() -> bool:
 def layer_spec(
     config: TransformerConfig, rotary: tuple[torch.Tensor, float], use_te: bool, adapted: bool = False
 ) -> ModuleSpec:
-    """The stack to build: Megatron's TransformerEngine stack, or local layers that need nothing but torch.
+    """Return the layer stack: Megatron's TransformerEngine stack, or local layers that need only torch.
 
     Args:
-        adapted: the linear layers get adapters, which want the inputs of these layers: the norms are modules of their
-            own.
+        rotary: inverse rotary frequencies and the factor on cos and sin, for the local layers.
+        adapted: True if the linear layers get adapters. Norms are then separate modules, because adapters need the
+            inputs of the linear layers.
     """
     if use_te:
         return _engine_stack(adapted)
     return _local_stack(config, rotary)
 
 
-# Checkpoint keys of TransformerEngine's layers with a norm inside, so that all stacks read each other's checkpoints.
+# All stacks use the checkpoint keys of TransformerEngine's layers with a fused norm, so that their checkpoints are
+# interchangeable.
 _QKV_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
@@ -110,13 +112,13 @@ def _engine_stack(adapted: bool) -> ModuleSpec:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm that may run on sequence-parallel shards: its gradient is then summed over the tensor group."""
+    """RMS norm. Under sequence parallelism its gradient is summed over the tensor-parallel group."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device()))
-        # Megatron sums the gradients of the parameters that carry this mark over the tensor group.
+        # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +131,7 @@ def _device() -> torch.device:
 
 
 class LocalHybridStack(HybridStack):
-    """Megatron's stack with our final norm: the stock one is TransformerEngine's and refuses to be built without it."""
+    """Megatron's stack with a local final norm, because its own final norm requires TransformerEngine."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **{**kwargs, "post_layer_norm": False})
@@ -173,12 +175,12 @@ def _local_stack(config: TransformerConfig, rotary) -> ModuleSpec:
     )
     return ModuleSpec(
         module=LocalHybridStack,
-        submodules=HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp, moe_layer=_local_mixture(config)),
+        submodules=HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp, moe_layer=_local_moe(config)),
     )
 
 
-def _local_mixture(config: TransformerConfig):
-    """The mixture layer, its experts computed one after the other."""
+def _local_moe(config: TransformerConfig):
+    """Return the MoE layer, which computes its experts sequentially."""
     if not config.num_moe_experts:
         return IdentityOp
     return ModuleSpec(

@@ -1,24 +1,28 @@
-"""Log-probs and entropy from logits that are sharded over the vocabulary.
-
-Only two small reductions per token cross the tensor-parallel ranks; nothing of vocabulary size is gathered, and
-float32 copies exist for one chunk of tokens at a time, forward and backward.
-"""
+"""Log-probs and entropies of tokens under vocabulary parallelism, with and without fused kernels."""
 
 from __future__ import annotations
 
-from typing import Literal
+import importlib.util
+import os
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-EntropyUse = Literal["none", "value", "gradient"]
-"""What is asked of the entropy: nothing, its value, or its value with a gradient."""
+from gdpo_nemo.utils.errors import ConfigError
 
-LARGEST_CHUNK = 1024
-"""Tokens whose logits are held in float32 at once."""
-_CACHED = 1 << 20
-"""Logits, 4 MiB in float32: with 1,024 tokens at once, whose copies go to memory and back in every pass, vocabularies
-of 8,192 and 49,152 take 2.5 times as long; a quarter as many and four times as many are within a third of the best."""
+EntropyUse = Literal["none", "value", "gradient"]
+"""Use of the entropy: not computed (none), without a gradient (value), or with a gradient (gradient)."""
+
+MAX_CHUNK = 1024
+"""Maximum number of tokens whose logits are converted to float32 at once."""
+_CPU_LOGITS = 1 << 20
+"""Number of logits that a CPU converts to float32 at once: 4 MiB, which fits into its caches.
+
+With 1,024 tokens at once every pass reads and writes main memory. This takes 2.5 times as long for vocabularies of
+8,192 and 49,152. With a quarter or four times as many logits the time is within a third of the best.
+"""
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -28,30 +32,31 @@ class _TokenLogprobs(torch.autograd.Function):
         first = width * group.rank()
         local = targets - first
         owned = (local >= 0) & (local < width)
-        local = local.clamp(0, width - 1)  # a valid index for gather; `owned` discards what it picks elsewhere
-        padding = max(0, first + width - vocab_size)  # columns past the real vocabulary, on the last rank(s)
+        local = local.clamp(0, width - 1)  # valid indices for gather; `owned` masks targets of other ranks
+        padding = max(0, first + width - vocab_size)  # number of padded columns; above 0 only on the last ranks
         with_entropy = entropy_use != "none"
-        # Rows: this rank's largest logit; sum of exp(logit - largest), the target's logit, sum of exp(d) d.
+        # peak: the rank's largest logit. Rows of sums: sum of exp(d), the target's logit, sum of exp(d) d, for
+        # d = logit - peak.
         peak = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         sums = torch.empty((3 if with_entropy else 2, *targets.shape), dtype=torch.float32, device=logits.device)
         for rows in _chunks(logits.size(0), chunk):
             x = _scaled(logits[rows], scale, padding)
-            # A rank of padding alone has no largest logit: finite, so that -inf - peak is no NaN.
+            # On a rank with only padding the maximum is -inf. A finite value prevents NaN in -inf - peak.
             torch.amax(x, -1, out=peak[rows]).clamp_(min=-1e30)
             sums[1, rows] = torch.where(owned[rows], x.gather(-1, local[rows, None]).squeeze(-1), 0.0)
             x.sub_(peak[rows, None])
             weights = x.exp()
             torch.sum(weights, -1, out=sums[0, rows])
             if with_entropy:
-                # exp underflows to 0 where x is -inf (padding); 0 * -inf would be NaN.
+                # exp underflows to 0 if x is -inf (padding); 0 * -inf would be NaN.
                 torch.sum(weights.mul_(x.clamp_(min=-1e30)), -1, out=sums[2, rows])
         peak = _merge(peak, sums, group)
         log_sum = sums[0].log()
         log_z = log_sum + peak
-        # large logits cancel first, before the small log_sum would be rounded away
+        # Subtract the large logits first: otherwise the small log_sum would be lost to rounding.
         logprob = (sums[1] - peak) - log_sum
         entropy = log_sum - sums[2] / sums[0] if with_entropy else None
-        # Known here, without a look at the gradient that arrives, for which a GPU would have to be waited for.
+        # Decided here: to inspect the gradient in the backward pass, the CPU would have to wait for the GPU.
         with_gradient = entropy_use == "gradient"
         if entropy is not None and not with_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -72,7 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
             p = log_p.exp()
             # d logprob / d x = onehot - p;  d entropy / d x = -p (log p + entropy)
             grad = p * -grad_logprob[rows, None]
-            # Most losses have no entropy term; then this saves two passes over the vocabulary.
+            # Most losses have no entropy term. They save these two passes through the vocabulary.
             if entropy is not None and grad_entropy is not None:
                 log_p.clamp_(min=-1e30).add_(entropy[rows, None]).mul_(p)
                 grad.sub_(log_p * grad_entropy[rows, None])
@@ -82,22 +87,26 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _suitable_chunk(logits: torch.Tensor) -> int:
-    """Tokens whose float32 copies stay in a CPU's caches between one pass over them and the next; a GPU has to be kept
-    busy instead."""
+    """Return the number of tokens to process at once.
+
+    On a CPU their float32 logits fit into the caches. On a GPU it is the maximum, to keep the GPU busy.
+    """
     if logits.device.type != "cpu":
-        return LARGEST_CHUNK
-    return max(1, min(LARGEST_CHUNK, _CACHED // logits.size(-1)))
+        return MAX_CHUNK
+    return max(1, min(MAX_CHUNK, _CPU_LOGITS // logits.size(-1)))
 
 
 def _merge(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Bring every rank's ``sums`` to the largest logit of all ranks, which is returned, and add them up in place: two
-    reductions for all chunks together, since each costs a CPU rank as much as a pass over a small chunk."""
+    """Reduce ``sums`` over the ranks in place, relative to the largest logit of all ranks. Return this logit.
+
+    The reductions are not split into chunks: on a CPU each takes as long as reading a small chunk once.
+    """
     largest = peak.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    lower = peak.sub_(largest)
-    factor = lower.exp()
+    shift = peak.sub_(largest)
+    factor = shift.exp()
     if len(sums) == 3:
-        sums[2].addcmul_(sums[0], lower).mul_(factor)
+        sums[2].addcmul_(sums[0], shift).mul_(factor)
     sums[0].mul_(factor)
     dist.all_reduce(sums, group=group)
     return largest
@@ -108,7 +117,7 @@ def _chunks(total: int, size: int):
 
 
 def _scaled(logits: torch.Tensor, scale: float, padding: int) -> torch.Tensor:
-    """A fresh float32 copy of ``logits * scale`` whose last ``padding`` columns cannot be chosen."""
+    """Return ``logits * scale`` as a new float32 tensor, with -inf in the last ``padding`` columns."""
     x = logits.to(torch.float32, copy=True)
     if scale != 1.0:
         x.mul_(scale)
@@ -127,20 +136,296 @@ def token_logprobs(
     chunk: int | None = None,
     entropy: EntropyUse = "gradient",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probability of each target, and the entropy of each distribution, under softmax(logits / temperature).
+    """Return the log-prob of each target and the entropy of its distribution, softmax(logits / temperature).
 
     Args:
         logits: [tokens, vocabulary / tensor-parallel ranks], this rank's columns.
-        targets: int64 [tokens], global ids, already shifted (``targets[t]`` follows token t).
+        targets: int64 [tokens], global token ids, already shifted (``targets[t]`` follows token t).
         group: tensor-parallel group.
-        vocab_size: real vocabulary; padded columns beyond it get no probability.
-        chunk: tokens handled at once; None: what suits the device. It changes no bit.
-        entropy: what is asked of it; without a gradient, or not computed at all, it saves passes over the vocabulary.
+        vocab_size: vocabulary size without padding. Padded columns have probability 0. None if no column is padded.
+        chunk: number of tokens processed at once; None for the device's default. The results are bit-identical.
+        entropy: use of the entropy. ``value`` reads the logits less often than ``gradient``, and ``none`` less often
+            than ``value``.
 
     Returns:
-        log-probs and entropies (None where not asked for), float32 [tokens] each, in nats, differentiable in
-        ``logits``.
+        Log-probs and entropies in nats, float32 [tokens] each and differentiable in ``logits``. The entropies are None
+        for ``none``.
     """
     vocab_size = vocab_size if vocab_size is not None else logits.size(-1) * group.size()
     chunk = chunk or _suitable_chunk(logits)
     return _TokenLogprobs.apply(logits, targets, group, 1.0 / temperature, vocab_size, chunk, entropy)
+
+
+_GRADIENT_BYTES = 256 << 20
+"""Maximum size in bytes of the gradient of a slice of the logits, in the model's precision."""
+_ALIGNMENT = 16
+"""Multiple to which the rows of that gradient are padded, in elements: for vectorised loads and cuBLAS."""
+
+
+def why_not_fused() -> str | None:
+    """Return the reason why the fused kernels cannot run in this process, or None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    if not torch.cuda.is_available():
+        return "no CUDA device was found"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return "the GPU is older than Ampere"
+    return None
+
+
+def use_fused_logprobs(setting: bool | None) -> bool:
+    """Return whether to use the fused kernels.
+
+    Args:
+        setting: value of ``policy.megatron_cfg.fused_logprobs``. None uses the kernels if they can run on a GPU.
+
+    Raises:
+        ConfigError: if the setting is true but the kernels cannot run in this process.
+    """
+    reason = why_not_fused()
+    if setting and reason:
+        raise ConfigError(f"policy.megatron_cfg.fused_logprobs: cannot be true, {reason}")
+    if setting is None:
+        # Never choose Triton's interpreter by default: it is a hundred times slower.
+        return torch.cuda.is_available() and reason is None
+    return setting
+
+
+def _kernels() -> ModuleType:
+    from gdpo_nemo.megatron import logprob_kernels  # Triton takes seconds to import and needs a supported device
+
+    return logprob_kernels
+
+
+class _Options(NamedTuple):
+    group: Any
+    scale: float
+    """1 / temperature."""
+    first: int
+    """Global token id of this rank's first column."""
+    valid: int
+    """Number of columns of this rank without padding; may be 0."""
+
+
+class _FusedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, options, entropy):
+        hidden = hidden.contiguous()
+        results = _evaluate(hidden, weight, targets, options, entropy != "none")
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, targets, results)
+        ctx.options = options
+        if entropy == "none":
+            return results[0], None
+        values = results[1]
+        if entropy == "value":
+            ctx.mark_non_differentiable(values)
+        return results[0], values
+
+    @staticmethod
+    def backward(ctx, by_logprob, by_entropy):
+        hidden, weight, targets, results = ctx.saved_tensors
+        main = _main_grad(weight) if ctx.needs_input_grad[1] else None
+        by_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        by_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] and main is None else None
+        if by_logprob is None:
+            by_logprob = torch.zeros_like(results[0])
+        gradients = by_logprob.contiguous(), None if by_entropy is None else by_entropy.contiguous()
+        for columns, gradient in _slices(hidden, weight, targets, results, gradients, ctx.options):
+            _add_product(by_hidden, gradient, weight[columns])
+            if main is not None:
+                _add_product(main[columns], gradient.t(), hidden)
+            elif by_weight is not None:
+                torch.mm(gradient.t(), hidden, out=by_weight[columns])
+        if main is not None:
+            by_weight = _placeholder_gradient(weight)
+        return by_hidden.to(hidden.dtype), by_weight, None, None, None
+
+
+def _evaluate(hidden, weight, targets, options: _Options, with_entropy: bool) -> torch.Tensor:
+    """Return float32 [4, tokens]: log-prob, entropy, largest logit x, and log of the sum of exp(x - largest)."""
+    tokens, size = hidden.shape
+    results = hidden.new_empty((4, tokens), dtype=torch.float32)
+    if not tokens:  # no rank of the group has tokens, so no rank waits for a collective
+        return results
+    kernels = _kernels()
+    tile = kernels.tile_for(hidden.dtype, _capability(hidden))
+    parts = max(1, -(-options.valid // (tile.columns * kernels.TILES_PER_PART)))
+    statistics = results.new_empty((parts, 4, tokens))
+    kernels.part_statistics[(-(-tokens // tile.rows) * parts,)](
+        hidden,
+        weight,
+        targets,
+        statistics,
+        tokens,
+        options.valid,
+        options.first,
+        parts,
+        options.scale,
+        HIDDEN=size,
+        ENTROPY=with_entropy,
+        M=tile.rows,
+        N=tile.columns,
+        K=tile.depth,
+        TILES=kernels.TILES_PER_PART,
+        GROUP=kernels.ROWS_AT_ONCE,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+    def combine(statistics: torch.Tensor, out: torch.Tensor, finish: bool) -> torch.Tensor:
+        rows = kernels.ROWS_COMBINED
+        kernels.combine_parts[(-(-tokens // rows),)](
+            statistics, out, tokens, statistics.size(0), FINISH=finish, ENTROPY=with_entropy, M=rows
+        )
+        return out
+
+    ranks = options.group.size()
+    if ranks > 1:
+        local = combine(statistics, torch.empty_like(results), finish=False)
+        statistics = results.new_empty((ranks, 4, tokens))
+        dist.all_gather_into_tensor(statistics.view(-1), local.view(-1), group=options.group)
+    return combine(statistics, results, finish=True)
+
+
+def _slices(hidden, weight, targets, results, gradients, options: _Options):
+    """Yield (columns of the shard, gradient of their logits [tokens, columns]).
+
+    All gradients use the same buffer: each overwrites the previous one.
+    """
+    tokens, size = hidden.shape
+    if not tokens or not options.valid:
+        return
+    kernels = _kernels()
+    tile = kernels.tile_for(hidden.dtype, _capability(hidden))
+    width = slice_width(tokens, options.valid, hidden.element_size(), tile.columns)
+    stride = -(-width // _ALIGNMENT) * _ALIGNMENT
+    buffer = hidden.new_empty((tokens, stride))
+    by_logprob, by_entropy = gradients
+    for start in range(0, options.valid, width):
+        count = min(width, options.valid - start)
+        kernels.logit_gradients[(-(-tokens // tile.rows) * -(-count // tile.columns),)](
+            hidden,
+            weight,
+            targets,
+            results,
+            by_logprob,
+            by_entropy,
+            buffer,
+            tokens,
+            start,
+            count,
+            options.first,
+            stride,
+            options.scale,
+            HIDDEN=size,
+            ENTROPY=by_entropy is not None,
+            M=tile.rows,
+            N=tile.columns,
+            K=tile.depth,
+            GROUP=kernels.ROWS_AT_ONCE,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        yield slice(start, start + count), buffer[:, :count]
+
+
+def slice_width(tokens: int, columns: int, element_size: int, tile: int) -> int:
+    """Return the number of columns in a slice of the backward pass.
+
+    It is a multiple of ``tile`` unless there are fewer columns. All slices have about the same width. Their gradients
+    fit into ``_GRADIENT_BYTES``, except that a slice has at least one tile.
+    """
+    max_width = max(tile, _GRADIENT_BYTES // (tokens * element_size) // tile * tile)
+    even_width = -(-columns // -(-columns // max_width))
+    return min(columns, -(-even_width // tile) * tile)
+
+
+def _capability(tensor: torch.Tensor) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(tensor.device) if tensor.is_cuda else (0, 0)
+
+
+def _add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Compute out += a @ b in the precision of ``out``, which may be higher than that of ``a`` and ``b``."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b)
+    elif out.device.type == "cpu":  # torch has no mixed-precision product on CPUs
+        out.addmm_(a.to(out.dtype), b.to(out.dtype))
+    else:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+
+
+def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """Return the float32 buffer in which Megatron's data-parallel wrapper accumulates the weight's gradient.
+
+    None if the weight has no such buffer.
+    """
+    main = getattr(weight, "main_grad", None)
+    wrapped = hasattr(weight, "grad_added_to_main_grad")
+    return main if wrapped and main is not None and main.dtype == torch.float32 else None
+
+
+def _placeholder_gradient(weight: Any) -> torch.Tensor:
+    """Return a placeholder for a gradient that was already added to ``main_grad``. It triggers the wrapper's hook.
+
+    The hook ignores the placeholder's values, unless the weight is also the embedding. In this case the hook adds the
+    embedding's gradient plus the placeholder, which therefore consists of zeros.
+    """
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return weight.new_zeros(()).expand_as(weight)
+    return torch.empty_like(weight)
+
+
+def fused_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    entropy: EntropyUse = "gradient",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute ``token_logprobs`` for the logits hidden @ weight.T, without storing these logits.
+
+    Args:
+        hidden: [tokens, hidden size], float32, bfloat16 or float16, equal on all tensor-parallel ranks. Its gradient is
+            this rank's contribution, which must be summed over the group.
+        weight: [vocabulary / tensor-parallel ranks, hidden size], this rank's rows, in the precision of ``hidden``. If
+            Megatron's data-parallel wrapper has given it a float32 ``main_grad``, its gradient is added there.
+            Otherwise autograd receives the gradient as usual.
+        targets: int64 [tokens], global token ids.
+        group: tensor-parallel group. All ranks must call this function with the same tokens.
+        vocab_size: vocabulary size without padding. Padded columns have probability 0 and no gradient. None if no
+            column is padded.
+        entropy: use of the entropy, as in ``token_logprobs``.
+
+    Returns:
+        Log-probs and entropies in nats, float32 [tokens] each. The entropies are None for ``none``.
+
+    Raises:
+        ValueError: if the precisions differ or the weight is not contiguous.
+    """
+    if hidden.dtype != weight.dtype or not weight.is_contiguous():
+        raise ValueError(f"hidden states are {hidden.dtype}, the weight is {weight.dtype}, or not contiguous")
+    width = weight.size(0)
+    first = width * group.rank()
+    vocab_size = width * group.size() if vocab_size is None else vocab_size
+    options = _Options(group, 1.0 / temperature, first, min(width, max(0, vocab_size - first)))
+    return _FusedLogprobs.apply(hidden, weight, targets, options, entropy)
+
+
+def reference_token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute ``fused_token_logprobs`` with torch operators, for an unsharded weight and in its precision."""
+    log_p = (hidden @ weight[:vocab_size].t() / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)

@@ -1,4 +1,4 @@
-"""One packed micro-batch: laid out in NumPy, then brought to the device in one copy that nobody waits for."""
+"""Packed micro-batches: built with NumPy, then copied to the device in one asynchronous transfer."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from gdpo_nemo.algorithms import TokenFields
 from gdpo_nemo.data.packing import PackedRows, TrainSequence
 from gdpo_nemo.megatron.attention import Packing, packing_arrays, packing_of
 
-_KINDS = {"staleness": np.int32, "chosen": bool}
-"""Types of the columns that are not float32."""
+_DTYPES = {"staleness": np.int32, "chosen": bool}
+"""Data types of the fields that are not float32."""
 _ALIGNMENT = 16
-"""Bytes: of every type's elements, and of the widest loads of a kernel."""
+"""Alignment of every array in bytes: sufficient for all data types and for the widest loads of a kernel."""
 
 
 @dataclass
 class MicroBatch:
-    """What the model and the loss take, on the device."""
+    """Inputs of the model and of the loss, on the device. A row is a target token."""
 
     rows: PackedRows
+    """Layout of the micro-batch on the host."""
     tokens: torch.Tensor
-    """int64 [1, local tokens]"""
-    places: torch.Tensor
-    """int64 [rows]: local tokens whose successor is evaluated."""
+    """int64 [1, local tokens], token ids."""
+    token_indices: torch.Tensor
+    """int64 [rows]: index of the local token that precedes each target."""
     targets: torch.Tensor
-    """int64 [rows]"""
+    """int64 [rows]: token ids of the targets."""
     packing: Packing
     fields: TokenFields | None
-    """Of the trained rows, those of a weight above 0; None where no loss is computed."""
+    """Fields of the trained rows for the loss; None if no loss is computed."""
     trained: torch.Tensor | None
-    """int64 [trained rows] into ``places``; None: all of them."""
+    """int64 [trained rows]: indices of the rows with a weight above 0; None if all rows are trained."""
 
 
 def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy the arrays to the device, all at once and without waiting; on a CPU they stay where they are."""
+    """Copy the arrays to the device in one asynchronous transfer. On a CPU the tensors share the arrays' memory."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -47,7 +48,7 @@ def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[st
     starts = dict(zip(arrays, [0, *ends]))
     for name, array in arrays.items():
         host[starts[name] : starts[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
-    # torch keeps the pinned block from its next user until the copy is done.
+    # torch does not reuse the pinned memory until the copy is done.
     buffer = torch.from_numpy(host).pin_memory().to(device, non_blocking=True)
     return {
         name: buffer[starts[name] : starts[name] + array.nbytes]
@@ -66,96 +67,117 @@ def make_micro_batch(
     rectangles: bool,
     with_fields: bool,
 ) -> MicroBatch:
-    """Bring a packed micro-batch to the device.
+    """Create a packed micro-batch on the device.
 
     Args:
-        sequences: the batch that the rows are of.
+        rows: layout of the micro-batch.
+        sequences: sequences of this data-parallel rank, to which ``rows`` refers.
         context: context-parallel rank and size.
-        rectangles: whether attention reads positions and rectangles (see ``attention.packing_arrays``).
-        with_fields: whether a loss is computed.
+        rectangles: True if the attention needs positions and rectangles (see ``attention.packing_arrays``).
+        with_fields: True if a loss is computed.
     """
     arrays = {"tokens": rows.tokens, "rows": rows.rows, "targets": rows.targets}
     arrays |= packing_arrays(rows.padded_lengths, *context, rectangles=rectangles, shared=rows.shared)
-    fields: dict[str, np.ndarray] = {}
     if with_fields:
         fields, trained = _field_arrays(sequences, rows)
         arrays |= {f"field.{name}": array for name, array in fields.items()}
         if len(trained) < len(rows.rows):
             arrays["trained"] = trained
-    here = to_device(arrays, device)
-    given = {name: here[f"field.{name}"] for name in fields}
+    tensors = to_device(arrays, device)
     return MicroBatch(
         rows,
-        here["tokens"][None],
-        here["rows"],
-        here["targets"],
-        packing_of(rows.padded_lengths, here),
-        TokenFields(**given, num_sequences=len(sequences)) if with_fields else None,
-        here.get("trained"),
+        tensors["tokens"][None],
+        tensors["rows"],
+        tensors["targets"],
+        packing_of(rows.padded_lengths, tensors),
+        _token_fields(tensors, len(sequences)) if with_fields else None,
+        tensors.get("trained"),
+    )
+
+
+def _token_fields(tensors: Mapping[str, torch.Tensor], num_sequences: int) -> TokenFields:
+    """Create ``TokenFields`` from the tensors with the names ``field.NAME``."""
+    return TokenFields(
+        tensors["field.advantages"],
+        tensors["field.weights"],
+        tensors["field.sequence_ids"],
+        num_sequences,
+        old_logprobs=tensors.get("field.old_logprobs"),
+        sampler_logprobs=tensors.get("field.sampler_logprobs"),
+        reference_logprobs=tensors.get("field.reference_logprobs"),
+        old_values=tensors.get("field.old_values"),
+        returns=tensors.get("field.returns"),
+        staleness=tensors.get("field.staleness"),
+        pairs=tensors.get("field.pairs"),
+        chosen=tensors.get("field.chosen"),
     )
 
 
 def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """The fields of the trained rows by their names in ``TokenFields``, and the places of those rows."""
-    # The rows of a sequence stand together, so each sequence is read once.
+    """Return the fields of the trained rows, by their names in ``TokenFields``, and the indices of the trained rows."""
+    # The rows of a sequence are adjacent. Read each sequence once.
     starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1))
     members = [sequences[i] for i in rows.sequence[starts].tolist()]
     counts = np.diff(starts, append=len(rows.sequence))
     offsets = np.split(rows.offset, starts[1:])
-    each = np.array([member.weight for member in members], np.float32)
-    weights = np.repeat(each, counts)
-    # Here, where the weights are known: a mask on the device would have to be read back to know how many remain.
+    weights = np.repeat(np.array([member.weight for member in members], np.float32), counts)
+    # Select the rows on the host: the CPU would have to wait for the count of a mask on the device.
     trained = np.flatnonzero(weights > 0)
     advantages = _advantages(members, counts, offsets)
 
-    def column(name: str, kind: Any) -> np.ndarray:
-        parts = [getattr(member, name)[places] for member, places in zip(members, offsets)]
-        return np.asarray(np.concatenate(parts) if parts else np.zeros(0), kind)
+    def values_of_rows(name: str, dtype: Any) -> np.ndarray:
+        parts = [getattr(member, name)[tokens] for member, tokens in zip(members, offsets)]
+        return np.asarray(np.concatenate(parts) if parts else np.zeros(0), dtype)
 
-    found = {"advantages": advantages, "weights": weights, "sequence_ids": rows.sequence}
+    fields = {"advantages": advantages, "weights": weights, "sequence_ids": rows.sequence}
     if not sequences or any(sequence.pair for sequence in sequences):
-        found["pairs"] = _pair_numbers(sequences)[rows.sequence]
-    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", "old_values", "returns", *_KINDS):
-        # Of a rank without a sequence nobody knows what the others have; no token of anything is right for all.
+        fields["pairs"] = _pair_numbers(sequences)[rows.sequence]
+    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", "old_values", "returns", *_DTYPES):
+        # A rank without sequences does not know which optional fields the other ranks have, so it creates all of them.
+        # They are empty and fit every loss.
         if not sequences or getattr(sequences[0], name) is not None:
-            found[name] = column(name, _KINDS.get(name, np.float32))
+            fields[name] = values_of_rows(name, _DTYPES.get(name, np.float32))
     if len(trained) < len(weights):
-        found = {name: array[trained] for name, array in found.items()}
-    return found, trained
+        fields = {name: array[trained] for name, array in fields.items()}
+    return fields, trained
 
 
 def _advantages(members: Sequence[TrainSequence], counts: np.ndarray, offsets: Sequence[np.ndarray]) -> np.ndarray:
-    """Advantage of every row, float32: that of its sequence, or of its own token."""
+    """Return float32 [rows]: the advantage of each row's token, or of its sequence if the tokens share one."""
     if not any(isinstance(member.advantage, np.ndarray) for member in members):
         return np.repeat(np.array([member.advantage for member in members], np.float32), counts)
-    return np.concatenate([member.token_advantages()[places] for member, places in zip(members, offsets)])
+    return np.concatenate([member.token_advantages()[tokens] for member, tokens in zip(members, offsets)])
 
 
 def _pair_numbers(sequences: Sequence[TrainSequence]) -> np.ndarray:
-    """int64 [sequences]: the signed number of each one's pair among those of this rank, from 1. The same on all ranks
-    that share the sequences."""
+    """Return int64 [sequences]: the number of each sequence's pair, counted from 1 on this data-parallel rank.
+
+    It is negative for the rejected or undesirable completion. All ranks with the same sequences compute the same
+    numbers.
+    """
     pairs = np.array([sequence.pair for sequence in sequences], np.int64)
     numbers: np.ndarray = np.unique(np.abs(pairs), return_inverse=True)[1] + 1
     return numbers * np.sign(pairs)
 
 
 class MicroBatches:
-    """Iterates over the micro-batches of a pass; each can be prepared while the device computes the one before.
+    """Iterator over micro-batches. Each can be prepared while the device computes the previous one.
 
     Args:
-        make: lays out the micro-batch of these places in the batch and starts its copy.
+        make: function that creates a micro-batch of the sequences with the given indices and starts its copy.
+        assignment: indices of the sequences of each micro-batch.
     """
 
-    def __init__(self, make: Callable[[Sequence[int]], MicroBatch], places: Sequence[Sequence[int]]):
-        self._coming = iter([partial(make, members) for members in places])
+    def __init__(self, make: Callable[[Sequence[int]], MicroBatch], assignment: Sequence[Sequence[int]]):
+        self._remaining = iter([partial(make, members) for members in assignment])
         self._ready: MicroBatch | None = None
 
     def __next__(self) -> MicroBatch:
         ready = self._ready
         self._ready = None
-        return next(self._coming)() if ready is None else ready
+        return next(self._remaining)() if ready is None else ready
 
     def prefetch(self) -> None:
-        """Prepare the next micro-batch now. For when the device has work: its copy then runs behind that work."""
-        if self._ready is None and (make := next(self._coming, None)) is not None:
+        """Prepare the next micro-batch. If the device has queued work, the copy overlaps with this work."""
+        if self._ready is None and (make := next(self._remaining, None)) is not None:
             self._ready = make()

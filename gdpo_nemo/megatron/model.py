@@ -1,4 +1,4 @@
-"""Build the policy's model chunks, their data-parallel wrappers, optimizer and schedule for one rank."""
+"""Build model chunks, data-parallel wrappers, optimizer and learning-rate schedule for one rank of the policy."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from transformers import PretrainedConfig
 
+from gdpo_nemo.config.layout import stage_layers
 from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
-from gdpo_nemo.config.stages import stage_layers
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.megatron.fused_logprobs import fused_token_logprobs, use_fused_logprobs
-from gdpo_nemo.megatron.hf_mapping import head_size, layer_symbols, num_experts, rotary, transformer_fields
+from gdpo_nemo.megatron.conversion import head_size, layer_symbols, num_experts, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
-from gdpo_nemo.megatron.learning_rate import make_schedule
-from gdpo_nemo.megatron.logprobs import EntropyUse, token_logprobs
+from gdpo_nemo.megatron.logprobs import EntropyUse, fused_token_logprobs, token_logprobs, use_fused_logprobs
 from gdpo_nemo.megatron.lora import attach
-from gdpo_nemo.megatron.runtime import hidden
+from gdpo_nemo.megatron.optimizer import make_schedule
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.progress import hidden
 
-# Logits of one chunk of tokens may take this many bytes (float32); more tokens are recomputed chunk by chunk.
+# Maximum size in bytes of float32 logits. Larger logits are computed in chunks of tokens and recomputed in the backward
+# pass.
 _LOGIT_BYTES = 256 << 20
 
 
 class PolicyModel(HybridModel):
-    """A HybridModel whose last stage returns log-probs and entropies of chosen tokens instead of logits.
+    """A HybridModel whose last pipeline stage returns log-probs and entropies of target tokens instead of logits.
 
-    With ``fused`` kernels there are no logits. Otherwise they exist for one chunk of tokens at a time; when there are
-    several chunks, each is recomputed in the backward.
+    Fused kernels (``fused``) do not store the logits. Without them the logits are computed for one chunk of tokens at a
+    time. If there are several chunks, each is recomputed in the backward pass.
     """
 
     temperature = 1.0
@@ -52,21 +52,22 @@ class PolicyModel(HybridModel):
     real_vocab_size: int
 
     def forward(self, input_ids, packing, rows, targets):
-        """One micro-batch.
+        """Run one micro-batch.
 
         Args:
             input_ids: int64 [1, local tokens], or None past the first stage.
-            packing: ``attention.Packing`` of the pack.
-            rows: int64 [chosen]: local tokens whose successor is evaluated.
-            targets: int64 [chosen]: those successors.
+            packing: ``attention.Packing`` of the micro-batch.
+            rows: int64 [targets]: index of the local token that precedes each target.
+            targets: int64 [targets]: token ids of the targets.
 
         Returns:
-            Last stage: float32 [chosen, 2], log-prob and entropy, or [chosen, 1] where ``entropy`` is none. Other
-            stages: hidden states.
+            On the last stage float32 [targets, 2] with log-prob and entropy, or [targets, 1] if ``entropy`` is none. On
+            other stages the hidden states.
         """
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.training and not embedded.requires_grad:
-            embedded.requires_grad_()  # frozen embeddings (LoRA): recomputation needs an input that carries gradients
+            # The embeddings are frozen (LoRA), but activation recomputation needs an input that requires a gradient.
+            embedded.requires_grad_()
         angles = None
         if self.position_embedding_type == "rope":
             angles = self.rotary_pos_emb(packing.max_seqlen_q, packed_seq=True)
@@ -122,24 +123,26 @@ class PolicyModel(HybridModel):
 
 
 class ScoreModel(PolicyModel):
-    """A PolicyModel whose last stage returns a score of chosen tokens in place of log-probs: that of a linear layer
-    without bias, as transformers' sequence classifiers of one label have it."""
+    """A PolicyModel whose last stage returns a score for each target token instead of its log-prob.
+
+    The score head is a linear layer without bias, as in transformers' sequence classifiers with one label.
+    """
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any):
-        # Untied, so that no embedding is kept on the last stage for an output layer that is not there.
+        # The score head replaces the output layer, so the last stage needs no copy of the embedding.
         super().__init__(config, *arguments, **{**options, "share_embeddings_and_output_weights": False})
         if self.post_process:
             del self.output_layer
             self.score = torch.nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """As of its modules: LanguageModule's own asks for the output layer."""
+        """Return the modules' sharded states. LanguageModule's method cannot be used: it requires the output layer."""
         return super(LanguageModule, self).sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def _output(self, hidden, rows, targets):
-        """float32 [chosen, 1]; ``targets`` are not read."""
+        """Return the scores, float32 [targets, 1]. The token ids in ``targets`` are not used."""
         if self.config.sequence_parallel:
-            # Each tensor-parallel rank has the whole head, and so the whole gradient already: none must be added up.
+            # The head is replicated, so each tensor-parallel rank computes the full gradient, which must not be summed.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
@@ -147,11 +150,13 @@ class ScoreModel(PolicyModel):
 
 
 class ValueModel(PolicyModel):
-    """A PolicyModel with a second head on the same hidden states: a linear one, which says what a token's state is
-    worth. It starts at 0, so that the first advantages are of the rewards alone."""
+    """A PolicyModel with a linear value head on the same hidden states.
+
+    The head is initialised to 0, so that the first advantages depend only on the rewards.
+    """
 
     values = True
-    """Whether the value stands behind the other columns."""
+    """True to return the values in an additional column."""
 
     def __init__(self, config: TransformerConfig, *arguments: Any, **options: Any):
         super().__init__(config, *arguments, **options)
@@ -161,43 +166,51 @@ class ValueModel(PolicyModel):
             torch.nn.init.zeros_(self.value_head.bias)
 
     def _output(self, hidden, rows, targets):
-        """float32 [chosen, 2 or 3]: as of the PolicyModel, and the value of the state in which the target was chosen;
-        without it unless ``values``."""
+        """Return the PolicyModel's columns, and with ``values`` an additional column, in float32.
+
+        This column has the value of the state in which each target was generated.
+        """
         if self.config.sequence_parallel:
-            # Each tensor-parallel rank has the whole value head, and so the whole of its gradient: none is to be added
-            # up. The other head adds up its own (``copy_to_tensor_model_parallel_region``).
+            # The value head is replicated, so each tensor-parallel rank computes its full gradient, which must not be
+            # summed. copy_to_tensor_model_parallel_region below sums the gradient that comes from the output layer.
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        chosen = hidden.squeeze(1).index_select(0, rows)
-        shared = tensor_parallel.copy_to_tensor_model_parallel_region(chosen, group=self.pg_collection.tp)
+        selected = hidden.squeeze(1).index_select(0, rows)
+        shared = tensor_parallel.copy_to_tensor_model_parallel_region(selected, group=self.pg_collection.tp)
         columns = self._evaluate(shared, targets)
         if not self.values:
             return columns
         head = self.value_head
-        # In float32, or bfloat16 would round a value of 1 to some thousandths.
-        values = torch.nn.functional.linear(chosen.float(), head.weight.float(), head.bias.float())
+        # Compute the value in float32, because bfloat16 rounds a value near 1 by up to 0.004.
+        values = torch.nn.functional.linear(selected.float(), head.weight.float(), head.bias.float())
         return torch.cat((columns, values), -1)
 
 
 @dataclasses.dataclass
 class BuiltModel:
-    """Everything one rank trains with. ``chunks`` are bare models, ``wrapped`` the same inside precision and DDP
-    wrappers; without the latter where the model is not trained."""
+    """Model and training state of one rank."""
 
     hf_config: PretrainedConfig
     config: TransformerConfig
     chunks: list[PolicyModel]
+    """Model chunks without wrappers: one, or one per virtual pipeline stage."""
     wrapped: list[Any]
+    """The same chunks inside precision and DDP wrappers. A model that is not trained has no DDP wrappers."""
     optimizer: Any = None
+    """Megatron's MegatronOptimizer; None for a model that is not trained."""
     scheduler: Any = None
-    """Megatron's MegatronOptimizer and OptimizerParamScheduler; None for a model that is not trained."""
+    """Learning-rate schedule (``UpdateSchedule``); None for a model that is not trained."""
 
 
 def transformer_config(
     hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, use_te: bool
 ) -> TransformerConfig:
-    """Megatron's configuration of the architecture ``hf`` in ``layout``; fused kernels on GPUs only."""
+    """Return Megatron's TransformerConfig for the model ``hf`` in a parallel layout.
+
+    Args:
+        use_te: True to build TransformerEngine's layers.
+    """
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
@@ -205,7 +218,7 @@ def transformer_config(
     }
     options = recompute[layout.recompute]
     if layout.recompute_layers is not None:
-        # A layer of the model is two of the Hybrid stack: attention and MLP.
+        # A layer of the model consists of two Hybrid layers: attention and MLP.
         options |= dict(recompute_method="block", recompute_num_layers=2 * layout.recompute_layers)
     if use_te:
         options |= _engine_options(hf, layout)
@@ -225,11 +238,12 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
-        # Weights come from a checkpoint, but this is also what marks them as tensor-parallel: without the mark the
-        # gradient norm counts one rank's shard only.
+        # The weights are loaded later, but initialisation also sets their tensor-parallel attributes. Without these the
+        # gradient norm would include only one rank's shard.
         perform_initialization=True,
         use_cpu_initialization=False,
-        # Of Megatron's own linear layers, which would need apex; for TransformerEngine's see `_sum_gradients_in_place`.
+        # This setting is for Megatron's linear layers, which need apex for it. For TransformerEngine's layers see
+        # `_accumulate_into_main_grad`.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=use_te or torch.cuda.is_available(),
@@ -245,11 +259,12 @@ def transformer_config(
 
 
 def _engine_options(hf: PretrainedConfig, layout: MegatronConfig) -> dict[str, Any]:
-    """What is particular to TransformerEngine's layers."""
+    """Return the options of TransformerConfig for TransformerEngine's layers."""
     options: dict[str, Any] = dict(attention_backend=AttnBackend[layout.attention_backend], apply_rope_fusion=True)
     scaling = rotary(hf)[1]
     if scaling != 1.0:
-        # Its rotary kernel takes no factor on queries and keys (YaRN's); the scores take both at once.
+        # TransformerEngine's rotary kernel does not support a factor on queries and keys (YaRN). Apply both factors to
+        # the attention scores instead.
         options |= dict(softmax_scale=scaling**2 / math.sqrt(head_size(hf)))
     if num_experts(hf):
         options |= dict(moe_permute_fusion=True)
@@ -257,16 +272,20 @@ def _engine_options(hf: PretrainedConfig, layout: MegatronConfig) -> dict[str, A
 
 
 def _finalize(model, num_tokens=None, **kwargs):
-    """Megatron's gradient reduction without its division: our loss carries global weights already."""
+    """Reduce the gradients without Megatron's division by the token count: the loss is already weighted globally."""
     finalize_model_grads(model, None, **kwargs)
 
 
 def layer_pattern(symbols: list[str], layout: MegatronConfig) -> str:
-    """The Hybrid layers, with ``|`` between the pipeline's stages (or between their virtual stages)."""
+    """Return Megatron's Hybrid layer pattern, with ``|`` between (virtual) pipeline stages.
+
+    Args:
+        symbols: Hybrid layers of each Hugging Face layer (``conversion.layer_symbols``).
+    """
     stages = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
     ends = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
-    cuts = stage_layers(len(symbols), stages, *(ends if stages > 1 else ()))
-    return "|".join("".join(symbols[layer] for layer in stage) for stage in cuts)
+    layers_by_stage = stage_layers(len(symbols), stages, *(ends if stages > 1 else ()))
+    return "|".join("".join(symbols[layer] for layer in layers) for layers in layers_by_stage)
 
 
 def build_chunks(
@@ -278,22 +297,34 @@ def build_chunks(
     scores: bool = False,
     values: bool = False,
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
-    """This rank's model chunks (one, or one per virtual pipeline stage), on its device, randomly initialised;
-    ``adapted``: for adapters (see ``layer_spec``); ``scores``: with the head of a reward model; ``values``: with a
-    value head."""
+    """Return Megatron's configuration and this rank's randomly initialised model chunks, on its device.
+
+    There is one chunk, or one per virtual pipeline stage.
+
+    Args:
+        temperature: sampling temperature, by which logits are divided.
+        adapted: True to prepare the layers for adapters (see ``layer_spec``).
+        scores: True to replace the output layer by the score head of a reward model.
+        values: True to add a value head.
+
+    Raises:
+        ConfigError: if fp8 or fused log-probs are required but not available.
+    """
     use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
     use_te = use_te and layout.attention_backend != "sdpa"
     if layout.fp8 and not use_te:
-        raise ConfigError("policy.megatron_cfg.fp8: needs TransformerEngine, which is not usable here")
+        raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
     config = transformer_config(hf, layout, dtype, use_te)
     fused = use_fused_logprobs(layout.fused_logprobs)
     frequencies = rotary(hf)
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
-    kind = ScoreModel if scores else ValueModel if values else PolicyModel
+    model_class = ValueModel if values else PolicyModel
+    if scores:
+        model_class = ScoreModel
     chunks = []
     for stage in range(virtual) if virtual else [None]:
-        model = kind(
+        model = model_class(
             config,
             layer_spec(config, frequencies, use_te, adapted),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
@@ -302,7 +333,7 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            # Local layers rotate inside their attention; only TransformerEngine's need the model's angles.
+            # Only TransformerEngine's layers use the model's rotary angles. Local layers compute them in attention.
             position_embedding_type="rope" if use_te else "none",
             vp_stage=stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -317,7 +348,7 @@ def build_chunks(
 
 
 def freeze_routers(chunks: list[PolicyModel]) -> None:
-    """Leave the mixtures' routers untrained. Before the wrappers, which give a gradient buffer to what is trained."""
+    """Freeze the routers of MoE layers. Call it before ``wrap``, which allocates gradient buffers."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".mlp.router." in name:
@@ -325,7 +356,7 @@ def freeze_routers(chunks: list[PolicyModel]) -> None:
 
 
 def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronConfig) -> list[DistributedDataParallel]:
-    """Precision and data-parallel wrappers around the chunks."""
+    """Wrap the chunks for mixed precision and data parallelism."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=layout.use_distributed_optimizer,
@@ -336,16 +367,16 @@ def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronC
     wrapped = [
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0) for index, module in enumerate(inner)
     ]
-    _sum_gradients_in_place(chunks)
+    _accumulate_into_main_grad(chunks)
     if layout.overlap_grad_reduce:
         config.no_sync_func = [m.no_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
 
 
-def _sum_gradients_in_place(chunks: list[PolicyModel]) -> None:
-    """Have TransformerEngine's matrix products add to the wrapper's float32 gradients themselves.
+def _accumulate_into_main_grad(chunks: list[PolicyModel]) -> None:
+    """Make TransformerEngine's layers add weight gradients directly to the wrapper's float32 buffers.
 
-    Set here and not by ``gradient_accumulation_fusion``, with which Megatron's output layer asks for apex's kernel.
+    ``gradient_accumulation_fusion`` would do this too, but with it Megatron's output layer requires apex's kernel.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -356,12 +387,17 @@ def _sum_gradients_in_place(chunks: list[PolicyModel]) -> None:
 def build_optimizer(
     layout: MegatronConfig,
     dtype: torch.dtype,
-    wrapped: list,
+    wrapped: list[Any],
     total_updates: int,
     value_lr_mult: float | None = None,
 ):
-    """Megatron's AdamW with its learning-rate schedule, counted in updates; that of a value head ``value_lr_mult``
-    times as high."""
+    """Return Megatron's AdamW and its learning-rate scheduler, which takes one step per update.
+
+    Args:
+        wrapped: wrapped chunks of the model.
+        total_updates: number of updates of the complete run, the default end of a decay.
+        value_lr_mult: multiple of the learning rate for the value head; None if the model has no value head.
+    """
     o = layout.optimizer
     config = MegatronOptimizerConfig(
         optimizer="adam",
@@ -379,9 +415,10 @@ def build_optimizer(
     )
     overrides = None
     if value_lr_mult is not None:
-        # Marked, because a group is known on loading by its marks: its learning rate may change between starts.
-        own: Any = dict(is_decoupled_lr=True, max_lr=value_lr_mult * o.lr, min_lr=value_lr_mult * o.min_lr)
-        overrides = {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): own}
+        # The flag identifies this group when a checkpoint is loaded. The learning rates cannot, since a resumed run may
+        # change them.
+        head: Any = dict(is_decoupled_lr=True, max_lr=value_lr_mult * o.lr, min_lr=value_lr_mult * o.min_lr)
+        overrides = {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): head}
     optimizer = get_megatron_optimizer(config, wrapped, overrides)
     return optimizer, make_schedule(optimizer, layout, total_updates)
 
@@ -389,16 +426,16 @@ def build_optimizer(
 def _read_config(folder: str | Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    # For the docstring of a config class transformers imports all that its models and their generation need, torch's
-    # compiler among it, 1 s of a core, and does without if it is not there.
+    # For the docstring of a config class, transformers imports all dependencies of its models and of generation. This
+    # includes torch's compiler, takes 1 s of CPU time, and is optional.
     with hidden("transformers.models.auto.modeling_auto"):
         return AutoConfig.from_pretrained(folder)
 
 
 def build_frozen(folder: str | Path, layout: MegatronConfig, dtype: torch.dtype) -> BuiltModel:
-    """The model in the Hugging Face ``folder`` for forward passes alone: no gradients, no optimizer."""
+    """Load the model in a Hugging Face folder for forward passes only, without gradients and optimizer."""
     from gdpo_nemo.megatron.conversion import load_hf
-    from gdpo_nemo.weights.model_folder import open_weights
+    from gdpo_nemo.models.hf_folder import open_weights
 
     hf = _read_config(folder)
     config, chunks = build_chunks(hf, layout, dtype)
@@ -415,20 +452,24 @@ def build(
     dtype: torch.dtype,
     temperature: float,
     total_updates: int,
+    *,
     lora: LoraConfig | None = None,
     seed: int = 0,
     scores: bool = False,
     value_lr_mult: float | None = None,
 ) -> BuiltModel:
-    """Model, wrappers, optimizer and schedule of this rank, with the weights of the Hugging Face ``folder``.
+    """Load the model in a Hugging Face folder for training: model, wrappers, optimizer and schedule of this rank.
 
-    With ``lora`` those are frozen, and adapters drawn from ``seed`` are trained; with ``scores`` it ends in the head of
-    a reward model, drawn from ``seed`` where the folder has none; with ``value_lr_mult`` it has a value head, too,
-    whose learning rate is that times the others'.
+    Args:
+        temperature: sampling temperature, by which logits are divided.
+        total_updates: number of updates of the complete run, the default end of a decay.
+        lora: settings of the adapters to train with frozen weights; None to train the weights.
+        seed: random seed of the initial adapters, and of a missing score head.
+        scores: True for a reward model. Its score head is sampled if the folder has none.
+        value_lr_mult: multiple of the learning rate for a value head; None for no value head.
     """
-    from gdpo_nemo.megatron.conversion import load_hf
-    from gdpo_nemo.megatron.reward_head import with_score_head
-    from gdpo_nemo.weights.model_folder import open_weights
+    from gdpo_nemo.megatron.conversion import load_hf, with_score_head
+    from gdpo_nemo.models.hf_folder import open_weights
 
     hf = _read_config(folder)
     heads = dict(scores=scores, values=value_lr_mult is not None)
@@ -441,7 +482,7 @@ def build(
     elif layout.freeze_moe_router:
         freeze_routers(chunks)
     wrapped = wrap(config, chunks, layout)
-    # ``config.grad_scale_func`` stays empty: float32 and bfloat16 losses are not scaled, and with it model and
-    # optimizer would hold each other, groups and all, through autograd nodes that Python's collector cannot see.
+    # Do not set ``config.grad_scale_func``: float32 and bfloat16 losses are not scaled. It would create a reference
+    # cycle of model, optimizer and process groups through autograd nodes, which Python's garbage collector cannot see.
     optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates, value_lr_mult)
     return BuiltModel(hf, config, chunks, wrapped, optimizer, scheduler)

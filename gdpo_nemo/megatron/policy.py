@@ -1,4 +1,4 @@
-"""The policy on one rank: update, evaluate, hand out weights.
+"""Policy on one rank: update, evaluate, export weights.
 
 Every method is collective: all ranks of the policy call it together with equal arguments.
 """
@@ -9,7 +9,7 @@ import contextlib
 import math
 from functools import partial
 from pathlib import Path
-from typing import Iterator, Sequence
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,72 +17,70 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gdpo_nemo.algorithms import LossSettings
-from gdpo_nemo.algorithms.own_functions import Functions
-from gdpo_nemo.algorithms.policy_loss import policy_loss
-from gdpo_nemo.algorithms.ppo_settings import ActorCriticSettings
-from gdpo_nemo.algorithms.preference_losses import preference_loss
-from gdpo_nemo.algorithms.preference_settings import PreferenceUpdate
-from gdpo_nemo.algorithms.value_loss import actor_critic_loss
-from gdpo_nemo.config.objects import load_functions
+from gdpo_nemo.algorithms.loss_selection import Functions, Objective, loss_import_paths
+from gdpo_nemo.algorithms.policy_loss import objective_loss
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, pack_rows
-from gdpo_nemo.data.results import TokenValues, UpdateResult
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.data.records import TokenValues, UpdateResult
 from gdpo_nemo.megatron.attention import PackedAttention, local_positions
 from gdpo_nemo.megatron.conversion import export_hf
 from gdpo_nemo.megatron.logprobs import EntropyUse
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters, start_adapters
 from gdpo_nemo.megatron.micro_batch import MicroBatch, MicroBatches, make_micro_batch
 from gdpo_nemo.megatron.model import BuiltModel, build, build_frozen
-from gdpo_nemo.megatron.offload import OptimizerOffload, Reference
+from gdpo_nemo.megatron.optimizer import OptimizerOffload, Reference
 from gdpo_nemo.megatron.runtime import Runtime
+from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.utils.user_code import load_functions
 from gdpo_nemo.weights.adapters import Adapters, Pairs, merged, named
 
 _FP8_BLOCK = 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _count(batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
-    """Number of the micro-batch's rows, filled in on the device: a copy from the host would wait for it.
+def _row_count(batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
+    """Return the number of rows of the micro-batch as a tensor on the device of ``like``.
 
-    Megatron divides by this token count in its own reduction, which `model._finalize` leaves out.
+    It is created on the device, because a copy from the host would wait. Megatron's pipeline schedule requires this
+    token count to divide the gradients, but `model._finalize` omits the division.
     """
     return torch.full((), len(batch.rows.rows), dtype=torch.int, device=like.device)
 
 
-def _read_back(parts: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]):
-    """The same dictionaries with numbers for their scalars, which a device hands over in one go by type, not one by
-    one."""
+def _to_numbers(parts: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]):
+    """Return the same dictionaries with Python numbers in place of scalar tensors.
+
+    All scalars of a data type are transferred from the device together.
+    """
     scalars = [value.detach() for part in parts for values in part for value in values.values()]
     numbers = [0.0] * len(scalars)
     for dtype in {value.dtype for value in scalars}:
-        alike = [place for place, value in enumerate(scalars) if value.dtype == dtype]
-        for place, number in zip(alike, torch.stack([scalars[place] for place in alike]).tolist()):
-            numbers[place] = number
-    found = iter(numbers)
-    return [tuple({name: next(found) for name in values} for values in part) for part in parts]
+        indices = [index for index, value in enumerate(scalars) if value.dtype == dtype]
+        for index, number in zip(indices, torch.stack([scalars[index] for index in indices]).tolist()):
+            numbers[index] = number
+    remaining = iter(numbers)
+    return [tuple({name: next(remaining) for name in values} for values in part) for part in parts]
 
 
-def _merge(shares: list[dict[str, float]], how) -> dict[str, float]:
-    names = dict.fromkeys(name for share in shares for name in share)
-    return {name: how([share[name] for share in shares if name in share]) for name in names}
+def _merge_metrics(by_rank: list[dict[str, float]], reduce) -> dict[str, float]:
+    """Reduce each metric over the ranks that have it."""
+    names = dict.fromkeys(name for metrics in by_rank for name in metrics)
+    return {name: reduce([metrics[name] for metrics in by_rank if name in metrics]) for name in names}
 
 
 class Policy:
-    """A Megatron model with its optimizer, on one rank of a laid-out process group.
+    """A Megatron model with its optimizer on one rank. Megatron's process groups must exist (``runtime.lay_out``).
 
     Args:
-        config: the policy section.
+        config: config section ``policy``.
         folder: Hugging Face folder with the starting weights.
-        runtime: what ``runtime.prepare()`` returned.
-        total_updates: optimizer updates of the whole run, the horizon of a decaying schedule.
-        keep_reference: hold a copy of the starting weights for ``logprobs(reference=True)``; under LoRA there is none,
-            the model without its adapters is the reference.
-        seed: of LoRA's starting adapters, and of a reward model's head.
-        scores: the model is a reward model: ``logprobs`` returns scores.
-        value_lr_mult: the model has a value head beside the policy's own, on the same hidden states, and learns it at
-            this times the learning rate; None: it has none.
+        runtime: result of ``runtime.prepare()``.
+        total_updates: number of updates of the complete run, the default end of a learning-rate decay.
+        keep_reference: True to store a copy of the starting weights for ``logprobs(reference=True)``. It has no effect
+            under LoRA, whose reference is the model without its adapters.
+        seed: random seed of LoRA's initial adapters, and of a reward model's score head.
+        scores: True for a reward model, for which ``logprobs`` returns scores.
+        value_lr_mult: multiple of the learning rate for a value head; None for no value head.
     """
 
     def __init__(
@@ -92,6 +90,7 @@ class Policy:
         runtime: Runtime,
         total_updates: int,
         keep_reference: bool = False,
+        *,
         seed: int = 0,
         scores: bool = False,
         value_lr_mult: float | None = None,
@@ -110,10 +109,10 @@ class Policy:
             DTYPES[config.precision],
             config.generation.temperature or 1.0,
             total_updates,
-            self.lora,
-            seed,
-            scores,
-            value_lr_mult,
+            lora=self.lora,
+            seed=seed,
+            scores=scores,
+            value_lr_mult=value_lr_mult,
         )
         self.scores = scores
         self.values = value_lr_mult is not None
@@ -126,16 +125,19 @@ class Policy:
             self._offload = OptimizerOffload(self.built.optimizer, self._parameters(), runtime.device)
         self._rectangles = any(isinstance(m, PackedAttention) for chunk in self.chunks for m in chunk.modules())
 
-    # -- what a rank knows of its place -------------------------------------------------------------------------
+    # -- rank in the layout --------------------------------------------------------------------------------------
 
     @property
     def chunks(self):
-        """The bare model chunks of this rank."""
+        """Model chunks of this rank, without wrappers."""
         return self.built.chunks
 
     @property
     def reports(self) -> bool:
-        """Whether this rank speaks for its data-parallel and context-parallel share (last stage, first tensor rank)."""
+        """True if this rank returns results for its data- and context-parallel ranks.
+
+        This is the first tensor-parallel rank of the last pipeline stage.
+        """
         return (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -143,7 +145,7 @@ class Policy:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Number of the share of every update that this rank computes, with its tensor, pipeline and context peers."""
+        """Data-parallel rank. Ranks with the same index process the same sequences."""
         return int(parallel_state.get_data_parallel_rank())
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -155,33 +157,35 @@ class Policy:
         self,
         sequences: Sequence[TrainSequence],
         micro_batches: Sequence[Sequence[int]],
-        settings: LossSettings | PreferenceUpdate,
+        settings: Objective,
     ) -> UpdateResult:
-        """One optimizer update.
+        """Run one optimizer update.
 
         Args:
-            sequences: those of this data-parallel rank; it may have none.
-            micro_batches: places in ``sequences``; equally many on every rank (see ``packing.assign``).
+            sequences: sequences of this data-parallel rank; may be empty.
+            micro_batches: indices into ``sequences`` for each micro-batch. All ranks must have the same number of
+                micro-batches (see ``packing.assign``).
+            settings: settings of the loss.
 
         Raises:
-            RunError: a function of the user's own gave what no loss can be made of.
+            RunError: if a custom function returns values from which no loss can be computed.
         """
-        functions = load_functions("loss_fn", settings.places)
+        functions = load_functions("loss_fn", loss_import_paths(settings))
         for wrapped in self.built.wrapped:
             wrapped.restore_grad_buffers(synchronize=False)
             wrapped.zero_grad_buffer()
         self.built.optimizer.zero_grad()
         finish = partial(self._loss, settings, functions)
-        self._ask_entropy("gradient" if settings.entropy_bonus else "value")
-        self._ask_values(self.values)
+        self._set_entropy_use("gradient" if settings.entropy_bonus else "value")
+        self._set_value_output(self.values)
         try:
             done = self._run(sequences, micro_batches, finish, forward_only=False)
         except ValueError as error:
-            if functions:  # whose they are, the sentence says
+            if functions:  # the message names the custom function
                 raise RunError(str(error)) from error
             raise
-        # Before the gradients' norm, for which each gradient is given to its main weight: they must share a device.
-        with self._optimizer_coming():
+        # Fetch the optimizer first: computing the norm attaches each gradient to its main weight, on the same device.
+        with self._optimizer_prefetched():
             sums, maxima = self._reduce(done)
             norm = self._gradient_norm()
             skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
@@ -193,60 +197,50 @@ class Policy:
         return UpdateResult(sums.pop("loss"), norm, float(lr), skipped, sums, maxima)
 
     def next_learning_rate(self) -> float:
-        """The learning rate of the next update."""
+        """Return the learning rate of the next update."""
         return float(self.built.scheduler.next_rate())
 
     def _gradient_norm(self) -> float:
-        """Norm of the whole model's gradient before clipping; the same on every rank."""
+        """Return the gradient norm of the complete model before clipping. It is the same on every rank."""
         self.built.optimizer.prepare_grads()
         return float(self.built.optimizer.get_grad_norm())
 
-    def _loss(
-        self, settings: LossSettings | PreferenceUpdate, functions: Functions, batch: MicroBatch, output: torch.Tensor
-    ):
+    def _loss(self, settings: Objective, functions: Functions, batch: MicroBatch, output: torch.Tensor):
         columns = output.float().unbind(-1)
         if batch.trained is not None:
             columns = tuple(values.index_select(0, batch.trained) for values in columns)
-        logprobs = columns[0]
         assert batch.fields is not None
-        if isinstance(settings, ActorCriticSettings):
-            loss, metrics = actor_critic_loss(
-                logprobs, columns[1], columns[2], batch.fields, settings, self._sum_over_context, functions
-            )
-            return loss, _count(batch, output), (loss.detach(), metrics)
-        entropy = columns[1] if len(columns) > 1 else None  # a reward model has none
-        if isinstance(settings, PreferenceUpdate):
-            loss, metrics = preference_loss(logprobs, entropy, batch.fields, settings, self._sum_over_context)
-        else:
-            loss, metrics = policy_loss(
-                logprobs, entropy, batch.fields, settings, self._sum_over_context, functions, all_trained=True
-            )
-        return loss, _count(batch, output), (loss.detach(), metrics)
+        compute = objective_loss(settings)
+        loss, metrics = compute(columns, batch.fields, settings, self._sum_over_context, functions)
+        return loss, _row_count(batch, output), (loss.detach(), metrics)
 
     @staticmethod
     def _sum_over_context(partial_sums: torch.Tensor) -> torch.Tensor:
-        """Sum a per-sequence value over the context-parallel ranks that hold parts of each sequence."""
+        """Sum a value per sequence over the context-parallel ranks, each of which has a part of each sequence."""
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
             dist.all_reduce(partial_sums, group=group)
         return partial_sums
 
-    def _reduce(self, done: list) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over micro-batches, data and context ranks, known to every pipeline stage."""
+    def _reduce(self, done: list[Any]) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the sums and maxima of metrics over micro-batches and data- and context-parallel ranks.
+
+        All pipeline stages get the result.
+        """
         totals = None
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             sums: dict[str, float] = {}
             maxima: dict[str, float] = {}
-            for part, largest in _read_back([({"loss": loss, **m.sums}, m.maxima) for loss, m in done]):
+            for part, largest in _to_numbers([({"loss": loss, **m.sums}, m.maxima) for loss, m in done]):
                 for name, value in part.items():
                     sums[name] = sums.get(name, 0.0) + value
                 for name, value in largest.items():
                     maxima[name] = max(maxima.get(name, float("-inf")), value)
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            shares: list = [None] * group.size()
-            dist.all_gather_object(shares, (sums, maxima), group=group)
-            # A rank whose micro-batches are all empty measures nothing, so the names are merged, not assumed equal.
-            totals = (_merge([s for s, _ in shares], sum), _merge([m for _, m in shares], max))
+            by_rank: list[Any] = [None] * group.size()
+            dist.all_gather_object(by_rank, (sums, maxima), group=group)
+            # A rank with only empty micro-batches has no metrics, so the names may differ.
+            totals = (_merge_metrics([s for s, _ in by_rank], sum), _merge_metrics([m for _, m in by_rank], max))
         return self._from_last_stage(totals)
 
     @staticmethod
@@ -260,14 +254,17 @@ class Policy:
 
     @contextlib.contextmanager
     def optimizer_on_device(self):
-        """Main weights and moments on the device, where ``optimizer.offload`` otherwise keeps them in host memory."""
-        with self._optimizer_coming():
+        """Keep main weights and moments on the device in the block, even if ``optimizer.offload`` is set."""
+        with self._optimizer_prefetched():
             self._wait_for_optimizer()
             yield
 
     @contextlib.contextmanager
-    def _optimizer_coming(self):
-        """As ``optimizer_on_device``, but what reads them is queued after ``_wait_for_optimizer``."""
+    def _optimizer_prefetched(self):
+        """Start to move main weights and moments to the device, and move them back after the block.
+
+        Queue work that reads them after ``_wait_for_optimizer``.
+        """
         if self._offload is not None:
             self._offload.fetch()
         try:
@@ -281,13 +278,13 @@ class Policy:
             self._offload.wait()
 
     def release(self) -> None:
-        """Give back the GPU memory that nothing needs before the next update, for an engine that shares the device."""
+        """Release the GPU memory that is not needed until the next update, for an engine on the same GPU."""
         if self.runtime.device.type == "cuda":
             self.release_gradients()
             torch.cuda.empty_cache()
 
     def release_gradients(self) -> None:
-        """Free the gradients' buffers, which every update starts with zeros, when all that is under way is done."""
+        """Free the gradient buffers once all queued work is done. Every update starts with zero gradients."""
         for wrapped in self.built.wrapped:
             wrapped.offload_grad_buffers(empty_cache=False)
 
@@ -303,21 +300,26 @@ class Policy:
         entropies: bool = False,
         values: bool = False,
     ) -> TokenValues | None:
-        """Log-probs of all completion tokens of this rank's sequences under the current (or reference) weights.
+        """Return the log-probs of all completion tokens of this rank's sequences.
 
-        ``temperature`` replaces the sampling temperature for this call. With ``entropies`` the values are
-        [tokens, 2]: log-prob, and entropy of the distribution that the token was drawn from. With ``values`` what the
-        value head says of the state before the token is one more column.
+        Args:
+            sequences: sequences of this data-parallel rank.
+            micro_batches: indices into ``sequences`` for each micro-batch, as in ``train``.
+            reference: True to use the weights of the reference.
+            temperature: temperature in place of the sampling temperature; None to use the sampling temperature.
+            entropies: True to add a column with the entropy of each token's distribution.
+            values: True to add a column with the value head's estimate for the state before each token.
 
         Returns:
-            This rank's share where the rank reports (see ``reports``), else None.
+            The values of this rank's tokens if ``reports`` is true, otherwise None. Their shape is [tokens], or
+            [tokens, columns] with additional columns.
         """
         with self._reference_weights() if reference else contextlib.nullcontext(), self._at_temperature(temperature):
-            self._training(False)
-            self._ask_entropy("value" if entropies else "none")
-            self._ask_values(values)
+            self._set_training(mode=False)
+            self._set_entropy_use("value" if entropies else "none")
+            self._set_value_output(values)
             done = self._run(sequences, micro_batches, self._collect, forward_only=True)
-            self._training(True)
+            self._set_training(mode=True)
         if not self.reports:
             return None
         sequence, offset = (
@@ -326,18 +328,18 @@ class Policy:
         return TokenValues(sequence, offset, torch.cat([values for _, values in done]).cpu().numpy())
 
     def load_teacher(self, folder: str | Path) -> None:
-        """Keep the model in a Hugging Face ``folder`` beside this one, frozen and in the same layout."""
+        """Load the model in a Hugging Face folder as a frozen teacher in the same layout."""
         self._teacher = build_frozen(folder, self.layout, DTYPES[self.config.precision])
 
     @contextlib.contextmanager
-    def teacher_in_place(self) -> Iterator[None]:
-        """Let ``logprobs`` be the teacher's, at temperature 1 unless it is given another one."""
+    def using_teacher(self) -> Iterator[None]:
+        """Make ``logprobs`` use the teacher in the block. The default temperature is then 1."""
         assert self._teacher is not None, "no teacher was loaded"
-        own, self.built = self.built, self._teacher
+        student, self.built = self.built, self._teacher
         try:
             yield
         finally:
-            self.built = own
+            self.built = student
 
     @contextlib.contextmanager
     def _at_temperature(self, temperature: float | None):
@@ -350,18 +352,18 @@ class Policy:
             for chunk, value in zip(self.chunks, usual):
                 chunk.temperature = value
 
-    def _ask_entropy(self, use: EntropyUse) -> None:
+    def _set_entropy_use(self, use: EntropyUse) -> None:
         for chunk in self.chunks:
             chunk.entropy = use
 
-    def _ask_values(self, wanted: bool) -> None:
+    def _set_value_output(self, enabled: bool) -> None:
         for chunk in self.chunks:
-            chunk.values = wanted
+            chunk.values = enabled
 
     @staticmethod
     def _collect(batch: MicroBatch, output: torch.Tensor):
         values = output.float()
-        return output.sum(), _count(batch, output), (batch.rows, values[:, 0] if values.size(-1) == 1 else values)
+        return output.sum(), _row_count(batch, output), (batch.rows, values[:, 0] if values.size(-1) == 1 else values)
 
     @contextlib.contextmanager
     def _reference_weights(self):
@@ -370,12 +372,12 @@ class Policy:
                 yield
             return
         assert self._reference is not None, "the policy was built without keep_reference"
-        with self.params_synced(), self._reference.in_place():
+        with self.params_synced(), self._reference.as_parameters():
             yield
 
     @property
     def reference(self) -> Reference | None:
-        """What ``logprobs(reference=True)`` is computed with; None under LoRA, and where nobody asks."""
+        """Weights for ``logprobs(reference=True)``; None under LoRA, or if no reference is stored."""
         return self._reference
 
     def sync_reference(self, alpha: float) -> None:
@@ -384,20 +386,27 @@ class Policy:
         with self.params_synced():
             self._reference.follow(alpha)
 
-    def _training(self, on: bool) -> None:
+    def _set_training(self, *, mode: bool) -> None:
         for wrapped in self.built.wrapped:
-            wrapped.train(on)
+            wrapped.train(mode)
 
     # -- Megatron's schedule ------------------------------------------------------------------------------------
 
-    def _run(self, sequences, micro_batches: Sequence[Sequence[int]], finish, forward_only: bool) -> list:
-        """Run this rank's micro-batches through Megatron's schedule; ``finish(micro-batch, output)`` closes each on the
-        last stage."""
+    def _run(self, sequences, micro_batches: Sequence[Sequence[int]], finish, forward_only: bool) -> list[Any]:
+        """Run this rank's micro-batches through Megatron's pipeline schedule.
+
+        Args:
+            finish: function called with each micro-batch and its output on the last stage, as in Megatron's schedule.
+                It returns a loss, a token count, and the micro-batch's result.
+
+        Returns:
+            Results of the micro-batches, on the last stage.
+        """
         layout = self.layout
         context_size = layout.context_parallel_size
         context = parallel_state.get_context_parallel_rank(), context_size
         total_multiple = context_size * layout.tensor_model_parallel_size if layout.sequence_parallel else 1
-        if layout.fp8:  # the tokens of each rank's matrix products come in blocks
+        if layout.fp8:  # the number of tokens of each rank must be a multiple of the block size
             total_multiple = _FP8_BLOCK * context_size * layout.tensor_model_parallel_size
 
         def make(with_fields: bool, members: Sequence[int]) -> MicroBatch:
@@ -416,9 +425,9 @@ class Policy:
 
         def step(iterator: MicroBatches, model):
             batch = next(iterator)
-            output = model(batch.tokens, batch.packing, batch.places, batch.targets)
+            output = model(batch.tokens, batch.packing, batch.token_indices, batch.targets)
             if self.runtime.device.type == "cuda":
-                iterator.prefetch()  # while the forward pass runs
+                iterator.prefetch()  # during the forward pass
             return output, partial(finish, batch)
 
         wrapped = self.built.wrapped
@@ -440,7 +449,10 @@ class Policy:
 
     @contextlib.contextmanager
     def params_synced(self):
-        """Parameters as the last update left them: with overlapped gathering they are otherwise stale until used."""
+        """Synchronise parameters with the last update for the block.
+
+        With ``overlap_param_gather`` they are otherwise stale until the next forward pass.
+        """
         overlapped = [w for w in self.built.wrapped if self.layout.overlap_param_gather]
         for wrapped in overlapped:
             wrapped.disable_forward_pre_hook(param_sync=True)
@@ -451,8 +463,10 @@ class Policy:
                 wrapped.enable_forward_pre_hook()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights under their Hugging Face names, whole, on every rank (see ``conversion.export_hf``); adapters
-        merged."""
+        """Yield (Hugging Face name, unsharded tensor) of all weights on every rank, with adapters merged.
+
+        See ``conversion.export_hf``.
+        """
         with self.params_synced():
             tensors = export_hf(self.chunks, self.built.hf_config)
             if self.adapters:
@@ -460,18 +474,16 @@ class Policy:
             yield from tensors
 
     def update(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What an engine with the starting weights lacks: all weights, or under LoRA the adapters alone (see
-        ``adapters``)."""
+        """Yield the tensors that training changes: all weights, or only the adapters under LoRA."""
         return iter(self.weights() if self.adapters is None else named(self.adapter()))
 
     def start_adapters(self, pairs: Pairs) -> None:
-        """Give LoRA's matrices the values of ``pairs``, whole ones of every adapted module; the optimizer starts with
-        them."""
+        """Initialise LoRA's matrices and the optimizer's main weights from the unsharded ``pairs`` of all modules."""
         with self.optimizer_on_device():
             start_adapters(self.chunks, pairs)
             self.built.optimizer.reload_model_params()
 
     def adapter(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """LoRA's matrices by Hugging Face module, whole, on every rank (see ``lora.gather_adapters``)."""
+        """Return LoRA's unsharded matrices by Hugging Face module on every rank (see ``lora.gather_adapters``)."""
         with self.params_synced():
             return gather_adapters(self.chunks)

@@ -1,16 +1,14 @@
-"""One entry that decides what a policy process runs on: NCCL and CUDA, or gloo and the CPU."""
+"""Setup of a policy process: device and backend (CUDA and NCCL, or CPU and gloo), process groups, random seeds."""
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import random
 import socket
-import sys
 import warnings
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,24 +16,29 @@ import torch.distributed as dist
 
 from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.megatron import cpu_shim
+from gdpo_nemo.utils.progress import hidden, import_transformers
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """What this process computes on."""
+    """Device and backend of this process."""
 
     device: torch.device
     backend: str
 
 
 def prepare() -> Runtime:
-    """Choose device and backend and make megatron-core importable on it. Call before importing megatron.core."""
+    """Choose device and backend, and make megatron-core importable on this device.
+
+    Call it before you import megatron.core.
+    """
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    # Megatron's timers import trackers that are there, 1 s of a core, to recognise a writer that is handed to them.
-    # None is.
+    import_transformers()
+    # Megatron's timers import installed experiment trackers, to recognise the writer that is passed to them. This takes
+    # 1 s of CPU time, and this project passes no writer.
     with hidden("wandb", "torch.utils.tensorboard"):
-        on_cpu = cpu_shim.install()  # before the next line, which imports Megatron
+        on_cpu = cpu_shim.install()  # must precede the import of Megatron
         import megatron.core.timers  # noqa: F401
     _use_group_step_adam()
     if on_cpu:
@@ -46,33 +49,19 @@ def prepare() -> Runtime:
 
 
 def _use_group_step_adam() -> None:
-    """Without TransformerEngine or apex, give Megatron an Adam with the state layout of theirs."""
+    """Make Megatron use ``GroupStepAdam`` if TransformerEngine and apex are missing. Its state has their layout."""
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.distrib_optimizer as distributed
 
-    from gdpo_nemo.megatron.adam import GroupStepAdam
+    from gdpo_nemo.megatron.optimizer import GroupStepAdam
 
-    # Two modules bind Adam and these flags at import; the flags make Megatron take the step from the parameter group.
+    # Two modules copy Adam and these flags at import. The flags make Megatron read the step from the parameter group.
     if optimizers.USING_PYTORCH_OPTIMIZER:
         optimizers.Adam = GroupStepAdam
         optimizers.USING_PYTORCH_OPTIMIZER = False
         distributed.Adam = GroupStepAdam
         distributed.HAVE_APEX_OR_TE = True
         distributed.USING_APEX_OPTIMIZER = True
-
-
-@contextlib.contextmanager
-def hidden(*names: str) -> Iterator[None]:
-    """Modules that cannot be imported in this block, for libraries that import them where they are there."""
-    before = {name: sys.modules[name] for name in names if name in sys.modules}
-    absent: dict[str, Any] = dict.fromkeys(names)
-    sys.modules.update(absent)
-    try:
-        yield
-    finally:
-        for name in names:
-            del sys.modules[name]
-        sys.modules.update(before)
 
 
 def initialize(
@@ -86,22 +75,24 @@ def initialize(
     """Join the default process group.
 
     Args:
-        init_method: a torch URL: ``file://path``, or ``tcp://host:port`` of rank 0.
-        listener: on rank 0 with ``tcp``: the socket that already listens there; torch takes ownership of it.
+        init_method: torch's rendezvous URL: ``file://path``, or ``tcp://host:port`` of rank 0.
+        listener: socket that already listens at this host and port, for rank 0 with ``tcp``. torch takes ownership of
+            it.
+        timeout_s: time limit of the rendezvous and of each collective.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    meeting: dict = dict(init_method=init_method)
+    rendezvous: dict[str, Any] = dict(init_method=init_method)
     if init_method.startswith("tcp://"):
         host, _, port = init_method.removeprefix("tcp://").rpartition(":")
-        given: dict[str, Any] = dict(master_listen_fd=listener.detach()) if listener else {}
-        meeting = dict(
-            store=dist.TCPStore(host, int(port), world_size, rank == 0, timeout, wait_for_workers=False, **given)
+        options: dict[str, Any] = dict(master_listen_fd=listener.detach()) if listener else {}
+        rendezvous = dict(
+            store=dist.TCPStore(host, int(port), world_size, rank == 0, timeout, wait_for_workers=False, **options)
         )
-    dist.init_process_group(runtime.backend, rank=rank, world_size=world_size, timeout=timeout, **meeting)
+    dist.init_process_group(runtime.backend, rank=rank, world_size=world_size, timeout=timeout, **rendezvous)
 
 
 def lay_out(layout: MegatronConfig, seed: int) -> None:
-    """Build Megatron's process groups for ``layout`` and seed every random stream."""
+    """Create Megatron's process groups for ``layout`` and seed every random stream."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -120,13 +111,40 @@ def seed_everything(seed: int) -> None:
     from megatron.core import tensor_parallel
 
     random.seed(seed)
-    np.random.seed(seed % 2**32)  # NumPy accepts 32 bits only
+    np.random.seed(seed % 2**32)  # NumPy accepts only 32 bits
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
+def random_state() -> dict[str, Any]:
+    """Return the state of every random stream that ``seed_everything`` seeds, and of CUDA's generator."""
+    from megatron.core import tensor_parallel
+
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "streams": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore a result of ``random_state``."""
+    from megatron.core import tensor_parallel
+
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["streams"])
+    if torch.cuda.is_available() and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
+
+
 def tear_down() -> None:
-    """Undo ``lay_out`` and ``initialize``, so that the process can take another layout."""
+    """Destroy the process groups of ``lay_out`` and ``initialize``, so that the process can use another layout."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()

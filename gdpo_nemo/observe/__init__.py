@@ -1,1 +1,1 @@
-"""What a run leaves behind and what a person sees of it: metrics, console, TensorBoard, rollouts, plots, reports."""
+"""Records and displays of a run: metrics, console, TensorBoard, rollouts, plots and reports."""

@@ -1,4 +1,4 @@
-"""The terminal's view of a run: a live panel, or one line per step where there is no terminal."""
+"""Terminal display of a run: a live panel or one line per step, and a closing summary."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from gdpo_nemo.observe.display import QUIET, active, covered, under_way
-from gdpo_nemo.observe.history import WINDOW, History
 from gdpo_nemo.observe.metric_registry import label_of, unit_of
-from gdpo_nemo.observe.status import RESTARTING
-from gdpo_nemo.observe.summary import SPEED, duration, number, summary, time_split
+from gdpo_nemo.observe.metrics import WINDOW, History
+from gdpo_nemo.observe.run_files import RESTARTING
 
 _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
@@ -34,31 +33,34 @@ _HEALTH = {
     "rollout/env_failed": "g",
     "skipped_steps": "g",
 }
-"""What tells a sound step from a sick one, and how many digits of it."""
-_SILENT_AT_ZERO = ("rollout/env_failed", "skipped_steps")
+"""Health metrics that the console shows, with their number formats."""
+_HIDDEN_AT_ZERO = ("rollout/env_failed", "skipped_steps")
 
 
 class Console(Protocol):
-    """Shows a run. Rows are already part of the history when they arrive here."""
+    """Display of a run. Rows are added to the history before they are passed to the console."""
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """A training step is done."""
+        """Show a finished training step."""
 
     def validation(self, row: Mapping[str, Any]) -> None:
-        """A validation is done."""
+        """Show a finished validation."""
 
     def tell(self, level: str, text: str) -> None:
-        """Something a person should know now: an ``ALERT`` or a ``note``."""
+        """Show an alert (level ``ALERT``) or a note (level ``note``)."""
 
     def say(self, line: str) -> None:
-        """Something good to see that nobody needs to keep."""
+        """Show a line that is not recorded in the run folder."""
 
     def close(self, status: str, run_dir: Path) -> None:
-        """The run is over; shows the summary."""
+        """Show the summary at the end of the run."""
 
 
 def make_console(mode: str, name: str, steps: int, history: History, terminal: RichConsole | None = None) -> Console:
-    """``mode`` is live, plain, quiet or auto: live on a terminal that can redraw."""
+    """Create a console for ``mode``: live, plain, quiet or auto.
+
+    auto selects live on a terminal that can redraw lines, otherwise plain.
+    """
     terminal = terminal or RichConsole(width=None if sys.stdout.isatty() else 120)
     display = active()
     kind: type[PlainConsole] | type[LiveConsole] = PlainConsole
@@ -70,7 +72,7 @@ def make_console(mode: str, name: str, steps: int, history: History, terminal: R
 
 
 class PlainConsole:
-    """One line per event, for logs and pipes."""
+    """Console for logs and pipes, with one line per event."""
 
     def __init__(self, name: str, steps: int, history: History, terminal: RichConsole) -> None:
         self._steps = steps
@@ -78,14 +80,14 @@ class PlainConsole:
         self._terminal = terminal
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Print the step's line: rewards, health, speed, times and what is left."""
+        """Print one line for the step: rewards, health, speed, times and remaining time."""
         rewards = "  ".join(f"{n} {row[f'reward/{n}/mean']:.3f}" for n in _components(self._history, row))
         left = f"ETA {eta(self._history, self._steps)}"
         parts = [rewards, "  ".join(health(row)), speed(row), time_split(self._history, 1), left]
         self._print(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  " + " | ".join(p for p in parts if p))
 
     def validation(self, row: Mapping[str, Any]) -> None:
-        """Print the line of a validation."""
+        """Print one line for the validation."""
         self._print(validation_line(row))
 
     def tell(self, level: str, text: str) -> None:
@@ -97,7 +99,7 @@ class PlainConsole:
         self._print(line)
 
     def close(self, status: str, run_dir: Path) -> None:
-        """Print the summary of the run, unless it goes on."""
+        """Print the summary of the run, unless the run is about to restart."""
         if status != RESTARTING:
             with covered():
                 self._terminal.print(summary(self._history, run_dir, status))
@@ -108,7 +110,7 @@ class PlainConsole:
 
 
 class QuietConsole(PlainConsole):
-    """Alerts and the end, and nothing else."""
+    """Console that prints only alerts and the final summary."""
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Print nothing."""
@@ -125,26 +127,26 @@ class QuietConsole(PlainConsole):
         """Print nothing."""
 
 
-class _Now:
-    """The phases under way whenever it is drawn."""
+class _ActivePhases:
+    """Renderable that shows the active phases at the time of drawing."""
 
     def __rich__(self) -> Text:
         return Text(under_way(), style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class LiveConsole:
-    """A panel that is redrawn in place; validations and alerts scroll by above it."""
+    """Console with a panel that is redrawn in place. Validations and alerts scroll by above it."""
 
     def __init__(self, name: str, steps: int, history: History, terminal: RichConsole) -> None:
         self._name = name
         self._steps = steps
         self._history = history
         self._terminal = terminal
-        self._alone = contextlib.ExitStack()
-        self._alone.enter_context(covered())
+        self._cleanup = contextlib.ExitStack()
+        self._cleanup.enter_context(covered())
         if display := active():
             display.above = self.say
-            self._alone.callback(setattr, display, "above", None)
+            self._cleanup.callback(setattr, display, "above", None)
         self._live = Live(self._panel(), console=terminal, refresh_per_second=4)
         self._live.start()
 
@@ -166,18 +168,18 @@ class LiveConsole:
         self._terminal.print(Text(line, style="dim"))
 
     def close(self, status: str, run_dir: Path) -> None:
-        """Take the panel down and print the summary of the run, unless it goes on."""
+        """Remove the panel and print the summary of the run, unless the run is about to restart."""
         self._live.stop()
         if status != RESTARTING:
             self._terminal.print(summary(self._history, run_dir, status))
-        self._alone.close()
+        self._cleanup.close()
 
     def _panel(self) -> Panel:
-        return run_panel(self._name, self._steps, self._history, _Now())
+        return run_panel(self._name, self._steps, self._history, _ActivePhases())
 
 
 def run_panel(name: str, steps: int, history: History, *below: RenderableType) -> Panel:
-    """Progress, rewards, speed and health of a run, with what else there is to say below."""
+    """Return a panel with progress, rewards, speed and health of a run, followed by the renderables ``below``."""
     done = history.training[-1]["step"] if history.training else 0
     progress = Table.grid(padding=(0, 2))
     progress.add_row(
@@ -220,13 +222,13 @@ def _footer(history: History) -> Sequence[RenderableType]:
 
 
 def health(row: Mapping[str, Any]) -> list[str]:
-    """The numbers that tell a sound step from a sick one, only those measured."""
-    shown = {key: row[key] for key in _HEALTH if key in row and (row[key] or key not in _SILENT_AT_ZERO)}
+    """Return the health metrics of a row, each as text with its name."""
+    shown = {key: row[key] for key in _HEALTH if key in row and (row[key] or key not in _HIDDEN_AT_ZERO)}
     return [f"{label_of(key)} {value:{_HEALTH[key]}}" for key, value in shown.items()]
 
 
 def speed(row: Mapping[str, Any]) -> str:
-    """``2,345 tokens/s  0.52 s/step``."""
+    """Return the speed as text: ``2,345 tokens/s  0.52 s/step``."""
     tokens = row.get(SPEED)
     seconds = row.get("time/step")
     parts = [
@@ -237,19 +239,19 @@ def speed(row: Mapping[str, Any]) -> str:
 
 
 def eta(history: History, steps: int) -> str:
-    """Time left, from the mean of the last ten steps."""
+    """Return the estimated remaining time as text, from the mean of the last ten steps."""
     seconds = history.last("time/step", 10)
     return "?" if seconds is None else duration(seconds * max(0, steps - history.training[-1]["step"]))
 
 
 def validation_line(row: Mapping[str, Any]) -> str:
-    """One line for one validation."""
+    """Return one line of text for a validation."""
     values = {k.removeprefix("validation/"): v for k, v in row.items() if k.startswith("validation/")}
     return f"validation after step {row['step']}  " + "  ".join(f"{k} {v:.3f}" for k, v in values.items())
 
 
 def sparkline(values: Sequence[float], width: int = 30) -> str:
-    """The curve as ``width`` block characters at most, each the mean of its share of the values, low to high."""
+    """Draw a curve with at most ``width`` block characters. Each shows the mean of consecutive values."""
     if not values:
         return ""
     count = min(width, len(values))
@@ -269,3 +271,87 @@ def _components(history: History, row: Mapping[str, Any]) -> list[str]:
 def _bar(share: float, width: int = 6) -> str:
     filled = min(width, round(share * width))
     return "█" * filled + "░" * (width - filled)
+
+
+SPEED = "throughput/tokens_per_second"
+FILES = {
+    "metrics.jsonl": "one row per step",
+    "rewards.png": "reward curves",
+    "report.html": "report to pass on",
+    "rollouts": "every sample with its rewards",
+    "checkpoints": "to resume from",
+    "model": "final weights, Hugging Face format",
+    "tensorboard": "for TensorBoard",
+    "trace.json": "timeline for ui.perfetto.dev",
+}
+
+
+def reward_rows(history: History) -> list[tuple[str, ...]]:
+    """Return one row of text per reward component and for the total.
+
+    Columns: name, mean of the first steps, mean of the last steps, change, first validation, last validation.
+    """
+    rows = []
+    for name in [*history.components, "total"]:
+        key = f"reward/{name}/mean"
+        first = history.first(key)
+        last = history.last(key)
+        _, held_out = history.curve(f"validation/{name}")
+        ends = (held_out[0], held_out[-1]) if held_out else (None, None)
+        if first is None and not held_out:
+            continue
+        change = None if first is None or last is None else last - first
+        rows.append((name, number(first), number(last), number(change, signed=True), *map(number, ends)))
+    return rows
+
+
+def summary(history: History, run_dir: Path, status: str) -> RenderableType:
+    """Return the summary that is shown at the end of a run."""
+    title = f"{status} after step {history.training[-1]['step'] if history.training else 0}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
+    heads = ("reward", f"first {WINDOW} steps", f"last {WINDOW} steps", "change", "validation start", "validation end")
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="right" if index else "left")
+    for row in reward_rows(history):
+        table.add_row(*row)
+    lines = [Text(f"  {line}") for line in facts(history)]
+    files = [(run_dir / name, about) for name, about in FILES.items() if (run_dir / name).exists()]
+    width = max((len(str(path)) for path, _ in files), default=0)
+    return Stack(
+        table, *lines, Text(), *(Text(f"  {str(path):<{width}}  {about}", style="dim") for path, about in files)
+    )
+
+
+def facts(history: History) -> list[str]:
+    """Return one line each on time, speed, parity and skipped steps of the run. Values not measured are left out."""
+    seconds = sum(history.curve("time/step")[1])
+    speed = history.last(SPEED, len(history.training))
+    lines = [f"time        {duration(seconds)} in steps: {time_split(history)}"] if seconds else []
+    if speed is not None:
+        lines.append(f"speed       {speed:,.0f} {unit_of(SPEED)} on average")
+    parity = history.curve("parity/max_abs")[1]
+    if parity:
+        lines.append(f"parity      largest log-prob difference between trainer and sampler {max(parity):.2g}")
+    skipped = history.curve("skipped_steps")[1]
+    if any(skipped):
+        lines.append(f"skipped     {sum(skipped):.0f} steps with a non-finite loss or gradient")
+    return lines
+
+
+def time_split(history: History, window: int | None = None) -> str:
+    """Return the fraction of time of each phase as text: ``rollout 41%  train 52%``."""
+    return "  ".join(f"{phase} {share:.0%}" for phase, share in history.time_split(window).items())
+
+
+def number(value: float | None, signed: bool = False) -> str:
+    """Format a number with three decimals. None becomes a dash."""
+    if value is None:
+        return "-"
+    return f"{value:+.3f}" if signed else f"{value:.3f}"
+
+
+def duration(seconds: float) -> str:
+    """Format a duration as ``4:05`` or ``2:03:04``."""
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

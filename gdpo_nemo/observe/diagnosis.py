@@ -1,9 +1,8 @@
-"""Why does this run not go on? One folder with everything a person would ask for, and one sentence that names who
-blocks.
+"""Diagnosis of a run that makes no progress: a sentence that names the blocking process, and a folder with evidence.
 
-Works from outside on a live run (``gdpo-nemo doctor RUN_DIR``) and from inside when a wait's deadline has passed.
-Stacks come from py-spy (MIT), which reads other processes' memory and needs the right to trace them; processes on other
-hosts are named but not looked at.
+A user can diagnose an active run (``gdpo-nemo doctor RUN_DIR``). A run diagnoses itself if a wait times out. Stacks
+come from py-spy (MIT), which requires permission to trace other processes. Processes on other hosts are listed but not
+examined.
 """
 
 from __future__ import annotations
@@ -23,9 +22,8 @@ from typing import Any
 
 import psutil
 
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.observe.run_files import read_status
-from gdpo_nemo.observe.status import FILE
+from gdpo_nemo.observe.run_files import STATUS, read_status
+from gdpo_nemo.utils.errors import ConfigError
 
 _DUMP_S = 60.0
 _LOG_LINES = 60
@@ -43,7 +41,7 @@ _PACKAGES = (
 )
 _COLLECTIVE = re.compile(r"(\w+) \(torch/distributed/distributed_c10d\.py:\d+\)")
 _FRAME = re.compile(r"^\s+(\S+) \((.+):(\d+)\)$")
-_MACHINERY = (
+_LIBRARIES = (
     "torch/",
     "ray/",
     "vllm/",
@@ -58,54 +56,57 @@ _MACHINERY = (
 
 @dataclass
 class ProcessReport:
-    """One process of the run."""
+    """State and stacks of one process of the run."""
 
     role: str
     pid: int
     state: str
-    """running, sleeping, stopped, zombie ... as psutil says, or gone."""
+    """Process state from psutil (running, sleeping, stopped, zombie ...), or "gone" if the process does not exist."""
     stack: str = ""
-    """What py-spy printed, or why it could not."""
+    """Output of py-spy, or the reason why py-spy failed."""
 
     @property
     def collective(self) -> str | None:
-        """The torch.distributed call that the process is in."""
+        """Name of the torch.distributed function that the process is executing. None if there is none."""
         match = _COLLECTIVE.search(self.stack)
         return match[1] if match else None
 
     @property
-    def place(self) -> str:
-        """Where its main thread is: the innermost frame that is not machinery of a library."""
+    def frame(self) -> str:
+        """Innermost frame of the main thread outside of libraries, as ``function (file:line)``."""
         main = self.stack.partition("Thread")[2].partition("\n\nThread")[0] if "MainThread" not in self.stack else ""
         main = main or self.stack[self.stack.find("MainThread") :].partition("\nThread")[0]
         frames = [match.groups() for line in main.splitlines() if (match := _FRAME.match(line))]
-        own = [frame for frame in frames if not any(part in frame[1] for part in _MACHINERY)]
-        name, file, line = (own or frames or [("unknown", "?", "0")])[0]
+        project_frames = [frame for frame in frames if not any(part in frame[1] for part in _LIBRARIES)]
+        name, file, line = (project_frames or frames or [("unknown", "?", "0")])[0]
         return f"{name} ({file}:{line})"
 
 
 @dataclass
 class Diagnosis:
-    """What was found."""
+    """Result of ``examine``."""
 
     sentence: str
     blocked_by: list[str] = field(default_factory=list)
-    """Roles that hold the run up, or are waited for; empty where nothing waits."""
+    """Roles of the processes that block the run. Empty if no process is waiting."""
     lost: bool = False
-    """Whether one of them is gone, stopped or silent, and no patience will help."""
+    """True if a blocking process is gone, stopped or silent, so that waiting longer does not help."""
     folder: Path | None = None
 
 
 def examine(run_dir: str | Path, out: str | Path | None = None) -> Diagnosis:
-    """Look at a run, write the bundle to ``out`` (default ``doctor/<time>/`` in the run folder), and say who blocks.
+    """Find the processes that block a run, and write the evidence to a folder.
+
+    Args:
+        out: folder for the evidence. The default is ``doctor/<time>/`` in the run folder.
 
     Raises:
-        ConfigError: the folder holds no run with a status, or a damaged one.
+        ConfigError: if the run folder has no status file, or the status is damaged.
     """
     run_dir = Path(run_dir)
     status = read_status(run_dir)
     if status is None:
-        raise ConfigError(f"{run_dir}: no {FILE}; it is written while a run is under way")
+        raise ConfigError(f"{run_dir}: {STATUS} not found; it is written while a run is active")
     folder = Path(out) if out else run_dir / "doctor" / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     reports = _process_reports(status)
@@ -116,9 +117,13 @@ def examine(run_dir: str | Path, out: str | Path | None = None) -> Diagnosis:
 
 
 def diagnose(status: dict[str, Any], reports: list[ProcessReport]) -> Diagnosis:
-    """Name whoever holds the run up: processes gone or stopped first, then the target of the innermost wait."""
+    """Name the processes that block the run.
+
+    These are processes that are gone or stopped. Otherwise it is a silent driver, or the processes that the waits
+    depend on.
+    """
     if status.get("outcome"):
-        return Diagnosis(f"the run is not under way: {status['outcome']}")
+        return Diagnosis(f"the run is not active: {status['outcome']}")
     lost = [p for p in reports if p.state in ("gone", "zombie", "stopped")]
     waits = [wait for wait in status["waits"] if wait["owner"] != "rollouts"]
     waited = "; ".join(_describe(wait, status["time"]) for wait in waits)
@@ -129,23 +134,22 @@ def diagnose(status: dict[str, Any], reports: list[ProcessReport]) -> Diagnosis:
     age = time.time() - status["time"]
     if age > _STALE_S:
         driver = next((p for p in reports if p.role == "driver"), None)
-        where = f", in {driver.place}" if driver else ""
+        where = f", in {driver.frame}" if driver else ""
         return Diagnosis(f"the driver has not reported for {age:.0f} s{where}", ["driver"], lost=True)
     if not waits:
-        return Diagnosis(f"nothing is waited for; step {status.get('step')} is under way")
-    named = [_suspects(wait, reports) for wait in waits]
-    roles = list(dict.fromkeys(p.role for some in named for p in some))
-    found = ", ".join(
-        f"{p.role} (process {p.pid}) is in {p.place}" for p in {p.role: p for s in named for p in s}.values()
-    )
-    return Diagnosis(prefix + (found or "none of its processes is on this host"), roles)
+        return Diagnosis(f"no process is waiting; step {status.get('step')} is in progress")
+    named: dict[str, ProcessReport] = {}
+    for wait in waits:
+        named |= {p.role: p for p in _blocking_processes(wait, reports)}
+    found = ", ".join(f"{p.role} (process {p.pid}) is in {p.frame}" for p in named.values())
+    return Diagnosis(prefix + (found or "none of its processes are on this host"), list(named))
 
 
-def _suspects(wait: dict[str, Any], reports: list[ProcessReport]) -> list[ProcessReport]:
-    """Of those a wait is for, the ones that are not themselves waiting for a peer in a collective."""
-    concerned = [p for p in reports if p.role.startswith(wait["owner"])]
-    free = [p for p in concerned if p.collective is None]
-    return free if free and len(free) < len(concerned) else concerned
+def _blocking_processes(wait: dict[str, Any], reports: list[ProcessReport]) -> list[ProcessReport]:
+    """Return the processes that a wait depends on, without those that only wait for a peer in a collective."""
+    owned = [p for p in reports if p.role.startswith(wait["owner"])]
+    free = [p for p in owned if p.collective is None]
+    return free if free and len(free) < len(owned) else owned
 
 
 def _describe(wait: dict[str, Any], now: float) -> str:
@@ -153,14 +157,17 @@ def _describe(wait: dict[str, Any], now: float) -> str:
     return f"{wait['what']} ({wait['owner']}, {now - wait['since']:.0f}{limit} s)"
 
 
-# -- looking at processes -------------------------------------------------------------------------------------------
+# -- processes -------------------------------------------------------------------------------------------
 
 
 def _process_reports(status: dict[str, Any]) -> list[ProcessReport]:
     here = socket.gethostname()
     roles = {"driver": [status["host"], status["driver"]], **status.get("roles", {})}
-    found = [_look(role, pid) for role, (host, pid) in roles.items() if host == here]
-    found += [_look(f"environments: worker {i}", p.pid) for i, p in enumerate(_environment_workers(status["driver"]))]
+    found = [_report_process(role, pid) for role, (host, pid) in roles.items() if host == here]
+    found += [
+        _report_process(f"environments: worker {i}", p.pid)
+        for i, p in enumerate(_environment_workers(status["driver"]))
+    ]
     return found
 
 
@@ -172,14 +179,14 @@ def _environment_workers(driver: int) -> list[psutil.Process]:
         return []
 
 
-def _look(role: str, pid: int) -> ProcessReport:
+def _report_process(role: str, pid: int) -> ProcessReport:
     try:
         state = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
         return ProcessReport(role, pid, "gone")
     if state == psutil.STATUS_ZOMBIE:
         return ProcessReport(role, pid, state)
-    # A stopped process cannot be paused once more, and does not move anyway.
+    # py-spy cannot pause a stopped process. Its stack does not change anyway.
     paused = ["--nonblocking"] if state == psutil.STATUS_STOPPED else []
     command = [str(Path(sys.executable).parent / "py-spy"), "dump", *paused, "--pid", str(pid)]
     try:
@@ -189,7 +196,7 @@ def _look(role: str, pid: int) -> ProcessReport:
     return ProcessReport(role, pid, state, done.stdout or f"no stack: {done.stderr.strip()}")
 
 
-# -- the bundle -----------------------------------------------------------------------------------------------------
+# -- evidence -----------------------------------------------------------------------------------------------------
 
 
 def _write(
@@ -199,16 +206,16 @@ def _write(
     lines += [f"queue: {name} {depth}" for name, depth in status.get("queues", {}).items()]
     lines += ["", "waits:", *(f"  {_describe(wait, status['time'])}" for wait in status["waits"]), "", "processes:"]
     for p in reports:
-        doing = f"in {p.collective} with its peers" if p.collective else f"in {p.place}"
+        doing = f"in {p.collective} with its peers" if p.collective else f"in {p.frame}"
         lines.append(f"  {p.role:24s} {p.pid:>8d} {p.state:10s} {doing if p.stack else ''}")
         (folder / f"stack {_file_name(p.role)}.txt").write_text(p.stack)
     lines += [
-        f"  {role:24s} on {host}, not looked at"
+        f"  {role:24s} on {host}, not inspected"
         for role, (host, _) in status.get("roles", {}).items()
         if host != status["host"]
     ]
     (folder / "summary.txt").write_text("\n".join(lines) + "\n")
-    (folder / FILE).write_text(json.dumps(status, indent=1))
+    (folder / STATUS).write_text(json.dumps(status, indent=1))
     (folder / "versions.txt").write_text(_versions())
     for name in ("config.yaml", "alerts.jsonl"):
         if (run_dir / name).is_file():
@@ -223,7 +230,7 @@ def _write(
 
 
 def _file_name(role: str) -> str:
-    """A role as part of a file's name, which leads nowhere else."""
+    """Convert a role to a safe file name, without path separators."""
     return re.sub(r"[^\w .-]", "", role)[:80]
 
 

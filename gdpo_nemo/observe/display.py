@@ -1,6 +1,6 @@
-"""The phases of a command for whoever waits: one line that is redrawn on a terminal, a line now and then elsewhere.
+"""Display of a command's active phases: a line that is redrawn on a terminal, or an occasional line in a log.
 
-Nothing here imports more than the standard library: it is what a user sees while everything else is imported.
+This module imports only the standard library, because it runs while all other modules are being imported.
 """
 
 from __future__ import annotations
@@ -11,27 +11,31 @@ import threading
 import time
 from typing import Callable, Iterator, TextIO
 
-from gdpo_nemo import phases
-from gdpo_nemo.phases import Phase
+from gdpo_nemo.utils import progress
+from gdpo_nemo.utils.progress import Phase
 
 QUIET = 0
 NORMAL = 1
 VERBOSE = 2
 _REDRAW_S = 0.25
 _LINE_S = 10.0
-"""Where nothing can be redrawn: a phase is shown once it has lasted this long, and no line follows another sooner."""
+"""Minimum age in seconds of a phase before it is printed, and minimum interval between lines.
+
+This applies only if lines cannot be redrawn.
+"""
 _SHORT_S = 0.1
-"""Phases that the line of the start leaves out."""
+"""Minimum duration in seconds of a phase to be listed in the line with the startup time."""
 _ERASE = "\r\x1b[K"
 
 
 class Display:
-    """Shows the phases under way. ``tick`` draws; ``shown`` calls it from a thread.
+    """Display of the active phases. ``shown`` calls ``tick`` repeatedly from a thread.
 
     Args:
-        began: when the command was asked for, of ``phases.clock``.
-        terminal: whether a line may be redrawn.
-        width: columns of the terminal, asked at every draw, because it may be resized.
+        began: start time of the command, as a value of ``progress.clock``.
+        terminal: True if the line can be redrawn.
+        width: function that returns the width of the terminal in columns. It is called before every draw, because the
+            size may change.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class Display:
         self.level = level
         self.terminal = terminal
         self.above: Callable[[str], None] | None = None
-        """Prints a line where something else than this has the terminal."""
+        """Function to print a line while another display, such as the live console, uses the terminal."""
         self._stream = stream
         self._began = began
         self._width = width or (lambda: _columns(stream))
@@ -56,43 +60,43 @@ class Display:
         self._ended: dict[str, float] | None = {}
 
     def tick(self) -> None:
-        """Show what is under way now."""
+        """Show the active phases."""
         with self._lock:
             if self.level == QUIET or self._covered:
                 return
             if self.terminal:
-                self._draw(f"{duration(phases.clock() - self._began)}  {under_way()}"[: max(0, self._width() - 1)])
+                self._draw(f"{duration(progress.clock() - self._began)}  {under_way()}"[: max(0, self._width() - 1)])
             else:
-                self._line_now_and_then()
+                self._print_occasionally()
 
     def ended(self, phase: Phase) -> None:
-        """A phase is over."""
-        seconds = phases.clock() - phase.since
+        """Record the duration of a phase that has ended."""
+        seconds = progress.clock() - phase.since
         if self._ended is not None:
             self._ended[phase.name] = self._ended.get(phase.name, 0.0) + seconds
         if self.level == VERBOSE:
             detail = str(phase.detail())
             self.write(f"{phase.name}: {seconds:.1f} s" + (f", {detail}" if detail else ""))
 
-    def go_on_from(self, other: Display) -> None:
-        """Take over the beginning of another display, and what its phases took."""
+    def continue_from(self, other: Display) -> None:
+        """Copy the start time and the phase durations of another display."""
         self._began = other._began
         self._ended = other._ended
 
-    def begin_again(self) -> None:
-        """Tell of the start that begins now as of the first one."""
-        self._began = phases.clock()
+    def restart(self) -> None:
+        """Reset the start time and the phase durations, for a restarted run."""
+        self._began = progress.clock()
         self._ended = {}
 
     def ready(self) -> str:
-        """What the time so far went into; later phases do not count."""
+        """Return a line with the startup time and the durations of its phases. Later phases are not recorded."""
         found = self._ended or {}
         self._ended = None
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items() if seconds >= _SHORT_S)
-        return f"ready after {phases.clock() - self._began:.1f} s" + (f" ({parts})" if parts else "")
+        return f"ready after {progress.clock() - self._began:.1f} s" + (f" ({parts})" if parts else "")
 
     def write(self, line: str) -> None:
-        """Print a line; the redrawn one stays below it."""
+        """Print a line above the redrawn line."""
         if self.level == QUIET:
             return
         if self.above:
@@ -103,7 +107,7 @@ class Display:
 
     @contextlib.contextmanager
     def covered(self) -> Iterator[None]:
-        """Draw nothing while the block runs: somebody else writes to the terminal."""
+        """Hide the display while the block runs, so that other code can write to the terminal."""
         with self._lock:
             self._draw("")
             self._covered += 1
@@ -120,14 +124,14 @@ class Display:
         self._drawn = line
 
     def _put(self, text: str) -> None:
-        # A terminal that has gone away, or a full disk, ends the pictures and not the command.
+        # If the terminal is closed or the disk is full, the display stops but the command continues.
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
             self._stream.flush()
 
-    def _line_now_and_then(self) -> None:
-        now = phases.clock()
-        longest = max((now - each.since for each in phases.current()), default=0.0)
+    def _print_occasionally(self) -> None:
+        now = progress.clock()
+        longest = max((now - each.since for each in progress.current()), default=0.0)
         if longest >= _LINE_S and now - self._last >= _LINE_S:
             self._last = now
             self._put(f"{duration(now - self._began)}  {under_way()}\n")
@@ -137,7 +141,7 @@ _display: Display | None = None
 
 
 def active() -> Display | None:
-    """The display of the command that runs; None without one."""
+    """Return the display of the running command, or None if it has none."""
     return _display
 
 
@@ -145,19 +149,20 @@ def active() -> Display | None:
 def shown(
     stream: TextIO, level: int = NORMAL, began: float | None = None, before: Display | None = None
 ) -> Iterator[Display]:
-    """Show the phases of the block on ``stream``; where some display shows them already, that one goes on.
+    """Show the active phases on ``stream`` while the block runs. If a display is already active, it is reused.
 
-    ``began``: seconds since the epoch; None: when this process started. ``before``: a display that has ended, whose
-    times this one goes on with.
+    Args:
+        began: start time in seconds since the epoch. None means the start of this process.
+        before: ended display whose start time and phase durations are continued.
     """
     global _display
     if _display is not None:
         yield _display
         return
     age = time.time() - (process_start() if began is None else began)
-    display = Display(stream, phases.clock() - age, level, can_redraw(stream))
+    display = Display(stream, progress.clock() - age, level, can_redraw(stream))
     if before is not None:
-        display.go_on_from(before)
+        display.continue_from(before)
     stop = threading.Event()
 
     def draw() -> None:
@@ -167,7 +172,7 @@ def shown(
 
     thread = threading.Thread(target=draw, name="display", daemon=True)
     _display = display
-    with phases.watched(display.ended):
+    with progress.watched(display.ended):
         thread.start()
         try:
             yield display
@@ -181,27 +186,27 @@ def shown(
 
 @contextlib.contextmanager
 def covered() -> Iterator[None]:
-    """``Display.covered`` of the display that is active, if there is one."""
+    """Hide the active display, if there is one, while the block runs. See ``Display.covered``."""
     with _display.covered() if _display else contextlib.nullcontext():
         yield
 
 
 def under_way() -> str:
-    """The phases, each with its time and how far it is."""
-    now = phases.clock()
+    """Return the active phases as text, each with its duration and progress."""
+    now = progress.clock()
     return " · ".join(
         "  ".join(part for part in (each.name, duration(now - each.since), str(each.detail())) if part)
-        for each in phases.current()
+        for each in progress.current()
     )
 
 
 def can_redraw(stream: TextIO) -> bool:
-    """Whether it is a terminal that can erase a line."""
+    """Return whether the stream is a terminal that can erase a line."""
     return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def duration(seconds: float) -> str:
-    """``7 s``, ``2:05``, ``1:02:05``."""
+    """Format a duration as ``7 s``, ``2:05`` or ``1:02:05``."""
     minutes, rest = divmod(int(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -211,14 +216,14 @@ def duration(seconds: float) -> str:
 
 def _columns(stream: TextIO) -> int:
     try:
-        # Some terminals, those of containers among them, do not know their size and say 0.
+        # Some terminals, for example in containers, do not know their size and report 0.
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
         return 80
 
 
 def process_start() -> float:
-    """When this process started, in seconds since the epoch."""
+    """Return the start time of this process, in seconds since the epoch."""
     import psutil
 
     return float(psutil.Process().create_time())

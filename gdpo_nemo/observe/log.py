@@ -1,11 +1,8 @@
-"""The one thing a trainer talks to: rows, samples, spans and alerts go in, every file and every display comes out.
-
-Metrics are the run's record, so failing to write them ends the run. Everything else is a picture of them: when drawing
-fails, the run goes on and says so once.
-"""
+"""Log of a run: writes metrics, samples, spans and alerts to files and displays, and archives old records."""
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -16,33 +13,34 @@ import numpy as np
 from gdpo_nemo.config.load import recorded
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group
-from gdpo_nemo.errors import printable, without_secrets
-from gdpo_nemo.observe.alerts import write_alert
-from gdpo_nemo.observe.archive import archive_history
-from gdpo_nemo.observe.completion_table import completion_table
+from gdpo_nemo.observe import journal, metrics, run_files, samples
 from gdpo_nemo.observe.console import make_console
-from gdpo_nemo.observe.health_alerts import HealthAlerts
-from gdpo_nemo.observe.history import History
+from gdpo_nemo.observe.health import HealthAlerts
+from gdpo_nemo.observe.html_report import Redraw
 from gdpo_nemo.observe.journal import Journal, TrainedBatch
-from gdpo_nemo.observe.metric_aliases import alias_values
-from gdpo_nemo.observe.metrics import MetricsLog, clean, read_metrics
-from gdpo_nemo.observe.redraw import Redraw
-from gdpo_nemo.observe.rollouts import remove_rollouts_after
-from gdpo_nemo.observe.sample_writer import SampleWriter
-from gdpo_nemo.observe.status import RESTARTING
-from gdpo_nemo.observe.trace import TraceLog
-from gdpo_nemo.observe.trackers import Tracker, wanted
+from gdpo_nemo.observe.metric_registry import alias_values
+from gdpo_nemo.observe.metrics import History, MetricsLog, clean, read_metrics
+from gdpo_nemo.observe.run_files import RESTARTING, TraceLog, write_alert
+from gdpo_nemo.observe.samples import SampleWriter, remove_rollouts_after
+from gdpo_nemo.observe.trackers import Tracker, completion_table, enabled_trackers
+from gdpo_nemo.utils.errors import RunError, printable, without_secrets
 
 
 class RunLog:
-    """Writes and shows one run. ``close`` belongs in a ``finally``: the live display gives the terminal back there.
-    ``start_step`` steps are done already; what later ones left is removed, or archived where none is done.
-    ``last_step``: that of the run, null: max_num_steps. ``guard`` is called before a step is recorded and raises where
-    the folder is no longer this run's. ``restarted``: why the supervisor started the run again; an alert that would
-    otherwise be in the archive alone, where the steps before the failure go.
+    """Log of one run, in files and on displays.
+
+    Call ``close`` in a ``finally`` block, because it restores the terminal after the live display.
+
+    Args:
+        start_step: number of finished steps. Records of later steps are removed, or archived if it is 0.
+        last_step: last step of the run. None means ``gdpo.max_num_steps``.
+        guard: function that is called before a step is recorded. It raises an exception if another process has taken
+            over the run folder.
+        restarted: reason why the supervisor restarted the run. If the earlier steps are archived, so is the original
+            alert, and the reason is reported again.
 
     Raises:
-        RunError: metrics or journal cannot be written, here or in ``trained``, ``step`` and ``validation``.
+        RunError: if metrics or journal cannot be read or written. Later calls also raise it.
     """
 
     def __init__(
@@ -87,11 +85,11 @@ class RunLog:
                 self.alert(restarted)
 
     def trained(self, step: int, batch: TrainedBatch, published: int | None, total_updates: int) -> None:
-        """Note in the journal what ``step`` trained, at once: ``step`` follows when the weights are published.
+        """Record the groups that ``step`` trained in the journal. Call this before ``RunLog.step``.
 
         Args:
-            published: version of the weights that the engines had meanwhile.
-            total_updates: optimizer updates of the whole run.
+            published: version of the weights that the engines had during the step.
+            total_updates: number of optimizer updates in the whole run.
         """
         self._guard()
         self._journal.append(
@@ -114,17 +112,32 @@ class RunLog:
         turn_advantages: Sequence[np.ndarray] | None = None,
         entropies: Sequence[np.ndarray | None] | None = None,
     ) -> None:
-        """Record a finished step; ``row["step"]`` counts from 1. ``advantages`` [trajectories], in group order,
-        ``terms`` alike by component, ``turn_advantages`` [turns] of each, ``trainer_logprobs`` and ``entropies``
-        [completion tokens] of each. The groups are written meanwhile: nobody may change them from here on.
+        """Record a finished step. The groups are written in the background and must not be changed afterwards.
+
+        Args:
+            row: metrics of the step. ``row["step"]`` counts from 1.
+            advantages: advantage of each trajectory, in group order. Shape: [trajectories].
+            trainer_logprobs: for each trajectory, log-probs from the trainer. Shape: [completion tokens].
+            terms: contribution of each component to the advantages. Shape: [trajectories].
+            turn_advantages: for each trajectory, advantages of its turns. Shape: [turns].
+            entropies: for each trajectory, entropies in nats. Shape: [completion tokens].
 
         Raises:
-            RunError: besides, a metric of ``health.stop_on`` has left its range.
+            NumericsFailed: if a metric in ``health.stop_on`` has left its range.
         """
         self._record(row)
         if groups is not None and self._samples:
-            columns = (advantages, trainer_logprobs, terms, turn_advantages, entropies)
-            self._try("rollouts", self._samples.write, row["step"], groups, *columns)
+            self._try(
+                "rollouts",
+                self._samples.write,
+                row["step"],
+                groups,
+                advantages,
+                trainer_logprobs,
+                terms,
+                turn_advantages=turn_advantages,
+                entropies=entropies,
+            )
         if groups is not None:
             self._completions(row["step"], groups, advantages)
         if self._console:
@@ -133,8 +146,11 @@ class RunLog:
         self._health.update(clean(row))
 
     def validation(self, row: Mapping[str, Any], groups: Sequence[Group] = ()) -> None:
-        """Record a validation: ``step`` and ``validation/<component>``, and its samples where there are any; of them
-        the same holds as of a step's."""
+        """Record a validation and its samples. The groups must not be changed afterwards.
+
+        Args:
+            row: ``step`` and the metrics ``validation/...``.
+        """
         self._record(row)
         if groups and self._samples:
             self._try("rollouts", self._samples.write, row["step"], groups, validation=True)
@@ -142,31 +158,31 @@ class RunLog:
             self._try("the console", self._console.validation, clean(row))
 
     def flush(self, step: int) -> None:
-        """Return when the journal, and the samples of the steps up to ``step``, are on the disk."""
+        """Wait until the journal and the samples of the steps up to ``step`` are on disk."""
         self._journal.sync()
         if self._samples:
             self._try("rollouts", self._samples.flush, step)
 
     def alert(self, text: str) -> None:
-        """Tells the person who watches, and the report, what is wrong."""
+        """Report a problem on the console and in the HTML report."""
         self._tell("ALERT", text)
 
     def note(self, text: str) -> None:
-        """Tells them what is good to know and not wrong."""
+        """Report information that is not a problem, on the console and in the HTML report."""
         self._tell("note", text)
 
     def card(self, folder: Path, step: int) -> None:
-        """Write the card of the model that was exported into ``folder`` after ``step`` steps."""
+        """Write the model card for the weights that were exported to ``folder`` after ``step`` steps."""
         self._try("the model card", _card, folder, self._config, self._run_dir, step)
 
     def say(self, line: str) -> None:
-        """Shows what is good to see and need not be kept."""
+        """Show a line on the console without recording it."""
         if self._console:
             self._try("the console", self._console.say, line)
 
     @property
     def history(self) -> History:
-        """The rows so far, those of earlier attempts among them."""
+        """Metric rows so far, including rows from before a restart."""
         return self._history
 
     def _tell(self, level: str, text: str) -> None:
@@ -177,28 +193,34 @@ class RunLog:
         try:
             write_alert(self._run_dir, self._step, text, level)
         except OSError as error:
-            # No end of the run: a full disk ends it through the metrics. But the alert must be seen somewhere.
+            # A full disk ends the run when metrics are written, not here. The alert must still reach the user.
             print(f"alert could not be recorded ({error}): {text}", file=sys.stderr)
 
-    def span(self, lane: str, name: str, start: float, end: float, **details: Any) -> None:
-        """Add a span to the timeline; seconds since the epoch."""
+    def span(self, track: str, name: str, start: float, end: float, **details: Any) -> None:
+        """Add a span to the timeline. ``start`` and ``end`` are in seconds since the epoch."""
         if self._trace:
-            self._try("the trace", self._trace.add, lane, name, start, end, **details)
+            self._try("the trace", self._trace.add, track, name, start, end, **details)
 
-    def stopwatch(self, lane: str, start: float) -> Callable[[str], None]:
-        """A function that adds a span named by its argument, from its last call (at first ``start``) until now."""
+    def stopwatch(self, track: str, start: float) -> Callable[[str], None]:
+        """Return a function that adds a span from its previous call to now. Its argument is the name of the span.
+
+        The first span begins at ``start``.
+        """
         last = [start]
 
         def lap(name: str) -> None:
             now = time.time()
-            self.span(lane, name, last[0], now)
+            self.span(track, name, last[0], now)
             last[0] = now
 
         return lap
 
     def close(self, status: str) -> None:
-        """Finishes every file and shows the summary; ``status`` is its title: complete, stopped, failed. A run that is
-        about to go on in this process (RESTARTING) is not drawn."""
+        """Close all files and show the summary.
+
+        ``status`` is complete, stopped, failed or ``RESTARTING``. If it is ``RESTARTING``, no plots are drawn and no
+        summary is shown.
+        """
         self._metrics.close()
         if self._samples:
             self._try("rollouts", self._samples.close)
@@ -215,7 +237,7 @@ class RunLog:
             self._try("the console", self._console.close, status, self._run_dir)
 
     def abandon(self, status: str) -> None:
-        """In place of ``close``, where the process is about to be lost: give the terminal back, draw nothing."""
+        """Restore the terminal without closing files or drawing plots, because the process is about to exit."""
         if self._console:
             self._try("the console", self._console.close, status, self._run_dir)
 
@@ -231,7 +253,10 @@ class RunLog:
 
     def _start_trackers(self, start_step: int) -> dict[str, Tracker]:
         config = self._config
-        kinds = {**({"TensorBoard": _tensorboard} if config.logger.tensorboard.enabled else {}), **wanted(config)}
+        kinds = {
+            **({"TensorBoard": _tensorboard} if config.logger.tensorboard.enabled else {}),
+            **enabled_trackers(config.logger),
+        }
         settings = recorded(config) if kinds else {}
         started = {
             name: self._try(name, kind, config, self._run_dir, start_step, settings) for name, kind in kinds.items()
@@ -246,10 +271,10 @@ class RunLog:
                 self._try(what, tracker.completions, step, table)
 
     def _try(self, what: str, action: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call ``action``; a failure becomes one alert per ``what`` instead of an end of the run."""
+        """Call ``action``. If it fails, report one alert per ``what`` instead of ending the run."""
         try:
             return action(*arguments, **named)
-        except Exception as error:  # noqa: BLE001 - whatever a drawing library raises
+        except Exception as error:  # noqa: BLE001 - drawing libraries may raise any exception
             if what not in self._failed:
                 self._failed.add(what)
                 self.alert(f"{what} failed and is incomplete: {type(error).__name__}: {error}")
@@ -263,7 +288,7 @@ def _tensorboard(config: Config, run_dir: Path, start_step: int, settings: dict[
 
 
 def _plot(run_dir: Path) -> Path:
-    from gdpo_nemo.observe.plot import plot_rewards  # matplotlib takes a second to import; only the end needs it.
+    from gdpo_nemo.observe.plot import plot_rewards  # Importing matplotlib takes a second.
 
     return plot_rewards(run_dir)
 
@@ -278,3 +303,33 @@ def _report(run_dir: Path) -> Path:
     from gdpo_nemo.observe.html_report import write_report
 
     return write_report(run_dir)
+
+
+FOLDER = "archive"
+_PARTS = (journal.FILE, samples.FOLDER, samples.VALIDATION, run_files.ALERTS, run_files.TRACE, metrics.FILE)
+"""Files to archive. The metrics are moved last: if they still exist, an interrupted move is repeated."""
+
+
+def archive_history(run_dir: str | Path) -> str | None:
+    """Archive the records of all steps, for a run that restarts at step 0.
+
+    Returns:
+        A sentence that names the archive, or None if no step was recorded.
+
+    Raises:
+        RunError: if the metrics cannot be read or the files cannot be moved.
+    """
+    run_dir = Path(run_dir)
+    last = max((row["step"] for row in metrics.read_metrics(run_dir)), default=0)
+    if last < 1:
+        return None
+    taken = [int(path.name) for path in (run_dir / FOLDER).glob("*") if path.name.isdecimal()]
+    archive = run_dir / FOLDER / f"{max(taken, default=0) + 1:04d}"
+    try:
+        archive.mkdir(parents=True)
+        for name in _PARTS:
+            if (run_dir / name).exists():
+                os.rename(run_dir / name, archive / name)
+    except OSError as error:
+        raise RunError(f"{archive} cannot be written: {error.strerror or error}") from None
+    return f"no checkpoint continues the recorded steps up to {last}; their records were moved to {archive}"

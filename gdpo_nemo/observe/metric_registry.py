@@ -1,15 +1,7 @@
-"""What every metric means, in one place for console, plots, health, report, trackers and ``gdpo-nemo explain metric``.
+"""Registry of metrics: units, descriptions, bounds, and names in NeMo-RL and TRL (``logger.aliases``).
 
-A module that computes metrics describes them beside the code, in a literal ``METRICS``:
-
-    METRICS = {
-        "rollout/turns": ("turns", "Turns of a trajectory, mean over the step"),
-        "grad_norm": ("", "Norm of the gradient before clipping", {"max": 100.0, "why": "..."}),
-    }
-
-with the key, its unit and its meaning, and where there is more to say the further fields of ``Metric``. ``NAME`` in a
-key stands for any name. The literals are read from the source of the package: naming a metric imports neither torch nor
-Ray, and nothing here depends on the rooms above that write them.
+A module describes its metrics in a dictionary ``METRICS``: key -> (unit, description) or (unit, description, fields).
+The fields are further attributes of ``Metric``.
 """
 
 from __future__ import annotations
@@ -24,72 +16,72 @@ from typing import Any, Iterable, Mapping
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "NAME"
-"""What stands in a pattern for the name of a component, an environment or a function."""
+"""Placeholder in a pattern for a name, for example of a reward component or environment."""
 OWN = "reward_function/"
-"""Before the names under which reward functions report numbers of their own (``log_metric``)."""
+"""Prefix of the metrics that reward functions report with ``log_metric``."""
 _GROUPS = ("", "reward", "advantage", "policy", "parity", "rollout", "staleness", "time", "throughput", "packing")
-"""The order in which groups of metrics are shown; others follow by name."""
+"""Groups of metrics in display order. Other groups follow in alphabetical order."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One key of a row, or a family of keys with ``NAME`` in it."""
+    """Description of one metric, or of a family of metrics with ``NAME`` in their key."""
 
     pattern: str
     unit: str
-    """Empty for a plain number."""
+    """Unit of the metric. Empty for a plain number."""
     about: str
-    """What it is, in one line."""
+    """One-line description."""
     label: str = ""
-    """What a display calls it; empty: by its key."""
+    """Name in displays. Empty: derived from the key."""
     min: float | None = None
     max: float | Mapping[str, float] | None = None
-    """The range of a sound run, which ``health`` judges by; a mapping has one bound for each ``policy.precision``."""
+    """Largest value of a healthy run. A mapping has one bound for each ``policy.precision``."""
     at: str = "every"
-    """Where it is judged: as ``Check.at``."""
+    """Steps at which the metric is checked, in the format of ``Check.at``."""
     required: bool = False
-    """A step without it fails: values that are not finite are not written."""
+    """True if the check fails at a step without the metric. Non-finite values are not written."""
     why: str = ""
-    """What a value out of the range means."""
+    """Meaning of a value out of range."""
     remedy: str = ""
-    """What to try then, behind the word "try"."""
+    """Remedy for a value out of range, shown after the word "try"."""
     advisory: bool = False
-    """A value out of the range is a warning: ``health`` does not fail for it."""
+    """True if a value out of range is only a warning."""
     source: str = ""
-    """The file that writes it, from the package on."""
+    """Module that describes the metric, as a path that begins with ``gdpo_nemo/``."""
 
     @property
     def group(self) -> str:
-        """What stands before the first slash; empty for a key without one."""
+        """Part of the key before the first slash. Empty for a key without a slash."""
         return self.pattern.partition("/")[0] if "/" in self.pattern else ""
 
     @property
-    def judged(self) -> bool:
-        """Whether ``health`` has a bound for it."""
+    def is_checked(self) -> bool:
+        """True if the metric has a bound that the health check uses."""
         return self.min is not None or self.max is not None
 
     def limits(self, precision: str) -> tuple[float | None, float | None]:
-        """Smallest and largest sound value of a run in this precision."""
+        """Return the smallest and largest healthy value for a ``policy.precision``."""
         return self.min, self.max[precision] if isinstance(self.max, Mapping) else self.max
 
     @property
     def bounds(self) -> str:
-        """The range of a sound run in words; empty where none is judged."""
+        """Healthy range of the metric as text. Empty if the metric has no bounds."""
         if isinstance(self.max, Mapping):
             return "at most " + ", ".join(f"{most:g} in {precision}" for precision, most in self.max.items())
         limits = (("at least", self.min), ("at most", self.max))
         return ", ".join(f"{words} {limit:g}" for words, limit in limits if limit is not None)
 
     def keys(self, names: Iterable[str]) -> list[str]:
-        """The keys it stands for where its ``NAME`` is one of ``names``."""
+        """Return the keys of the metric with ``NAME`` replaced by each of ``names``."""
         return [self.pattern.replace(NAME, name) for name in names] if NAME in self.pattern else [self.pattern]
 
     def matches(self, key: str) -> bool:
-        """Whether it describes ``key``."""
+        """Return True if ``key`` is the metric's key or belongs to its family."""
         return self._match(key) is not None
 
     def about_key(self, key: str) -> str:
-        """The meaning of one of its keys, with the name that stands for ``NAME`` there."""
+        """Return the description of one of the metric's keys, with ``NAME`` replaced."""
         match = self._match(key)
         return self.about.replace(NAME, match[1]) if match and match.groups() else self.about
 
@@ -99,20 +91,24 @@ class Metric:
 
 @cache
 def metrics() -> Mapping[str, Metric]:
-    """Every metric by its pattern, in the order of the reference."""
+    """Collect all metrics from the package's modules, by pattern, in the order of the reference page."""
     found: dict[str, Metric] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "\nMETRICS = {" in text:
             found.update(read_entries(text, str(path.relative_to(PACKAGE.parent))))
-    return {metric.pattern: metric for metric in sorted(found.values(), key=_place)}
+    return {metric.pattern: metric for metric in sorted(found.values(), key=_sort_key)}
 
 
 def read_entries(text: str, source: str) -> dict[str, Metric]:
-    """The entries of one module's text.
+    """Parse the dictionary ``METRICS`` of a module.
+
+    Args:
+        text: source code of the module.
+        source: path of the module.
 
     Raises:
-        ValueError: an entry is not written as the top of this file says.
+        ValueError: if an entry does not have the format described at the top of this file.
     """
     for node in ast.parse(text).body:
         if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "METRICS" for t in node.targets):
@@ -122,8 +118,7 @@ def read_entries(text: str, source: str) -> dict[str, Metric]:
 
 
 def find_metric(key: str) -> Metric | None:
-    """What describes ``key``: its own entry, else the longest pattern that it matches; None for what nobody here
-    writes."""
+    """Find the metric for ``key``: the exact entry, or the longest matching pattern. Return None if it is unknown."""
     entry = metrics().get(key)
     if entry is not None:
         return entry
@@ -131,43 +126,43 @@ def find_metric(key: str) -> Metric | None:
 
 
 def label_of(key: str) -> str:
-    """What a display calls a metric; its key where nothing else is said."""
+    """Return the display name of a metric, or its key if it has no label."""
     metric = find_metric(key)
     return metric.label if metric and metric.label else key
 
 
 def unit_of(key: str) -> str:
-    """The unit of a metric; empty for a plain number and for what is not known."""
+    """Return the unit of a metric. Empty for a plain number or an unknown metric."""
     metric = find_metric(key)
     return metric.unit if metric else ""
 
 
 def title_of(key: str) -> str:
-    """Label and unit of a metric, for an axis: ``entropy [nats/token]``."""
+    """Return the name and unit of a metric as an axis title: ``entropy [nats/token]``."""
     unit = unit_of(key)
     return f"{label_of(key)} [{unit}]" if unit else label_of(key)
 
 
 def about_of(key: str) -> str:
-    """The meaning of a metric; empty where nothing describes it."""
+    """Return the description of a metric. Empty for an unknown metric."""
     metric = find_metric(key)
     return metric.about_key(key) if metric else ""
 
 
 def description_of(key: str) -> str:
-    """Meaning and unit of a metric in one line, for a tracker; empty where nothing describes it."""
+    """Return the description and unit of a metric in one line, for trackers. Empty for an unknown metric."""
     unit = unit_of(key)
     return f"{about_of(key)} [{unit}]" if unit else about_of(key)
 
 
 def unknown_metrics(rows: Iterable[Mapping[str, object]]) -> list[str]:
-    """Keys of rows that nothing describes, in order. Those of reward functions are their authors."""
+    """Return the keys of rows that have no description, in order, except metrics of reward functions."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return [key for key in keys if not key.startswith(OWN) and find_metric(key) is None]
 
 
 def nearest_metric(key: str) -> str | None:
-    """The described metric that was probably meant."""
+    """Return the pattern of the known metric with the name closest to ``key``. Return None if none is similar."""
     patterns = list(metrics())
     return next(iter(get_close_matches(key, patterns, n=1, cutoff=0.5)), None)
 
@@ -183,8 +178,70 @@ def _metric(key: str, entry: object, source: str) -> Metric:
         raise ValueError(f"{source}: METRICS[{key!r}]: {error}") from None
 
 
-def _place(metric: Metric) -> tuple[int, str]:
-    """By group, then as written (``sorted`` is stable); first the step."""
+def _sort_key(metric: Metric) -> tuple[int, str]:
+    """Return a sort key that orders metrics by group, with ``step`` first. Source order is kept within a group."""
     if metric.pattern == "step":
         return -1, ""
     return (_GROUPS.index(metric.group), "") if metric.group in _GROUPS else (len(_GROUPS), metric.group)
+
+
+ALIASES: dict[str, dict[str, str]] = {
+    "nemo_rl": {
+        "loss": "train/loss",
+        "grad_norm": "train/grad_norm",
+        "lr": "train/lr",
+        "reward/total/mean": "train/reward",
+        "policy/reference_kl": "train/kl_penalty",
+        "policy/entropy": "train/approx_entropy",
+        "policy/ratio_mean": "train/probs_ratio",
+        "policy/ratio_min": "train/probs_ratio_min",
+        "policy/ratio_max": "train/probs_ratio_max",
+        "parity/kl": "train/gen_kl_error",
+        "rollout/mean_length": "train/mean_gen_tokens_per_sample",
+        "rollout/truncated": "train/truncation_rate",
+        "rollout/turns": "train/avg_turns_per_sample",
+        "time/step": "timing/train/total_step_time",
+        "time/advantages": "timing/train/advantage_calculation",
+        "validation/total": "validation/accuracy",
+        "validation/mean_length": "validation/avg_length",
+    },
+    "trl": {
+        "loss": "train/loss",
+        "grad_norm": "train/grad_norm",
+        "lr": "train/learning_rate",
+        "reward/total/mean": "train/reward",
+        "reward/NAME/mean": "train/rewards/NAME/mean",
+        "reward/NAME/std": "train/rewards/NAME/std",
+        "policy/reference_kl": "train/kl",
+        "policy/entropy": "train/entropy",
+        "policy/clip_fraction": "train/clip_ratio/region_mean",
+        "policy/clip_low": "train/clip_ratio/low_mean",
+        "policy/clip_high": "train/clip_ratio/high_mean",
+        "parity/mean_abs": "train/sampling/sampling_logp_difference/mean",
+        "parity/max_abs": "train/sampling/sampling_logp_difference/max",
+        "rollout/mean_length": "train/completions/mean_length",
+        "rollout/truncated": "train/completions/clipped_ratio",
+        "time/step": "train/step_time",
+        "validation/total": "eval/reward",
+        "validation/mean_length": "eval/completions/mean_length",
+        "validation/NAME": "eval/rewards/NAME/mean",
+    },
+}
+"""Names of metrics in other programs, by program and by the key in this project."""
+_NO_COMPONENTS = ("validation/env_failed",)
+"""Keys that match a pattern with NAME but do not belong to the family."""
+
+
+def alias_values(row: Mapping[str, Any], programs: Iterable[str]) -> dict[str, Any]:
+    """Return the values of ``row`` under the names that ``programs`` use."""
+    return {name: value for program in programs for key, value in row.items() if (name := _alias(key, program))}
+
+
+def _alias(key: str, program: str) -> str | None:
+    table = ALIASES[program]
+    if key in table or key in _NO_COMPONENTS:
+        return table.get(key)
+    for pattern, name in table.items():
+        if NAME in pattern and (match := re.fullmatch(re.escape(pattern).replace(NAME, "([^/]+)"), key)):
+            return name.replace(NAME, match[1])
+    return None

@@ -1,8 +1,4 @@
-"""``metrics.jsonl``: one JSON object per row, the record of a run from which everything drawn can be drawn again.
-
-A training row holds the keys of one optimizer step; a validation row holds ``step`` and ``validation/<component>``.
-``step`` counts finished steps, so the first training row has step 1 and a validation of the untrained model step 0.
-"""
+"""Metrics file (``metrics.jsonl``, one JSON object per row), and the history of a run's metrics."""
 
 from __future__ import annotations
 
@@ -10,20 +6,21 @@ import contextlib
 import json
 import math
 import os
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Iterable, Mapping
 
 import numpy as np
 
-from gdpo_nemo.config.reading import parse_json, read_bytes
-from gdpo_nemo.errors import RunError
-from gdpo_nemo.observe.run_files import is_step
+from gdpo_nemo.observe.run_files import is_step, read_lines, shown_row
+from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.utils.files import parse_json
 
 FILE = "metrics.jsonl"
 
 
 class MetricsLog:
-    """Appends rows that survive a crash: each is flushed and synced before ``append`` returns."""
+    """Writer of the metrics file. Each row is synced to disk before ``append`` returns."""
 
     def __init__(self, run_dir: str | Path) -> None:
         self.path = Path(run_dir) / FILE
@@ -34,10 +31,10 @@ class MetricsLog:
             raise _cannot_write(self.path, error) from None
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row; numbers that are not finite are left out, as is everything that was not measured.
+        """Write one row. Non-finite numbers and None are left out.
 
         Raises:
-            RunError: the row could not be written, for instance because the disk is full.
+            RunError: if the row cannot be written, for example because the disk is full.
         """
         try:
             self._file.write(json.dumps(clean(row), ensure_ascii=False) + "\n")
@@ -47,15 +44,15 @@ class MetricsLog:
             raise _cannot_write(self.path, error) from None
 
     def truncate_after(self, step: int) -> None:
-        """Drop the rows of steps after ``step`` and a torn last line, so that a resumed run writes them again.
+        """Remove the rows of steps after ``step``, which a resumed run writes again, and an incomplete last line.
 
-        After step 0 nothing is kept: a run that starts from the beginning validates the untrained model again too.
+        If ``step`` is 0, all rows are removed, because the run also repeats the validation of the untrained model.
         """
-        kept = [row for row in read_metrics(self.path.parent) if 0 < step >= row["step"]]
+        remaining = [row for row in read_metrics(self.path.parent) if 0 < step >= row["step"]]
         partial = self.path.with_name(FILE + ".partial")
         try:
             with open(partial, "w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in remaining)
                 file.flush()
                 os.fsync(file.fileno())
             self._file.close()
@@ -65,16 +62,18 @@ class MetricsLog:
             raise _cannot_write(self.path, error) from None
 
     def close(self) -> None:
-        """Close the file. What a full disk did not take was said when it was written, and is lost."""
+        """Close the file. Errors are ignored, because ``append`` has already reported them."""
         with contextlib.suppress(OSError):
             self._file.close()
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """All complete rows in order; empty where there is no file. A torn last line, as a crash leaves it, is ignored.
+    """Read all complete rows in order. The result is empty if the file does not exist.
+
+    An incomplete last line, left by a crash, is ignored.
 
     Raises:
-        RunError: a line before the last is not a row, or the file cannot be read.
+        RunError: if an earlier line is not a row, or the file cannot be read.
     """
     path = Path(run_dir) / FILE
     lines = read_lines(path)
@@ -83,24 +82,13 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         row = parse_row(line)
         if row is not None:
             rows.append(row)
-        elif number < len(lines):  # The last piece follows the last newline: torn, or empty.
+        elif number < len(lines):  # The text after the last newline is empty or incomplete.
             raise RunError(f"{path}, line {number}: not a row of metrics")
     return rows
 
 
-def read_lines(path: Path) -> list[bytes]:
-    """The pieces of a file between its line breaks, of which the last is empty, or torn by a crash; none where there is
-    no file. Raises RunError."""
-    try:
-        return read_bytes(path).split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise RunError(f"{path} cannot be read: {error.strerror}") from None
-
-
 def clean(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The row as plain JSON values: NumPy scalars unpacked; None, NaN and infinities left out."""
+    """Convert a row to JSON values. NumPy scalars are converted. None, NaN and infinities are left out."""
     plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in row.items()}
     return {
         key: value
@@ -110,7 +98,7 @@ def clean(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Return the row that a line of the file is; None if it is none, or half of one."""
+    """Parse one line of the file. Return None if the line is not a complete row."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -122,3 +110,94 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 def _cannot_write(path: Path, error: OSError) -> RunError:
     return RunError(f"{path} cannot be written: {error.strerror or error}")
+
+
+WINDOW = 5
+"""Number of steps in a trailing mean. A single batch is too noisy."""
+PHASES = ("rollout", "verify", "train", "sync", "idle")
+
+
+@dataclass
+class History:
+    """Training and validation rows of a run, in order."""
+
+    training: list[dict[str, Any]] = field(default_factory=list)
+    validation: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rows: Iterable[dict[str, Any]]) -> History:
+        """Create a history from the rows of a metrics file, with printable names and without invalid values."""
+        history = cls()
+        for row in rows:
+            history.add(shown_row(row))
+        return history
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Add a training or validation row."""
+        is_validation = any(key.startswith("validation/") for key in row)
+        (self.validation if is_validation else self.training).append(row)
+
+    @property
+    def components(self) -> list[str]:
+        """Reward components in the order in which they were first reported, without ``total``."""
+        names: dict[str, None] = {}
+        for row in self.training:
+            means = (key for key in row if key.startswith("reward/") and key.endswith("/mean"))
+            names.update((key[len("reward/") : -len("/mean")], None) for key in means)
+        for row in self.validation:
+            names.update((key[len("validation/") :], None) for key in row if key.startswith("validation/"))
+        names.pop("total", None)
+        measured = [n for n in names if self.curve(f"reward/{n}/mean")[0]]
+        return measured or [n for n in names if "/" not in n]
+
+    def curve(self, key: str) -> tuple[list[int], list[float]]:
+        """Return steps and values of one metric, from the rows that have it."""
+        rows = [row for row in (*self.training, *self.validation) if key in row]
+        return [row["step"] for row in rows], [float(row[key]) for row in rows]
+
+    def first(self, key: str, window: int = WINDOW) -> float | None:
+        """Return the mean of the first ``window`` values of a metric. Return None if there are none."""
+        return _mean(self.curve(key)[1][:window])
+
+    def last(self, key: str, window: int = WINDOW) -> float | None:
+        """Return the mean of the last ``window`` values of a metric. Return None if there are none."""
+        return _mean(self.curve(key)[1][-window:])
+
+    def at(self, key: str, step: int, window: int = WINDOW) -> float | None:
+        """Return the mean of a metric over the ``window`` steps up to ``step``. Return None if it was not measured."""
+        return _mean([value for s, value in zip(*self.curve(key)) if step - window < s <= step])
+
+    def trailing(self, key: str, window: int = WINDOW) -> tuple[list[int], list[float]]:
+        """Return steps and trailing means of one metric. At the start, the means are over fewer values."""
+        steps, values = self.curve(key)
+        smooth = (_mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values)))
+        return steps, [value for value in smooth if value is not None]  # No window is empty, so no value is None.
+
+    def solved(self, component: str, window: int = WINDOW, highest: float | None = None) -> bool:
+        """Return True if a reward component varied earlier and stayed at its best value over the last ``window`` steps.
+
+        Args:
+            highest: largest reward of a single sample. None means that it is unknown and the best mean is used.
+        """
+        dead, spread, means = (self.curve(f"reward/{component}/{key}")[1] for key in ("dead_groups", "std", "mean"))
+        if not means or min(dead, default=1.0) == 1 or not spread[-window:] or any(spread[-window:]):
+            return False
+        best = max(means) if highest is None else max(highest, *means)
+        return min(means[-window:]) >= best - 1e-6 * abs(best)
+
+    def time_split(self, window: int | None = None) -> dict[str, float]:
+        """Return the fraction of wall time of each phase. Asynchronous phases can overlap.
+
+        Args:
+            window: number of last steps to use. None uses all steps.
+        """
+        rows = self.training[-window:] if window else self.training
+        total = sum(row.get("time/step", 0.0) for row in rows)
+        if total <= 0:
+            return {}
+        seconds = {phase: sum(row.get(f"time/{phase}", 0.0) for row in rows) for phase in PHASES}
+        return {phase: spent / total for phase, spent in seconds.items() if spent > 0}
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,6 +1,6 @@
-"""``README.md`` of an exported model: what it was made from, for which rewards, how that went. The hub's model card.
+"""Model card of an exported model (``README.md``), in the format of Hugging Face: base model, rewards and results.
 
-Nothing in it depends on when or where it is written, so equal runs give equal files.
+The content does not depend on the time or the path, so that equal runs write equal files.
 """
 
 from __future__ import annotations
@@ -10,16 +10,21 @@ from typing import Any
 
 import yaml
 
-from gdpo_nemo import __version__
-from gdpo_nemo.config.algorithm_choice import has_score_head
+from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.effects import value_of
-from gdpo_nemo.config.files import DATA_SUFFIXES, is_local, is_rows_function, may_be_on_the_hub, read_model_config
-from gdpo_nemo.config.reading import parse_yaml
-from gdpo_nemo.config.schema import Config, DatasetConfig
-from gdpo_nemo.observe.history import History
-from gdpo_nemo.observe.installation import versions
-from gdpo_nemo.observe.metrics import read_metrics
-from gdpo_nemo.observe.summary import number
+from gdpo_nemo.config.model_checks import (
+    DATA_SUFFIXES,
+    is_local,
+    is_rows_function,
+    may_be_on_the_hub,
+    read_model_config,
+)
+from gdpo_nemo.config.schema import Config, DatasetConfig, GdpoConfig
+from gdpo_nemo.config.sections import DataConfig
+from gdpo_nemo.observe.console import number
+from gdpo_nemo.observe.installation import version, versions
+from gdpo_nemo.observe.metrics import History, read_metrics
+from gdpo_nemo.utils.files import parse_yaml
 
 FILE = "README.md"
 CURVE = "rewards.png"
@@ -31,56 +36,57 @@ _SHOWN = (
     "policy.megatron_cfg.scheduler.lr_decay_style", "policy.lora.rank", "policy.generation.temperature",
     "policy.generation.max_new_tokens", "rollout.max_staleness", "run.seed",
 )  # fmt: skip
-"""Keys of the config without which its figures say little."""
+"""Config keys that are needed to interpret the results."""
 
 
 def write_card(folder: str | Path, base_model: str, config: Config | None, run_dir: Path | None, step: int) -> Path:
-    """Write ``README.md``, and the reward curves beside it where the run draws them, into an exported model's folder.
+    """Write the model card of an exported model. The reward curves are included if ``logger.plot`` is set.
 
     Args:
         base_model: folder or hub name of the model that training started from.
-        config: of the run; None where it is not known.
-        run_dir: its folder, for the metrics up to ``step``; None: there are none.
+        config: config of the run. None if unknown.
+        run_dir: run folder, from which the metrics up to ``step`` are read. None leaves out the results.
 
     Raises:
-        OSError: it cannot be written. RunError: the run's metrics are damaged.
+        OSError: if the file cannot be written.
+        RunError: if the run's metrics are damaged.
     """
     folder = Path(folder)
     rows = read_metrics(run_dir) if run_dir else []
     history = History.of(row for row in rows if row["step"] <= step)
-    drawn = bool(config and config.logger.plot and history.components)
-    if config and drawn:
-        from gdpo_nemo.observe.plot import rewards_png  # matplotlib takes a second to import
+    has_plot = bool(config and config.logger.plot and history.components)
+    if config and has_plot:
+        from gdpo_nemo.observe.plot import rewards_png  # Importing matplotlib takes a second.
 
         (folder / CURVE).write_bytes(rewards_png(history, config.run.name))
-    (folder / FILE).write_text(_card(base_model, config, history, step, drawn), encoding="utf-8")
+    (folder / FILE).write_text(_card(base_model, config, history, step, has_plot), encoding="utf-8")
     return folder / FILE
 
 
-def _card(base_model: str, config: Config | None, history: History, step: int, drawn: bool) -> str:
-    base = _front_of(base_model)
+def _card(base_model: str, config: Config | None, history: History, step: int, has_plot: bool) -> str:
+    base = _base_metadata(base_model)
     parent = _hub_name(base_model, base)
     parts = [
         _front_matter(config, base, parent),
         f"# {config.run.name if config else 'Converted model'}",
         _origin(base_model, parent, config, step),
-        *([_data(config), _rewards(config, history)] if config else []),
-        *([f"![reward curves]({CURVE})"] if drawn else []),
+        *([_data(config), _rewards(config.gdpo, history)] if config else []),
+        *([f"![reward curves]({CURVE})"] if has_plot else []),
         *([_settings(config)] if config else []),
         _versions(),
-        _use(config is not None and has_score_head(config)),
+        _use(config is not None and spec_of(config).head == "score"),
         _licence(base, parent),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def _front_matter(config: Config | None, base: dict[str, Any], parent: str | None) -> str:
-    """The YAML that the hub reads."""
+    """Return the YAML front matter with the metadata for the hub."""
     fields: dict[str, Any] = {"base_model": parent} if parent else {}
     fields |= {"library_name": "transformers", "pipeline_tag": "text-generation"}
     fields["license"] = base.get("license") or _UNKNOWN
     fields |= {key: base[key] for key in ("license_name", "license_link") if key in base}
-    named = _hub_datasets(config) if config else []
+    named = _hub_datasets(config.data) if config else []
     fields |= {"datasets": named} if named else {}
     tags = ["gdpo_nemo", "reinforcement-learning"]
     if config and ":" not in config.gdpo.estimator:
@@ -92,9 +98,9 @@ def _front_matter(config: Config | None, base: dict[str, Any], parent: str | Non
 def _origin(base_model: str, parent: str | None, config: Config | None, step: int) -> str:
     shown = f"[{parent}](https://huggingface.co/{parent})" if parent else f"`{Path(base_model).name}`"
     if config is None:
-        return f"The weights of a checkpoint after {step} steps, which were trained from {shown} by gdpo_nemo."
+        return f"Weights of a checkpoint after {step} steps, trained from {shown} with gdpo_nemo."
     how = "all weights" if not config.policy.lora.rank else f"LoRA of rank {config.policy.lora.rank}, merged"
-    return f"{shown} after {step} steps of reinforcement learning with several rewards by gdpo_nemo ({how})."
+    return f"{shown} after {step} steps of reinforcement learning with several rewards with gdpo_nemo ({how})."
 
 
 def _data(config: Config) -> str:
@@ -102,58 +108,61 @@ def _data(config: Config) -> str:
     for split, dataset in (("Training", config.data.train), ("Validation", config.data.validation)):
         if dataset is not None:
             lines.append(f"* {split} prompts: {_source(dataset, config)}")
-    lines.append(f"* Verified by: {', '.join(f'`{name}`' for name in config.env) or 'nobody'}")
+    lines.append(f"* Verified by: {', '.join(f'`{name}`' for name in config.env) or 'no environment'}")
     return "\n".join(lines)
 
 
 def _source(dataset: DatasetConfig, config: Config) -> str:
-    """Where prompts come from; of files here only the names."""
+    """Describe the source of the prompts. Local files are shown without their folder."""
     if dataset.path is None:
-        return f"made by the environment `{dataset.environment or next(iter(config.env), '')}`"
-    return ", ".join(f"`{Path(place).name if _stays_here(place) else place}`" for place in _places(dataset))
+        return f"generated by the environment `{dataset.environment or next(iter(config.env), '')}`"
+    return ", ".join(f"`{Path(path).name if _is_local_source(path) else path}`" for path in _paths(dataset))
 
 
-def _places(dataset: DatasetConfig) -> list[str]:
+def _paths(dataset: DatasetConfig) -> list[str]:
     paths = dataset.path if isinstance(dataset.path, (list, tuple)) else [dataset.path]
     return [str(path) for path in paths if path]
 
 
-def _stays_here(place: str) -> bool:
-    return is_local(place) or is_rows_function(place) or Path(place).suffix in DATA_SUFFIXES
+def _is_local_source(path: str) -> bool:
+    return is_local(path) or is_rows_function(path) or Path(path).suffix in DATA_SUFFIXES
 
 
-def _hub_datasets(config: Config) -> list[str]:
-    every = [*_places(config.data.train), *(_places(config.data.validation) if config.data.validation else [])]
-    return list(dict.fromkeys(place.partition(":")[0] for place in every if not _stays_here(place)))
+def _hub_datasets(data: DataConfig) -> list[str]:
+    every = [*_paths(data.train), *(_paths(data.validation) if data.validation else [])]
+    return list(dict.fromkeys(path.partition(":")[0] for path in every if not _is_local_source(path)))
 
 
-def _rewards(config: Config, history: History) -> str:
-    """A table of the components: weight, first and last mean, on held-out prompts where there was a validation."""
-    held_out = {name: history.curve(f"validation/{name}") for name in (*config.gdpo.rewards, *history.components)}
+def _rewards(gdpo: GdpoConfig, history: History) -> str:
+    """Return a Markdown table of the reward components with their weight, first and last mean.
+
+    The means are from validation if the run has one, otherwise from training batches.
+    """
+    held_out = {name: history.curve(f"validation/{name}") for name in (*gdpo.rewards, *history.components)}
     validated = any(steps for steps, _ in held_out.values())
     curves = held_out if validated else {name: history.curve(f"reward/{name}/mean") for name in held_out}
     measured = next((steps for steps, _ in curves.values() if steps), None)
     if measured is None:
-        rows = [f"| {name} | {weight:g} |" for name, weight in config.gdpo.rewards.items()]
+        rows = [f"| {name} | {weight:g} |" for name, weight in gdpo.rewards.items()]
         return "\n".join(["## Rewards", "", "| reward | weight |", "|---|---:|", *rows])
     what = "held-out prompts" if validated else "the training batch"
     ends = f"mean on {what}, step {measured[0]} | step {measured[-1]}"
     lines = ["## Rewards", "", f"| reward | weight | {ends} |", "|---|---:|---:|---:|"]
     for name, (_, values) in curves.items():
         if values:
-            weight = config.gdpo.rewards.get(name)
+            weight = gdpo.rewards.get(name)
             shown = "not trained" if weight is None else f"{weight:g}"
             lines.append(f"| {name} | {shown} | {number(values[0])} | {number(values[-1])} |")
     if validated:
-        lines += ["", _validation(config)]
+        lines += ["", _validation(gdpo)]
     return "\n".join(lines)
 
 
-def _validation(config: Config) -> str:
-    prompts = "all held-out prompts" if config.gdpo.val_prompts is None else f"{config.gdpo.val_prompts} prompts"
-    samples = config.gdpo.val_generations_per_prompt
+def _validation(gdpo: GdpoConfig) -> str:
+    prompts = "all held-out prompts" if gdpo.val_prompts is None else f"{gdpo.val_prompts} prompts"
+    samples = gdpo.val_generations_per_prompt
     each = "1 sample" if samples == 1 else f"{samples} samples"
-    return f"Validation: {prompts}, {each} each, temperature {config.gdpo.val_temperature:g}."
+    return f"Validation: {prompts}, {each} each, temperature {gdpo.val_temperature:g}."
 
 
 def _settings(config: Config) -> str:
@@ -165,7 +174,7 @@ def _settings(config: Config) -> str:
 
 
 def _versions() -> str:
-    found = {"gdpo_nemo": __version__, **versions()}
+    found = {"gdpo_nemo": version("gdpo-nemo") or "unknown", **versions()}
     return f"## Versions\n\n{', '.join(f'{name} {text}' for name, text in found.items())}"
 
 
@@ -182,12 +191,12 @@ def _use(scores: bool) -> str:
 
 def _licence(base: dict[str, Any], parent: str | None) -> str:
     stated = base.get("license")
-    whose = parent or "the base model"
-    return f"## Licence\n\n{stated}, as {whose} says." if stated else "## Licence\n\nunknown: see the base model."
+    source = parent or "the base model"
+    return f"## Licence\n\n{stated}, as stated by {source}." if stated else "## Licence\n\nUnknown; see the base model."
 
 
-def _front_of(model: str) -> dict[str, Any]:
-    """What the base model's own card says of itself, and its ``config.json`` where the card does not."""
+def _base_metadata(model: str) -> dict[str, Any]:
+    """Return the metadata of the base model's card. A missing license is taken from ``config.json``."""
     folder = Path(model)
     card = _cached(model, FILE) if _on_the_hub(model) else folder / FILE
     front = _parsed_front(card.read_text(encoding="utf-8", errors="replace")) if card and card.is_file() else {}
@@ -203,7 +212,7 @@ def _on_the_hub(model: str) -> bool:
 
 
 def _cached(name: str, file: str) -> Path | None:
-    """A file of a model that was fetched from the hub before."""
+    """Return the path of a hub model's file in the local cache. Return None if it is not cached."""
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(name, file)
@@ -211,7 +220,7 @@ def _cached(name: str, file: str) -> Path | None:
 
 
 def _parsed_front(text: str) -> dict[str, Any]:
-    """The YAML between two lines ``---`` at the beginning; empty where there is none that can be read."""
+    """Parse the YAML front matter of a card. The result is empty if the front matter is missing or invalid."""
     if not text.startswith("---\n"):
         return {}
     try:
@@ -222,7 +231,7 @@ def _parsed_front(text: str) -> dict[str, Any]:
 
 
 def _hub_name(model: str, base: dict[str, Any]) -> str | None:
-    """The base model's name on the hub, or that of the model which it was made from itself; None: it says neither."""
+    """Return the hub name of the base model, or of the model that it was derived from. Return None if unknown."""
     if _on_the_hub(model):
         return model
     named = base.get("base_model")

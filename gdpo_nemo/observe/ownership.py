@@ -1,13 +1,13 @@
-"""The owner of a run folder: ``owner.json`` names one process, and a second process is refused.
+"""Ownership of a run folder: ``owner.json`` names the process that owns the folder, and other processes are refused.
 
-The file names host, boot, process id and start of the owner, and is renewed while the owner lives. The owner also holds
-a lock on the folder (``flock``), which the kernel drops when the process ends. On the same machine a dead owner is
-found at once, so a run that was killed resumes without a wait: nobody holds the lock, and no process has this id and
-started at this clock tick since boot. Neither depends on the time of day, which may be set while a run lasts.
+The file contains host, boot id, process id and start time of the owner, and the owner renews it regularly. The owner
+also holds a lock on the folder (``flock``), which the kernel releases when the process ends. On the same machine, a
+dead owner is detected at once, so a killed run resumes without waiting: its lock is free, and no process has its id and
+start time. The start time is in clock ticks since boot, so it does not depend on the wall clock.
 
-On another host, or in another container, an owner is dead when it has not renewed its file for ``STALE_S``. The age is
-the difference of two times on the same file system. The file is watched for ``STALE_S / 4`` besides, since the clock of
-that file system may be set, too.
+On another host or in another container, an owner counts as dead if it has not renewed its file for ``STALE_S``. The age
+of the file is the difference of two times on the same file system. The file is also watched for ``STALE_S / 4``,
+because the clock of that file system may be changed.
 """
 
 from __future__ import annotations
@@ -25,53 +25,57 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Iterator
 
-from gdpo_nemo.config.disk_sync import sync_folder
-from gdpo_nemo.config.reading import open_file, parse_json, read_text
-from gdpo_nemo.errors import ConfigError, RunError, printable
-from gdpo_nemo.phases import phase
+from gdpo_nemo.utils.errors import ConfigError, RunError, printable
+from gdpo_nemo.utils.files import open_file, parse_json, read_text, sync_folder
+from gdpo_nemo.utils.progress import phase
 
 FILE = "owner.json"
 BEAT_S = 15.0
 STALE_S = 120.0
-"""Without a sign of life; more than a file system on a network keeps old attributes."""
+"""Time in seconds without renewal after which an owner counts as dead.
+
+It exceeds the time for which network file systems cache file attributes.
+"""
 _LOOK_S = 2.0
 _HANDOVER_S = 10.0
-"""Longest time for which a new owner holds the lock before its claim is in the file."""
+"""Maximum time in seconds for which a new owner holds the lock before its claim is in the file."""
 _LARGEST_PID = 1 << 22
 _LATEST = 1 << 40
-"""Largest start in clock ticks, and largest time in seconds, that a claim may name."""
+"""Upper bound on ``Claim.ticks`` and ``Claim.since``."""
 _LONGEST_NAME = 255
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS)
-"""What file systems without hard links answer."""
+"""Errors of file systems without hard links."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The content of the file."""
+    """Content of the owner file."""
 
     host: str
     machine: str
-    """The boot of the kernel and the namespace of its processes: where an id means the same process."""
+    """Boot id of the kernel and PID namespace. Process ids are unique only within both."""
     process: int
     since: float
-    """When the folder was taken, in seconds since the epoch. For people: nothing is compared with it."""
+    """Time at which the process took the folder, in seconds since the epoch. Only shown, never compared."""
     ticks: int = 0
-    """Start of the process in clock ticks since boot; with the id it is the process, whose id may be used again.
-    0: unknown, as in files of older versions."""
+    """Start time of the process in clock ticks since boot, which distinguishes processes that reuse an id.
+
+    0 means unknown, as in files of older versions.
+    """
 
     @classmethod
-    def own(cls) -> Claim:
-        """Return the claim of this process, now."""
+    def of_this_process(cls) -> Claim:
+        """Return a claim for this process with the current time."""
         return cls(socket.gethostname(), _machine(), os.getpid(), time.time(), _start_ticks(os.getpid()) or 0)
 
     @property
     def is_near(self) -> bool:
-        """True if the owner's process is visible from here when it lives."""
+        """True if this process can see whether the owner is alive: it has the same kernel and PID namespace."""
         return self.machine == _machine()
 
     @property
     def is_dead(self) -> bool:
-        """True if the owner belongs to this machine and has ended. Of an owner elsewhere nothing is known."""
+        """True if the owner ran on this machine and has ended. The state of owners elsewhere is unknown (False)."""
         if not self.is_near:
             return False
         ticks = _start_ticks(self.process)
@@ -83,15 +87,17 @@ class Claim:
 
 
 class Owner:
-    """This process as the owner of a folder. A thread renews the claim until ``release``.
+    """Ownership of a folder by this process. A thread renews the claim until ``release``.
 
     Args:
-        lock: descriptor that holds the lock on the folder; None on a file system without locks.
+        predecessor: message about the dead previous owner. None if the folder had none.
+        beat_s: interval in seconds between renewals.
+        lock: file descriptor that holds the lock on the folder. None if the file system does not support locks.
     """
 
     def __init__(self, run_dir: Path, claim: Claim, predecessor: str | None, beat_s: float, lock: int | None):
         self.predecessor = predecessor
-        """A sentence on the dead owner whose folder this was; None: it had none."""
+        """Message about the dead previous owner. None if the folder had none."""
         self._file = run_dir / FILE
         self._lock = lock
         self._claim = claim
@@ -102,22 +108,26 @@ class Owner:
         self._thread.start()
 
     def check(self) -> None:
-        """Raises RunError: another process has taken the folder, having seen no sign of life of this one."""
+        """Check that this process still owns the folder.
+
+        Raises:
+            RunError: if another process has taken over the folder because this process did not renew its claim.
+        """
         if self._lost:
             raise RunError(self._lost)
 
     def _renew(self) -> None:
         while not self._stop.wait(self._beat_s):
-            # A full disk or a server that is away: the owner tries again, and another host may wait for STALE_S.
+            # If the disk is full or the file server is unreachable, the next renewal is tried after ``beat_s``.
             with contextlib.suppress(OSError):
                 found = _read(self._file)
                 if found is not None and found != self._claim:
-                    self._lost = f"{self._file.parent} was taken over by {found}, while this process stood still"
+                    self._lost = f"{self._file.parent} was taken over by {found} while this process was suspended"
                     return
                 _write(self._file, self._claim)
 
     def release(self) -> None:
-        """Give the folder free; it stays another's if it was taken over."""
+        """Release the folder, unless another process has taken it over."""
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(OSError):
@@ -128,16 +138,18 @@ class Owner:
 
 @contextlib.contextmanager
 def owned(run_dir: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> Iterator[Owner]:
-    """Own the folder, which is made where it is not there, while the block runs. A folder that was made and in which
-    nothing came to be is removed.
+    """Own a run folder while the block runs. The folder is created if it does not exist.
+
+    Folders created by this call are removed at the end if they are still empty.
 
     Raises:
-        ConfigError: another process owns it. RunError: it cannot be written.
+        ConfigError: if another process owns the folder.
+        RunError: if the folder cannot be written.
     """
-    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    created = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        for path in made:
+        for path in created:
             sync_folder(path.parent)
         owner = _take(run_dir, beat_s, stale_s)
     except OSError as error:
@@ -146,13 +158,17 @@ def owned(run_dir: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> It
         yield owner
     finally:
         owner.release()
-        for path in made:
-            with contextlib.suppress(OSError):  # it holds something
+        for path in created:
+            with contextlib.suppress(OSError):  # The folder is not empty.
                 path.rmdir()
 
 
 def check_free(run_dir: Path) -> None:
-    """Raise ConfigError if a process that is known to live owns the folder. Writes nothing and does not wait."""
+    """Check that no living process owns the folder, without writing or waiting.
+
+    Raises:
+        ConfigError: if a living process owns the folder.
+    """
     with contextlib.suppress(OSError):
         _check_regular(run_dir / FILE)
         claim = _read(run_dir / FILE)
@@ -170,33 +186,39 @@ def _take(run_dir: Path, beat_s: float, stale_s: float) -> Owner:
     file = run_dir / FILE
     lock = _lock_or_refuse(run_dir)
     try:
-        mine = Claim.own()
+        claim_of_process = Claim.of_this_process()
         predecessor = None
-        while not _create(file, mine):
+        while not _create(file, claim_of_process):
             _check_regular(file)
             stamp = _stamp(file)
             claim = _read(file)
             if stamp is None or not _is_dead(run_dir, file, claim, stamp, stale_s):
-                continue  # it went away meanwhile
-            who = f"its owner, {claim}, is gone" if claim else f"its {FILE} cannot be read, and nobody renews it"
-            predecessor = f"{run_dir} is taken over: {who}"
+                continue  # The file was changed or removed in the meantime.
+            who = (
+                f"its owner ({claim}) no longer runs"
+                if claim
+                else f"its {FILE} cannot be read and is not being renewed"
+            )
+            predecessor = f"taking over {run_dir}: {who}"
             _remove(file, stamp)
-        return Owner(run_dir, mine, predecessor, beat_s, lock)
+        return Owner(run_dir, claim_of_process, predecessor, beat_s, lock)
     except BaseException:
         _unlock(lock)
         raise
 
 
 def _lock(run_dir: Path, kind: int) -> int | None:
-    """Lock the folder, and return the descriptor that holds the lock.
+    """Lock the folder and return the file descriptor that holds the lock.
 
-    The folder itself and no file in it: nothing is left behind when the owner is killed, and the renewals replace their
-    file. Returns None if the file system has no locks, or none on folders (NFS). Raises BlockingIOError: a living
-    process holds it.
+    The folder itself is locked, so that renewals can replace the file in it and a killed owner leaves no lock file.
+    Returns None if the file system does not support locks on folders (NFS).
+
+    Raises:
+        BlockingIOError: if a living process holds the lock.
     """
     try:
         opened = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # a folder that may be written and not listed
+    except PermissionError:  # The folder can be written but not listed.
         return None
     try:
         fcntl.flock(opened, kind | fcntl.LOCK_NB)
@@ -215,10 +237,13 @@ def _unlock(lock: int | None) -> None:
 
 
 def _lock_or_refuse(run_dir: Path) -> int | None:
-    """Lock the folder. Raises ConfigError that names the process which holds the lock.
+    """Lock the folder and return the file descriptor that holds the lock.
 
-    A process that has just taken the folder may not have written its claim, and ``check_free`` holds the lock for a
-    moment: an absent or a dead owner is waited for.
+    If the lock is held but the file names no living owner, wait up to ``_HANDOVER_S``. A new owner may not have written
+    its claim yet, and ``check_free`` holds the lock for a moment.
+
+    Raises:
+        ConfigError: if another process holds the lock. The message names the process if it is known.
     """
     deadline = time.monotonic() + _HANDOVER_S
     while True:
@@ -231,25 +256,28 @@ def _lock_or_refuse(run_dir: Path) -> int | None:
             raise _refusal(run_dir, claim)
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"run.dir: {run_dir} is locked by a process that {FILE} does not name; end that process first, or use "
-                "another run.name"
+                f"run.dir: {run_dir} is locked by a process that is not listed in {FILE}; end that process first, or "
+                "use another run.name"
             )
         time.sleep(0.05)
 
 
 def _is_dead(run_dir: Path, file: Path, claim: Claim | None, stamp: tuple[int, int], stale_s: float) -> bool:
-    """Return whether the folder has no owner any more; waits until that is certain. False if the file changed or went.
+    """Wait until it is certain whether the owner of the folder is dead.
+
+    Returns:
+        True if the owner is dead. False if the file was replaced by another owner or removed.
 
     Raises:
-        ConfigError: the owner lives.
+        ConfigError: if the owner is alive.
     """
     if claim is not None and claim.is_near:
         if claim.is_dead:
             return True
         raise _refusal(run_dir, claim)
-    with phase(f"waiting for a sign of life of the owner of {run_dir}"):
+    with phase(f"waiting for a heartbeat of the owner of {run_dir}"):
         begin = time.monotonic()
-        # By its age alone, an owner would be dead, or live for ever, after the file system's clock was set.
+        # The age alone is not reliable, because the clock of the file system may have been changed.
         while (watched := time.monotonic() - begin) < stale_s:
             if watched >= stale_s / 4 and _age(run_dir, stamp) >= stale_s:
                 break
@@ -264,12 +292,12 @@ def _is_dead(run_dir: Path, file: Path, claim: Claim | None, stamp: tuple[int, i
 
 def _refusal(run_dir: Path, claim: Claim) -> ConfigError:
     return ConfigError(
-        f"run.dir: {run_dir} belongs to a run under way ({claim}); end that one first, or use another run.name"
+        f"run.dir: {run_dir} belongs to an active run ({claim}); end that run first, or use another run.name"
     )
 
 
 def _create(file: Path, claim: Claim) -> bool:
-    """Make the file unless it is there, whole from the start."""
+    """Create the file atomically with its full content. Return False if it already exists."""
     partial = file.with_name(f".{FILE}.{claim.process}.new")
     try:
         partial.write_text(json.dumps(asdict(claim), indent=1))
@@ -288,8 +316,10 @@ def _create(file: Path, claim: Claim) -> bool:
 
 
 def _remove(file: Path, stamp: tuple[int, int]) -> None:
-    """Remove a dead owner's file. Of two processes that do so at once one moves the file, and the other its new owner's
-    file: that one is put back."""
+    """Remove the file of a dead owner.
+
+    If two processes do this at the same time, the second may move the file of the new owner. It then restores the file.
+    """
     aside = file.with_name(f".{FILE}.{os.getpid()}.gone")
     with contextlib.suppress(FileNotFoundError):
         os.rename(file, aside)
@@ -305,7 +335,7 @@ def _write(file: Path, claim: Claim) -> None:
 
 
 def _read(file: Path) -> Claim | None:
-    """Return the claim; None if the file is gone, or its content is not a claim. Raises OSError as ``open_file``."""
+    """Read a claim. Return None if the file does not exist or is invalid. Raises OSError like ``open_file``."""
     try:
         return _claim(parse_json(read_text(file)))
     except (FileNotFoundError, ValueError):
@@ -313,25 +343,25 @@ def _read(file: Path) -> Claim | None:
 
 
 def _claim(content: Any) -> Claim | None:
-    """Return the claim if every value is one that a claim can have. Keys of other versions are ignored."""
+    """Convert JSON content to a claim. Return None if a value is invalid. Unknown keys are ignored."""
     if not isinstance(content, dict):
         return None
     known = {field.name: content[field.name] for field in fields(Claim) if field.name in content}
     try:
         claim = Claim(**known)
-    except TypeError:  # a key is missing
+    except TypeError:  # A key is missing.
         return None
     names = (claim.host, claim.machine)
     numbers = (type(claim.process), type(claim.ticks)) == (int, int) and type(claim.since) in (int, float)
     if not numbers or not all(isinstance(name, str) and len(name) <= _LONGEST_NAME for name in names):
         return None
-    # A comparison with NaN is false.
+    # Comparisons with NaN are False, so NaN is also rejected.
     sound = 0 < claim.process <= _LARGEST_PID and 0 <= claim.ticks < _LATEST and 0 <= claim.since < _LATEST
     return claim if sound else None
 
 
 def _check_regular(file: Path) -> None:
-    """Raise ConfigError if something else has the place of the file: a pipe, a folder, a link."""
+    """Raise ConfigError if the path exists but is not a regular file, for example a pipe, folder or link."""
     try:
         mode = os.lstat(file).st_mode
     except FileNotFoundError:
@@ -341,9 +371,12 @@ def _check_regular(file: Path) -> None:
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
-    """Return a value that changes with every renewal; None if the file is gone. Raises OSError as ``open_file``."""
+    """Return inode and modification time, which change with every renewal. Return None if the file does not exist.
+
+    Raises OSError like ``open_file``.
+    """
     try:
-        # A network file system answers stat from its cache, and asks the server when a file is opened.
+        # Network file systems may cache the result of stat, but ask the server when a file is opened.
         with open_file(file) as opened:
             found = os.fstat(opened.fileno())
     except FileNotFoundError:
@@ -352,7 +385,7 @@ def _stamp(file: Path) -> tuple[int, int] | None:
 
 
 def _age(run_dir: Path, stamp: tuple[int, int]) -> float:
-    """Seconds since then, by the clock of the file system."""
+    """Return the time in seconds since ``stamp``, by the clock of the file system."""
     probe = run_dir / f".{FILE}.{os.getpid()}.now"
     probe.write_bytes(b"")
     try:
@@ -362,7 +395,7 @@ def _age(run_dir: Path, stamp: tuple[int, int]) -> float:
 
 
 def _machine() -> str:
-    """This boot of this kernel, and the namespace of this process's id."""
+    """Return an identifier of this kernel boot and the PID namespace of this process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -371,9 +404,10 @@ def _machine() -> str:
 
 
 def _start_ticks(process: int) -> int | None:
-    """Return when a process started, in clock ticks since boot. No setting of the clock changes it.
+    """Return the start time of a process in clock ticks since boot. It does not depend on the wall clock.
 
-    None if the process does not exist, or has ended and only its parent has not asked how. 0 if that is unknown.
+    Returns:
+        None if the process does not exist or is a zombie. 0 if its start time is unknown.
     """
     try:
         text = Path(f"/proc/{process}/stat").read_text(errors="replace")
@@ -384,7 +418,7 @@ def _start_ticks(process: int) -> int | None:
 
 
 def _exists(process: int) -> bool:
-    """Return whether the process exists, where /proc does not show it."""
+    """Return True if the process exists. This also works if /proc does not show the process."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Reward curves as a PNG: one panel per component, training faint with its trailing mean, validation as points."""
+"""Reward plot (``rewards.png``): one panel per component with training values, trailing mean and validations."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from gdpo_nemo.config.reading import real_path
-from gdpo_nemo.config.writing import write_whole
-from gdpo_nemo.observe.history import WINDOW, History
 from gdpo_nemo.observe.metric_registry import title_of
-from gdpo_nemo.observe.metrics import read_metrics
+from gdpo_nemo.observe.metrics import WINDOW, History, read_metrics
+from gdpo_nemo.utils.files import real_path, write_whole
 
 FILE = "rewards.png"
 COLOURS = ("#2a6fbb", "#c8553d", "#3a8f5c", "#8a5aa8", "#b88a1e", "#3b8d99", "#a8456e", "#5c6370")
@@ -33,10 +31,10 @@ _DIAGNOSTICS = (
 
 
 def plot_rewards(run_dir: str | Path) -> Path:
-    """Draws ``rewards.png`` into the run folder.
+    """Draw the reward curves of a run to ``rewards.png`` in the run folder, and return its path.
 
     Raises:
-        ValueError: the run has no rewards yet.
+        ValueError: if the run has no rewards yet.
         OSError: if the file cannot be written.
     """
     run_dir = Path(run_dir)
@@ -47,10 +45,14 @@ def plot_rewards(run_dir: str | Path) -> Path:
 
 
 def rewards_png(history: History, title: str = "") -> bytes:
-    """The reward panels as PNG bytes."""
+    """Draw one panel per reward component. Return the PNG as bytes.
+
+    Raises:
+        ValueError: if the run has no rewards yet.
+    """
     names = history.components
     if not names:
-        raise ValueError("no rewards to draw yet")
+        raise ValueError("no rewards to plot yet")
     figure, axes_of = panels(len(names), title)
     for index, (axes, name) in enumerate(zip(axes_of, names)):
         _draw_component(axes, history, name, COLOURS[index % len(COLOURS)])
@@ -59,12 +61,12 @@ def rewards_png(history: History, title: str = "") -> bytes:
 
 
 def measured_diagnostics(history: History) -> list[str]:
-    """The keys that ``diagnostics_png`` draws."""
+    """Return the keys of the measured metrics that ``diagnostics_png`` draws."""
     return [key for key in _DIAGNOSTICS if len(history.curve(key)[0]) > 0]
 
 
 def diagnostics_png(history: History) -> bytes | None:
-    """Gradient norm, entropy, parity and the like, whichever were measured; None where none was."""
+    """Draw the measured diagnostics, such as gradient norm, entropy and parity. Return None if there are none."""
     keys = measured_diagnostics(history)
     if not keys:
         return None
@@ -100,11 +102,15 @@ def _draw_component(axes: Axes, history: History, name: str, colour: str) -> Non
         axes.set_title(f"{history.first(key):.2f} → {last:.2f}", loc="right", fontsize=10, color=INK)
     everything = [*values, *held_out[1]]
     if everything and 0 <= min(everything) and max(everything) <= 1:
-        axes.set_ylim(-0.03, 1.05)  # Shares are read against 0 and 1.
+        axes.set_ylim(-0.03, 1.05)  # Values between 0 and 1 get the same range in every panel.
 
 
 def panels(count: int, title: str, effort: str = "step") -> tuple[Figure, list[Axes]]:
-    """A figure with ``count`` bare panels, at most four a row, over ``effort``."""
+    """Create a figure with ``count`` empty panels, at most four per row.
+
+    Args:
+        effort: label of the x axis.
+    """
     columns = min(count, 4) if count != 5 and count != 6 else 3
     rows = -(-count // columns)
     figure = Figure(figsize=(max(3.3 * columns, 4.5), 2.7 * rows + 0.75), layout="constrained", facecolor="white")
@@ -137,7 +143,7 @@ def _legend(figure: Figure, axes: Axes, validation: bool) -> None:
 
 
 def png_of(figure: Figure) -> bytes:
-    """The figure as PNG bytes."""
+    """Render the figure to PNG and return the bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     return buffer.getvalue()

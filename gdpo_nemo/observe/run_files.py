@@ -1,40 +1,42 @@
-"""Readers of the small files of a run folder, each with one schema: ``status.json``, ``config.yaml``, alerts, rows,
-journal, ledger.
-
-Commands look at folders that other programs, other versions and other people wrote. A file is read here once for all of
-them: what does not fit its schema is refused in one line, and texts come back printable, so that no file acts on the
-terminal that shows it.
-"""
+"""Small files of a run folder and their schemas: status, alerts, trace, config, journal and ledger."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable, Mapping
+from typing import Any, BinaryIO, Callable, Mapping
 
 import yaml
 
-from gdpo_nemo.config.reading import parse_json, parse_yaml, read_text
-from gdpo_nemo.errors import ConfigError, printable
+from gdpo_nemo.utils import waits
+from gdpo_nemo.utils.errors import ConfigError, RunError, printable, printable_lines
+from gdpo_nemo.utils.files import parse_json, parse_yaml, read_bytes, read_text
 
 STATUS = "status.json"
 LATEST_S = 1e11
-"""Seconds since the epoch that a time may be: the year 5138."""
+"""Upper bound on times in seconds since the epoch, in the year 5138."""
 LAST_STEP = 10**9
 LARGEST_COUNT = 10**12
 LARGEST = 1e100
-"""Largest metric that is shown or computed with; sums and squares of such numbers are still finite."""
+"""Largest absolute metric value that is shown or used. Sums and squares of such numbers are finite."""
 
 Check = Callable[[Any], bool]
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a finite number that can be computed with; true and false count as 1 and 0."""
+    """Return True if a JSON value is a number with an absolute value of at most ``LARGEST``. Booleans are accepted."""
     return isinstance(value, (int, float)) and -LARGEST <= value <= LARGEST
 
 
 def is_step(value: Any) -> bool:
-    """Return whether a JSON value is a count of steps."""
+    """Return True if a JSON value is a valid number of steps."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LAST_STEP
 
 
@@ -63,9 +65,10 @@ def _are_waits(value: Any) -> bool:
 
 
 def _are_roles(value: Any) -> bool:
-    places = value.values() if isinstance(value, dict) else [None]
+    entries = value.values() if isinstance(value, dict) else [None]
     return all(
-        isinstance(place, list) and len(place) == 2 and _is_text(place[0]) and _is_process(place[1]) for place in places
+        isinstance(entry, list) and len(entry) == 2 and _is_text(entry[0]) and _is_process(entry[1])
+        for entry in entries
     )
 
 
@@ -90,12 +93,12 @@ ALERT_MORE: Mapping[str, Check] = {"time": _is_time, "level": _is_text}
 
 
 def is_count(value: Any) -> bool:
-    """Return whether a JSON value is a position or a number of updates; -1 says that it was not recorded."""
+    """Return True if a JSON value is a valid prompt index or number of updates. -1 means not recorded."""
     return isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= LARGEST_COUNT
 
 
 def _lists_of(*checks: Check) -> Check:
-    """A list of lists, each of which has one value for each check."""
+    """Return a check that accepts a list of lists. Each inner list must have one value per check, in order."""
     return lambda value: (
         isinstance(value, list)
         and all(
@@ -123,12 +126,33 @@ LEDGER: Mapping[str, Check] = {"position": is_count, "retired": _are_counts}
 LEDGER_MORE: Mapping[str, Check] = {"dropped": _lists_of(is_count, _is_text)}
 
 
+def read_lines(path: Path) -> list[bytes]:
+    """Read a file and split it at line feeds.
+
+    The last element is the text after the last line feed: empty, or an incomplete line after a crash. The result is
+    empty if the file does not exist.
+
+    Raises:
+        RunError: if the file cannot be read.
+    """
+    try:
+        return read_bytes(path).split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{path} cannot be read: {error.strerror}") from None
+
+
 def fault(
     record: Mapping[str, Any], required: Mapping[str, Check], more: Mapping[str, Check] | None = None
 ) -> str | None:
-    """Return the first key that is missing or whose value does not fit the schema; None if all do.
+    """Return the first key that is missing or has an invalid value. Return None if the record is valid.
 
-    Keys that the schema does not name are those of a newer version, and fit.
+    Unknown keys are accepted, because newer versions may write them.
+
+    Args:
+        required: checks of the required keys.
+        more: checks of the optional keys.
     """
     for key, check in required.items():
         if key not in record or not check(record[key]):
@@ -140,7 +164,7 @@ def fault(
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any] | None:
-    """Return the status of a run, its texts printable; None if the run has not written it yet.
+    """Read the status of a run and make its texts printable. Return None if the file does not exist.
 
     Raises:
         ConfigError: if the file cannot be read or does not fit the schema.
@@ -153,46 +177,46 @@ def read_status(run_dir: str | Path) -> dict[str, Any] | None:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise ConfigError(f"{path}: is not the status of a run ({error})") from None
+        raise ConfigError(f"{path}: is not a valid run status ({error})") from None
     if not isinstance(status, dict):
-        raise ConfigError(f"{path}: is not the status of a run")
+        raise ConfigError(f"{path}: is not a valid run status")
     if (key := fault(status, _STATUS, _STATUS_MORE)) is not None:
-        raise ConfigError(f"{path}: is not the status of a run ({key}: {repr(status.get(key))[:60]})")
+        raise ConfigError(f"{path}: is not a valid run status ({key}: {repr(status.get(key))[:60]})")
     return dict(printable_texts(status))
 
 
 def status_if_whole(run_dir: str | Path) -> dict[str, Any]:
-    """Return the status of a run; empty if there is none that fits, for a view that is drawn again anyway."""
+    """Read the status of a run. Return an empty dictionary if the file is missing or invalid."""
     try:
         return read_status(run_dir) or {}
-    except ConfigError:  # of another version, or being written
+    except ConfigError:  # The file is from another version, or is being written.
         return {}
 
 
 def read_run_config(run_dir: str | Path, shown: bool = True) -> dict[str, Any]:
-    """Return the config of a run as plain nested mappings. It may be of another version.
+    """Read the config of a run as nested dictionaries. Another version may have written it.
 
     Args:
-        shown: make its texts printable. False: they are compared or used, and are those of the file.
+        shown: True to make all texts printable for display. False to return them unchanged.
 
     Raises:
-        ConfigError: if the folder has no config, or the file is not one.
+        ConfigError: if the folder has no config, or the file is not a valid config.
     """
     path = Path(run_dir) / "config.yaml"
     try:
         config = parse_yaml(read_text(path))
     except OSError as error:
-        raise ConfigError(f"{run_dir} holds no run (config.yaml: {error.strerror})") from None
+        raise ConfigError(f"{run_dir} does not contain a run (config.yaml: {error.strerror})") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())[:80]}") from None
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())[:80]}") from None
     sections = config.items() if isinstance(config, dict) else [(None, None)]
     if not all(isinstance(name, str) and isinstance(section, dict) for name, section in sections):
-        raise ConfigError(f"{path} is not a config: it must hold sections (run:, gdpo:, policy:, ...)")
+        raise ConfigError(f"{path} is not a config; it must contain sections (run:, gdpo:, policy:, ...)")
     return dict(printable_texts(config)) if shown else config
 
 
 def printable_texts(value: Any) -> Any:
-    """Return a JSON or YAML value with every text in it, keys included, made printable."""
+    """Make all texts in a JSON or YAML value printable, including keys."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -201,5 +225,170 @@ def printable_texts(value: Any) -> Any:
 
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of metrics as it can be shown: names printable, without numbers beyond ``LARGEST``, NaN included."""
+    """Prepare a row of metrics for display: names become printable, and invalid values are left out.
+
+    Invalid values are NaN and absolute values above ``LARGEST``.
+    """
     return {printable(name): value for name, value in row.items() if is_number(value) and not math.isnan(value)}
+
+
+RESTARTING = "restarting"
+"""Outcome of a process whose run is about to restart."""
+
+_PERIOD_S = 1.0
+
+
+class StatusFile:
+    """Writer of the status file. A separate thread keeps it current while all other threads wait.
+
+    Args:
+        describe: function that returns details of the run (step, version, roles, queues). The thread calls it.
+    """
+
+    def __init__(self, run_dir: Path, describe: Callable[[], dict[str, Any]]):
+        self._file = run_dir / STATUS
+        self._describe = describe
+        for torn in run_dir.glob(f"{self._file.stem}.[0-9a]*"):  # Left by a process that was killed while writing.
+            torn.unlink(missing_ok=True)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="status", daemon=True)
+        self._thread.start()
+
+    def _renew(self) -> None:
+        while True:
+            self.write(waits.current())
+            if self._stop.wait(_PERIOD_S):
+                return
+
+    def write(self, waiting: list[waits.Wait], **more: Any) -> None:
+        """Write the status now. If writing fails, the file keeps its previous content."""
+        status = {**self._describe(), **more, "waits": [asdict(wait) for wait in waiting]}
+        status = dict(time=time.time(), host=socket.gethostname(), driver=os.getpid(), **status)
+        temporary = self._file.with_suffix(f".{threading.get_ident()}")
+        # If the disk is full, writing the metrics ends the run with a message. This error must not end the thread or
+        # hide that message.
+        with contextlib.suppress(OSError):
+            temporary.write_text(json.dumps(status, indent=1))
+            os.replace(temporary, self._file)
+
+    def close(self, outcome: str) -> None:
+        """Stop the thread and write the final status with the outcome of the run."""
+        self._stop.set()
+        self._thread.join()
+        self.write([], outcome=outcome)
+
+
+def amend_status(run_dir: Path, **fields: Any) -> None:
+    """Change the status of a run whose process has ended. Do nothing if the file is missing or cannot be changed."""
+    file = run_dir / STATUS
+    with contextlib.suppress(OSError, ValueError):
+        status = parse_json(read_text(file))
+        if isinstance(status, dict):
+            temporary = file.with_suffix(".amended")
+            temporary.write_text(json.dumps({**status, "waits": [], **fields}, indent=1))
+            os.replace(temporary, file)
+
+
+ALERTS = "alerts.jsonl"
+
+
+def write_alert(run_dir: str | Path, step: int, text: str, level: str = "ALERT") -> None:
+    """Append an alert to the alerts file.
+
+    Args:
+        level: ``ALERT`` or ``note``.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
+    text = printable_lines(text)
+    line = json.dumps({"time": time.time(), "step": step, "level": level, "text": text}) + "\n"
+    with open(Path(run_dir) / ALERTS, "ab+") as file:
+        _remove_torn_line(file)
+        file.write(line.encode())
+
+
+def _remove_torn_line(file: BinaryIO) -> None:
+    """Remove an incomplete last line, left by a full disk. It would corrupt the next alert."""
+    file.seek(0)
+    written = file.read()
+    complete = written.rfind(b"\n") + 1
+    if complete < len(written):
+        file.truncate(complete)
+
+
+def read_alerts(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Read all alerts in order. An incomplete last line is ignored.
+
+    Raises:
+        RunError: if a line is not an alert, or the file cannot be read.
+    """
+    path = Path(run_dir) / ALERTS
+    return [_alert(line, f"{path}, line {number}") for number, line in enumerate(read_lines(path)[:-1], start=1)]
+
+
+def _alert(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        alert = parse_json(line)
+    except ValueError:
+        alert = None
+    if not isinstance(alert, dict) or fault(alert, ALERT, ALERT_MORE) is not None:
+        raise RunError(f"{where}: not a valid alert")
+    # Line feeds are not escaped, because they are harmless on a terminal.
+    text = printable_lines(alert["text"])
+    return {**printable_texts(alert), "text": text}
+
+
+TRACE = "trace.json"
+
+
+class TraceLog:
+    """Writer of the trace file, with spans in named tracks. Times are in seconds since the epoch."""
+
+    def __init__(self, run_dir: str | Path) -> None:
+        path = Path(run_dir) / TRACE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        earlier = read_trace(path)
+        self._tracks = {e["args"]["name"]: e["tid"] for e in earlier if e.get("name") == "thread_name"}
+        self._file = open(path, "w", encoding="utf-8")
+        self._file.write("[\n")
+        for event in earlier:
+            self._write(event)
+        self._file.flush()
+
+    def add(self, track: str, name: str, start: float, end: float, **details: Any) -> None:
+        """Add a span to ``track``. Viewers show ``details`` if the span is selected."""
+        if track not in self._tracks:
+            self._tracks[track] = len(self._tracks) + 1
+            self._write(
+                {"ph": "M", "pid": 1, "tid": self._tracks[track], "name": "thread_name", "args": {"name": track}}
+            )
+        times = {"ts": round(start * 1e6), "dur": max(0, round((end - start) * 1e6))}
+        self._write({"ph": "X", "pid": 1, "tid": self._tracks[track], "name": name, **times, "args": details})
+        self._file.flush()
+
+    def close(self) -> None:
+        """Complete the JSON array, so that strict JSON readers accept the file."""
+        self._write({"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "gdpo_nemo"}}, last=True)
+        self._file.close()
+
+    def _write(self, event: dict[str, Any], last: bool = False) -> None:
+        self._file.write(json.dumps(event) + ("\n]\n" if last else ",\n"))
+
+
+def read_trace(path: str | Path) -> list[dict[str, Any]]:
+    """Read the spans and track names of a trace, which may be incomplete.
+
+    The result is empty if the file does not exist.
+    """
+    if not Path(path).exists():
+        return []
+    events = []
+    for line in read_bytes(path).decode("utf-8", errors="replace").splitlines():
+        try:
+            event = parse_json(line.rstrip().rstrip(","))
+        except ValueError:
+            continue  # The line is a bracket, or incomplete after a crash.
+        if isinstance(event, dict) and event.get("name") != "process_name":
+            events.append(event)
+    return events

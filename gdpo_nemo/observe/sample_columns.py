@@ -1,8 +1,8 @@
-"""The samples of a step as columns: records of the driver into an Arrow table, and tables into one dictionary a sample.
+"""Conversion of a step's samples to Arrow tables, and of tables to dictionaries.
 
-Tokens never become Python objects on the way in: a column of lists is the concatenation of the samples' arrays and
-their offsets. Floats keep their bits. Missing is null: a reward that is None, an advantage that nobody gave. NaN stays
-NaN.
+When a table is built, tokens never become Python objects: a list column is the concatenation of the samples' arrays,
+with offsets. Floats are stored without loss. Missing values are null, for example a reward of None or an advantage that
+was not computed. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 import numpy as np
 import pyarrow as pa
 
-from gdpo_nemo.data.records import Group, Trajectory
+from gdpo_nemo.data.records import Group
 
 _NUMBERS = pa.map_(pa.string(), pa.float64())
 SCHEMA = pa.schema(
@@ -47,24 +47,29 @@ SCHEMA = pa.schema(
         "not_utf8": pa.string(),
     }
 )
-"""Columns of a file. ``position`` is the group's place in the prompts of the run, -1 where that is unknown;
-``spans`` (version, tokens) sum to the tokens of the policy; ``extra`` is JSON; ``terms`` are the components' shares in
-the advantage; ``turn_tokens``, ``turn_rewards`` (JSON, a mapping a turn) and ``turn_advantages`` are of trajectories of
-several turns, the last with ``gdpo.credit: turn``, where ``advantage`` is its mean over the tokens; ``not_utf8`` is
-JSON of the texts of a sample that hold half a surrogate pair, which UTF-8 has no bytes for: their columns have a
-question mark there."""
+"""Columns of a sample file.
+
+* ``position`` is the prompt index of the group in the run, or -1 if unknown.
+* ``spans`` lists the weight versions that wrote the policy's tokens, with the number of tokens of each.
+* ``extra`` is JSON.
+* ``terms`` contains each component's contribution to the advantage.
+* ``turn_tokens``, ``turn_rewards`` (JSON, one mapping per turn) and ``turn_advantages`` are set only for trajectories
+  of several turns. ``turn_advantages`` also requires ``gdpo.credit: turn``. ``advantage`` is its mean over the tokens.
+* ``not_utf8`` is JSON with the original texts that contain an unpaired surrogate, by column. UTF-8 cannot encode them,
+  so the columns themselves have a question mark instead of the surrogate.
+"""
 
 TOKEN_FLOATS = ("logprobs", "trainer_logprobs", "entropies")
-"""Columns with a number for each token of a completion."""
+"""Columns with one float per completion token."""
 _TEXTS = ("prompt_id", "prompt", "completion", "detail")
-_WITHOUT = {"detail": "", "turns": 1, "loss_mask": None, "position": -1, "spans": (), "extra": None, "advantage": None}
-_WITHOUT |= {"terms": None, "trainer_logprobs": None, "not_utf8": None}
+_DEFAULTS = {"detail": "", "turns": 1, "loss_mask": None, "position": -1, "spans": (), "extra": None, "advantage": None}
+_DEFAULTS |= {"terms": None, "trainer_logprobs": None, "not_utf8": None}
 LATER = ("turn_tokens", "turn_rewards", "turn_advantages", "entropies")
-"""Columns that Parquet files of older runs lack; null there."""
-_WITHOUT |= dict.fromkeys(LATER)
-"""What older files, which lack these keys, mean by that."""
+"""Columns that Parquet files of older runs lack. Their values are null in these files."""
+_DEFAULTS |= dict.fromkeys(LATER)
+"""Default values of keys that older JSONL files lack."""
 _DROPPED = ("extra", "advantage", "terms", "trainer_logprobs", "not_utf8", *LATER)
-"""Keys that a record has only where there is something to say."""
+"""Keys that are left out of a record if they have no value."""
 
 
 def table_of(
@@ -75,20 +80,21 @@ def table_of(
     turn_advantages: Sequence[np.ndarray] | None = None,
     entropies: Sequence[np.ndarray | None] | None = None,
 ) -> pa.Table:
-    """The trajectories of ``groups`` as a table of ``SCHEMA``, one row each.
+    """Convert the trajectories of ``groups`` to a table with the columns of ``SCHEMA`` and one row per trajectory.
 
     Args:
-        advantages: [trajectories], in the order of the groups.
-        terms: by component, [trajectories].
-        trainer_logprobs: per trajectory, [completion tokens]; None: not known.
-        turn_advantages: per trajectory, [turns].
-        entropies: as ``trainer_logprobs``, in nats.
+        advantages: advantage of each trajectory, in the order of the groups. Shape: [trajectories].
+        terms: contribution of each component to the advantages. Shape: [trajectories].
+        trainer_logprobs: for each trajectory, log-probs from the trainer. Shape: [completion tokens]. None if unknown.
+        turn_advantages: for each trajectory, advantages of its turns. Shape: [turns].
+        entropies: for each trajectory, entropies in nats. Shape: [completion tokens]. None if unknown.
     """
     samples = [trajectory for group in groups for trajectory in group.trajectories]
     prompts = [trajectory.prompt for trajectory in samples]
     count = len(samples)
-    spans = [trajectory.spans for trajectory in samples]
-    places = [group.position for group in groups for _ in group.trajectories]
+    positions = [group.position for group in groups for _ in group.trajectories]
+    turn_tokens = [trajectory.turn_tokens if trajectory.turns > 1 else None for trajectory in samples]
+    unknown = [None] * count
     texts = {
         "prompt_id": [prompt.id for prompt in prompts],
         "prompt": [prompt.text for prompt in prompts],
@@ -108,23 +114,23 @@ def table_of(
         "logprobs": _lists([t.logprobs for t in samples], np.float32),
         "turns": pa.array([t.turns for t in samples], pa.int32()),
         "loss_mask": _lists([t.loss_mask for t in samples], np.bool_),
-        "turn_tokens": _lists([t.turn_tokens if t.turns > 1 else None for t in samples], np.int32),
-        "turn_rewards": pa.array([_turn_rewards(t) for t in samples], pa.string()),
-        "turn_advantages": _lists([None] * count if turn_advantages is None else turn_advantages, np.float64),
-        "position": pa.array(places, pa.int64()),
-        "spans": _span_lists(spans),
-        "extra": pa.array([json.dumps(t.extra) if t.extra else None for t in samples], pa.string()),
+        "turn_tokens": _lists(turn_tokens, np.int32),
+        "turn_rewards": _json([t.turn_rewards if t.turns > 1 else None for t in samples]),
+        "turn_advantages": _lists(unknown if turn_advantages is None else turn_advantages, np.float64),
+        "position": pa.array(positions, pa.int64()),
+        "spans": _span_lists([t.spans for t in samples]),
+        "extra": _json([t.extra for t in samples]),
         "advantage": _doubles(advantages, count),
-        "terms": _maps(_rows(terms, count)),
-        "trainer_logprobs": _lists([None] * count if trainer_logprobs is None else trainer_logprobs, np.float32),
-        "entropies": _lists([None] * count if entropies is None else entropies, np.float32),
+        "terms": _maps(_term_rows(terms, count)),
+        "trainer_logprobs": _lists(unknown if trainer_logprobs is None else trainer_logprobs, np.float32),
+        "entropies": _lists(unknown if entropies is None else entropies, np.float32),
         "not_utf8": _not_utf8(texts, count),
     }
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
 def completed(table: pa.Table, names: Sequence[str]) -> pa.Table:
-    """The columns ``names`` of a table that may lack those of ``LATER``."""
+    """Select the columns ``names`` of a table. Columns that the table lacks are filled with nulls."""
     for name in names:
         if name not in table.column_names:
             table = table.append_column(SCHEMA.field(name), pa.nulls(len(table), SCHEMA.field(name).type))
@@ -132,21 +138,28 @@ def completed(table: pa.Table, names: Sequence[str]) -> pa.Table:
 
 
 def records_of(table: pa.Table | pa.RecordBatch) -> list[dict[str, Any]]:
-    """One dictionary per row, of plain values that JSON has: NaN becomes None, as what is missing is."""
+    """Convert a table to one dictionary of JSON values per row. NaN and missing values become None."""
     columns = {name: values_of(table.column(name)) for name in table.schema.names}
     return [_plain(dict(zip(columns, row))) for row in zip(*columns.values())]
 
 
 def values_of(column: pa.ChunkedArray | pa.Array) -> list[Any]:
-    """The values of a column. Lists of numbers are NumPy arrays, in memory that they share; maps are dictionaries."""
+    """Return the values of a column.
+
+    Lists of numbers become NumPy arrays that share the column's memory. Maps become dictionaries.
+    """
     chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
     return [value for chunk in chunks for value in _chunk_values(chunk)]
 
 
 def with_half_pairs(texts: dict[str, list[str]], not_utf8: pa.ChunkedArray) -> dict[str, list[str]]:
-    """``texts`` by column, those that UTF-8 could not hold as they were, from the column ``not_utf8``."""
-    for row, kept in enumerate(not_utf8.to_pylist()):
-        for name, text in json.loads(kept or "{}").items():
+    """Restore the original texts that UTF-8 cannot encode from the column ``not_utf8``.
+
+    Args:
+        texts: texts by column name. They are changed in place.
+    """
+    for row, original in enumerate(not_utf8.to_pylist()):
+        for name, text in json.loads(original or "{}").items():
             if name in texts:
                 texts[name][row] = text
     return texts
@@ -159,30 +172,36 @@ def _chunk_values(chunk: pa.Array) -> list[Any]:
         values: list[Any] = chunk.to_pylist()
         return values
     numbers = chunk.values.to_numpy(zero_copy_only=False)
-    ends = chunk.offsets.to_numpy().tolist()
-    there = chunk.is_valid().to_pylist()
-    return [numbers[start:end] if valid else None for start, end, valid in zip(ends, ends[1:], there)]
+    offsets = chunk.offsets.to_numpy().tolist()
+    is_valid = chunk.is_valid().to_pylist()
+    return [numbers[start:end] if valid else None for start, end, valid in zip(offsets, offsets[1:], is_valid)]
 
 
 def table_of_records(records: Iterable[Mapping[str, Any]], names: Sequence[str]) -> pa.Table:
-    """The columns ``names`` of records of a JSONL file.
+    """Convert the columns ``names`` of records from a JSONL file to a table.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: these are no records of samples.
+        KeyError, TypeError, ValueError, AttributeError: if the records are not samples.
     """
     rows = list(records)
     columns = []
     for name in names:
-        if name == "not_utf8":  # a JSON file holds such texts themselves
-            columns.append(_not_utf8({text: [record.get(text, "") for record in rows] for text in _TEXTS}, len(rows)))
+        if name == "not_utf8":  # JSON files contain such texts directly.
+            texts = {text: [record.get(text, "") for record in rows] for text in _TEXTS}
+            columns.append(_not_utf8(texts, len(rows)))
             continue
-        values = [record.get(name, _WITHOUT[name]) if name in _WITHOUT else record[name] for record in rows]
-        make = _FROM_JSON.get(name)
-        columns.append(make(values) if make else pa.array(values, SCHEMA.field(name).type))
+        if name in _DEFAULTS:
+            values = [record.get(name, _DEFAULTS[name]) for record in rows]
+        else:
+            values = [record[name] for record in rows]
+        if name in _FROM_JSON:
+            columns.append(_FROM_JSON[name](values))
+        else:
+            columns.append(pa.array(values, SCHEMA.field(name).type))
     return pa.table(columns, schema=pa.schema([SCHEMA.field(name) for name in names]))
 
 
-# -- into columns ---------------------------------------------------------------------------------------------------
+# -- building columns -------------------------------------------------------------------------------------------------
 
 
 def _strings(values: Sequence[str]) -> pa.Array:
@@ -193,12 +212,13 @@ def _strings(values: Sequence[str]) -> pa.Array:
 
 
 def _not_utf8(texts: Mapping[str, Sequence[str]], count: int) -> pa.Array:
+    """Build the column ``not_utf8`` from texts by column name."""
     found: list[dict[str, str]] = [{} for _ in range(count)]
     for name in _TEXTS:
-        for place, value in enumerate(texts[name]):
+        for index, value in enumerate(texts[name]):
             if not _encodable(value):
-                found[place][name] = value
-    return pa.array([json.dumps(row) if row else None for row in found], pa.string())
+                found[index][name] = value
+    return _json(found)
 
 
 def _encodable(text: str) -> bool:
@@ -212,9 +232,9 @@ def _encodable(text: str) -> bool:
 
 
 def _lists(arrays: Sequence[Any], kind: Any) -> pa.Array:
-    """A column of lists from one array per row; None is null."""
+    """Build a list column from one array per row. None becomes null."""
     parts = [np.ascontiguousarray([] if values is None else values, kind) for values in arrays]
-    # Not np.concatenate: it gives Python's lock back at every part, and beside a busy thread gets it 5 ms later.
+    # np.concatenate would release the GIL for every part, and wait 5 ms to get it back if another thread is busy.
     values = pa.array(np.frombuffer(b"".join(parts), kind))
     missing = np.array([values is None for values in arrays], bool)
     return pa.ListArray.from_arrays(_offsets(parts), values, mask=pa.array(missing) if missing.any() else None)
@@ -229,21 +249,31 @@ def _maps(rows: Sequence[Mapping[str, float | None] | None]) -> pa.Array:
     keys = pa.array([name for row in parts for name in row], pa.string())
     items = [None if value is None else float(value) for row in parts for value in row.values()]
     offsets = _offsets(parts)
-    if any(row is None for row in rows):  # a map of nulls is told by its offsets
-        starts = offsets.to_pylist()
-        offsets = pa.array([*(None if row is None else at for row, at in zip(rows, starts)), starts[-1]], pa.int32())
+    if any(row is None for row in rows):  # A map column encodes nulls in its offsets.
+        *starts, end = offsets.to_pylist()
+        nullable = [None if row is None else start for row, start in zip(rows, starts)]
+        offsets = pa.array([*nullable, end], pa.int32())
     return pa.MapArray.from_arrays(offsets, keys, pa.array(items, pa.float64()))
 
 
-def _rows(terms: Mapping[str, np.ndarray] | None, count: int) -> Sequence[Mapping[str, float] | None]:
+def _term_rows(terms: Mapping[str, np.ndarray] | None, count: int) -> Sequence[Mapping[str, float] | None]:
     if terms is None:
         return [None] * count
+    if not terms:
+        return [{}] * count
     columns = [np.asarray(values, np.float64).tolist() for values in terms.values()]
-    return [dict(zip(terms, row)) for row in zip(*columns)] if columns else [{}] * count
+    return [dict(zip(terms, row)) for row in zip(*columns)]
 
 
 def _doubles(values: np.ndarray | None, count: int) -> pa.Array:
-    return pa.nulls(count, pa.float64()) if values is None else pa.array(np.asarray(values, np.float64))
+    if values is None:
+        return pa.nulls(count, pa.float64())
+    return pa.array(np.asarray(values, np.float64))
+
+
+def _json(values: Sequence[Any]) -> pa.Array:
+    """Build a column of JSON texts. Empty values become null."""
+    return pa.array([json.dumps(value) if value else None for value in values], pa.string())
 
 
 def _span_lists(spans: Sequence[Sequence[tuple[int, int]]]) -> pa.Array:
@@ -253,32 +283,33 @@ def _span_lists(spans: Sequence[Sequence[tuple[int, int]]]) -> pa.Array:
     return pa.ListArray.from_arrays(_offsets(spans), pairs)
 
 
-def _with_nan(rows: Sequence[Any]) -> list[Any]:
-    return [None if row is None else np.array(row, np.float32) for row in rows]  # None in a list becomes NaN
+def _int_lists(rows: Sequence[Any]) -> pa.Array:
+    return _lists(rows, np.int32)
+
+
+def _float_lists(rows: Sequence[Any]) -> pa.Array:
+    """Build a list column of floats from lists of JSON. None in a list becomes NaN."""
+    return _lists([None if row is None else np.array(row, np.float32) for row in rows], np.float32)
 
 
 _FROM_JSON: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
     **dict.fromkeys(_TEXTS, _strings),
-    **{name: lambda rows: _lists(rows, np.int32) for name in ("prompt_ids", "completion_ids")},
-    **{name: lambda rows: _lists(_with_nan(rows), np.float32) for name in TOKEN_FLOATS},
+    **dict.fromkeys(("prompt_ids", "completion_ids", "turn_tokens"), _int_lists),
+    **dict.fromkeys(TOKEN_FLOATS, _float_lists),
     **dict.fromkeys(("rewards", "terms"), _maps),
+    **dict.fromkeys(("turn_rewards", "extra"), _json),
     "loss_mask": lambda rows: _lists(rows, np.bool_),
     "spans": _span_lists,
-    "turn_tokens": lambda rows: _lists(rows, np.int32),
     "turn_advantages": lambda rows: _lists(rows, np.float64),
-    "turn_rewards": lambda rows: pa.array([json.dumps(row) if row else None for row in rows], pa.string()),
-    "extra": lambda rows: pa.array([json.dumps(row) if row else None for row in rows], pa.string()),
 }
+"""Functions that build a column from JSON values. The other columns use ``pa.array``."""
 
 
-def _turn_rewards(trajectory: Trajectory) -> str | None:
-    return json.dumps(trajectory.turn_rewards) if trajectory.turns > 1 and trajectory.turn_rewards else None
-
-
-# -- out of columns -------------------------------------------------------------------------------------------------
+# -- reading columns -------------------------------------------------------------------------------------------------
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:
+    """Convert the values of one row to JSON values, and leave out keys without a value."""
     record.update(json.loads(record["not_utf8"] or "{}"))
     if record["extra"]:
         record["extra"] = json.loads(record["extra"])
@@ -297,7 +328,7 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _finite_list(values: np.ndarray | None) -> list[float | None]:
-    """Python numbers; None for NaN, which JSON has not."""
+    """Convert an array to Python numbers. NaN becomes None, because JSON has no NaN."""
     if values is None:
         return []
     plain: list[float | None] = values.tolist()

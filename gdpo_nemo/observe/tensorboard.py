@@ -1,5 +1,8 @@
-"""The rows of metrics as TensorBoard scalars, the config as its text and hyperparameters, completions as its text;
-written with TensorBoard's own writer: no torch needed."""
+"""TensorBoard event files: metrics as scalars, the config as text and hyperparameters, completions as text.
+
+The files are written with TensorBoard's own writer, which does not require torch. The import is slow, so only runs that
+log to TensorBoard import this module.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,20 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from gdpo_nemo.config.changes import flattened
 from gdpo_nemo.config.load import config_to_dict
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.observe.completion_table import CompletionTable, markdown
 from gdpo_nemo.observe.metric_registry import description_of
 from gdpo_nemo.observe.metrics import clean
+from gdpo_nemo.observe.trackers import CompletionTable, markdown
 
 FOLDER = "tensorboard"
 
 
 class TensorboardLog:
-    """One events file per start of the run. ``start_step`` steps are done; later ones of an earlier start are
-    purged. ``settings``: the config as it may be shown; empty: neither text nor hyperparameters are written."""
+    """TensorBoard log, with one event file per process of the run.
+
+    Args:
+        start_step: number of finished steps. TensorBoard hides later steps that an earlier process logged.
+        settings: printable config. If it is empty, neither text nor hyperparameters are written.
+    """
 
     def __init__(self, run_dir: str | Path, start_step: int = 0, settings: Mapping[str, Any] | None = None) -> None:
         self._described: set[str] = set()
@@ -50,7 +57,7 @@ class TensorboardLog:
             self._add(start_step, _text("config", f"```yaml\n{yaml}```"), _hparams(settings))
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add every number of the row under its key."""
+        """Log each number of the row under its key."""
         scalars = {k: v for k, v in clean(row).items() if k != "step" and isinstance(v, (int, float))}
         values = [
             Summary.Value(tag=key, simple_value=float(value), metadata=self._metadata(key))
@@ -59,7 +66,7 @@ class TensorboardLog:
         self._add(row["step"], *values)
 
     def completions(self, step: int, table: CompletionTable) -> None:
-        """Add the samples of a step as a table of Markdown."""
+        """Log the samples of a step as a Markdown table."""
         self._add(step, _text("completions", markdown(table)))
 
     def _add(self, step: int, *values: Summary.Value) -> None:
@@ -67,14 +74,17 @@ class TensorboardLog:
         self._writer.flush()
 
     def _metadata(self, key: str) -> SummaryMetadata | None:
-        """The description that TensorBoard shows with a chart; it reads that of a key's first value in a file."""
+        """Return the description that TensorBoard shows with a chart.
+
+        It is required only for the first value of a key, so it is None for later values.
+        """
         if key in self._described:
             return None
         self._described.add(key)
         return SummaryMetadata(summary_description=description_of(key))
 
     def close(self, status: str = "complete") -> None:
-        """Flushes and closes the file. A run that was stopped stays one that runs, to TensorBoard: it may go on."""
+        """Write the final status and close the file. A stopped run stays "running", because it may be resumed."""
         ends = {"complete": Status.STATUS_SUCCESS, "failed": Status.STATUS_FAILURE}
         if self._settings and status in ends:
             end = SessionEndInfo(status=ends[status], end_time_secs=time.time())
@@ -88,7 +98,7 @@ def _text(tag: str, text: str) -> Summary.Value:
 
 
 def _hparams(settings: Mapping[str, Any]) -> Summary.Value:
-    """The settings that are not the defaults: TensorBoard shows each in a column of its own."""
+    """Return the settings that differ from the defaults as hyperparameters. TensorBoard shows one column for each."""
     defaults = flattened(config_to_dict(Config()))
     start = SessionStartInfo(start_time_secs=time.time())
     for key, value in flattened(settings).items():

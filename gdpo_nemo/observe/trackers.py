@@ -1,59 +1,63 @@
-"""Rows of metrics sent elsewhere: Weights & Biases (MIT), MLflow (Apache-2.0), Prometheus' client (Apache-2.0).
-
-metrics.jsonl stays the record: a resumed run goes on in the same run of a tracker, from the step that it resumes at.
-"""
+"""Experiment trackers: Weights & Biases (MIT); MLflow, Prometheus and TensorBoard (Apache-2.0)."""
 
 from __future__ import annotations
 
 import os
 import re
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Iterator, Mapping, Protocol, Sequence
 
+import numpy as np
+
 from gdpo_nemo.config.changes import flattened
 from gdpo_nemo.config.effects import value_of
-from gdpo_nemo.config.schema import Config
-from gdpo_nemo.observe.completion_table import CompletionTable
-from gdpo_nemo.observe.gpu_libraries import version
+from gdpo_nemo.config.schema import Config, LoggerConfig
+from gdpo_nemo.data.records import Group, Trajectory
+from gdpo_nemo.observe.installation import version
 from gdpo_nemo.observe.metric_registry import description_of
 from gdpo_nemo.observe.metrics import clean
+from gdpo_nemo.utils.errors import printable_lines
 
 _ID_FILE = "{}_run_id"
 
 
 class Tracker(Protocol):
-    """What takes the rows of a run. Each may raise whatever its library does: the run goes on without it."""
+    """Receiver of a run's metrics and completions.
+
+    Methods may raise any exception of the tracker's library. The run then continues without the failed call.
+    """
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add the row at ``row["step"]``, which may be an earlier one than that of the row before."""
+        """Log a row of metrics at ``row["step"]``. The step may be less than the step of the previous row."""
 
     def completions(self, step: int, table: CompletionTable) -> None:
-        """Add the samples of a step."""
+        """Log the samples of a step."""
 
     def close(self, status: str) -> None:
-        """Wait until everything is sent or written; ``status``: complete, stopped or failed."""
+        """Wait until all data is sent or written. ``status`` is complete, stopped or failed."""
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in clean(row).items() if key != "step" and isinstance(value, (int, float))}
 
 
-def _known(run_dir: Path, tracker: str, start_step: int) -> str | None:
-    """The tracker's name for this run, where an earlier start of it left one."""
+def _read_run_id(run_dir: Path, tracker: str, start_step: int) -> str | None:
+    """Return the id that the tracker gave this run before a resume. Return None for a new run."""
     file = run_dir / _ID_FILE.format(tracker)
     return file.read_text() if start_step and file.is_file() else None
 
 
-def _remember(run_dir: Path, tracker: str, name: str) -> None:
+def _write_run_id(run_dir: Path, tracker: str, name: str) -> None:
     (run_dir / _ID_FILE.format(tracker)).write_text(name)
 
 
 class WandbLog:
-    """A run of Weights & Biases, with the trainer's step as the axis of every metric.
+    """Weights & Biases run, with the trainer's step as the x axis of all metrics.
 
-    Its own count of rows cannot be that axis: it never goes back, but a validation comes with a step that has a row
-    already, or under asynchronous rollouts with an earlier one, and a resumed run writes some steps again.
+    The built-in step of Weights & Biases cannot be the axis, because it must not decrease. A validation is logged at a
+    step that was already logged, or with asynchronous rollouts at an earlier step. A resumed run logs some steps again.
     """
 
     def __init__(self, config: Config, run_dir: str | Path, start_step: int, settings: dict[str, Any]):
@@ -66,51 +70,53 @@ class WandbLog:
             entity=section.entity,
             name=config.run.name,
             tags=list(section.tags),
-            id=section.id or _known(run_dir, "wandb", start_step),
+            id=section.id or _read_run_id(run_dir, "wandb", start_step),
             resume="allow",
             mode=section.mode,
             dir=run_dir,
             config=settings,
-            allow_val_change=True,  # a run may be changed and resumed
+            allow_val_change=True,  # The config may change when a run is resumed.
             settings=wandb.Settings(console="off", silent=True, x_disable_stats=not config.logger.system_metrics),
         )
-        _remember(run_dir, "wandb", self._run.id)
+        _write_run_id(run_dir, "wandb", self._run.id)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add the row; its ``step`` is a value like others."""
+        """Log the row, with ``step`` as an ordinary value."""
         self._run.log({"step": row["step"], **_numbers(row)})
 
     def completions(self, step: int, table: CompletionTable) -> None:
-        """Add a table ``completions``, one version of it per step."""
+        """Log a table ``completions``, with one version per step."""
         import wandb
 
-        # Mixed: a reward that is whole in one sample need not be in the next.
+        # Mixed types are allowed, because a reward may be an integer in one sample and a float in another.
         self._run.log({"step": step, "completions": wandb.Table(table.columns, table.rows, allow_mixed_types=True)})
 
     def close(self, status: str) -> None:
-        """Wait until everything is sent or written."""
+        """Wait until all data is sent or written."""
         self._run.finish(exit_code=int(status == "failed"))
 
 
 class MlflowLog:
-    """A run of MLflow, with the config as its parameters. MLflow keeps a parameter as it is: those that a resumed run
-    has changed become tags."""
+    """MLflow run, with the config as its parameters.
+
+    Parameters cannot be changed in MLflow. Settings that change when the run is resumed are logged as tags.
+    """
 
     def __init__(self, config: Config, run_dir: str | Path, start_step: int, settings: dict[str, Any]):
         from mlflow import MlflowClient
 
         run_dir = Path(run_dir)
         section = config.logger.mlflow
-        own = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
-        uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or own
-        # Files of a server go where it says, those of our own beside it: MLflow's default is the working directory.
-        self._artifacts = (run_dir / "mlflow_artifacts").absolute().as_uri() if uri == own else None
+        default_uri = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
+        uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri
+        # A server chooses the location of artifacts. Without a server, they are stored in the run folder.
+        self._artifacts = (run_dir / "mlflow_artifacts").absolute().as_uri() if uri == default_uri else None
         self._client = MlflowClient(uri)
-        known = section.run_id or _known(run_dir, "mlflow", start_step)
+        known = section.run_id or _read_run_id(run_dir, "mlflow", start_step)
         self._id = known or self._start(config.run.name, section.experiment)
-        _remember(run_dir, "mlflow", self._id)
+        _write_run_id(run_dir, "mlflow", self._id)
         if known:
             self._client.update_run(self._id, status="RUNNING")
         self._describe(flattened(settings), {str(name): str(text) for name, text in section.tags.items()})
@@ -126,11 +132,11 @@ class MlflowLog:
         from mlflow.entities import Param, RunTag
 
         before = self._client.get_run(self._id).data.params
-        values = {_entity(key): str(value)[:6000] for key, value in settings.items()}
+        values = {_valid_name(key): str(value)[:6000] for key, value in settings.items()}
         changed = {f"changed.{key}": value for key, value in values.items() if before.get(key, value) != value}
         for part in _batches([Param(key, value) for key, value in values.items() if key not in before]):
             self._client.log_batch(self._id, params=part)
-        for part in _batches([RunTag(_entity(key), value) for key, value in (tags | changed).items()]):
+        for part in _batches([RunTag(_valid_name(key), value) for key, value in (tags | changed).items()]):
             self._client.log_batch(self._id, tags=part)
 
     def _watch_system(self, uri: str, resumed: bool) -> Any:
@@ -141,40 +147,42 @@ class MlflowLog:
         return monitor
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Add the row at its step."""
+        """Log the row at its step."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(_entity(key), value, now, row["step"]) for key, value in _numbers(row).items()]
+        metrics = [Metric(_valid_name(key), value, now, row["step"]) for key, value in _numbers(row).items()]
         self._client.log_batch(self._id, metrics=metrics)
 
     def completions(self, step: int, table: CompletionTable) -> None:
-        """Add a table of its own: MLflow appends to one by reading and writing all of it."""
+        """Log a separate table for each step, because MLflow rewrites a whole table to append to it."""
         columns = dict(zip(table.columns, map(list, zip(*table.rows))))
         self._client.log_table(self._id, columns, f"completions/step_{step:06}.json")
 
     def close(self, status: str) -> None:
-        """Mark the run as ended."""
+        """Set the final status of the run."""
         if self._monitor:
             self._monitor.finish()
         ends = {"complete": "FINISHED", "stopped": "KILLED"}
         self._client.set_terminated(self._id, ends.get(status, "FAILED"))
 
 
-def _entity(key: str) -> str:
-    """``key`` without what MLflow takes in no name."""
+def _valid_name(key: str) -> str:
+    """Return ``key`` without the characters that MLflow does not allow in names."""
     return re.sub(r"[^\w. :/-]", "_", key)[:250]
 
 
 def _batches(entries: Sequence[Any], most: int = 100) -> Iterator[Sequence[Any]]:
-    """As many parameters or tags at a time as MLflow takes."""
+    """Split parameters or tags into batches of at most ``most``, the limit of MLflow."""
     for start in range(0, len(entries), most):
         yield entries[start : start + most]
 
 
 class PrometheusLog:
-    """An endpoint with the newest value of every metric, ``gdpo_`` before its name and ``_`` for what names may not
-    have."""
+    """HTTP endpoint for Prometheus with the latest value of every metric.
+
+    Names begin with ``gdpo_``. Characters that are not allowed in names are replaced by ``_``.
+    """
 
     def __init__(self, config: Config, run_dir: str | Path, start_step: int, settings: dict[str, Any]):
         from prometheus_client import CollectorRegistry, start_http_server
@@ -186,7 +194,7 @@ class PrometheusLog:
         self._server, self._thread = start_http_server(section.port, addr=section.host, registry=self._registry)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Show the row from now on."""
+        """Set the exposed values to those of the row."""
         from prometheus_client import Gauge
 
         for key, value in {"step": float(row["step"]), **_numbers(row)}.items():
@@ -196,10 +204,10 @@ class PrometheusLog:
             self._gauges[name].labels(self._run).set(value)
 
     def completions(self, step: int, table: CompletionTable) -> None:
-        """Prometheus takes numbers only."""
+        """Do nothing, because Prometheus accepts only numbers."""
 
     def close(self, status: str) -> None:
-        """Close the port."""
+        """Stop the HTTP server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -210,25 +218,83 @@ _PACKAGES = {
     "logger.mlflow.enabled": ("mlflow-skinny", "mlflow"),
     "logger.prometheus.port": ("prometheus-client",),
 }
-"""Packages that a tracker needs, any one of them, by the key that switches the tracker on."""
+"""Packages of each tracker, by the config key that enables it. One of the packages is enough."""
 
 
 def missing_trackers(config: Config) -> list[str]:
-    """Return a sentence for each tracker that the config switches on and that is not installed."""
+    """Return one warning for each enabled tracker that is not installed."""
     return [
-        f"{key}: {packages[0]} is not installed, so nothing is recorded there; install it (uv sync --group trackers, "
+        f"{key}: {packages[0]} is not installed, so metrics are not sent to it; install it (uv sync --group trackers, "
         f"or pip install {packages[0]})"
         for key, packages in _PACKAGES.items()
         if value_of(config, key) and not any(version(package) for package in packages)
     ]
 
 
-def wanted(config: Config) -> dict[str, Any]:
-    """The trackers that the config switches on, by the name that an alert would give them."""
-    logger = config.logger
+def enabled_trackers(logger: LoggerConfig) -> dict[str, Any]:
+    """Return the classes of the enabled trackers, by the name used in alerts."""
     chosen = {
         "Weights & Biases": WandbLog if logger.wandb.enabled else None,
         "MLflow": MlflowLog if logger.mlflow.enabled else None,
         "the Prometheus endpoint": PrometheusLog if logger.prometheus.port else None,
     }
     return {name: kind for name, kind in chosen.items() if kind}
+
+
+LONGEST = 4000
+"""Maximum number of characters of a text in a table. The sample files contain the full texts."""
+
+
+@dataclass(frozen=True)
+class CompletionTable:
+    """Table with named columns. Each row has one value per column. Missing values are None."""
+
+    columns: list[str]
+    rows: list[list[Any]]
+
+
+def completion_table(groups: Sequence[Group], advantages: np.ndarray | None, count: int) -> CompletionTable:
+    """Return a table of the first ``count`` trajectories. Samples of a prompt are adjacent.
+
+    Args:
+        advantages: advantage of each trajectory, in the order of the groups. None if unknown. Shape: [trajectories].
+    """
+    samples = [trajectory for group in groups for trajectory in group.trajectories][:count]
+    names = list(dict.fromkeys(name for trajectory in samples for name in trajectory.rewards))
+    rows = []
+    for index, trajectory in enumerate(samples):
+        advantage = None if advantages is None else float(advantages[index])
+        rewards = [_number(trajectory.rewards.get(name)) for name in names]
+        rows.append([*_texts(trajectory), trajectory.num_policy_tokens, _number(advantage), *rewards])
+    fixed = ["prompt_id", "environment", "prompt", "completion", "outcome", "tokens", "advantage"]
+    return CompletionTable([*fixed, *(f"reward/{name}" for name in names)], rows)
+
+
+def markdown(table: CompletionTable) -> str:
+    """Convert a table to Markdown, with all texts escaped."""
+    lines = [table.columns, ["---"] * len(table.columns), *table.rows]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _texts(trajectory: Trajectory) -> list[str]:
+    prompt = trajectory.prompt
+    texts = (prompt.id, prompt.environment, prompt.text, trajectory.text, str(trajectory.outcome))
+    return [_short(text) for text in texts]
+
+
+def _short(text: str) -> str:
+    text = printable_lines(text)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text):,} characters)"
+
+
+def _number(value: float | None) -> float | None:
+    """Replace non-finite values by None, because trackers store tables as JSON."""
+    return None if value is None or not np.isfinite(value) else float(value)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value).replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")

@@ -1,1 +1,1 @@
-"""What a config will need before anything is started: memory, time, the best layout. Imports no torch."""
+"""Estimates of the memory, time and best layout of a config before a run. Does not import torch."""

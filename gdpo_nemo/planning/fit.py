@@ -1,19 +1,18 @@
-"""Whether a config fits its devices, the smallest change that makes it fit, and the best split of the GPUs."""
+"""Memory check of a config, the smallest change that makes it fit, and the fastest layouts for numbers of GPUs."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Iterator
 
-from gdpo_nemo.config.env_workers import worker_pools
-from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_update
-from gdpo_nemo.config.placement import joined
+from gdpo_nemo.config.layout import Layout, Resolved
+from gdpo_nemo.config.placement import joined, worker_pools
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.planning.footprint import (
+from gdpo_nemo.planning.hardware import Device, Rates, host
+from gdpo_nemo.planning.memory import (
     GPU_RESERVE,
     EngineMemory,
     engine_memory,
@@ -21,148 +20,161 @@ from gdpo_nemo.planning.footprint import (
     resting_memory,
     transport_memory,
 )
-from gdpo_nemo.planning.hardware import Device, Rates, host
 from gdpo_nemo.planning.shape import Shape
-from gdpo_nemo.planning.speed import step_time
+from gdpo_nemo.planning.speed import StepTime, step_time
+from gdpo_nemo.utils.errors import ConfigError
 
 _ENGINE_PROCESS = 0.5e9
-"""Bytes that the process of an engine rank takes on a CPU before weights and cache; 0.6e9 was measured."""
+"""Lower bound on the bytes of an engine rank's process on a CPU, without weights and KV cache. 0.6e9 was measured."""
 _POLICY_PROCESS = 0.25e9
-"""Bytes of a policy rank's process before the model; 0.27e9 was measured."""
+"""Lower bound on the bytes of a policy rank's process, without the model. 0.27e9 was measured."""
 _WORKER_PROCESS = 0.03e9
-"""Bytes of an environment worker, an interpreter with numpy."""
+"""Bytes of an environment worker's process: an interpreter with numpy."""
 
 
-def fits(config: Config, shape: Shape, device: Device) -> str:
-    """Why the config does not fit ``device``; empty where it does. On a CPU all ranks share the machine's memory."""
-    layout = resolve_layout(config)
-    policy = policy_memory(config, shape)
+def memory_shortage(resolved: Resolved, shape: Shape, device: Device) -> str:
+    """Return the reason why the config does not fit into the memory of ``device``; empty if it fits.
+
+    On a CPU, all ranks share the machine's memory.
+    """
+    config = resolved.config
+    layout = resolved.layout
+    policy = policy_memory(resolved, shape)
     engine = engine_memory(config, shape, int(device.memory))
     if not layout.gpus:
         needed = policy.total * layout.policy_ranks + (engine.weights + engine.kv_cache) * layout.engine_ranks
-        needed += transport_memory(config, shape)
-        return (
-            ""
-            if needed <= device.memory
-            else f"all ranks need {needed / 1e9:.3g} GB, the machine has {device.memory / 1e9:.3g} GB"
-        )
+        needed += transport_memory(resolved, shape)
+        if needed <= device.memory:
+            return ""
+        return f"all ranks need {needed / 1e9:.3g} GB, but the machine has {device.memory / 1e9:.3g} GB"
     if layout.colocated:
-        return _shared_verdict(config, shape, device, policy.total, engine)
+        return _colocated_shortage(resolved, shape, device, policy.total, engine)
     if policy.total > device.memory:
-        return f"a policy rank needs {policy.total / 1e9:.3g} GB, {device.name} has {device.memory / 1e9:.3g} GB"
+        return f"a policy rank needs {policy.total / 1e9:.3g} GB, but {device.name} has {device.memory / 1e9:.3g} GB"
     if not engine.sequences(config.policy.max_total_sequence_length):
-        return f"an engine rank has no room for one sequence beside {engine.weights / 1e9:.3g} GB of weights"
+        return f"an engine rank has no memory left for one sequence after {engine.weights / 1e9:.3g} GB of weights"
     return ""
 
 
-def machine_limits(config: Config, shape: Shape | None) -> list[str]:
-    """Return a sentence for each limit of this machine that a run with its own Ray exceeds.
+def machine_limits(resolved: Resolved, shape: Shape | None) -> list[str]:
+    """Return a sentence for each resource of this machine (GPUs, cores, memory) that the run exceeds.
 
-    Empty for a run on a cluster, whose machines are not known here. Without ``shape`` weights count nothing, and each
-    process counts the least that such a process takes, so memory is a lower bound.
+    The list is empty for runs on several nodes or an existing Ray cluster, whose machines are unknown. If ``shape`` is
+    None, weights are not counted. The memory estimate is a lower bound.
     """
+    config = resolved.config
     cluster = config.cluster
     if cluster.num_nodes + cluster.env_nodes > 1 or joined(cluster):
         return []
-    layout = resolve_layout(config)
+    layout = resolved.layout
     if layout.gpus:
-        found = _gpus_here()
-        short = found is not None and found < layout.gpus
-        return [f"cluster.gpus_per_node: the run needs {layout.gpus} GPUs, this machine has {found}"] * short
+        available = _local_gpus()
+        if available is None or available >= layout.gpus:
+            return []
+        return [f"cluster.gpus_per_node: the run requires {layout.gpus} GPUs, but this machine has {available}"]
     limits = []
     ranks = {"policy.generation.engines": layout.engine_ranks, "policy.megatron_cfg": layout.policy_ranks}
     cores = cluster.cpus_per_node or len(os.sched_getaffinity(0))
     if layout.devices > cores:
         limits.append(
             f"{_largest(ranks)}: {layout.devices} ranks (policy {layout.policy_ranks}, engines {layout.engine_ranks}) "
-            f"take turns on {cores} core{'s' * (cores > 1)} of this machine"
+            f"share {cores} core{'s' * (cores > 1)} of this machine"
         )
     workers = sum(worker_pools(config).values()) if layout.engines else 0
-    needed = _least_memory(config, layout, shape) + _WORKER_PROCESS * workers
+    needed = _minimum_memory(resolved, layout, shape) + _WORKER_PROCESS * workers
     memory = host().memory
     if needed > memory:
         limits.append(
             f"{_largest({**ranks, 'rollout.env_workers': workers})}: the run's processes need at least "
-            f"{needed / 1e9:.3g} GB of memory, this machine has {memory / 1e9:.3g} GB"
+            f"{needed / 1e9:.3g} GB of memory, but this machine has {memory / 1e9:.3g} GB"
         )
     return limits
 
 
-def _gpus_here() -> int | None:
-    """NVIDIA GPUs of this machine; None if they have no device files (WSL)."""
+def _local_gpus() -> int | None:
+    """Return the number of NVIDIA GPUs on this machine; None on WSL, which has no device files for them."""
     return None if Path("/dev/dxg").exists() else sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _largest(processes: dict[str, int]) -> str:
-    """The key that asks for most processes."""
+    """Return the config key that creates the most processes."""
     return max(processes, key=lambda key: processes[key])
 
 
-def _least_memory(config: Config, layout: Layout, shape: Shape | None) -> float:
+def _minimum_memory(resolved: Resolved, layout: Layout, shape: Shape | None) -> float:
+    config = resolved.config
     cache = config.policy.generation.vllm_cfg.kv_cache_memory_bytes
     engine = _ENGINE_PROCESS + cache + (engine_memory(config, shape, 0).weights if shape else 0)
-    policy = _POLICY_PROCESS + (policy_memory(config, shape).weights if shape else 0)
+    policy = _POLICY_PROCESS + (policy_memory(resolved, shape).weights if shape else 0)
     return engine * layout.engine_ranks + policy * layout.policy_ranks
 
 
-def _shared_verdict(config: Config, shape: Shape, device: Device, training: int, engine: EngineMemory) -> str:
-    """Why policy and engine cannot take turns on one device; empty where they can."""
-    has = f"{device.name} has {device.memory / 1e9:.3g} GB"
+def _colocated_shortage(resolved: Resolved, shape: Shape, device: Device, training: int, engine: EngineMemory) -> str:
+    """Return the reason why a policy and an engine rank cannot take turns on one GPU; empty if they can.
+
+    ``training`` is the policy rank's peak memory in bytes.
+    """
+    config = resolved.config
+    has = f"but {device.name} has {device.memory / 1e9:.3g} GB"
     share = config.policy.generation.vllm_cfg.gpu_memory_utilization
     if training + GPU_RESERVE > device.memory:
         return (
-            f"a policy rank needs {training / 1e9:.3g} GB while it trains, beside {GPU_RESERVE / 1e9:.3g} GB that a "
-            f"sleeping engine keeps, {has}"
+            f"a policy rank needs {training / 1e9:.3g} GB during training and a sleeping engine keeps "
+            f"{GPU_RESERVE / 1e9:.3g} GB, "
+            f"{has}"
         )
-    stays = resting_memory(config, shape)
-    if stays + share * device.memory > device.memory:
+    resting = resting_memory(resolved, shape)
+    if resting + share * device.memory > device.memory:
         return (
-            f"while engines sample, a policy rank keeps {stays / 1e9:.3g} GB beside the "
+            f"during sampling, a policy rank keeps {resting / 1e9:.3g} GB in addition to the "
             f"{share * device.memory / 1e9:.3g} GB of the engine (gpu_memory_utilization {share:g}), {has}"
         )
     if not engine.sequences(config.policy.max_total_sequence_length):
-        return f"an engine rank has no room for one sequence beside {engine.weights / 1e9:.3g} GB of weights"
+        return f"an engine rank has no memory left for one sequence after {engine.weights / 1e9:.3g} GB of weights"
     return ""
 
 
 def changed(config: Config, **changes: Any) -> Config:
-    """A copy of ``config`` with other values at the keys below ``policy`` (``megatron_cfg__name=value``)."""
+    """Return a copy of ``config`` with other values in ``policy``; ``a__b=value`` replaces ``policy.a.b``."""
     policy = config.policy
     for path, value in changes.items():
         *sections, name = path.split("__")
-        policy = _with(policy, sections, name, value)
+        policy = _replace_nested(policy, sections, name, value)
     return replace(config, policy=policy)
 
 
-def _with(section: Any, sections: list[str], name: str, value: Any) -> Any:
+def _replace_nested(section: Any, sections: list[str], name: str, value: Any) -> Any:
     if not sections:
         return replace(section, **{name: value})
     inner = getattr(section, sections[0])
-    return replace(section, **{sections[0]: _with(inner, sections[1:], name, value)})
+    return replace(section, **{sections[0]: _replace_nested(inner, sections[1:], name, value)})
 
 
-def smallest_change(config: Config, shape: Shape, device: Device) -> str | None:
-    """The first change, or pair of changes, that makes the config fit, in the order of what it costs; None: there is
-    none."""
-    candidates = list(_candidates(config, shape))
+def smallest_change(resolved: Resolved, shape: Shape, device: Device) -> str | None:
+    """Return the first change, or pair of changes, that makes the config fit into memory; None if none does.
+
+    Changes are tried in order of their cost.
+    """
+    candidates = list(_memory_savers(resolved, shape))
     for count in (1, 2):
         for chosen in combinations(candidates, count):
             merged = {key: value for change in chosen for key, value in change.items()}
-            other = changed(config, **merged)
             try:
-                if not fits(other, shape, device):
+                other = resolved.changed(changed(resolved.config, **merged))
+                if not memory_shortage(other, shape, device):
                     memory = policy_memory(other, shape).total
                     keys = " ".join(f"policy.{key.replace('__', '.')}={_yaml(value)}" for key, value in merged.items())
                     return f"{keys} (a policy rank then needs {memory / 1e9:.3g} GB)"
             except ConfigError:
-                continue  # this layout does not divide the GPUs
+                continue  # the GPUs cannot be divided into this layout
     return None
 
 
-def _candidates(config: Config, shape: Shape) -> Iterator[dict[str, Any]]:
+def _memory_savers(resolved: Resolved, shape: Shape) -> Iterator[dict[str, Any]]:
+    config = resolved.config
     megatron = config.policy.megatron_cfg
     policy = config.policy
-    if not megatron.use_distributed_optimizer and resolve_layout(config).data > 1:
+    if not megatron.use_distributed_optimizer and resolved.layout.data > 1:
         yield {"megatron_cfg__use_distributed_optimizer": True}
     if policy.micro_batch_tokens > policy.max_total_sequence_length:
         yield {"micro_batch_tokens": max(policy.max_total_sequence_length, policy.micro_batch_tokens // 2)}
@@ -180,7 +192,7 @@ def _candidates(config: Config, shape: Shape) -> Iterator[dict[str, Any]]:
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         yield {"megatron_cfg__sequence_parallel": True}
     uneven = megatron.num_layers_in_first_pipeline_stage or megatron.num_layers_in_last_pipeline_stage
-    for name, limit in (("tensor", shape.groups), ("pipeline", shape.layers))[: 1 if uneven else 2]:
+    for name, limit in (("tensor", shape.kv_heads), ("pipeline", shape.layers))[: 1 if uneven else 2]:
         key = f"{name}_model_parallel_size"
         for factor in (2, 4, 8):
             wider = getattr(megatron, key) * factor
@@ -197,19 +209,20 @@ def _candidates(config: Config, shape: Shape) -> Iterator[dict[str, Any]]:
             }
 
 
-def best_split(config: Config, shape: Shape, device: Device, rates: Rates) -> tuple[int, float] | None:
-    """(engines, seconds per step) of the fastest split of the same GPUs that fits; None where none does."""
+def best_split(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -> tuple[int, float] | None:
+    """Return the fastest split of the same GPUs as (engines, seconds per step); None if no split fits into memory."""
+    config = resolved.config
     gpus = config.cluster.num_nodes * config.cluster.gpus_per_node
     each = config.policy.generation.vllm_cfg.tensor_parallel_size
     found = None
     for engines in range(1, gpus // each + 1):
-        other = changed(config, generation__engines=engines, megatron_cfg__data_parallel_size=None)
+        split = changed(config, generation__engines=engines, megatron_cfg__data_parallel_size=None)
         try:
-            layout = resolve_layout(other)
-            if layout.data > samples_per_update(config) or fits(other, shape, device):
+            other = resolved.changed(split)
+            if other.layout.data > resolved.samples_per_update or memory_shortage(other, shape, device):
                 continue
         except ConfigError:
-            continue  # what is left is no whole number of replicas
+            continue  # the remaining GPUs cannot be divided into replicas
         seconds = step_time(other, shape, device, rates).step
         if found is None or seconds < found[1]:
             found = engines, seconds
@@ -218,3 +231,186 @@ def best_split(config: Config, shape: Shape, device: Device, rates: Rates) -> tu
 
 def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+MAX_GPUS = 1024
+_SIZES = (1, 2, 4, 8, 16)
+_ENGINE_FRACTIONS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Layout on a given number of GPUs, with its estimated time."""
+
+    gpus: int
+    tensor: int
+    pipeline: int
+    data: int
+    engines: int
+    engine_tensor: int
+    time: StepTime
+    idle: float
+    """Fraction of GPU time spent waiting."""
+
+    @property
+    def gpu_seconds(self) -> float:
+        """Cost of a step in GPU seconds."""
+        return self.gpus * self.time.step
+
+    @property
+    def name(self) -> str:
+        """Description of the layout for tables."""
+        return (
+            f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}, {self.engines} x "
+            f"{self.engine_tensor} engines"
+        )
+
+
+def gpu_counts(largest: int, each: int) -> list[int]:
+    """Return the numbers of GPUs to try: powers of two up to ``largest``, and ``largest`` itself.
+
+    A number is included only if it is less than ``each``, the GPUs per node, or a multiple of it.
+
+    Raises:
+        ConfigError: if ``largest`` is below 2 or above ``MAX_GPUS``.
+    """
+    if not 2 <= largest <= MAX_GPUS:
+        raise ConfigError(f"--sweep: must be between 2 and {MAX_GPUS} GPUs, got {largest}")
+    counts = [2]
+    while counts[-1] * 2 <= largest:
+        counts.append(counts[-1] * 2)
+    counts = [n for n in counts if n < each or n % each == 0]
+    if largest not in counts and (largest < each or largest % each == 0):
+        counts.append(largest)
+    return counts
+
+
+def sweep(resolved: Resolved, shape: Shape, device: Device, rates: Rates, largest: int) -> list[Candidate]:
+    """Return all layouts that fit into memory, sorted by number of GPUs and then by seconds per step."""
+    each = resolved.config.cluster.gpus_per_node or 8
+    found = [
+        candidate
+        for gpus in gpu_counts(largest, each)
+        for candidate in _sweep_candidates(resolved, shape, device, rates, gpus, each)
+    ]
+    return sorted(found, key=lambda c: (c.gpus, c.time.step))
+
+
+def _sweep_candidates(
+    resolved: Resolved, shape: Shape, device: Device, rates: Rates, gpus: int, each: int
+) -> Iterator[Candidate]:
+    cluster = replace(resolved.config.cluster, num_nodes=max(1, gpus // each), gpus_per_node=min(gpus, each))
+    base = replace(resolved, config=replace(resolved.config, cluster=cluster))
+    inside = [size for size in _SIZES if size <= cluster.gpus_per_node]
+    for tensor in (size for size in inside if shape.kv_heads % size == 0):
+        for pipeline in (size for size in _SIZES if shape.layers % size == 0):
+            for engine_tensor in (size for size in inside if shape.heads % size == 0):
+                shares = (1,) if cluster.placement == "colocated" else _ENGINE_FRACTIONS
+                for engines in sorted({round(gpus * share / engine_tensor) for share in shares} - {0}):
+                    sizes = {"tensor": tensor, "pipeline": pipeline, "engines": engines, "engine_tensor": engine_tensor}
+                    candidate = _evaluate(base, shape, device, rates, gpus, **sizes)
+                    if candidate:
+                        yield candidate
+
+
+def _evaluate(
+    base: Resolved,
+    shape: Shape,
+    device: Device,
+    rates: Rates,
+    gpus: int,
+    *,
+    tensor: int,
+    pipeline: int,
+    engines: int,
+    engine_tensor: int,
+) -> Candidate | None:
+    """Return the layout with its estimated time.
+
+    Return None if the GPUs cannot be divided into it, a rank would have no samples, or it does not fit into memory.
+    """
+    candidate = changed(
+        base.config,
+        megatron_cfg__tensor_model_parallel_size=tensor,
+        megatron_cfg__sequence_parallel=tensor > 1,
+        megatron_cfg__pipeline_model_parallel_size=pipeline,
+        megatron_cfg__virtual_pipeline_model_parallel_size=None,
+        megatron_cfg__num_layers_in_first_pipeline_stage=None,
+        megatron_cfg__num_layers_in_last_pipeline_stage=None,
+        megatron_cfg__data_parallel_size=None,
+        megatron_cfg__use_distributed_optimizer=True,
+        generation__engines=engines,
+        generation__vllm_cfg__tensor_parallel_size=engine_tensor,
+    )
+    try:
+        resolved = base.changed(candidate)
+    except ConfigError:
+        return None
+    layout = resolved.layout
+    if layout.data > resolved.samples_per_update or engines > resolved.samples_per_step:
+        return None
+    if memory_shortage(resolved, shape, device):
+        return None
+    time = step_time(resolved, shape, device, rates)
+    return Candidate(
+        gpus=gpus,
+        tensor=tensor,
+        pipeline=pipeline,
+        data=layout.data,
+        engines=engines,
+        engine_tensor=engine_tensor,
+        time=time,
+        idle=time.idle(layout),
+    )
+
+
+def best_per_count(candidates: list[Candidate]) -> list[Candidate]:
+    """Return the fastest layout for each number of GPUs."""
+    best: dict[int, Candidate] = {}
+    for candidate in candidates:
+        best.setdefault(candidate.gpus, candidate)
+    return list(best.values())
+
+
+def table(candidates: list[Candidate], steps: int, shown: int = 8) -> str:
+    """Format the fastest layout for each number of GPUs, and the ``shown`` fastest ones for the largest number."""
+    best = best_per_count(candidates)
+    lines = [f"{'GPUs':>5} {'s/step':>9} {'GPU hours':>10} {'idle':>5}  fastest layout"]
+    lines += [_row(c, steps) for c in best]
+    ranked = [c for c in candidates if c.gpus == best[-1].gpus][:shown]
+    lines += ["", f"the {len(ranked)} fastest on {best[-1].gpus} GPUs:", *(_row(c, steps) for c in ranked)]
+    return "\n".join(lines)
+
+
+def _row(c: Candidate, steps: int) -> str:
+    return f"{c.gpus:>5} {c.time.step:>9.3g} {c.gpu_seconds * steps / 3600:>10.4g} {c.idle:>5.0%}  {c.name}"
+
+
+def draw(candidates: list[Candidate], steps: int, title: str, path: str | Path) -> Path:
+    """Plot seconds per step and GPU hours of the run over the number of GPUs. Return the path of the image."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    best = best_per_count(candidates)
+    gpus = [c.gpus for c in best]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    perfect = [best[0].time.step * gpus[0] / n for n in gpus]
+    left.plot(gpus, [c.time.step for c in best], "o-", label="fastest layout")
+    left.plot(gpus, perfect, "--", color="grey", label="linear scaling")
+    left.set(xscale="log", yscale="log")
+    left.yaxis.set_major_formatter("{x:g}")
+    left.set(xlabel="GPUs", ylabel="seconds per step")
+    left.legend()
+    right.semilogx(gpus, [c.gpu_seconds * steps / 3600 for c in best], "o-", base=2)
+    right.set(xlabel="GPUs", ylabel=f"GPU hours for {steps} steps", ylim=(0, None))
+    for axes in (left, right):
+        axes.set_xticks(gpus, [str(n) for n in gpus])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
+    path = Path(path)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return path

@@ -1,4 +1,4 @@
-"""What a step runs on, and at which share of its peak: figures from ``gpus.yaml``, shares assumed or measured."""
+"""Peak rates of devices from ``gpus.yaml``, and the assumed or measured efficiency of each phase."""
 
 from __future__ import annotations
 
@@ -11,105 +11,115 @@ from typing import Any
 
 import yaml
 
-from gdpo_nemo.config.reading import parse_json, read_text
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.files import parse_json, read_text
 
 _TABLE = Path(__file__).with_name("gpus.yaml")
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on. Bytes, bytes per second, floating-point operations per second."""
+    """Memory and peak rates of one rank's device, in bytes, bytes per second and FLOP/s."""
 
     name: str
     memory: float
     compute: float
     bandwidth: float
     nvlink: float
-    """To other ranks of its node, one direction."""
+    """Bandwidth to other ranks on the same node, in one direction."""
     network: float
-    """To other nodes, one direction, per rank."""
+    """Bandwidth to other nodes, in one direction, per rank."""
     source: str = ""
     host_link: float = 64.0e9
-    """To the host's memory, one direction."""
+    """Bandwidth to host memory, in one direction."""
 
 
 def device(name: str, link: float | None = None) -> Device:
-    """A GPU of the table; ``link`` (bytes per second) replaces its network figure.
+    """Return the GPU ``name`` from ``gpus.yaml``. ``link`` (bytes per second) replaces its network bandwidth.
 
     Raises:
-        ConfigError: no such GPU; the text lists those there are.
+        ConfigError: if the GPU is unknown; the message lists all known GPUs.
     """
     table = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     if name not in table:
         near = difflib.get_close_matches(name, table, n=1)
         raise ConfigError(
-            f"--gpu: {name!r} is not known{f', did you mean {near[0]}?' if near else ''} (known: {', '.join(table)})"
+            f"--gpu: {name!r} is unknown{f', did you mean {near[0]}?' if near else ''} (known: {', '.join(table)})"
         )
     found = Device(**table[name])
     return replace(found, network=link) if link else found
 
 
 def host() -> Device:
-    """This machine, for runs without a GPU. Speeds are guesses about one core; only a calibration makes them facts."""
+    """Return this machine as a device, for runs without a GPU. The speeds are rough estimates for one core."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Device("this machine's CPU", float(memory), 3.0e10, 1.0e10, 2.0e9, 1.0e9, "a guess per core; calibrate")
+    return Device(
+        name="this machine's CPU",
+        memory=float(memory),
+        compute=3.0e10,
+        bandwidth=1.0e10,
+        nvlink=2.0e9,
+        network=1.0e9,
+        source="estimated per core; use --calibrate",
+    )
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Seconds of a phase: ``fixed`` per unit (a decoding step, a micro-batch, a publication) + ``factor`` x ideal
-    seconds."""
+    """Linear time model of a phase: ``fixed`` seconds per unit plus ``factor`` x ideal seconds.
+
+    Ideal seconds assume the device's peak rates. A unit is a decoding step, a micro-batch or a weight update.
+    """
 
     fixed: float
     factor: float
 
     def seconds(self, units: float, ideal: float) -> float:
-        """For ``units`` units whose work would take ``ideal`` seconds at the device's peak."""
+        """Return the seconds of ``units`` units whose work takes ``ideal`` seconds at the device's peak rates."""
         return self.fixed * units + self.factor * ideal
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How far from the peak each phase is, and what samples look like. Assumed unless ``measured`` names runs."""
+    """Time model of each phase, and typical sample lengths. They are assumptions unless ``measured`` lists runs."""
 
     generation: Phase = Phase(0.003, 1.7)
-    """3 ms per decoding step besides 60 % of the memory bandwidth."""
+    """Default: 3 ms per decoding step, and 60 % of the memory bandwidth."""
     training: Phase = Phase(0.05, 2.9)
-    """35 % of the peak."""
+    """Default: 50 ms per micro-batch, and 35 % of the peak FLOP/s."""
     sync: Phase = Phase(0.5, 2.0)
-    """Half of the link."""
+    """Default: 0.5 s per weight update, and half of the link's bandwidth."""
     verify: float = 0.0
-    """Seconds per sample that nothing hides."""
+    """Seconds of verification per sample that do not overlap with other work."""
     completion_share: float = 0.5
-    """Mean completion as a share of policy.generation.max_new_tokens."""
+    """Mean completion length as a fraction of policy.generation.max_new_tokens."""
     longest_share: float = 1.0
-    """Longest completion of a step as a share of max_new_tokens."""
+    """Length of a step's longest completion as a fraction of policy.generation.max_new_tokens."""
     prompt_share: float = 0.5
-    """Mean prompt as a share of the tokens that max_new_tokens leaves."""
+    """Mean prompt length as a fraction of policy.max_total_sequence_length minus max_new_tokens."""
     measured: list[str] = field(default_factory=list)
-    """The runs these figures were measured on."""
+    """Folders of the runs on which the values were measured."""
 
     def describe(self) -> str:
-        """One sentence with every figure."""
+        """Return one sentence with all values."""
         origin = (
             f"measured on {', '.join(self.measured)}" if self.measured else "assumed; --calibrate RUN replaces them"
         )
         return (
-            f"generation {self.generation.fixed * 1e3:.3g} ms a decoding step + {self.generation.factor:.3g} x "
-            f"roofline, training {self.training.fixed:.3g} s a micro-batch + {self.training.factor:.3g} x roofline, "
+            f"generation {self.generation.fixed * 1e3:.3g} ms per decoding step + {self.generation.factor:.3g} x "
+            f"roofline, training {self.training.fixed:.3g} s per micro-batch + {self.training.factor:.3g} x roofline, "
             f"weights {self.sync.fixed:.3g} s + {self.sync.factor:.3g} x link, completions of "
             f"{self.completion_share:.0%} of max_new_tokens (longest {self.longest_share:.0%}), prompts of "
-            f"{self.prompt_share:.0%} of the rest ({origin})"
+            f"{self.prompt_share:.0%} of the remaining tokens ({origin})"
         )
 
 
 CPU_RATES = Rates(generation=Phase(0.006, 3.0), training=Phase(0.03, 3.0), sync=Phase(0.05, 2.0))
-"""Starting guesses for a CPU."""
+"""Assumed rates for a CPU."""
 
 
 def save_rates(rates: Rates, path: str | Path) -> None:
-    """Write a calibration file."""
+    """Write a calibration file (JSON)."""
     Path(path).write_text(json.dumps(asdict(rates), indent=1) + "\n", encoding="utf-8")
 
 
@@ -117,7 +127,7 @@ def load_rates(path: str | Path) -> Rates:
     """Read a calibration file.
 
     Raises:
-        ConfigError: it is missing or is not one.
+        ConfigError: if the file is missing or not a calibration file.
     """
     try:
         content: dict[str, Any] = parse_json(read_text(path))
@@ -128,7 +138,7 @@ def load_rates(path: str | Path) -> Rates:
         return Rates(**phases, **content)
     except FileNotFoundError:
         raise ConfigError(
-            f"--calibration: {path} does not exist; `gdpo-nemo plan --calibrate RUN --out {path}` makes it"
+            f"--calibration: {path} not found; create it with `gdpo-nemo plan --calibrate RUN --out {path}`"
         ) from None
     except OSError as error:
         raise ConfigError(f"--calibration: {path} cannot be read ({error.strerror})") from None

@@ -1,22 +1,25 @@
-"""The sizes of a model from its Hugging Face configuration, and how many of its parameters each rank holds."""
+"""Parameters of a model per rank, savings from shared prompts, and disk space of recorded samples."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 from typing import Any, Mapping
 
-from gdpo_nemo.config.architectures import (
+from gdpo_nemo.config.layout import Layout, Resolved, prompt_sharing, stage_layers
+from gdpo_nemo.config.schema import LoraConfig
+from gdpo_nemo.data.prefixes import LEAST_GAIN, LEAST_SHARE
+from gdpo_nemo.models.architectures import (
+    FAMILIES,
+    Modules,
     has_qkv_bias,
     head_size,
     key_value_heads,
+    last_name,
     mixture_layers,
     num_experts,
 )
-from gdpo_nemo.config.families import FAMILIES, Modules, last_name
-from gdpo_nemo.config.files import known_model_config
-from gdpo_nemo.config.layout import Layout
-from gdpo_nemo.config.schema import Config, LoraConfig
-from gdpo_nemo.config.stages import stage_layers
+from gdpo_nemo.models.sources import ModelFacts
 
 _QWEN25 = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2)
 _QWEN25_1_5B = _QWEN25 | dict(
@@ -64,72 +67,71 @@ KNOWN: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, intermediate_size=28672, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-"""Shapes of models that recipes name, as their published config.json has them; instruction-tuned ones are alike."""
+"""Shapes of the models in recipes, from their published config.json. Instruction-tuned variants have the same shape."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a decoder-only model."""
+    """Dimensions of a decoder-only model."""
 
     layers: int
     hidden: int
     heads: int
-    groups: int
-    """Key-value heads."""
+    kv_heads: int
     head_size: int
     ffn: int
     """Intermediate size of a dense MLP."""
     vocabulary: int
     tied: bool
-    """Whether input embedding and head are one matrix."""
+    """True if the input embedding and the head share one matrix."""
     experts: int = 0
     active_experts: int = 0
     expert_ffn: int = 0
-    mixture_layers: tuple[int, ...] = ()
-    """Numbers of the layers whose MLP is a mixture."""
+    moe_layers: tuple[int, ...] = ()
+    """Indices of the layers with a mixture-of-experts MLP."""
     qkv_bias: bool = False
     qk_norm: bool = False
     modules: Modules = Modules()
-    """Names of the linear layers, which decide what an adapter is beside."""
+    """Names of the linear layers, which determine where adapters are added."""
 
     @property
     def query(self) -> int:
-        """Width of all query heads together."""
+        """Total width of all query heads."""
         return self.heads * self.head_size
 
     @property
     def key_value(self) -> int:
-        """Width of keys and values together."""
-        return 2 * self.groups * self.head_size
+        """Total width of keys and values."""
+        return 2 * self.kv_heads * self.head_size
 
     @property
     def parameters(self) -> int:
-        """All parameters, as a checkpoint holds them."""
+        """Number of all parameters, as in a checkpoint."""
         dense, experts = self._layers(1, range(self.layers), 1, 1)
         return dense + experts + self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token is multiplied with, the head among them, the embedding not."""
+        """Number of parameters used per token, including the head but not the embedding."""
         dense, experts = self._layers(1, range(self.layers), 1, 1)
-        share = self.active_experts / self.experts if self.experts else 0
-        return int(dense + experts * share) + self.vocabulary * self.hidden
+        active = self.active_experts / self.experts if self.experts else 0
+        return int(dense + experts * active) + self.vocabulary * self.hidden
 
     def _layers(self, tensor: int, layers: range, expert: int, expert_tensor: int) -> tuple[int, int]:
-        """(dense, expert) parameters of the layers on one rank."""
+        """Return the numbers of (dense, expert) parameters of ``layers`` on one rank of this parallel layout."""
         width = self.query + self.key_value
         attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
         attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
-        mixtures = sum(layer in self.mixture_layers for layer in layers)
+        moe_count = sum(layer in self.moe_layers for layer in layers)
         mlp = self.hidden + 3 * self.hidden * self.ffn // tensor
         router = self.hidden + self.hidden * self.experts
-        dense = len(layers) * attention + (len(layers) - mixtures) * mlp + mixtures * router
-        if not mixtures:
+        dense = len(layers) * attention + (len(layers) - moe_count) * mlp + moe_count * router
+        if not moe_count:
             return dense, 0
-        return dense, mixtures * self.experts // expert * (3 * self.hidden * self.expert_ffn // expert_tensor)
+        return dense, moe_count * self.experts // expert * (3 * self.hidden * self.expert_ffn // expert_tensor)
 
     def on_rank(self, layout: Layout, stage: int) -> tuple[int, int]:
-        """(dense, expert) parameters of a rank of pipeline stage ``stage``, tied copies and padding counted."""
+        """Return the numbers of (dense, expert) parameters on a rank of ``stage``, with tied copies and padding."""
         layers = self.on_stage(layout, stage)
         dense, experts = self._layers(layout.tensor, layers, layout.expert, layout.expert_tensor)
         table = -(-self.vocabulary // layout.tensor) * self.hidden
@@ -139,38 +141,40 @@ class Shape:
         return dense + tables * table + last * self.hidden, experts
 
     def adapters(self, layout: Layout, stage: int, lora: LoraConfig) -> int:
-        """Parameters of LoRA's adapters on a rank of ``stage``; the whole side of each pair is on every tensor rank."""
-        wanted = set(lora.target_modules)
+        """Return the number of LoRA parameters on a rank of ``stage``. Unsharded matrices are on each tensor rank."""
+        targets = set(lora.target_modules)
         layer = sum(
-            self._adapters_beside(fused, widths, wanted, layout.tensor, lora.share_a)
+            self._adapter_width(fused, widths, targets, layout.tensor, lora.share_a)
             for fused, widths in (
                 (self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2)),
                 (self.modules.gate_up, (self.ffn, self.ffn)),
             )
         )
         for module, width in ((self.modules.attention_output, self.query), (self.modules.down, self.ffn)):
-            layer += (last_name(module) in wanted) * (width // layout.tensor + self.hidden)
+            layer += (last_name(module) in targets) * (width // layout.tensor + self.hidden)
         head = 0
-        if last_name(self.modules.head) in wanted and stage == layout.pipeline - 1:
+        if last_name(self.modules.head) in targets and stage == layout.pipeline - 1:
             head = self.hidden + -(-self.vocabulary // layout.tensor)
         return (len(self.on_stage(layout, stage)) * layer + head) * lora.rank
 
-    def _adapters_beside(
-        self, modules: tuple[str, ...], widths: tuple[int, ...], wanted: set[str], tensor: int, share_a: bool
+    def _adapter_width(
+        self, modules: tuple[str, ...], widths: tuple[int, ...], targets: set[str], tensor: int, share_a: bool
     ) -> int:
-        """Parameters, per unit of rank, of the adapters beside one matrix of Megatron's: its ``modules`` of Hugging
-        Face, one for each of the ``widths`` or one for all."""
+        """Return the number of LoRA parameters for one Megatron matrix, per unit of LoRA rank.
+
+        ``modules`` are the matrix's Hugging Face modules: one per width in ``widths``, or a single fused one.
+        """
         rows = dict(zip(modules, widths)) if len(modules) > 1 else {modules[0]: sum(widths)}
-        adapted = [width for module, width in rows.items() if last_name(module) in wanted]
+        adapted = [width for module, width in rows.items() if last_name(module) in targets]
         return sum(adapted) // tensor + self.hidden * (min(1, len(adapted)) if share_a else len(adapted))
 
     def on_stage(self, layout: Layout, stage: int) -> range:
-        """The model's layers on a pipeline stage."""
+        """Return the indices of the layers on a pipeline stage."""
         return stage_layers(self.layers, layout.pipeline, layout.first_layers, layout.last_layers)[stage]
 
 
 def shape_from(content: Mapping[str, Any]) -> Shape:
-    """The shape in a Hugging Face ``config.json``."""
+    """Return the shape from the content of a Hugging Face ``config.json``."""
     heads = content["num_attention_heads"]
     hidden = content["hidden_size"]
     layers = content["num_hidden_layers"]
@@ -180,7 +184,7 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        groups=key_value_heads(content),
+        kv_heads=key_value_heads(content),
         head_size=head_size(content),
         ffn=content["intermediate_size"],
         vocabulary=content["vocab_size"],
@@ -188,22 +192,89 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         experts=experts,
         active_experts=content["num_experts_per_tok"] if experts else 0,
         expert_ffn=content[family.experts.width] if experts and family.experts else 0,
-        mixture_layers=tuple(layer for layer, mixture in enumerate(mixture_layers(content)) if mixture),
+        moe_layers=tuple(layer for layer, is_moe in enumerate(mixture_layers(content)) if is_moe),
         qkv_bias=has_qkv_bias(content),
         qk_norm=family.qk_norm,
         modules=family.modules,
     )
 
 
-def model_shape(config: Config) -> Shape | None:
-    """The shape of the config's model without any download: its folder, what its factory says, the hub's
-    cache here, or the table ``KNOWN``.
+def model_shape(resolved: Resolved) -> Shape | None:
+    """Return the shape of the config's model without any download.
 
-    None where none of them has it.
+    Sources are its folder, its factory, the local hub cache and the table ``KNOWN``. Return None if it is in none.
     """
-    content = known_model_config(config) or _known(config.policy.model_name)
+    return shape_of(resolved.model, resolved.config.policy.model_name)
+
+
+def shape_of(model: ModelFacts, name: str) -> Shape | None:
+    """Return the shape of the model ``name``; None if it is unknown."""
+    content = model.fields or _known(name)
     return shape_from(content) if content else None
 
 
 def _known(name: str) -> dict[str, Any] | None:
     return KNOWN.get(name) or KNOWN.get(name.removesuffix("-Instruct").removesuffix("-Base"))
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Training cost with shared prompts relative to the cost without sharing."""
+
+    tokens: float = 1.0
+    """Ratio of computed tokens. Matrix products and activations are proportional to it."""
+    pairs: float = 1.0
+    """Ratio of token pairs in attention."""
+
+
+NO_SAVING = Saving()
+
+
+def expected_saving(resolved: Resolved, prompt: float, completion: float) -> Saving:
+    """Return the savings of a step with prompts and completions of these lengths (tokens).
+
+    The driver splits each group into pieces. A piece has one prompt and as many of its completions as fit into
+    ``micro_batch_tokens``.
+    """
+    config = resolved.config
+    sharing = prompt_sharing(config)
+    total = prompt + completion
+    samples = resolved.sequences_per_prompt
+    if sharing is False or samples == 1 or prompt < LEAST_SHARE * total:
+        return NO_SAVING
+    room = config.policy.micro_batch_tokens - prompt
+    # Completions can have length 0 after a user-specified median is rounded. All of these fit.
+    completions_per_piece = samples if room >= samples * completion else max(1, int(room // completion))
+    groups = max(1.0, resolved.samples_per_update / samples)
+    # A rank without a complete group gets a piece of one.
+    pieces = min(samples, max(ceil(samples / completions_per_piece), ceil(resolved.layout.data / groups)))
+    skipped = 1 - pieces / samples
+    found = Saving(1 - skipped * prompt / total, 1 - skipped * (prompt / total) ** 2)
+    return NO_SAVING if sharing is None and found.tokens > 1 - LEAST_GAIN else found
+
+
+_PER_FILE = 7000.0
+"""Bytes of a rollout file without tokens: names and statistics of its columns."""
+_PER_SAMPLE = 20.0
+_PER_TOKEN = 7.0
+"""Compressed bytes per completion token: id, text and the sampler's log-prob. 5.5 was measured in the demo with a small
+vocabulary."""
+_PER_FLOAT = 3.6
+"""Compressed bytes per token of each optional column: the trainer's log-prob and the entropy."""
+
+
+def groups_saved(resolved: Resolved) -> int:
+    """Return the number of groups per step whose samples are written."""
+    config = resolved.config
+    if not (resolved.algorithm.samples and config.rollout.save_samples):
+        return 0
+    groups = config.gdpo.num_prompts_per_step
+    return groups if config.rollout.save_groups is None else min(groups, config.rollout.save_groups)
+
+
+def recorded_bytes(resolved: Resolved, tokens: float) -> float:
+    """Return the bytes of one step's rollout file if completions have ``tokens`` tokens on average."""
+    rollout = resolved.config.rollout
+    optional_columns = (rollout.save_trainer_logprobs or rollout.save_entropies) + rollout.save_entropies
+    count = groups_saved(resolved) * resolved.sequences_per_prompt
+    return _PER_FILE + count * (_PER_SAMPLE + tokens * (_PER_TOKEN + optional_columns * _PER_FLOAT)) if count else 0.0

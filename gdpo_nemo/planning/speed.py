@@ -1,56 +1,57 @@
-"""Seconds per step from a roofline: every phase is bounded by arithmetic, by memory, or by a link.
-
-The ideal seconds here are those at a device's published peak; ``hardware.Rates`` turns them into expected ones. Left
-out: network contention, stragglers, the environments' own work unless it was measured.
-"""
+"""Estimated seconds per step from a roofline model, and the model FLOPs utilisation (MFU) of each phase."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
 
-from gdpo_nemo.algorithms.own_functions import loss_entry
-from gdpo_nemo.config.algorithm_choice import has_value_head, old_logprobs_source
-from gdpo_nemo.config.layout import Layout, resolve_layout, samples_per_step, samples_per_update, updates_per_step
+from gdpo_nemo.algorithms.loss_selection import loss_entry
+from gdpo_nemo.config.algorithm_choice import old_logprobs_source
+from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.planning.footprint import (
+from gdpo_nemo.config.sections import PolicyConfig
+from gdpo_nemo.planning.hardware import Device, Rates
+from gdpo_nemo.planning.memory import (
     BYTES,
     engine_memory,
+    fused_logprobs,
+    micro_batch_load,
     optimizer_bytes,
-    reference_is_off_loaded,
+    reference_is_offloaded,
     refit_bytes,
     teacher_shape,
+    transformer_engine,
 )
-from gdpo_nemo.planning.hardware import Device, Rates
-from gdpo_nemo.planning.shape import Shape
-from gdpo_nemo.planning.sharing import expected_saving
+from gdpo_nemo.planning.shape import Shape, expected_saving
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a step's samples."""
+    """Lengths of a step's samples, in tokens."""
 
     prompt: float
+    """Mean prompt length."""
     completion: float
+    """Mean completion length."""
     longest: float
-    """The longest completion."""
+    """Length of the longest completion."""
 
     @property
-    def whole(self) -> float:
-        """Prompt and completion of a mean sample."""
+    def total(self) -> float:
+        """Mean length of prompt plus completion."""
         return self.prompt + self.completion
 
     @property
     def parts(self) -> tuple[float, float]:
-        """Tokens of a mean prompt and of a mean completion."""
+        """Mean prompt length and mean completion length."""
         return self.prompt, self.completion
 
 
-def expected_lengths(config: Config, rates: Rates) -> Lengths:
-    """What samples will be like, by the shares in ``rates``."""
-    new = config.policy.generation.max_new_tokens
-    room = config.policy.max_total_sequence_length - new
+def expected_lengths(policy: PolicyConfig, rates: Rates) -> Lengths:
+    """Return the expected sample lengths: the config's limits times the fractions in ``rates``."""
+    new = policy.generation.max_new_tokens
+    room = policy.max_total_sequence_length - new
     return Lengths(
         max(1.0, rates.prompt_share * room), max(1.0, rates.completion_share * new), max(1.0, rates.longest_share * new)
     )
@@ -58,47 +59,52 @@ def expected_lengths(config: Config, rates: Rates) -> Lengths:
 
 @dataclass(frozen=True)
 class Work:
-    """Ideal seconds and the units that have a cost of their own."""
+    """Amount of work of one phase, from which ``Phase.seconds`` computes its time."""
 
     units: float
+    """Number of units with a fixed cost, for example decoding steps."""
     ideal: float
+    """Seconds at the device's peak rates."""
 
 
-def generation_work(config: Config, shape: Shape, device: Device, lengths: Lengths) -> Work:
-    """One engine's share of a step. Units are decoding steps.
+def generation_work(resolved: Resolved, shape: Shape, device: Device, lengths: Lengths) -> Work:
+    """Return the work of one engine in a step. Units are decoding steps.
 
-    While samples wait, as many decode together as fit; when the queue is empty the longest one sets the end.
+    While samples are queued, the engine decodes as many at once as fit. After the queue is empty, the longest sample
+    determines the end.
     """
-    layout = resolve_layout(config)
+    config = resolved.config
+    layout = resolved.layout
     memory = engine_memory(config, shape, int(device.memory))
-    samples = ceil(samples_per_step(config) / layout.engines)
+    samples = ceil(resolved.samples_per_step / layout.engines)
     fit = memory.sequences(int(lengths.prompt + lengths.completion))
-    together = max(1, min(samples, config.policy.generation.vllm_cfg.max_num_seqs, fit))
-    steps = max(lengths.longest, samples * lengths.completion / together + lengths.longest - lengths.completion)
+    batch_size = max(1, min(samples, config.policy.generation.vllm_cfg.max_num_seqs, fit))
+    steps = max(lengths.longest, samples * lengths.completion / batch_size + lengths.longest - lengths.completion)
     tokens = samples * lengths.completion
     context = lengths.prompt + lengths.completion / 2
     moved = steps * memory.weights + tokens * context * memory.bytes_per_token
     arithmetic = 2 * shape.active_parameters * tokens / layout.engine_tensor
-    prompts = ceil(samples / config.gdpo.num_generations_per_prompt)  # samples of one prompt share its cache
+    prompts = ceil(samples / config.gdpo.num_generations_per_prompt)  # samples of one prompt share its KV cache
     prefill = 2 * shape.active_parameters * prompts * lengths.prompt / layout.engine_tensor
     return Work(steps, max(moved / device.bandwidth, arithmetic / device.compute) + prefill / device.compute)
 
 
-def training_work(config: Config, shape: Shape, device: Device, lengths: Lengths) -> Work:
-    """The updates of a step and the passes that evaluate log-probs before them. Units are micro-batches of a rank."""
-    layout = resolve_layout(config)
-    saving = expected_saving(config, *lengths.parts)
-    tokens = samples_per_step(config) * lengths.whole * saving.tokens
-    # Attention is counted by pairs: a token that is not computed would have met those before it.
-    met = lengths.whole * saving.pairs / saving.tokens
+def training_work(resolved: Resolved, shape: Shape, device: Device, lengths: Lengths) -> Work:
+    """Return the work of a step's updates and the log-prob passes before them. Units are micro-batches of a rank."""
+    config = resolved.config
+    layout = resolved.layout
+    saving = expected_saving(resolved, *lengths.parts)
+    tokens = resolved.samples_per_step * lengths.total * saving.tokens
+    # Attention cost is proportional to token pairs, so skipped prompt tokens change the mean length per computed token.
+    attention_length = lengths.total * saving.pairs / saving.tokens
     update = 3 + (config.policy.megatron_cfg.recompute == "full")
-    passes = update * config.gdpo.num_iterations + evaluations(config)
-    each = passes * _forward(shape, met)
-    if teacher := teacher_shape(config):
-        each += _forward(teacher, met)
-    compute = each * tokens / (layout.policy_ranks * device.compute)
-    batches = micro_batches(config, layout, lengths)
-    per_update = max(1, batches // updates_per_step(config))
+    passes = update * config.gdpo.num_iterations + evaluations(resolved)
+    flops_per_token = passes * _forward_flops(shape, attention_length)
+    if teacher := teacher_shape(resolved):
+        flops_per_token += _forward_flops(teacher, attention_length)
+    compute = flops_per_token * tokens / (layout.policy_ranks * device.compute)
+    batches = micro_batches(resolved, layout, lengths)
+    per_update = max(1, batches // resolved.updates_per_step)
     bubble = (layout.pipeline - 1) / (
         per_update * (config.policy.megatron_cfg.virtual_pipeline_model_parallel_size or 1)
     )
@@ -106,39 +112,40 @@ def training_work(config: Config, shape: Shape, device: Device, lengths: Lengths
         batches,
         compute * (1 + bubble)
         + _tensor_traffic(config, shape, device, layout, tokens)
-        + _gradients(config, shape, device, layout)
-        + _host_traffic(config, shape, device, layout),
+        + _gradients(resolved, shape, device, layout)
+        + _host_traffic(resolved, shape, device, layout),
     )
 
 
-def _forward(shape: Shape, met: float) -> float:
-    """Operations of a forward pass for one token of sequences of ``met`` tokens, half of which it attends to."""
-    return 2 * shape.active_parameters + 2 * shape.layers * shape.query * met
+def _forward_flops(shape: Shape, length: float) -> float:
+    """Return the FLOPs per token of a forward pass with causal attention over sequences of ``length`` tokens."""
+    return 2 * shape.active_parameters + 2 * shape.layers * shape.query * length
 
 
-def evaluations(config: Config) -> int:
-    """Forward passes of the policy's model over a step's tokens besides those of the updates."""
+def evaluations(resolved: Resolved) -> int:
+    """Return the number of forward passes on a step's tokens in addition to those of the updates."""
+    config = resolved.config
     loss = config.loss_fn
-    several = updates_per_step(config) > 1
+    several = resolved.updates_per_step > 1
     return (
-        # values and log-probs are of one pass
-        ((several and old_logprobs_source(config) == "trainer") or has_value_head(config))
+        # values and log-probs come from one pass
+        ((several and old_logprobs_source(config) == "trainer") or resolved.algorithm.head == "value")
         + bool(loss.reference_policy_kl_penalty)
         + loss_entry(loss.type).by_group * config.gdpo.num_iterations
         + loss_entry(loss.type).by_covariance * config.gdpo.num_iterations
-        + kl_in_reward(config)
+        + kl_in_reward(config.gdpo)
     )
 
 
-def micro_batches(config: Config, layout: Layout, lengths: Lengths) -> int:
-    """Micro-batches that each data-parallel rank runs in a step, for samples of mean length."""
-    each = samples_per_update(config) / layout.data
-    computed = each * lengths.whole * expected_saving(config, *lengths.parts).tokens
-    return updates_per_step(config) * max(1, ceil(computed / config.policy.micro_batch_tokens))
+def micro_batches(resolved: Resolved, layout: Layout, lengths: Lengths) -> int:
+    """Return the micro-batches that each data-parallel rank runs in a step, for samples of mean length."""
+    each = resolved.samples_per_update / layout.data
+    computed = each * lengths.total * expected_saving(resolved, *lengths.parts).tokens
+    return resolved.updates_per_step * max(1, ceil(computed / resolved.config.policy.micro_batch_tokens))
 
 
 def _tensor_traffic(config: Config, shape: Shape, device: Device, layout: Layout, tokens: float) -> float:
-    """Seconds of the all-reduces of tensor parallelism: two a layer forward, two backward."""
+    """Return the seconds of tensor-parallel all-reduces: two per layer in forward, two in backward pass."""
     if layout.tensor == 1:
         return 0.0
     inside = not config.cluster.gpus_per_node or layout.tensor <= config.cluster.gpus_per_node
@@ -147,39 +154,47 @@ def _tensor_traffic(config: Config, shape: Shape, device: Device, layout: Layout
     return volume * share * tokens / (layout.data * layout.context) / (device.nvlink if inside else device.network)
 
 
-def _gradients(config: Config, shape: Shape, device: Device, layout: Layout) -> float:
-    """Seconds of the gradient reductions of a step; half of them hidden where they overlap."""
+def _gradients(resolved: Resolved, shape: Shape, device: Device, layout: Layout) -> float:
+    """Return the seconds of a step's gradient reductions. ``overlap_grad_reduce`` is assumed to hide half of them."""
+    config = resolved.config
     replicas = layout.data * layout.context
     if replicas == 1:
         return 0.0
     inside = not config.cluster.gpus_per_node or layout.policy_ranks <= config.cluster.gpus_per_node
     bytes_ = 4 * sum(shape.on_rank(layout, 0)) * 2 * (replicas - 1) / replicas
-    seconds = updates_per_step(config) * bytes_ / (device.nvlink if inside else device.network)
+    seconds = resolved.updates_per_step * bytes_ / (device.nvlink if inside else device.network)
     return seconds / 2 if config.policy.megatron_cfg.overlap_grad_reduce else seconds
 
 
-def _host_traffic(config: Config, shape: Shape, device: Device, layout: Layout) -> float:
-    """Seconds of copies between GPU and host memory: an off-loaded optimizer to each update and back, and the weights
-    of a reference in and the policy's own back for each pass under it."""
+def _host_traffic(resolved: Resolved, shape: Shape, device: Device, layout: Layout) -> float:
+    """Return the seconds of copies between GPU and host memory.
+
+    An offloaded optimizer is copied to the GPU and back for each update. For each log-prob pass of an offloaded
+    reference, its weights are copied to the GPU. The policy's weights are copied back afterwards.
+    """
+    config = resolved.config
     if not layout.gpus:
         return 0.0
     moved = 0.0
     if config.policy.megatron_cfg.optimizer.offload:
-        moved += 2 * updates_per_step(config) * optimizer_bytes(config, shape, layout)
-    passes = bool(config.loss_fn.reference_policy_kl_penalty) + kl_in_reward(config)
-    if not config.policy.lora.rank and reference_is_off_loaded(config):
+        moved += 2 * resolved.updates_per_step * optimizer_bytes(config.policy, shape, layout)
+    passes = bool(config.loss_fn.reference_policy_kl_penalty) + kl_in_reward(config.gdpo)
+    if not config.policy.lora.rank and reference_is_offloaded(config):
         moved += passes * sum(shape.on_rank(layout, 0)) * BYTES[config.policy.precision]
     return moved / device.host_link
 
 
-def sync_work(config: Config, shape: Shape, device: Device) -> Work:
-    """One publication, to all engines at once; colocated, over the links that gather the shards, or read and written
-    twice."""
-    layout = resolve_layout(config)
+def sync_work(resolved: Resolved, shape: Shape, device: Device) -> Work:
+    """Return the work of one weight update, which is sent to all engines at once.
+
+    The weights pass through NVLink, or through the network if there are several nodes. If colocated on one rank per
+    model, they are read and written twice in the device's memory instead.
+    """
+    layout = resolved.layout
     if layout.colocated and layout.model_ranks == 1:
-        return Work(1, 4 * refit_bytes(config, shape) / device.bandwidth)
-    link = device.nvlink if config.cluster.num_nodes == 1 else device.network
-    return Work(1, refit_bytes(config, shape) / link)
+        return Work(1, 4 * refit_bytes(resolved, shape) / device.bandwidth)
+    link = device.nvlink if resolved.config.cluster.num_nodes == 1 else device.network
+    return Work(1, refit_bytes(resolved, shape) / link)
 
 
 @dataclass(frozen=True)
@@ -192,11 +207,12 @@ class StepTime:
     sync: float
     step: float
     policy_idle: float
-    """Share of the step in which the policy's ranks wait."""
+    """Fraction of the step in which the policy ranks wait."""
     engines_idle: float
+    """Fraction of the step in which the engines wait."""
 
     def idle(self, layout: Layout) -> float:
-        """Share of all ranks' time that is waiting; where policy and engine share a device, of the devices' time."""
+        """Return the fraction of all ranks' time spent waiting; for colocated layouts, of all devices' time."""
         if layout.colocated:
             busy = (1 - self.policy_idle) * layout.policy_ranks + self.generation / self.step * layout.engine_ranks
             return 1 - busy / (layout.devices + layout.idle_gpus)
@@ -206,22 +222,189 @@ class StepTime:
         )
 
 
-def step_time(config: Config, shape: Shape, device: Device, rates: Rates, lengths: Lengths | None = None) -> StepTime:
-    """The step of a config: phases in turn when on-policy; generation during training where samples may be stale."""
-    lengths = lengths or expected_lengths(config, rates)
+def step_time(
+    resolved: Resolved, shape: Shape, device: Device, rates: Rates, lengths: Lengths | None = None
+) -> StepTime:
+    """Return the expected time of a step.
+
+    If on-policy, phases run one after the other. If samples may be stale, generation overlaps with training.
+    """
+    config = resolved.config
+    lengths = lengths or expected_lengths(config.policy, rates)
     generation, training, sync = (
         phase.seconds(work.units, work.ideal)
         for phase, work in (
-            (rates.generation, generation_work(config, shape, device, lengths)),
-            (rates.training, training_work(config, shape, device, lengths)),
-            (rates.sync, sync_work(config, shape, device)),
+            (rates.generation, generation_work(resolved, shape, device, lengths)),
+            (rates.training, training_work(resolved, shape, device, lengths)),
+            (rates.sync, sync_work(resolved, shape, device)),
         )
     )
-    verify = rates.verify * samples_per_step(config)
+    verify = rates.verify * resolved.samples_per_step
     if config.rollout.max_staleness:
         step = max(generation + verify, training) + sync
     else:
         step = generation + verify + training + sync
     return StepTime(
-        generation, verify, training, sync, step, 1 - (training + sync) / step, 1 - (generation + sync) / step
+        generation=generation,
+        verify=verify,
+        training=training,
+        sync=sync,
+        step=step,
+        policy_idle=1 - (training + sync) / step,
+        engines_idle=1 - (generation + sync) / step,
     )
+
+
+PRODUCT_SHARE = 0.7
+"""Fraction of the published peak FLOP/s that large bf16 matrix products reach; an assumption."""
+BANDWIDTH_SHARE = 0.9
+"""Fraction of the published bandwidth that memory-bound kernels reach; an assumption."""
+LAUNCH_S = 4.5e-6
+"""Host seconds to launch a kernel from Python through autograd; an assumption."""
+_LAYER_LAUNCHES = (14, 28)
+"""Kernels per layer (forward, backward) with TransformerEngine's fused norms, activation and rotary embedding."""
+_ROTARY_LAUNCHES = 24
+"""Kernels of Megatron's rotary embedding per sequence, in forward and backward pass, for queries or for keys."""
+_LOGIT_BYTES = (54, 102)
+"""Bytes moved per logit by chunked log-probs (forward, backward). Forward: a float32 copy, maximum, difference,
+exponential, clamp, product and two sums. Backward: the same, and 48 bytes to compute the bfloat16 gradient."""
+_FUSED_LOGIT_BYTES = (0, 6)
+"""Bytes moved per logit by fused kernels, which keep logits on the chip (forward, backward). A slice of the gradient is
+written once and read twice."""
+_GRADIENT_BYTES = 8
+"""Bytes per parameter and micro-batch: the matrix product reads and writes the float32 gradient sum."""
+_OPTIMIZER_BYTES = 30
+"""Bytes per parameter and update. Gradient, main weight and two moments are read. Three of them and the bf16 weight are
+written."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Estimated seconds of one micro-batch on one rank, by kind of work."""
+
+    products: float
+    """Matrix products."""
+    moves: float
+    """Memory-bound kernels: norms, rotary embedding, activation, residuals."""
+    logprobs: float
+    gradients: float
+    launches: int
+    """Number of kernels."""
+
+    @property
+    def host(self) -> float:
+        """Seconds that the host needs to launch all kernels."""
+        return self.launches * LAUNCH_S
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the micro-batch: the larger of device time and host time."""
+        return max(self.products + self.moves + self.logprobs + self.gradients, self.host)
+
+
+def model_flops(shape: Shape, tokens: float, length: float, *, backward: bool) -> float:
+    """Return the model FLOPs, with causal attention over sequences of ``length`` tokens and without recomputation."""
+    forward = (2 * shape.active_parameters + 2 * shape.layers * shape.query * length) * tokens
+    return forward * (3 if backward else 1)
+
+
+def micro_batch(
+    resolved: Resolved, shape: Shape, device: Device, tokens: int, length: float, backward: bool = True
+) -> MicroBatch:
+    """Return the time of one micro-batch of ``tokens`` tokens in sequences of ``length`` tokens.
+
+    If ``backward`` is false, it is the time of a log-prob pass.
+    """
+    config = resolved.config
+    layout = resolved.layout
+    share = layout.model_ranks
+    vocabulary = shape.vocabulary * tokens / share
+    bandwidth = BANDWIDTH_SHARE * device.bandwidth
+    again = {"none": 0.0, "selective": 0.0, "full": 1.0}[config.policy.megatron_cfg.recompute] * backward
+    flops = model_flops(shape, tokens, length, backward=backward)
+    flops += again * model_flops(shape, tokens, length, backward=False)
+    flops += 2 * shape.hidden * shape.vocabulary * tokens * backward  # chunks of logits are recomputed
+    size = BYTES[config.policy.precision]
+    moved = _layer_floats(shape) * ((0.5 + again / 2 if backward else 0) + 0.5) * shape.layers * tokens * size / share
+    forward_bytes, backward_bytes = _FUSED_LOGIT_BYTES if fused_logprobs(config.policy, layout) else _LOGIT_BYTES
+    return MicroBatch(
+        products=flops / share / (PRODUCT_SHARE * device.compute),
+        moves=moved / bandwidth,
+        logprobs=(forward_bytes + backward_bytes * backward) * vocabulary / bandwidth,
+        gradients=_GRADIENT_BYTES * shape.active_parameters / share / bandwidth * backward,
+        launches=_launches(config.policy, shape, layout, tokens / length, backward),
+    )
+
+
+def _layer_floats(shape: Shape) -> float:
+    """Return the values that a layer's memory-bound kernels read and write per token, in forward and backward pass."""
+    width = shape.active_experts * shape.expert_ffn if shape.moe_layers else shape.ffn
+    rotated = shape.query + shape.key_value / 2
+    # Terms: two norms (2 forward, 3 backward), two residuals (3 and 3), rotary embedding (read and written twice), and
+    # gate, up and their product.
+    return 2 * 5 * shape.hidden + 2 * 6 * shape.hidden + 4 * rotated + 8 * width
+
+
+def _launches(policy: PolicyConfig, shape: Shape, layout: Layout, sequences: float, backward: bool) -> int:
+    layers = shape.layers // layout.pipeline
+    count = layers * (_LAYER_LAUNCHES[0] + _LAYER_LAUNCHES[1] * backward)
+    if not transformer_engine(policy, layout):
+        count += layers * ceil(sequences) * _ROTARY_LAUNCHES * 2 // (1 if backward else 2)
+    return count
+
+
+def optimizer_seconds(resolved: Resolved, shape: Shape, device: Device) -> float:
+    """Return the seconds of one optimizer step on a rank, including copies of its state with ``optimizer.offload``."""
+    config = resolved.config
+    layout = resolved.layout
+    held = sum(shape.on_rank(layout, 0))
+    shards = layout.data * layout.context if config.policy.megatron_cfg.use_distributed_optimizer else 1
+    step = _OPTIMIZER_BYTES * held / shards / (BANDWIDTH_SHARE * device.bandwidth)
+    if not config.policy.megatron_cfg.optimizer.offload:
+        return step
+    return step + 2 * optimizer_bytes(config.policy, shape, layout) / (BANDWIDTH_SHARE * device.host_link)
+
+
+@dataclass(frozen=True)
+class Utilisation:
+    """MFU of each phase of a step."""
+
+    training: float
+    evaluation: float
+    generation: float
+    batch: MicroBatch
+    optimizer: float
+    """Seconds of one optimizer step."""
+
+
+def utilisation(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -> Utilisation:
+    """Return the MFU of training (with optimizer steps), of log-prob passes, and of sampling on the engines."""
+    layout = resolved.layout
+    lengths = expected_lengths(resolved.config.policy, rates)
+    tokens = micro_batch_load(resolved, layout)
+    peak = device.compute * layout.model_ranks
+    length = min(lengths.total, tokens)
+    batch = micro_batch(resolved, shape, device, tokens, length)
+    forward = micro_batch(resolved, shape, device, tokens, length, backward=False)
+    each = resolved.samples_per_update / layout.data * lengths.total
+    per_update = max(1.0, each / tokens)
+    optimizer = optimizer_seconds(resolved, shape, device)
+    return Utilisation(
+        training=model_flops(shape, tokens, length, backward=True) / (batch.seconds + optimizer / per_update) / peak,
+        evaluation=model_flops(shape, tokens, length, backward=False) / forward.seconds / peak,
+        generation=_generation(resolved, shape, device, rates, layout, lengths),
+        batch=batch,
+        optimizer=optimizer,
+    )
+
+
+def _generation(
+    resolved: Resolved, shape: Shape, device: Device, rates: Rates, layout: Layout, lengths: Lengths
+) -> float:
+    """Return the MFU of the engines' GPUs while they sample, which is limited by memory bandwidth."""
+    if not layout.engine_ranks:
+        return 0.0
+    seconds = step_time(resolved, shape, device, rates, lengths).generation
+    decoded = resolved.samples_per_step * lengths.completion
+    prefilled = resolved.samples_per_step / resolved.config.gdpo.num_generations_per_prompt * lengths.prompt
+    return 2 * shape.active_parameters * (decoded + prefilled) / (seconds * device.compute * layout.engine_ranks)

@@ -1,1 +1,1 @@
-"""Prompts become samples, samples get verdicts, groups become complete; within the staleness bound."""
+"""Rollouts: sampling and verification of groups of completions, within the staleness bound."""

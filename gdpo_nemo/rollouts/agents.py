@@ -1,9 +1,9 @@
-"""Trajectories out of episodes that agents played through the endpoint.
+"""Conversion of episodes that agents played through the endpoint to trajectories.
 
-An agent's reply says which turns the policy took. What was sampled in them is read from the endpoint's own memory, so
-that no agent can put tokens before the trainer that the policy did not write. The turns must continue each other: the
-prompt of each begins with all tokens before it. Where one does not (the agent has edited or shortened its history), the
-trajectory is a failure, counted and masked.
+An agent's reply lists the turns that the policy took. Their tokens and log-probs are read from the endpoint's history,
+so that an agent cannot submit tokens for training that the policy did not write. The turns must be contiguous: each
+turn's prompt must begin with all tokens of the earlier turns. If an agent edits or shortens its history, the trajectory
+counts as failed and is masked.
 """
 
 from __future__ import annotations
@@ -13,61 +13,62 @@ from typing import Any, Mapping, Protocol, Sequence
 
 import numpy as np
 
-from gdpo_nemo.config.turn_limits import TURNS_KEPT
-from gdpo_nemo.data.failures import Failure, printable
+from gdpo_nemo.config.rollout_checks import TURNS_KEPT
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Outcome, Prompt, Trajectory
-from gdpo_nemo.endpoint.conversations import History
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.data.server_replies import Failure, printable
 from gdpo_nemo.rollouts.context import RolloutContext, Transcript
+from gdpo_nemo.rollouts.endpoint.conversations import History
+from gdpo_nemo.utils.errors import RunError
 
 _MAX_TOKENS = 2**22
 
 
 class BrokenEpisode(Exception):
-    """What was returned is no trajectory; the message says why."""
+    """Raised if an agent's reply is not a valid trajectory. The message contains the reason."""
 
 
 class AgentEpisode(Protocol):
-    """What an agent made of one prompt."""
+    """Result of one episode that an agent played."""
 
     @property
     def response(self) -> Mapping[str, Any]:
-        """The agent's reply, in the form of OpenAI's Responses API."""
+        """Agent's reply, in the format of OpenAI's Responses API."""
         ...
 
     @property
     def rewards(self) -> Mapping[str, float | None]:
-        """Components by name; None: not applicable."""
+        """Rewards by component name. None means that the component does not apply."""
         ...
 
 
 class AgentEnvironment(Protocol):
-    """An environment whose agents sample from the endpoint by themselves."""
+    """Environment whose agents sample from the endpoint."""
 
     def play(self, prompts: Sequence[Prompt], sampling: Mapping[str, float]) -> Sequence[AgentEpisode | Failure]:
-        """Run one episode per prompt; ``sampling`` holds temperature and top_p."""
+        """Run one episode per prompt. ``sampling`` contains temperature and top_p."""
         ...
 
 
 def play_with_agents(
     environment: AgentEnvironment, prompts: Sequence[Prompt], context: RolloutContext
 ) -> list[list[Trajectory]]:
-    """The rollout function of environments whose agents call the endpoint.
+    """Let the environment's agents play one episode per sample through the endpoint. This is a ``RolloutFunction``.
 
     Raises:
-        RunError: there is no endpoint, or the engines failed for good.
+        RunError: if the endpoint is not enabled, or the engines failed permanently.
     """
     if context.endpoint is None:
-        raise RunError("rollout.endpoint.enabled: must be true, agents play with it")
+        raise RunError("rollout.endpoint.enabled: must be true, because agents require it")
     service = context.endpoint.service
-    wanted = [(prompt, j) for prompt in prompts for j in range(context.samples)]
+    requested = [(prompt, j) for prompt in prompts for j in range(context.samples)]
     settings = {"temperature": context.sampling.temperature, "top_p": context.sampling.top_p}
     with service.phase(context.sampling, context.seed(0, 0, 0)):
-        played = environment.play([prompt for prompt, _ in wanted], settings)
+        episodes = environment.play([prompt for prompt, _ in requested], settings)
         if service.failure is not None:
             raise service.failure
         transcripts = [
-            _transcript(Transcript(prompt, j), result, service.history) for (prompt, j), result in zip(wanted, played)
+            _transcript(Transcript(prompt, j), result, service.history)
+            for (prompt, j), result in zip(requested, episodes)
         ]
     version = max((t.version for t in transcripts if t.version is not None), default=context.version)
     for t in transcripts:
@@ -93,11 +94,12 @@ def _transcript(t: Transcript, result: AgentEpisode | Failure, history: History)
 
 
 def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None:
-    """Read the turns of a response into ``t``, whose prompt becomes that of the first turn.
+    """Append the turns of an agent's response to ``t``. The first turn's prompt replaces the prompt of ``t``.
 
     Raises:
-        BrokenEpisode: no turn, a turn that was not sampled here, or one that does not continue those before.
-        RunError: a turn is not known here, and turns of episodes under way had to be forgotten.
+        BrokenEpisode: if the response has no turns, a turn was not sampled by this run, or a turn does not continue the
+            earlier turns.
+        RunError: if a turn is not found after the history has reached its size limit and dropped turns.
     """
     output = response.get("output")
     if not isinstance(output, list):
@@ -109,44 +111,44 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
         turn = history.turn(np.concatenate([prompt, generated]))
         if turn is None and history.forgotten:
             raise RunError(
-                f"rollout.endpoint: agents took more than the {TURNS_KEPT:,} turns of a batch that are kept (side "
-                "conversations count too); lower gdpo.num_prompts_per_step, gdpo.num_generations_per_prompt or the "
-                "agents' calls"
+                f"rollout.endpoint: agents took more than {TURNS_KEPT:,} turns in a batch, the maximum that is stored "
+                "(side conversations also count); lower gdpo.num_prompts_per_step, gdpo.num_generations_per_prompt or "
+                "the agents' calls"
             )
         if turn is None or len(turn.prompt_ids) != len(prompt):
-            raise BrokenEpisode(f"bad_reply: turn {t.turns + 1} holds tokens that this run did not sample")
+            raise BrokenEpisode(f"bad_reply: turn {t.turns + 1} contains tokens that this run did not sample")
         if t.turns == 0:
             t.prompt = replace(t.prompt, token_ids=turn.prompt_ids)
         else:
             seen = t.token_ids
             if len(prompt) < len(seen) or not np.array_equal(prompt[: len(seen)], seen):
-                place = _first_difference(seen, prompt)
+                index = _first_difference(seen, prompt)
                 raise BrokenEpisode(
-                    f"{NOT_CONTIGUOUS}: turn {t.turns + 1} departs from the turns before it at token {place}"
+                    f"{NOT_CONTIGUOUS}: turn {t.turns + 1} differs from the earlier turns at token {index}"
                 )
             t.append_env_tokens(prompt[len(seen) :])
         t.append_policy_tokens(turn.completion)
     if t.turns == 0:
-        raise BrokenEpisode(f"no turn of the policy is in the response{_reason(response)}")
+        raise BrokenEpisode(f"the response contains no turn of the policy{_reason(response)}")
     if response.get("incomplete_details"):
         t.finish_reason = "length"
 
 
 def _reason(response: Mapping[str, Any]) -> str:
-    """What an agent says where it stopped early; for a prompt that has no room that is max_output_tokens."""
+    """Format the reason why a response is incomplete, for example max_output_tokens if the prompt did not fit."""
     details = response.get("incomplete_details")
     reason = details.get("reason") if isinstance(details, Mapping) else None
     return f" ({printable(str(reason), 40)})" if reason else ""
 
 
 def _ids(value: Any) -> np.ndarray:
-    good = isinstance(value, list) and len(value) <= _MAX_TOKENS
-    if not good or not all(type(token) is int and 0 <= token < 2**31 for token in value):
-        raise BrokenEpisode("bad_reply: token ids are no list of whole numbers")
+    is_short_list = isinstance(value, list) and len(value) <= _MAX_TOKENS
+    if not is_short_list or not all(type(token) is int and 0 <= token < 2**31 for token in value):
+        raise BrokenEpisode("bad_reply: token ids are not a list of integers")
     return np.array(value, np.int32)
 
 
-def _first_difference(one: np.ndarray, other: np.ndarray) -> int:
-    shared = min(len(one), len(other))
-    differs = np.flatnonzero(one[:shared] != other[:shared])
-    return int(differs[0]) if len(differs) else shared
+def _first_difference(first: np.ndarray, second: np.ndarray) -> int:
+    shared = min(len(first), len(second))
+    differences = np.flatnonzero(first[:shared] != second[:shared])
+    return int(differences[0]) if len(differences) else shared

@@ -1,105 +1,109 @@
-"""How many groups may be outstanding: the hard bound that staleness sets, and the depth below it that a run needs.
+"""Limits on the number of outstanding groups: the hard bound from staleness, and the adaptive depth below it.
 
-The scheduler of a run and the simulator of ``planning`` follow the same rule.
+Both the rollout scheduler and the simulator in ``planning`` use these limits.
 """
 
 from __future__ import annotations
 
 from math import ceil
 
-from gdpo_nemo.config.rollout_bounds import admission_bound
+from gdpo_nemo.config.rollout_checks import admission_bound
 
 WAITING = 0.05
-"""Share of a step that the trainer may wait for its batch before the depth grows."""
-_MOSTLY = 0.5
-"""Share of waiting from which on one step's word is enough: what proves too much is given back later."""
+"""Fraction of a step that the trainer may wait for its batch before the depth grows."""
+_LONG_WAIT = 0.5
+"""Fraction of a step. If the trainer waits longer, the depth may grow again after one step. Excess is reduced later."""
 
 
 def outstanding_bound(groups: int, max_staleness: int, window: int) -> int:
-    """Groups that may be admitted and not yet trained so that no token is older than ``max_staleness`` when trained
-    (``admission_bound``), if that fills a step.
+    """Return the maximum number of groups that may be admitted and not yet trained (``admission_bound``).
+
+    With this bound, no token is older than ``max_staleness`` when it is trained.
 
     Args:
-        groups: P, groups of a step.
-        max_staleness: S.
-        window: W; a group may be overtaken by at most W - 1 later ones. At S = 0 only 1 leaves room for a batch.
+        groups: P, number of groups that a step trains.
+        max_staleness: S, maximum age of a token in steps.
+        window: W. At most W - 1 later groups may overtake a group. If S is 0, W must be 1.
 
     Raises:
-        ValueError: the bound would be below one batch, so that no step could ever be filled.
+        ValueError: if the bound is less than one batch, so that a step could never start.
     """
     bound = admission_bound(groups, max_staleness, window)
     if window < 1 or bound < groups:
         raise ValueError(
             f"a window of {window} leaves room for {bound} of the {groups} groups of a step; with a staleness of "
-            f"{max_staleness} it is between 1 and {max_staleness * groups + 1}"
+            f"{max_staleness} the window must be between 1 and {max_staleness * groups + 1}"
         )
     return bound
 
 
 class AutoDepth:
-    """The depth in flight, always between one batch and the bound.
+    """Adaptive maximum number of groups in flight, between one batch and the bound.
 
-    Where the trainer waits, throughput follows the depth (Little's law), so it grows by what was missing, at most
-    by half. Where groups that the next batches could take lie ready again and again, half of what is beyond a margin is
-    given back. A change shows only when the groups admitted under it have been trained, ``depth / groups`` steps later;
-    until then the next one waits, but for growth after a cut or where the trainer waits most of the time.
+    While the trainer waits, throughput is proportional to the depth (Little's law). The depth then grows in proportion
+    to the wait, at most by half. If groups for later batches are repeatedly ready in advance, the depth shrinks by half
+    of their number above a margin.
+
+    A change takes effect only after the groups admitted under it are trained, ``depth / groups`` steps later. The next
+    change waits until then, with two exceptions. The depth may grow at once if the last change made it smaller, and
+    after one step if the trainer waits most of the time.
     """
 
     def __init__(self, groups: int, bound: int):
-        """Start with one batch to train and one to draw, where the bound has room for both.
+        """Start with a depth of two batches, one to train and one to sample, or with the bound if it is smaller.
 
         Args:
-            groups: P, groups of a step.
-            bound: B, as ``outstanding_bound`` gives it.
+            groups: P, number of groups that a step trains.
+            bound: B, result of ``outstanding_bound``.
 
         Raises:
-            ValueError: the bound is below one batch.
+            ValueError: if the bound is less than one batch.
         """
         if not 1 <= groups <= bound:
             raise ValueError(f"a bound of {bound} groups is below the {groups} of a batch")
         self.groups = groups
         self.bound = bound
         self.depth = min(bound, 2 * groups)
-        self._settling = ceil(self.depth / groups)  # the first batches are waited for at any depth
-        self._grew = True
+        self._settling = ceil(self.depth / groups)  # The trainer waits for the first batches at any depth.
+        self._last_change_grew = True
         self._floor = groups
-        self._surplus: list[int] = []
+        self._surpluses: list[int] = []
 
     def observe(self, waited: float, step: float, surplus: int) -> int:
-        """Take note of one step and return the depth from now on.
+        """Record one step and return the new depth.
 
         Args:
-            waited: seconds that the trainer waited for its batch.
-            step: seconds of the whole step, the wait included.
-            surplus: groups left over when the batch was taken, complete and within the window.
+            waited: time in seconds that the trainer waited for its batch.
+            step: duration of the step in seconds, including the wait.
+            surplus: number of ready groups that remained after the batch was taken.
         """
         idle = min(1.0, max(0.0, waited / step)) if step > 0 else 0.0
         settled = self._settling <= 0
         self._settling -= 1
         if idle > WAITING:
-            if settled or not self._grew:
+            if settled or not self._last_change_grew:
                 self._grow(idle)
         elif settled:
-            self._surplus.append(surplus)
+            self._surpluses.append(surplus)
             self._shrink()
         return self.depth
 
     def _grow(self, idle: float) -> None:
-        if not self._grew:  # the last cut went too far
+        if not self._last_change_grew:  # The last reduction was too large.
             self._floor = min(self.bound, self.depth + 1)
-        wanted = self.depth * min(1.5, 1 / max(0.5, 1 - idle))
-        self._change(min(self.bound, max(self.depth + 1, ceil(wanted))), grew=True)
-        if idle > _MOSTLY:
+        target = self.depth * min(1.5, 1 / max(0.5, 1 - idle))
+        self._change(min(self.bound, max(self.depth + 1, ceil(target))), grew=True)
+        if idle > _LONG_WAIT:
             self._settling = 1
 
     def _shrink(self) -> None:
-        if len(self._surplus) < ceil(self.depth / self.groups):
+        if len(self._surpluses) < ceil(self.depth / self.groups):
             return
-        beyond = min(self._surplus) - ceil(self.groups / 8)
-        self._surplus.clear()
-        if beyond > 0:
-            self._change(max(self._floor, self.depth - ceil(beyond / 2)), grew=False)
-        elif self._floor > self.groups:  # conditions change: what was too little once is tried again in time
+        excess = min(self._surpluses) - ceil(self.groups / 8)
+        self._surpluses.clear()
+        if excess > 0:
+            self._change(max(self._floor, self.depth - ceil(excess / 2)), grew=False)
+        elif self._floor > self.groups:  # Conditions change, so eventually retry a depth that was too small.
             self._floor -= 1
 
     def _change(self, depth: int, grew: bool) -> None:
@@ -107,5 +111,5 @@ class AutoDepth:
             return
         self._settling = ceil(max(depth, self.depth) / self.groups)
         self.depth = depth
-        self._grew = grew
-        self._surplus.clear()
+        self._last_change_grew = grew
+        self._surpluses.clear()

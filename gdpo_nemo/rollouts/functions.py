@@ -1,4 +1,4 @@
-"""How the trajectories of each environment are made, and what the scheduler calls for it."""
+"""Choice of each environment's rollout method, and the scheduler's interface to run it."""
 
 from __future__ import annotations
 
@@ -7,68 +7,72 @@ from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Sequence, cast
 
-from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
-from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
+from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.environments.registry import load_environments
-from gdpo_nemo.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
 from gdpo_nemo.rollouts.agents import AgentEnvironment, play_with_agents
 from gdpo_nemo.rollouts.context import RolloutContext, RolloutFunction, checked
-from gdpo_nemo.rollouts.learning import longest_completion
-from gdpo_nemo.rollouts.trl_rollouts import load_rollout_function
+from gdpo_nemo.rollouts.credit import longest_completion
+from gdpo_nemo.rollouts.trl_functions import load_rollout_function
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
+from gdpo_nemo.utils.errors import ConfigError, GdpoError, RunError, first_line
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.fleet import EngineFleet
-    from gdpo_nemo.endpoint.server import Endpoint
+    from gdpo_nemo.data.tokenizer import Tokenizer
+    from gdpo_nemo.rollouts.endpoint.server import Endpoint
 
 SampleAll = Callable[[Sequence[SampleRequest]], CompletionBatch]
-"""Draws completions and waits for them, from any thread but the fleet's."""
+"""Function that samples completions and blocks until they are complete.
+
+It may be called from any thread except that of the fleet's event loop.
+"""
 
 
 class RolloutKind(StrEnum):
-    """Who makes a trajectory."""
+    """Method that makes the trajectories of an environment."""
 
     SAMPLE = "sample"
-    """One completion of an engine."""
+    """Sample one completion per trajectory."""
     EPISODE = "episode"
-    """The built-in turns of an environment in Python, a coroutine a trajectory."""
+    """Run the built-in loop over the turns of a Python environment, in one coroutine per trajectory."""
     CALL = "call"
-    """A function that makes whole groups and blocks until it has: the config's own, or agents."""
+    """Call a blocking function that makes complete groups: a custom function, or ``play_with_agents``."""
 
 
 @dataclass(frozen=True)
 class RolloutMethod:
-    """How the trajectories of one environment are made."""
+    """Rollout method of one environment."""
 
     kind: RolloutKind
     function: RolloutFunction | None = None
-    """Of a ``CALL``."""
+    """Function to call. None unless ``kind`` is ``CALL``."""
 
 
 @dataclass(frozen=True)
 class SamplingJob:
-    """The sampling settings of one call, which differ between training and validation."""
+    """Sampling settings of one call. Training and validation have different settings."""
 
     sampling: Sampling
     samples: int
     seed: Callable[[int, int, int], int]
-    """(prompt's place in the call, sample, turn) -> seed of that completion."""
+    """Function that maps (prompt index in the call, sample index, turn) to the seed of a completion."""
     version: int = 0
-    """As in ``RolloutContext``."""
+    """See ``RolloutContext.version``."""
 
 
 class RolloutRunner:
-    """Makes the trajectories that are no single completion, and runs the endpoint where the config wants one.
+    """Makes the trajectories of ``EPISODE`` and ``CALL`` environments, and runs the endpoint if it is enabled.
 
     Raises:
-        ConfigError: see ``rollout_methods``. RunError: the endpoint cannot listen.
+        ConfigError: if ``rollout_methods`` raises it.
+        RunError: if the endpoint cannot listen.
     """
 
-    def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentExecutor, tokenizer: Any):
+    def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentExecutor, tokenizer: Tokenizer):
         self._config = config
         self._fleet = fleet
         self._pool = pool
@@ -83,12 +87,12 @@ class RolloutRunner:
             max_new_tokens=config.policy.generation.max_new_tokens,
             max_sequence=config.policy.max_total_sequence_length,
         )
-        self.endpoint = self._listening() if config.rollout.endpoint.enabled else None
+        self.endpoint = self._start_endpoint() if config.rollout.endpoint.enabled else None
 
-    def _listening(self) -> Endpoint:
-        # Imported here: runs without agents need no FastAPI.
-        from gdpo_nemo.endpoint.server import Endpoint
-        from gdpo_nemo.endpoint.service import Budgets, Service
+    def _start_endpoint(self) -> Endpoint:
+        # Imported here because runs without agents do not need FastAPI.
+        from gdpo_nemo.rollouts.endpoint.server import Endpoint
+        from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 
         limits = self._limits
         budgets = Budgets(limits.max_turns, limits.max_tokens, limits.max_sequence)
@@ -97,33 +101,37 @@ class RolloutRunner:
         return Endpoint(service, self._config.rollout.endpoint.host, self._config.rollout.endpoint.port)
 
     def kind(self, environment: str) -> RolloutKind:
-        """How the trajectories of an environment's prompts are made."""
+        """Return the rollout method of an environment's prompts."""
         return self._methods[environment].kind
 
-    async def episode(self, prompt: Prompt, sample_index: int, asked: EpisodeJob) -> Trajectory:
-        """One trajectory of an ``EPISODE``, turn by turn. Raises as ``play_episode``."""
-        return await play_episode(prompt, sample_index, asked, self._limits, self._conversation)
+    async def episode(self, prompt: Prompt, sample_index: int, job: EpisodeJob) -> Trajectory:
+        """Make one trajectory of an ``EPISODE`` environment, turn by turn.
 
-    def call(self, prompts: Sequence[Prompt], asked: SamplingJob, sample: SampleAll) -> list[list[Trajectory]]:
-        """The trajectories of each prompt of a ``CALL``, checked; blocks. Several threads may call at once.
+        Raises the exceptions of ``play_episode``.
+        """
+        return await play_episode(prompt, sample_index, job, self._limits, self._conversation)
 
-        Prompts of several functions are given to one after the other.
+    def call(self, prompts: Sequence[Prompt], job: SamplingJob, sample: SampleAll) -> list[list[Trajectory]]:
+        """Make and check the trajectories of prompts of ``CALL`` environments. Blocks until they are complete.
+
+        Several threads may call this method concurrently. If the prompts require several functions, the functions run
+        one after the other.
 
         Args:
-            sample: what functions draw completions with.
+            sample: function that samples completions for the rollout functions.
 
         Raises:
-            RunError: a function broke its contract; engines failed for good.
+            RunError: if a function raises an exception or returns an invalid result, or the engines failed permanently.
         """
         parts: dict[int, tuple[RolloutFunction, list[int]]] = {}
-        for place, prompt in enumerate(prompts):
+        for index, prompt in enumerate(prompts):
             function = self._function(prompt)
-            parts.setdefault(id(function), (function, []))[1].append(place)
+            parts.setdefault(id(function), (function, []))[1].append(index)
         made: dict[int, list[Trajectory]] = {}
-        for function, own in parts.values():
-            context = self._context(asked, own, sample)
-            made.update(zip(own, _run(function, [prompts[place] for place in own], context)))
-        return [made[place] for place in range(len(prompts))]
+        for function, indices in parts.values():
+            context = self._context(job, indices, sample)
+            made.update(zip(indices, _run(function, [prompts[index] for index in indices], context)))
+        return [made[index] for index in range(len(prompts))]
 
     def _function(self, prompt: Prompt) -> RolloutFunction:
         method = self._methods[prompt.environment]
@@ -131,26 +139,30 @@ class RolloutRunner:
             raise ValueError(f"environment {prompt.environment} is a {method.kind}, not a call")
         return method.function
 
-    def _context(self, asked: SamplingJob, places: Sequence[int], sample: SampleAll) -> RolloutContext:
-        """The context of one function, whose prompts have these places in the call."""
+    def _context(self, job: SamplingJob, indices: Sequence[int], sample: SampleAll) -> RolloutContext:
+        """Return the context of one function.
 
-        def draw(requests: Sequence[SampleRequest]) -> CompletionBatch:
+        Args:
+            indices: indices of the function's prompts in the call.
+        """
+
+        def sample_requests(requests: Sequence[SampleRequest]) -> CompletionBatch:
             if not requests:
-                raise RunError("a rollout function asked for no completion at all")
+                raise RunError("the rollout function requested no completion")
             return sample(requests)
 
         return RolloutContext(
-            samples=asked.samples,
-            seed=lambda i, j, turn: asked.seed(places[i], j, turn),
-            sample=draw,
+            samples=job.samples,
+            seed=lambda i, j, turn: job.seed(indices[i], j, turn),
+            sample=sample_requests,
             conversation=self._conversation,
             pool=self._pool,
             max_turns=self._limits.max_turns,
             max_tokens=self._limits.max_tokens,
             max_new_tokens=self._limits.max_new_tokens,
             max_sequence=self._limits.max_sequence,
-            sampling=asked.sampling,
-            version=asked.version,
+            sampling=job.sampling,
+            version=job.version,
             endpoint=self.endpoint,
         )
 
@@ -161,23 +173,26 @@ class RolloutRunner:
 
 
 def rollout_methods(config: Config) -> dict[str, RolloutMethod]:
-    """How the trajectories of each environment are made: by the config's own function for all, or the built-in way.
+    """Return the rollout method of each environment, by name. A custom function applies to all environments.
 
     Raises:
-        ConfigError: the function cannot be found; agents without an endpoint; budgets of turns where nothing has turns.
+        ConfigError: if the function cannot be loaded or agents have no endpoint. Also if turn limits or the endpoint
+            are set but no environment uses them.
     """
     environments = load_environments(config.env)
     with_agents = {name for name, e in environments.items() if e.plays_with_endpoint}
     if with_agents and not config.rollout.endpoint.enabled:
-        raise ConfigError(f"rollout.endpoint.enabled: must be true, the agents of env.{min(with_agents)} play with it")
+        raise ConfigError(
+            f"rollout.endpoint.enabled: must be true, because the agents of env.{min(with_agents)} require it"
+        )
     if config.rollout.function is not None:
-        own = RolloutMethod(RolloutKind.CALL, load_rollout_function(config.rollout.function))
-        return dict.fromkeys(config.env, own)
+        custom = RolloutMethod(RolloutKind.CALL, load_rollout_function(config.rollout.function))
+        return dict.fromkeys(config.env, custom)
     methods = {name: _built_in(environment) for name, environment in environments.items()}
     turns = config.rollout.turns
     one_turn = all(method.kind is RolloutKind.SAMPLE for method in methods.values())
     if one_turn and (turns.max_turns != 1 or turns.max_tokens is not None):
-        raise ConfigError("rollout.turns: has no effect, no environment of env has turns; remove it")
+        raise ConfigError("rollout.turns: has no effect, because no environment of env has turns; remove it")
     if config.rollout.endpoint.enabled and not with_agents:
         raise ConfigError(
             "rollout.endpoint: has no effect without an environment of agents or a rollout.function; remove it"
@@ -192,17 +207,21 @@ def _built_in(environment: Any) -> RolloutMethod:
 
 
 def _run(function: RolloutFunction, prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajectory]]:
-    """What the function makes of the prompts, checked. Raises RunError."""
+    """Call a rollout function and return its validated result.
+
+    Raises:
+        RunError: if the function raises an exception or returns an invalid result.
+    """
     name = getattr(function, "__name__", "of agents")
     try:
         made = function(prompts, context)
     except GdpoError:
         raise
-    except Exception as error:  # the function is the user's
+    except Exception as error:  # user code
         raise RunError(f"rollout function {name} raised {first_line(error)}") from error
     return checked(made, prompts, context, f"rollout function {name}")
 
 
 def needs_verdict(trajectory: Trajectory) -> bool:
-    """Whether the environment has yet to say what a trajectory is worth."""
+    """Return True if the environment must still verify the trajectory, because it has no rewards yet."""
     return trajectory.trains and not trajectory.rewards

@@ -1,124 +1,156 @@
-"""From a prompt to a judged group: a coroutine per trajectory, a deadline for all of them, verdicts as they come."""
+"""Sampling and verification of groups, either with one coroutine per trajectory or with calls of rollout functions."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Sequence, TypeVar
 
+from gdpo_nemo.cluster.engine_client import PendingRequest
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory
-from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
-from gdpo_nemo.environments.registry import judges_by_sample
-from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
-from gdpo_nemo.phases import Tally
-from gdpo_nemo.rollouts.calls import Draws, call_within
+from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
+from gdpo_nemo.environments.registry import verifies_by_sample
+from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.rollouts.batches import Rollout, Span, aborted, apply_verdicts, decode, sample_seed, sampled
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict
-from gdpo_nemo.rollouts.rendezvous import Rendezvous
-from gdpo_nemo.rollouts.rollout_batch import aborted, apply_verdicts, decode, sample_seed, sampled
 from gdpo_nemo.rollouts.turns import EpisodeJob
+from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.utils.progress import Tally
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.tokenizer import Tokenizer
+
+
+_MAX_SPANS = 32
+"""Maximum number of groups of a step that get a line in the trace."""
 
 
 @dataclass
 class GroupJob:
-    """What is drawn of one prompt."""
+    """Request to make one group: the prompt and its sampling settings."""
 
     prompt: Prompt
     position: int
-    """By which samples have their seeds; negative: of validation."""
+    """Prompt index, which determines the seeds of the samples. Negative for validation."""
     samples: int
     sampling: Sampling
     state: TrainerState
     engine: int | None = None
-    """Which engine draws it, its later turns too; None: one that is free."""
+    """Index of the engine that samples all turns of the group. None means any free engine."""
     tally: Tally | None = None
-    """Counts it, beside those drawn together with it."""
+    """Progress counter, shared by all groups that are sampled together. None if progress is not counted."""
     promised: bool = False
-    """Whether that engine keeps room for every sample (``EngineFleet.room``)."""
+    """True if ``EngineFleet.room`` has reserved room for every sample on the engine."""
 
 
 @dataclass
 class MadeGroup:
-    """A judged group, and when it was begun, sampled and judged, in seconds since the epoch."""
+    """A verified group with its timing. All times are in seconds since the epoch."""
 
     group: Group
     engine: int | None
     started: float
+    """Time at which sampling began."""
     sampled: float
-    judged: float
+    """Time at which the last sample was complete."""
+    verified: float
+    """Time at which the last reward result arrived."""
 
     @property
     def valid(self) -> int:
-        """Samples that ended before the deadline."""
+        """Number of samples that were not aborted."""
         return sum(t.outcome is not Outcome.ABORTED for t in self.group.trajectories)
 
 
-class GroupMaker:
-    """Makes groups, on the event loop of the engines."""
+def rollout_of(made: Sequence[MadeGroup]) -> Rollout:
+    """Combine groups into a rollout and compute its timing.
 
-    def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentExecutor, tokenizer: Any):
+    Generation lasts from the start of the first group to the last sample. Verification lasts from the last sample to
+    the last reward result.
+    """
+    started = min(m.started for m in made)
+    sampled = max(m.sampled for m in made)
+    verified = max(m.verified for m in made)
+    spans: list[Span] = [
+        ("rollouts" if m.engine is None else f"engine {m.engine}", f"group {m.group.position}", m.started, m.sampled)
+        for m in made[:_MAX_SPANS]
+    ]
+    spans += [("verify", f"group {m.group.position}", m.sampled, m.verified) for m in made[:_MAX_SPANS]]
+    return Rollout([m.group for m in made], 0, sampled - started, max(0.0, verified - sampled), spans=spans)
+
+
+class GroupMaker:
+    """Maker of groups. Its coroutines run on the event loop of the engine fleet."""
+
+    def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentExecutor, tokenizer: Tokenizer):
         self._config = config
         self._fleet = fleet
         self._pool = pool
         self._runner = RolloutRunner(config, fleet, pool, tokenizer)
-        # Of our own: texts are decoded in threads, while others may set the padding of the run's tokenizer.
+        # A copy, because texts are decoded in threads while other code may change the padding of the run's tokenizer.
         self._tokenizer = copy.deepcopy(tokenizer)
-        self._by_sample = {name for name, options in config.env.items() if judges_by_sample(name, dict(options or {}))}
+        self._by_sample = {
+            name for name, options in config.env.items() if verifies_by_sample(name, dict(options or {}))
+        }
 
     def kind(self, prompt: Prompt) -> RolloutKind:
-        """What makes the trajectories of a prompt."""
+        """Return the rollout method of a prompt's environment."""
         return self._runner.kind(prompt.environment)
 
     def close(self) -> None:
-        """Stop the endpoint; calls under way end by themselves."""
+        """Stop the endpoint, without waiting for rollout function calls in flight."""
         self._runner.close()
 
     async def make(self, job: GroupJob, meeting: Rendezvous | None = None) -> MadeGroup:
-        """Sample and judge one group.
+        """Sample and verify one group.
 
         Args:
-            meeting: where its requests meet those of other groups (``Rendezvous``).
+            meeting: submits the requests together with those of other groups. None submits each request at once.
 
         Raises:
-            RunError: engines or environments failed for good.
+            RunError: if engines or environments failed permanently.
         """
         started = time.time()
-        made = await self._in_time(
+        made = await self._within_timeout(
             [asyncio.create_task(self._trajectory(job, j, meeting)) for j in range(job.samples)], job
         )
         done = time.time()
         if job.prompt.environment not in self._by_sample:
-            await self._judge(made, job.state)
+            await self._verify(made, job.state)
         if job.tally:
             job.tally.groups.done += 1
         return MadeGroup(Group(job.prompt, made, job.position), job.engine, started, done, time.time())
 
     async def call(self, jobs: Sequence[GroupJob]) -> list[MadeGroup]:
-        """Groups by the rollout function of their environment, which gets all prompts in one call, in a thread.
+        """Make groups with the rollout function of their environment.
 
-        A call that is late is given up with all its groups.
+        The function runs in a thread and receives all prompts in one call. If the call exceeds
+        ``rollout.group_timeout_s``, all samples of its groups are aborted.
         """
         started = time.time()
         first = jobs[0]
         version = self._fleet.version
-        asked = SamplingJob(first.sampling, first.samples, lambda i, j, turn: self._seed(jobs[i], j, turn), version)
+        settings = SamplingJob(first.sampling, first.samples, lambda i, j, turn: self._seed(jobs[i], j, turn), version)
         if first.promised:
             for _ in range(first.samples):
                 self._keep_promise(first)
-        draws = Draws(self._fleet, first.sampling, first.engine)
-        # Beside the threads of the loop: a call lasts as long as its episodes, and must not keep verdicts waiting.
-        call = partial(self._runner.call, [job.prompt for job in jobs], asked, draws)
-        made = await call_within(self._config.rollout.group_timeout_s, call, draws)
+        sampler = CallSampler(self._fleet, first.sampling, first.engine)
+        # The call does not use the event loop's thread pool, because it may take long and must not delay verification.
+        call = partial(self._runner.call, [job.prompt for job in jobs], settings, sampler)
+        made = await call_within(self._config.rollout.group_timeout_s, call, sampler)
         if made is None:
-            made = [[self._late(job, j, version) for j in range(job.samples)] for job in jobs]
+            made = [[self._timed_out(job, j, version) for j in range(job.samples)] for job in jobs]
         done = time.time()
         if first.tally:
             first.tally.samples.done += sum(job.samples for job in jobs)
-        await self._judge([t for group in made for t in group], first.state, decoded=True)
+        await self._verify([t for group in made for t in group], first.state, decoded=True)
         now = time.time()
         if first.tally:
             first.tally.groups.done += len(jobs)
@@ -127,21 +159,21 @@ class GroupMaker:
             for job, group in zip(jobs, made)
         ]
 
-    async def _in_time(self, tasks: Sequence[asyncio.Task[Trajectory]], job: GroupJob) -> list[Trajectory]:
-        """Results of the trajectories; those that are late are given up."""
+    async def _within_timeout(self, tasks: Sequence[asyncio.Task[Trajectory]], job: GroupJob) -> list[Trajectory]:
+        """Wait for the trajectories until the group timeout. Unfinished trajectories are aborted."""
         limit = self._config.rollout.group_timeout_s
         try:
-            done, late = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            done, unfinished = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
-                task.result()  # one that failed ends the run
+                task.result()  # Raises the exception of a failed trajectory, which ends the run.
         except BaseException:
-            await _cancelled(tasks)
+            await _cancel_all(tasks)
             raise
-        await _cancelled(late)
+        await _cancel_all(unfinished)
         version = self._fleet.version
-        return [task.result() if task in done else self._late(job, j, version) for j, task in enumerate(tasks)]
+        return [task.result() if task in done else self._timed_out(job, j, version) for j, task in enumerate(tasks)]
 
-    def _late(self, job: GroupJob, sample: int, version: int) -> Trajectory:
+    def _timed_out(self, job: GroupJob, sample: int, version: int) -> Trajectory:
         limit = self._config.rollout.group_timeout_s
         return aborted(job.prompt, sample, version, f"not done within {limit:g} s (rollout.group_timeout_s)")
 
@@ -149,7 +181,7 @@ class GroupMaker:
         promised = job.promised
         engine = job.engine
 
-        async def draw(request: SampleRequest) -> Completion:
+        async def sample_turn(request: SampleRequest) -> Completion:
             nonlocal promised, engine
             if meeting is not None:
                 answer = meeting.sample((job.position, sample), request, job.sampling, engine)
@@ -163,16 +195,16 @@ class GroupMaker:
 
         try:
             if self.kind(job.prompt) is RolloutKind.EPISODE:
-                asked = EpisodeJob(
+                episode = EpisodeJob(
                     job.sampling,
                     lambda turn: self._seed(job, sample, turn),
-                    draw,
+                    sample_turn,
                     self._pool.step_one,
                     self._fleet.version,
                     self._pool.abandon,
                 )
-                return await self._runner.episode(job.prompt, sample, asked)
-            completion = await draw(SampleRequest(job.prompt.token_ids, self._seed(job, sample)))
+                return await self._runner.episode(job.prompt, sample, episode)
+            completion = await sample_turn(SampleRequest(job.prompt.token_ids, self._seed(job, sample)))
         finally:
             if job.tally:
                 job.tally.samples.done += 1
@@ -182,19 +214,19 @@ class GroupMaker:
                 meeting.leave()
         trajectory = sampled(job.prompt, sample, completion)
         if job.prompt.environment in self._by_sample:
-            await self._judge([trajectory], job.state)
+            await self._verify([trajectory], job.state)
         return trajectory
 
     def _keep_promise(self, job: GroupJob) -> None:
         if job.engine is not None:
-            self._fleet.lanes[job.engine].keep_promise()
+            self._fleet.clients[job.engine].keep_promise()
 
-    async def _judge(self, made: Sequence[Trajectory], state: TrainerState, decoded: bool = False) -> None:
-        wanted = [t for t in made if needs_verdict(t)]
-        if wanted:
-            await asyncio.to_thread(self._verdicts, wanted, state, decoded)
+    async def _verify(self, made: Sequence[Trajectory], state: TrainerState, decoded: bool = False) -> None:
+        unverified = [t for t in made if needs_verdict(t)]
+        if unverified:
+            await asyncio.to_thread(self._apply_verdicts, unverified, state, decoded)
 
-    def _verdicts(self, made: Sequence[Trajectory], state: TrainerState, decoded: bool) -> None:
+    def _apply_verdicts(self, made: Sequence[Trajectory], state: TrainerState, decoded: bool) -> None:
         if not decoded:
             decode([t for t in made if not t.text], self._tokenizer)
         apply_verdicts(made, self._pool, state)
@@ -203,7 +235,149 @@ class GroupMaker:
         return sample_seed(self._config.run.seed, job.position, sample, turn)
 
 
-async def _cancelled(tasks: Any) -> None:
+async def _cancel_all(tasks: Any) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+Result = TypeVar("Result")
+
+
+class CallSampler:
+    """Sampling function of one call. It may be called from any thread except that of the fleet's event loop.
+
+    Args:
+        engine: index of the engine that samples. None distributes the requests evenly.
+    """
+
+    def __init__(self, fleet: EngineFleet, sampling: Sampling, engine: int | None):
+        self._fleet = fleet
+        self._sampling = sampling
+        self._engine = engine
+        self._lock = threading.Lock()
+        self._in_flight: set[Future[CompletionBatch]] = set()
+        self._closed = False
+
+    def __call__(self, requests: Sequence[SampleRequest]) -> CompletionBatch:
+        """Sample one completion per request and wait for all of them.
+
+        Raises:
+            RunError: if the engines failed permanently or the call was abandoned.
+        """
+        with self._lock:
+            if self._closed:
+                raise RunError("the call was abandoned")
+            pending = self._fleet.spawn(self._fleet.sample_all(requests, self._sampling, self._engine))
+            self._in_flight.add(pending)
+        try:
+            return pending.result()
+        finally:
+            with self._lock:
+                self._in_flight.discard(pending)
+
+    def end(self) -> None:
+        """Cancel the requests in flight and reject new requests."""
+        with self._lock:
+            self._closed = True
+            in_flight = list(self._in_flight)
+        for pending in in_flight:
+            pending.cancel()
+
+
+async def call_within(limit_s: float | None, call: Callable[[], Result], sampler: CallSampler) -> Result | None:
+    """Run ``call`` in a thread and return its result, or None if it takes more than ``limit_s`` seconds.
+
+    A call that exceeds the limit is not interrupted, but its requests are cancelled and its result is ignored.
+
+    Raises:
+        Exception: any exception of the call.
+    """
+    future = asyncio.wrap_future(_run_in_thread(call))
+    try:
+        done, _ = await asyncio.wait([future], timeout=limit_s)
+    except asyncio.CancelledError:
+        _abandon(future, sampler)
+        raise
+    if done:
+        return future.result()
+    _abandon(future, sampler)
+    return None
+
+
+def _abandon(future: asyncio.Future[Result], sampler: CallSampler) -> None:
+    sampler.end()
+    # Retrieve the exception, so that asyncio does not warn about it.
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+
+def _run_in_thread(call: Callable[[], Result]) -> Future[Result]:
+    """Run ``call`` in a daemon thread. Unlike the threads of an executor, it does not delay the exit of the process."""
+    answer: Future[Result] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # Any exception is passed to the waiting caller.
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="calls").start()
+    return answer
+
+
+_Entry = tuple[tuple[int, int], SampleRequest, Sampling, int | None, asyncio.Future[PendingRequest]]
+"""(key, request, sampling, engine, future of the submitted request)."""
+
+
+class Rendezvous:
+    """Barrier for the requests of all trajectories of a step. They are submitted together, in a fixed order.
+
+    Args:
+        members: number of trajectories. Each trajectory must call ``leave`` when it ends.
+    """
+
+    def __init__(self, fleet: EngineFleet, members: int):
+        self._fleet = fleet
+        self._members = members
+        self._waiting: list[_Entry] = []
+
+    async def sample(
+        self, key: tuple[int, int], request: SampleRequest, sampling: Sampling, engine: int | None
+    ) -> tuple[Completion, int]:
+        """Wait until every trajectory has a request or has ended, then sample.
+
+        Args:
+            key: (prompt index, sample index) of the trajectory. Requests are submitted in the order of their keys.
+
+        Returns:
+            The completion and the index of its engine, as ``EngineFleet.sample`` does.
+        """
+        submitted: asyncio.Future[PendingRequest] = asyncio.get_running_loop().create_future()
+        entry = (key, request, sampling, engine, submitted)
+        self._waiting.append(entry)
+        self._submit_if_complete()
+        try:
+            pending = await submitted
+        except asyncio.CancelledError:
+            if entry in self._waiting:
+                self._waiting.remove(entry)
+            raise
+        return await self._fleet.answer_of(pending)
+
+    def leave(self) -> None:
+        """Record that a trajectory has ended."""
+        self._members -= 1
+        self._submit_if_complete()
+
+    def _submit_if_complete(self) -> None:
+        if not self._waiting or len(self._waiting) < self._members:
+            return
+        waiting = sorted(self._waiting, key=lambda entry: entry[0])
+        self._waiting = []
+        for _, request, sampling, engine, submitted in waiting:
+            if not submitted.done():
+                try:
+                    submitted.set_result(self._fleet.submit(request, sampling, engine))
+                except Exception as error:  # noqa: BLE001 - passed to the trajectory that made the request
+                    submitted.set_exception(error)

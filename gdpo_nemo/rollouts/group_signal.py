@@ -1,9 +1,9 @@
-"""Which groups dynamic sampling retains: those of which some sample gets an advantage from the comparisons that the
-estimator makes.
+"""Selection of the groups that dynamic sampling trains: groups with a signal.
 
-Samples are compared within their group, with ``gdpo.group_by: prompt`` within all groups of the batch that have the
-same prompt tokens. REINFORCE++ without a baseline compares a sample with the batch, so every reward is a signal; and
-the preset verl (``singleton: raw``) passes the reward of a sample that is alone on.
+A group has a signal if the estimator gives at least one of its samples a nonzero advantage. The estimator compares
+samples within their group. With ``gdpo.group_by: prompt``, it compares the samples of all groups in the batch that have
+the same prompt tokens. REINFORCE++ without a baseline compares a sample with the whole batch, so every reward is a
+signal. The preset verl (``singleton: raw``) uses the raw reward as the advantage of a sample without comparisons.
 """
 
 from __future__ import annotations
@@ -13,31 +13,32 @@ from typing import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from gdpo_nemo.algorithms.groups import moments
 from gdpo_nemo.algorithms.settings import PRESETS, Settings
-from gdpo_nemo.algorithms.table import build_table
-from gdpo_nemo.config.schema import Config
+from gdpo_nemo.algorithms.table import build_table, moments
+from gdpo_nemo.config.rollout_checks import valid_needed
+from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.records import Group, Prompt, Trajectory
+from gdpo_nemo.rollouts.credit import reward_columns, turn_rows
 from gdpo_nemo.rollouts.group_maker import MadeGroup
-from gdpo_nemo.rollouts.learning import reward_columns
-from gdpo_nemo.rollouts.turn_credit import turn_rows
+from gdpo_nemo.rollouts.ledger import LATE, NO_SIGNAL
 
 
 def has_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> bool:
-    """Return whether some sample of the group has a weighted component that varies among the samples it is compared
-    with, as shaped (or ``dynamic_sampling.before_shaping``).
+    """Return True if at least one weighted component of the group varies among the samples compared with each other.
+
+    The check uses the rewards after shaping. With ``dynamic_sampling.before_shaping``, it uses the original rewards.
 
     Args:
-        siblings: other groups whose samples are compared with those of ``group``.
+        siblings: other groups whose samples are compared with the samples of ``group``.
     """
     if config.gdpo.dynamic_sampling.before_shaping:
         config = replace(config, gdpo=replace(config.gdpo, shaping=[]))
-    own = [t for t in group.trajectories if t.trains]
-    members = [*own, *(t for sibling in siblings for t in sibling.trajectories if t.trains)]
-    if not own:
+    samples = [t for t in group.trajectories if t.trains]
+    members = [*samples, *(t for sibling in siblings for t in sibling.trajectories if t.trains)]
+    if not samples:
         return False
     ids = np.zeros(len(members), np.int64)
-    of_group = np.arange(len(members)) < len(own)
+    of_group = np.arange(len(members)) < len(samples)
     columns = _weighted_columns(members, config)
     if config.gdpo.credit == "turn":
         rows = turn_rows(members, columns, config.gdpo.discount)
@@ -45,9 +46,9 @@ def has_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> 
         of_group = of_group[rows.trajectory]
     if all(np.isnan(column).all() for column in columns.values()):
         return False
-    if _compares_with_the_batch(config):
+    if _compares_with_batch(config.gdpo):
         return any(bool((~np.isnan(column) & of_group).any()) for column in columns.values())
-    return _varies(columns, ids, of_group, _singleton(config) == "raw")
+    return _varies(columns, ids, of_group, _singleton(config.gdpo) == "raw")
 
 
 def _weighted_columns(members: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
@@ -55,44 +56,56 @@ def _weighted_columns(members: Sequence[Trajectory], config: Config) -> dict[str
 
 
 def _varies(columns: Mapping[str, np.ndarray], ids: np.ndarray, rows: np.ndarray, raw: bool) -> bool:
-    """Return whether one of the rows has a component that is not constant among the rows of its id; with ``raw`` also
-    whether it is the only one that has it."""
+    """Return True if a selected row has a component that is not constant among the rows with the same id.
+
+    Args:
+        ids: id of the comparison group of each row. Shape: [rows].
+        rows: selected rows. Shape: bool [rows].
+        raw: True if a component that only one row of a comparison group has is also a signal.
+    """
     table = build_table(columns, ids)
-    mine = table.groups.take(rows)
+    selected = table.groups.take(rows)
     for column, present in zip(table.columns, table.present, strict=True):
         stats = moments(table.groups, column, present)
-        speaks = ~stats.constant | (stats.count == 1) if raw else ~stats.constant
-        if (present & mine & table.groups.rows(speaks)).any():
+        varies = ~stats.constant | (stats.count == 1) if raw else ~stats.constant
+        if (present & selected & table.groups.rows(varies)).any():
             return True
     return False
 
 
-def _compares_with_the_batch(config: Config) -> bool:
-    gdpo = config.gdpo
+def _compares_with_batch(gdpo: GdpoConfig) -> bool:
     return gdpo.estimator == "reinforce_plus_plus" and gdpo.options.get("minus_baseline") is False
 
 
-def _singleton(config: Config) -> str:
-    gdpo = config.gdpo
+def _singleton(gdpo: GdpoConfig) -> str:
     base = PRESETS[gdpo.preset] if gdpo.preset else Settings()
     return str(gdpo.options.get("singleton", base.singleton))
 
 
 def part_with_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> Group | None:
-    """Return the part of a group that dynamic sampling retains: the whole or nothing, or the samples whose fellows vary
-    (``leave_one_out``). Args: as ``has_signal``."""
+    """Return the samples of a group that dynamic sampling trains, or None if there are none.
+
+    Without ``dynamic_sampling.leave_one_out``, these are all samples of a group with a signal. With it, a sample is
+    trained if the other samples compared with it have a signal.
+
+    Args:
+        siblings: other groups whose samples are compared with the samples of ``group``.
+    """
     if not config.gdpo.dynamic_sampling.leave_one_out:
         return group if has_signal(group, config, siblings) else None
     members = [t for t in group.trajectories if t.trains]
     others = [t for sibling in siblings for t in sibling.trajectories]
-    fellows = [Group(group.prompt, [*members[:place], *members[place + 1 :], *others]) for place in range(len(members))]
-    kept = [member for member, compared in zip(members, fellows) if has_signal(compared, config)]
-    return Group(group.prompt, kept) if kept else None
+    selected = []
+    for index, member in enumerate(members):
+        compared = Group(group.prompt, [*members[:index], *members[index + 1 :], *others])
+        if has_signal(compared, config):
+            selected.append(member)
+    return Group(group.prompt, selected) if selected else None
 
 
-def siblings_of(group: Group, groups: Iterable[Group], config: Config) -> list[Group]:
-    """Return the groups of a batch, without ``group``, whose samples are compared with its samples."""
-    if config.gdpo.group_by == "row":
+def siblings_of(group: Group, groups: Iterable[Group], gdpo: GdpoConfig) -> list[Group]:
+    """Return the other groups in ``groups`` whose samples are compared with the samples of ``group``."""
+    if gdpo.group_by == "row":
         return []
     tokens = _tokens(group.prompt)
     return [other for other in groups if other.position != group.position and _tokens(other.prompt) == tokens]
@@ -102,40 +115,76 @@ def _tokens(prompt: Prompt) -> bytes:
     return prompt.token_ids.tobytes()
 
 
-def retained_and_rest(group: Group, part: Group | None) -> tuple[list[Group], list[Group]]:
-    """Return ``part`` and the other samples of its group, each as a list of at most one group of that position."""
+def split_group(group: Group, part: Group | None) -> tuple[list[Group], list[Group]]:
+    """Split a group into the samples of ``part`` and the remaining samples.
+
+    Each result is a list with one group, or an empty list if it would have no samples.
+    """
     chosen = {t.sample_index for t in part.trajectories} if part else set()
     rest = [t for t in group.trajectories if t.sample_index not in chosen]
     retained = [Group(group.prompt, part.trajectories, group.position)] if part else []
     return retained, [Group(group.prompt, rest, group.position)] if rest else []
 
 
+def is_late(made: MadeGroup, config: Config) -> bool:
+    """Return True if fewer than ``rollout.min_valid`` samples of a group finished in time."""
+    return made.valid < valid_needed(config)
+
+
+def split_groups(
+    made: Sequence[MadeGroup], before: Sequence[Group], config: Config, reasons: dict[int, str]
+) -> tuple[list[Group], list[Group]]:
+    """Split the verified groups of a synchronous step into groups to train and rejected groups.
+
+    Late groups are rejected. Dynamic sampling also rejects samples without signal.
+
+    Args:
+        before: groups that earlier rounds of the step selected for training.
+        reasons: receives the reason for each rejected group, by prompt index.
+    """
+    retained: list[Group] = []
+    rejected: list[Group] = []
+    batch = [*before, *(made_group.group for made_group in made if not is_late(made_group, config))]
+    for made_group in made:
+        group = made_group.group
+        part: Group | None = group
+        if is_late(made_group, config):
+            part = None
+            reasons[group.position] = LATE
+        elif config.gdpo.dynamic_sampling.enabled:
+            part = part_with_signal(group, config, siblings_of(group, batch, config.gdpo))
+            if part is None:
+                reasons[group.position] = NO_SIGNAL
+        with_signal, without_signal = split_group(group, part)
+        retained += with_signal
+        rejected += without_signal
+    return retained, rejected
+
+
 class InFlight:
-    """The prompts of the groups that are being sampled, which a group that is done may yet be compared with."""
+    """Prompts of the groups in flight. A finished group may still be compared with such a group."""
 
     def __init__(self, config: Config):
         self._config = config
         self._prompts: dict[int, bytes] = {}
 
     def add(self, position: int, prompt: Prompt) -> None:
-        """Note that the group of a position is being sampled."""
+        """Record that the group with this prompt index is being sampled."""
         if self._config.gdpo.group_by == "prompt":
             self._prompts[position] = _tokens(prompt)
 
     def remove(self, position: int) -> None:
-        """Note that the group of a position is done."""
+        """Record that the group with this prompt index is finished."""
         self._prompts.pop(position, None)
 
     def may_have_signal(self, made: MadeGroup, ready: Iterable[MadeGroup]) -> bool:
-        """Return whether a group has a signal, or gets one if a group in flight with the same prompt earns other
-        rewards.
+        """Return True if a finished group has a signal or a group with the same prompt is in flight.
 
         Args:
-            made: a group that is done.
-            ready: groups that are done and not trained yet.
+            ready: groups that are finished and not trained yet.
         """
         group = made.group
         if _tokens(group.prompt) in self._prompts.values():
             return True
-        siblings = siblings_of(group, (other.group for other in ready), self._config)
+        siblings = siblings_of(group, (other.group for other in ready), self._config.gdpo)
         return part_with_signal(group, self._config, siblings) is not None

@@ -1,31 +1,25 @@
-"""Where every prompt of a run is: the one account of what is drawn, trained and dropped.
-
-A position is the number of prompts dealt before one. It is ``WAITING`` once admitted, ``DRAWING`` while its group is
-sampled and judged, ``READY`` when it may be trained, and at last trained or dropped with a reason, which happens to
-every position exactly once.
-
-With P groups a step, a window W and a bound S on staleness, a group is admitted only while fewer than
-B = (S + 1) * P - (W - 1) are outstanding, and trained only while it is less than W behind the oldest outstanding one.
-So group i, admitted after u updates, has i <= u * P + B - 1 and is trained at rank r <= i + W - 1, in update v with
-v * P <= r; hence v - u <= (B + W - 2) / P, which is at most S. Dropped groups only lower the rank. S = 0 makes W = 1
-and B = P: a step's groups, in order.
-
-That holds for groups admitted under the trainer's own weights. Where published weights are up to L updates behind these
-(``rollout.sync_every`` - 1), B is that of S - L; where they are n more behind, as while they are under way, only
-B - n * P may be outstanding.
-"""
+"""Prompt ledger: the prompt of each prompt index, and its stage: waiting, in flight, ready, trained or dropped."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from bisect import insort
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Iterable, Mapping
+from typing import Any, Iterable, Mapping, Sequence
 
-from gdpo_nemo.config.rollout_bounds import admission_bound as admission_bound
+from gdpo_nemo.config.rollout_checks import (
+    admission_bound as admission_bound,
+    new_groups,
+    resolved_bound,
+    resolved_window,
+)
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.records import Group
+from gdpo_nemo.rollouts.replay_buffer import Load, ReplayBuffer
 
 
 class Stage(StrEnum):
-    """How far an outstanding position is."""
+    """Stage of an outstanding prompt index, which is neither trained nor dropped."""
 
     WAITING = "waiting"
     DRAWING = "drawing"
@@ -34,19 +28,21 @@ class Stage(StrEnum):
 
 @dataclass
 class LedgerState:
-    """What a checkpoint holds of a ledger."""
+    """State of a ``Ledger`` in a checkpoint."""
 
     position: int = 0
-    """Every position before this one is trained or dropped."""
+    """Prompt index. All smaller indices are trained or dropped."""
     retired: list[int] = field(default_factory=list)
-    """Later ones that are, too, in order."""
+    """Larger indices that are also trained or dropped, in ascending order."""
     dropped: list[tuple[int, str]] = field(default_factory=list)
-    """Of all these, (position, reason) of those dropped since the last batch, which the next one accounts for."""
+    """(prompt index, reason) of each index dropped since the last batch. The next batch reports these drops."""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], position: int = 0) -> LedgerState:
-        """What ``dataclasses.asdict`` made of a state; where ``saved`` is empty, as in older checkpoints, all prompts
-        before ``position`` are trained or dropped."""
+        """Restore a state from the output of ``dataclasses.asdict``.
+
+        In older checkpoints ``saved`` is empty. All indices before ``position`` then count as trained or dropped.
+        """
         if not saved:
             return cls(position)
         dropped = [(int(p), str(reason)) for p, reason in saved.get("dropped", ())]
@@ -55,24 +51,25 @@ class LedgerState:
 
 @dataclass
 class Entry:
-    """An outstanding position."""
+    """An outstanding prompt index."""
 
     position: int
     version: int
-    """Of the newest published weights when it was admitted; none older may draw it."""
+    """Newest published weight version at admission. Engines with older weights must not sample this index."""
     stage: Stage = Stage.WAITING
 
 
 class Ledger:
-    """The account of one run; not thread-safe.
+    """Prompt ledger of one run. Not thread-safe.
 
     Args:
-        groups: P, those that a step trains.
-        bound: B, those that may be outstanding; see ``admission_bound``.
-        window: W.
-        limit: positions of the whole run; None: no end.
-        updates: those done before ``start``.
-        late: L, updates that published weights may be behind; ``bound`` is of that.
+        groups: P, number of groups that a step trains.
+        bound: B, maximum number of outstanding indices. See ``admission_bound``.
+        window: W. A group may be trained only if its index is less than W after the oldest outstanding index.
+        start: state to resume from. None means the beginning of a run.
+        limit: number of prompt indices in the whole run. None means no limit.
+        updates: number of updates done before ``start``.
+        late: L, number of updates by which published weights may lag behind the trainer. ``bound`` assumes this lag.
     """
 
     def __init__(
@@ -87,24 +84,24 @@ class Ledger:
     ):
         start = start or LedgerState()
         if not groups <= bound or window < 1:
-            raise ValueError(f"bound {bound} must be at least {groups} groups, and window {window} at least 1")
+            raise ValueError(f"bound ({bound}) must be at least groups ({groups}), and window ({window}) at least 1")
         self.groups = groups
         self.bound = bound
         self.window = window
         self.limit = limit
         self.late = late
         self.updates = updates
-        """Calls of ``trained``, those of before a resume included: the version of the trainer's weights."""
+        """Number of updates, including those before a resume. Equals the version of the trainer's weights."""
         self.dropped: list[tuple[int, str]] = list(start.dropped)
-        """(position, reason) of those dropped since the last ``take_dropped``."""
+        """(prompt index, reason) of each index dropped since the last call of ``take_dropped``."""
         self._outstanding: dict[int, Entry] = {}
         self._next = start.position
-        """The first position that was never admitted."""
+        """First prompt index that was never admitted."""
         self._retired = set(start.retired)
-        """Trained or dropped, and behind one that is not."""
+        """Trained or dropped indices after the first index that is neither."""
 
     def __len__(self) -> int:
-        """Outstanding positions."""
+        """Return the number of outstanding indices."""
         return len(self._outstanding)
 
     def __getitem__(self, position: int) -> Entry:
@@ -114,17 +111,24 @@ class Ledger:
         return position in self._outstanding
 
     def count(self, *stages: Stage) -> int:
-        """Outstanding positions in these stages."""
+        """Return the number of outstanding indices that are in one of ``stages``."""
         return sum(entry.stage in stages for entry in list(self._outstanding.values()))
 
     def admit(self, version: int, most: int | None = None) -> list[int]:
-        """Admit the next positions under published weights of ``version``: while fewer than ``most`` (at most B; None:
-        B) are outstanding and the limit is not reached. Returns them, in order."""
+        """Admit prompt indices until enough are outstanding or the limit is reached.
+
+        Args:
+            version: version of the published weights. If it lags behind by more than L updates, fewer are admitted.
+            most: maximum number of outstanding indices, if it is less than B. None means B.
+
+        Returns:
+            The admitted indices, in ascending order.
+        """
         room = self.bound - max(0, self.updates - version - self.late) * self.groups
         room = room if most is None else min(most, room)
         admitted = []
         while len(self._outstanding) < room:
-            while self._next in self._retired:  # before a resume
+            while self._next in self._retired:  # Trained or dropped before a resume.
                 self._next += 1
             if self.limit is not None and self._next >= self.limit:
                 break
@@ -134,58 +138,301 @@ class Ledger:
         return admitted
 
     def move(self, position: int, stage: Stage) -> None:
-        """Note how far a position is; stages only go forward."""
+        """Move an index to a later stage.
+
+        Raises:
+            ValueError: if ``stage`` is earlier than the current stage.
+        """
         entry = self._outstanding[position]
         order = list(Stage)
         if order.index(stage) < order.index(entry.stage):
-            raise ValueError(f"position {position} cannot go from {entry.stage} to {stage}")
+            raise ValueError(f"prompt index {position} cannot move from stage {entry.stage} back to {stage}")
         entry.stage = stage
 
     def drop(self, position: int, reason: str) -> None:
-        """Give a position up: it is never trained."""
+        """Drop an index, so that it is never trained."""
         del self._outstanding[position]
         self._retired.add(position)
         self.dropped.append((position, reason))
 
     def get_batch(self, count: int | None = None) -> list[int] | None:
-        """The ``count`` positions (None: P) that the next update trains, in order; None while there are not enough.
+        """Select the indices that the next update trains.
 
-        They are the first that are ready among those less than W behind the oldest outstanding one, each time one has
-        been taken.
+        Indices are taken one at a time. Each is the smallest ready index that is less than W after the oldest
+        outstanding index, not counting the indices already taken.
+
+        Args:
+            count: number of indices to select. None means P.
+
+        Returns:
+            The selected indices in ascending order, or None if too few are ready.
         """
         taken: list[int] = []
-        left = sorted(self._outstanding)
+        remaining = sorted(self._outstanding)
         while len(taken) < (self.groups if count is None else count):
-            near = (p for p in left if p < left[0] + self.window and self._outstanding[p].stage is Stage.READY)
-            position = next(near, None)
+            candidates = (
+                p for p in remaining if p < remaining[0] + self.window and self._outstanding[p].stage is Stage.READY
+            )
+            position = next(candidates, None)
             if position is None:
                 return None
             taken.append(position)
-            left.remove(position)
+            remaining.remove(position)
         return sorted(taken)
 
     def trained(self, positions: Iterable[int]) -> None:
-        """Account for an update of these positions."""
+        """Record an update that trained these indices."""
         for position in positions:
             del self._outstanding[position]
             self._retired.add(position)
         self.updates += 1
         first = min(self._outstanding, default=self._next)
-        # At ``first`` itself, too: after a resume it may be one that is not to be admitted again.
+        # ``first`` itself stays, because after a resume it may be an index that must not be admitted again.
         self._retired = {p for p in self._retired if p >= first}
 
     def take_dropped(self) -> list[tuple[int, str]]:
-        """(position, reason) of what was dropped since the last call, for the batch that accounts for it.
+        """Return (prompt index, reason) of each index dropped since the last call, for the report of the next batch.
 
-        Not a part of ``trained``: what is dropped while a batch trains is the next one's.
+        ``trained`` does not do this, because indices dropped while a batch trains are reported with the batch after it.
         """
         taken = self.dropped
         self.dropped = []
         return taken
 
     def state(self) -> LedgerState:
-        """What a resumed run goes on from: outstanding positions are drawn again."""
+        """Return the state for a checkpoint. After a resume, outstanding indices are sampled again."""
         first = min(self._outstanding, default=self._next)
         while first in self._retired:
             first += 1
         return LedgerState(first, sorted(p for p in self._retired if p >= first), list(self.dropped))
+
+
+NO_SIGNAL = "no signal"
+LATE = "late"
+SURPLUS = "surplus"
+"""Reasons for dropping a prompt index.
+
+``NO_SIGNAL``: gdpo.dynamic_sampling found no signal in its group. ``SURPLUS``: the batch was full without its group.
+``LATE``: fewer than rollout.min_valid of its samples finished in time.
+"""
+_UNBOUNDED = 2**30
+
+
+@dataclass(frozen=True)
+class RunPosition:
+    """Progress of a run at the start of this process. The default is the beginning of a run."""
+
+    ledger: Mapping[str, Any] = field(default_factory=dict)
+    """Prompt ledger after the earlier steps (``PromptTracker.state``). Empty for a new run and in older checkpoints."""
+    position: int = 0
+    """Number of prompts that the earlier steps trained or dropped."""
+    step: int = 0
+    """Number of finished steps. The next batch is number ``step``."""
+    limit: int | None = None
+    """Number of prompts in the whole run (``gdpo.max_num_epochs``). None if only the number of steps limits the run."""
+    updates: tuple[int, int] = (0, 1)
+    """(finished, total) number of optimizer updates of the run. Passed to reward functions."""
+
+
+class PromptTracker:
+    """Bookkeeping of a run's prompts: prompt ledger, prompt assignment and replay buffer. Not thread-safe.
+
+    Args:
+        at: progress of the run, from the checkpoint.
+        load: function that reads groups of earlier steps from the run folder.
+    """
+
+    def __init__(self, config: Config, at: RunPosition, load: Load):
+        saved = at.ledger
+        step = at.step
+        limit = at.limit
+        start = LedgerState.of(saved, at.position)
+        exact = config.rollout.max_staleness == 0
+        self._limit = limit
+        self._step = step
+        self._groups = config.gdpo.num_prompts_per_step
+        self.ledger = Ledger(
+            new_groups(config),
+            # A synchronous step may replace groups before training. Its groups are never stale, so no bound is needed.
+            _UNBOUNDED if exact else resolved_bound(config),
+            resolved_window(config.rollout),
+            start,
+            limit,
+            step,
+            config.rollout.sync_every - 1,
+        )
+        self.consumed = start.position + len(start.retired)
+        """Number of prompt indices that are trained or dropped."""
+        dynamic = config.gdpo.dynamic_sampling
+        after = dynamic.reroll_after if dynamic.enabled else 0
+        self._deal = PromptDeal(after, dynamic.max_rerolls, DealState.of(saved.get("deal", {}), start.position))
+        self._rerolls = after > 0
+        section = config.rollout.replay_buffer
+        self._reuse_count = section.groups
+        self._buffer = ReplayBuffer(section.reuse, section.max_age, config.run.seed)
+        self._buffer.restore(saved.get("replay_buffer", ()), load)
+        self._buffered: list[list[int]] = self._buffer.state()
+        self.reused_groups: list[Group] = []
+        """Groups of earlier steps that the next batch trains again."""
+        self._select_reused()
+
+    @property
+    def num_new_groups(self) -> int:
+        """Number of new groups in the next batch."""
+        return self._groups - len(self.reused_groups)
+
+    @property
+    def prompts_left(self) -> float:
+        """Number of prompts that were not yet admitted. Infinite without a limit."""
+        if self._limit is None:
+            return float("inf")
+        return self._deal.positions(self._limit, self._step) - self.consumed - len(self.ledger)
+
+    def begin(self, step: int, trained: Sequence[Group]) -> None:
+        """Record the groups that step number ``step`` trained for the first time, and prepare the next step."""
+        positions = sorted({group.position for group in trained})
+        self.ledger.trained(positions)
+        self.consumed += len(positions)
+        if self._rerolls:
+            self._deal.done(positions)
+        self._step = step
+        if self._reuse_count:
+            self._buffer.add(step, trained)
+            self._select_reused()
+        if self._limit is not None:
+            self.ledger.limit = self._deal.positions(self._limit, step)
+
+    def _select_reused(self) -> None:
+        # The state is saved before the selection, because a resumed run repeats the selection.
+        self._buffered = self._buffer.state()
+        selected = self._buffer.draw(self._reuse_count, self._step) if self._reuse_count else []
+        # Copies, because the groups of an earlier step may still be in the queue of the sample writer.
+        self.reused_groups = [
+            replace(group, trajectories=[replace(t) for t in group.trajectories]) for group in selected
+        ]
+
+    def admit(self, version: int, most: int) -> list[tuple[int, int]]:
+        """Admit prompt indices as ``Ledger.admit`` does. Returns (prompt index, dataset row of its prompt) pairs."""
+        admitted = self.ledger.admit(version, most)
+        if not self._rerolls:
+            return [(position, position) for position in admitted]
+        return [(position, self._deal.deal(position, self._step)) for position in admitted]
+
+    def drop(self, position: int, reason: str) -> None:
+        """Drop a prompt index."""
+        self.ledger.drop(position, reason)
+        self.consumed += 1
+        if self._rerolls and reason == NO_SIGNAL:
+            self._deal.no_signal(position, self._step)
+        elif self._rerolls:
+            self._deal.done([position])
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint as a dictionary of plain values."""
+        state = asdict(self.ledger.state())
+        if self._rerolls:
+            state["deal"] = asdict(self._deal.state())
+        if self._reuse_count:
+            state["replay_buffer"] = self._buffered
+        return state
+
+
+@dataclass
+class DealState:
+    """State of a ``PromptDeal`` in a checkpoint."""
+
+    next_place: int = 0
+    """First dataset row whose prompt was never assigned to a prompt index."""
+    again: int = 0
+    """Number of prompt indices that were rerolls of an earlier prompt."""
+    dealt: list[tuple[int, int, int]] = field(default_factory=list)
+    """(prompt index, dataset row, earlier rerolls) of each outstanding index."""
+    due: list[tuple[int, int, int]] = field(default_factory=list)
+    """(step, dataset row, rerolls) of each prompt to be sampled again, in order. It is due from that step on."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], position: int = 0) -> DealState:
+        """Restore a state from the output of ``dataclasses.asdict``.
+
+        In older checkpoints ``saved`` is empty. Every index before ``position`` then has the dataset row of the same
+        number.
+        """
+        if not saved:
+            return cls(position)
+        dealt = [(int(p), int(row), int(rerolls)) for p, row, rerolls in saved["dealt"]]
+        due = [(int(step), int(row), int(rerolls)) for step, row, rerolls in saved["due"]]
+        return cls(int(saved["next_place"]), int(saved["again"]), dealt, due)
+
+
+class PromptDeal:
+    """Assignment of dataset rows to prompt indices, including rerolls. Not thread-safe.
+
+    If a group has no signal, its prompt may be sampled again at a later index, which is called a reroll.
+
+    Args:
+        after: number of steps between a group without signal and its reroll. 0 disables rerolls.
+        most: maximum number of rerolls of a prompt per epoch.
+        start: state to resume from. None means the beginning of a run.
+    """
+
+    def __init__(self, after: int = 0, most: int = 1, start: DealState | None = None):
+        if after < 0 or most < 1:
+            raise ValueError(f"after {after} must be 0 or more, and most {most} at least 1")
+        start = start or DealState()
+        self.after = after
+        self.most = most
+        self._next = start.next_place
+        self._again = start.again
+        self._dealt = {position: (row, rerolls) for position, row, rerolls in start.dealt}
+        self._due = list(start.due)
+
+    def deal(self, position: int, step: int) -> int:
+        """Return the dataset row for an admitted prompt index, after ``step`` trained steps.
+
+        An index that was outstanding in the checkpoint keeps its prompt. Otherwise the index gets the reroll that has
+        been due longest, or the next dataset row if no reroll is due.
+        """
+        if position not in self._dealt:
+            if self._due and self._due[0][0] <= step:
+                _, row, rerolls = self._due.pop(0)
+                self._again += 1
+            else:
+                row, rerolls = self._next, 0
+                self._next += 1
+            self._dealt[position] = (row, rerolls)
+        return self._dealt[position][0]
+
+    def no_signal(self, position: int, step: int) -> bool:
+        """Record that a prompt index was dropped after ``step`` steps because its group has no signal.
+
+        Returns:
+            True if its prompt is sampled again.
+        """
+        row, rerolls = self._dealt.pop(position)
+        again = self.after > 0 and rerolls < self.most
+        if again:
+            # The list is sorted, so that the order does not depend on the order in which reward results arrive.
+            insort(self._due, (step + self.after, row, rerolls + 1))
+        return again
+
+    def done(self, positions: Iterable[int]) -> None:
+        """Record that prompt indices were trained, or dropped for another reason than a missing signal."""
+        for position in positions:
+            del self._dealt[position]
+
+    @property
+    def place(self) -> int:
+        """Number of dataset rows assigned so far, not counting rerolls. Epochs are computed from this number."""
+        return self._next
+
+    def positions(self, limit: int, step: int) -> int:
+        """Return the number of prompt indices in a run of ``limit`` prompts, as known after ``step`` steps.
+
+        It is the sum of the prompts, the rerolls so far, and the rerolls that are due.
+        """
+        return limit + self._again + sum(due <= step for due, _, _ in self._due)
+
+    def state(self) -> DealState:
+        """Return the state for a checkpoint."""
+        dealt = [(position, row, rerolls) for position, (row, rerolls) in sorted(self._dealt.items())]
+        return DealState(self._next, self._again, dealt, list(self._due))

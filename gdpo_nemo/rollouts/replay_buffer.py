@@ -1,11 +1,11 @@
-"""Groups that were trained and are trained again, beside new ones, in later steps.
+"""Replay buffer: reuse of trained groups in later steps, in addition to new groups.
 
-A group is used again as it was sampled: tokens, the sampler's log-probs and rewards stay. Its advantages are worked out
-anew with the batch that it is trained in, and so are the log-probs that its ratio starts from
-(``loss_fn.old_logprobs: trainer``); how far the sampler was from these is ``loss_fn.off_policy``'s.
+A reused group keeps its tokens, the sampler's log-probs and its rewards. Its advantages are recomputed with the batch
+in which it is trained again. The old log-probs of its ratio are also recomputed (``loss_fn.old_logprobs: trainer``),
+and ``loss_fn.off_policy`` corrects their difference from the sampler's log-probs.
 
-What is drawn depends on the seed, the step and the groups that earlier steps trained, and on nothing else. A checkpoint
-holds where the groups are, not the groups: they are read back from the samples of the step that trained them first.
+The selection depends only on the seed, the step and the groups that earlier steps trained. A checkpoint contains only
+references to the groups. On resume, the groups are read from the sample files of the steps that trained them first.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.data.records import Group
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.utils.errors import RunError
 
 _STREAM = 1
-"""Tells the draws apart from whatever else is seeded by (seed, step)."""
+"""Number in the seed that makes this random stream independent of others seeded with (seed, step)."""
 
 Load = Callable[[int, Sequence[int]], Iterable[Group]]
-"""(step, positions) -> the groups of these positions that the step trained, with everything that training needs."""
+"""Function that takes (step, prompt indices) and returns the complete groups that the step trained at these indices."""
 
 
 def oldest_version(group: Group) -> int:
-    """Steps behind the oldest weights that wrote a token of the group which may be trained.
+    """Return the version of the oldest weights that wrote a trainable token of the group.
 
     Raises:
-        ValueError: none may be.
+        ValueError: if no sample of the group can be trained.
     """
     versions = [version for t in group.trajectories if t.trains for version in _versions(t.policy_version, t.spans)]
     if not versions:
-        raise ValueError(f"group {group.prompt.id} has no sample that may be trained")
+        raise ValueError(f"group {group.prompt.id} has no trainable sample")
     return min(versions)
 
 
@@ -42,25 +42,26 @@ def _versions(oldest: int, spans: Sequence[tuple[int, int]]) -> list[int]:
 
 
 @dataclass
-class _Kept:
-    """A group that may be drawn."""
+class _Entry:
+    """Entry of the buffer: a group that may be reused."""
 
     group: Group
     step: int
-    """The step that trained it first."""
+    """Step that trained the group for the first time."""
     oldest: int
     uses: int = 0
-    """Times that it was drawn."""
+    """Number of times that the group was reused."""
 
 
 class ReplayBuffer:
-    """The groups of earlier steps that may be used again; not thread-safe.
+    """Buffer of groups of earlier steps that may be reused. Not thread-safe.
 
     Args:
-        reuse: times that a group may be drawn.
-        max_age: steps between the weights that wrote a group's oldest token and those that it trains, at most.
-        seed: of the run.
-        size: groups that are kept at most, the newest; None: as many as ``max_age`` lets live.
+        reuse: maximum number of times that a group is reused.
+        max_age: maximum age of a group: the current weight version minus the version that wrote its oldest token.
+        seed: seed of the run.
+        size: maximum number of groups in the buffer. The oldest groups are removed first. None means no limit other
+            than ``max_age``.
     """
 
     def __init__(self, reuse: int, max_age: int, seed: int, size: int | None = None):
@@ -70,66 +71,71 @@ class ReplayBuffer:
         self.max_age = max_age
         self.seed = seed
         self.size = size
-        self._kept: dict[int, _Kept] = {}
-        """By position; those of earlier steps come first."""
+        self._entries: dict[int, _Entry] = {}
+        """Groups by prompt index. Groups of earlier steps come first."""
 
     def __len__(self) -> int:
-        """Groups that may be drawn, if their age allows."""
-        return len(self._kept)
+        """Return the number of groups in the buffer, including groups that have become too old."""
+        return len(self._entries)
 
     def add(self, step: int, groups: Sequence[Group]) -> None:
-        """Keep groups that ``step`` trained for the first time; those without a sample that may be trained are not.
+        """Add groups that ``step`` trained for the first time, except groups without a trainable sample.
 
         Raises:
-            ValueError: a group has no position, or is there already.
+            ValueError: if a group has no prompt index, or is already in the buffer.
         """
         for group in sorted(groups, key=lambda group: group.position):
-            if group.position < 0 or group.position in self._kept:
-                raise ValueError(f"group {group.prompt.id} of position {group.position} cannot be kept, or is already")
+            if group.position < 0 or group.position in self._entries:
+                raise ValueError(
+                    f"group {group.prompt.id} has no prompt index or is already in the replay buffer "
+                    f"(prompt index {group.position})"
+                )
             if any(t.trains for t in group.trajectories):
-                self._kept[group.position] = _Kept(group, step, oldest_version(group))
-        while self.size is not None and len(self._kept) > self.size:
-            del self._kept[next(iter(self._kept))]
+                self._entries[group.position] = _Entry(group, step, oldest_version(group))
+        while self.size is not None and len(self._entries) > self.size:
+            del self._entries[next(iter(self._entries))]
 
     def draw(self, count: int, version: int) -> list[Group]:
-        """Groups for the step that trains weights of ``version``, by position; fewer than ``count`` where there are
-        not so many.
+        """Select up to ``count`` groups at random for the step that trains weights of ``version``.
 
-        Each call counts as a use. Groups that are too old by now, or used up, are forgotten.
+        Each selection counts as a use. Groups that are too old or have no uses left are removed from the buffer.
+
+        Returns:
+            The selected groups, ordered by prompt index.
         """
-        self._kept = {p: kept for p, kept in self._kept.items() if version - kept.oldest <= self.max_age}
-        positions = sorted(self._kept)
+        self._entries = {p: entry for p, entry in self._entries.items() if version - entry.oldest <= self.max_age}
+        positions = sorted(self._entries)
         generator = np.random.default_rng([self.seed, _STREAM, version])
         chosen = generator.permutation(len(positions))[:count]
-        drawn = [self._kept[position] for position in sorted(positions[place] for place in chosen)]
-        for kept in drawn:
-            kept.uses += 1
-        self._kept = {p: kept for p, kept in self._kept.items() if kept.uses < self.reuse}
-        return [kept.group for kept in drawn]
+        selected = [self._entries[position] for position in sorted(positions[index] for index in chosen)]
+        for entry in selected:
+            entry.uses += 1
+        self._entries = {p: entry for p, entry in self._entries.items() if entry.uses < self.reuse}
+        return [entry.group for entry in selected]
 
     def state(self) -> list[list[int]]:
-        """[step, position, uses] of every group, in order: what a checkpoint holds, in plain numbers."""
-        return [[kept.step, position, kept.uses] for position, kept in self._kept.items()]
+        """Return [step, prompt index, uses] of every group in the buffer, for a checkpoint."""
+        return [[entry.step, position, entry.uses] for position, entry in self._entries.items()]
 
     def restore(self, state: Iterable[Sequence[Any]], load: Load) -> None:
-        """Become what ``state`` was taken of.
+        """Restore the buffer from the result of ``state``.
 
         Args:
-            load: gives the groups of a step back; called once a step.
+            load: function that reads the groups of a step. It is called once per step.
 
         Raises:
-            RunError: a group is not among the samples of its step.
+            RunError: if a group is not among the samples of its step.
         """
         entries = [(int(step), int(position), int(uses)) for step, position, uses in state]
         found: dict[int, Group] = {}
         for step in dict.fromkeys(step for step, _, _ in entries):
-            wanted = [position for of, position, _ in entries if of == step]
-            there: Mapping[int, Group] = {group.position: group for group in load(step, wanted)}
-            missing = [position for position in wanted if position not in there]
+            required = [position for entry_step, position, _ in entries if entry_step == step]
+            loaded: Mapping[int, Group] = {group.position: group for group in load(step, required)}
+            missing = [position for position in required if position not in loaded]
             if missing:
                 raise RunError(
-                    f"the samples of step {step} lack the groups of positions {', '.join(map(str, missing))}, which "
-                    "rollout.replay_buffer was to use again; set rollout.replay_buffer.groups to 0, or restore the file"
+                    f"the samples of step {step} lack the groups with prompt indices {', '.join(map(str, missing))}, "
+                    "which rollout.replay_buffer requires; restore the file or set rollout.replay_buffer.groups to 0"
                 )
-            found.update((position, there[position]) for position in wanted)
-        self._kept = {p: _Kept(found[p], step, oldest_version(found[p]), uses) for step, p, uses in entries}
+            found.update((position, loaded[position]) for position in required)
+        self._entries = {p: _Entry(found[p], step, oldest_version(found[p]), uses) for step, p, uses in entries}

@@ -1,12 +1,27 @@
-"""The scheduler of rollouts: which prompts are drawn when, by which engine, and which groups a step trains.
+"""Rollout scheduler: admits prompts, samples and verifies their groups, and passes complete batches to the trainer.
 
-Who waits for whom: the trainer waits for P ready groups (``get_batch``); a group for room in an engine that holds
-weights at least as new as those of its admission, for its samples, and for its verdicts; admission for the ledger's
-bound. Nobody waits for a batch. With staleness 0 the bound is one step, so that the same rules give the synchronous
-run: all groups of a step are drawn at once, each by an engine that follows from its place alone, and every turn of all
-of them is submitted together (``Rendezvous``), so that nothing depends on timing.
+The trainer's thread calls the public methods, which block. Tasks run on the event loop of the engines::
 
-Tasks run on the event loop of the engines; the public methods are the trainer's, and block.
+    trainer                      event loop of the engines
+    publish weights
+    schedule(step) ───────────►  PromptTracker.begin (records trained groups) ─► _admit ─► _start: one task per group
+                                 task: fleet.room (in index order) ─► GroupMaker: sample, verify ─► _settled
+                                 _settled: READY; or drop the index and _admit a replacement
+    get_batch(step) ──────────►  _ready_batch: waits until the P groups of a batch are ready
+    train, publish weights, schedule(step + 1), ledger() if a checkpoint is due
+
+    index, staleness > 0:  WAITING ─► DRAWING ─► READY ─► trained;  DRAWING ─► dropped (late, no signal)
+    index, staleness 0:    WAITING ─► READY ─► trained, or dropped (late, no signal, surplus)
+
+* The trainer waits in ``get_batch`` for P ready groups. It gets None if too few prompts are left for a batch.
+* A group waits for an engine with room and weights at least as new as at its admission. Then it waits for its samples
+  and reward results.
+* Admission never waits. It is limited by the ledger's bound, by the depth (``AutoDepth``), and by the remaining steps
+  and prompts.
+
+With staleness 0 the bound is one step, and timing cannot change the result. All groups of a step start together. Their
+order determines their engines, and the requests of each turn are submitted together (``Rendezvous``). ``_exact_batch``
+waits for the whole round and replaces late groups and groups without signal. Groups that it does not train are dropped.
 """
 
 from __future__ import annotations
@@ -14,72 +29,72 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Coroutine, Sequence
 
 from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
-from gdpo_nemo.config.rollout_bounds import replaceable_groups, resolved_depth, valid_needed
+from gdpo_nemo.config.rollout_checks import replaceable_groups, resolved_depth
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.prompts import PromptSource, told_apart
+from gdpo_nemo.data.prompts import PromptSource, with_unique_ids
 from gdpo_nemo.data.records import Group, Prompt, TrainerState
-from gdpo_nemo.environments.execution.executor import EnvironmentExecutor
-from gdpo_nemo.errors import GdpoError, RunError
+from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.generation.requests import Sampling
-from gdpo_nemo.phases import Tally
-from gdpo_nemo.rollouts.accounts import LATE, NO_SIGNAL, SURPLUS, Accounts
+from gdpo_nemo.rollouts.batches import Rollout, first_samples, make_prompt_ids_unique, num_samples, read_trained_groups
 from gdpo_nemo.rollouts.depth import AutoDepth
 from gdpo_nemo.rollouts.functions import RolloutKind
-from gdpo_nemo.rollouts.group_maker import GroupJob, GroupMaker, MadeGroup
-from gdpo_nemo.rollouts.group_signal import InFlight, part_with_signal, retained_and_rest, siblings_of
-from gdpo_nemo.rollouts.ledger import Stage
-from gdpo_nemo.rollouts.prompt_stream import Span
-from gdpo_nemo.rollouts.recorded_stream import recorded
-from gdpo_nemo.rollouts.rendezvous import Rendezvous
-from gdpo_nemo.rollouts.rollout_batch import Rollout, cut, num_samples
-from gdpo_nemo.waits import waiting
+from gdpo_nemo.rollouts.group_maker import GroupJob, GroupMaker, MadeGroup, Rendezvous, rollout_of
+from gdpo_nemo.rollouts.group_signal import InFlight, is_late, split_groups
+from gdpo_nemo.rollouts.ledger import LATE, NO_SIGNAL, SURPLUS, PromptTracker, RunPosition, Stage
+from gdpo_nemo.utils.errors import GdpoError, RunError
+from gdpo_nemo.utils.progress import Tally
+from gdpo_nemo.utils.waits import waiting
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.tokenizer import Tokenizer
 
 METRICS = {
-    "queue/outstanding": ("groups", "Groups under way when the batch was complete, those of the batch among them"),
-    "queue/depth": ("groups", "Groups that may be under way: rollout.depth, or what auto has made of it"),
-    "queue/ready": ("groups", "Judged groups left for later steps when the batch was complete"),
-    "queue/age": ("s", "Time from the last verdict on a group to its training, mean over the batch"),
-    "driver/cpu": ("cores", "CPU time of the driver's process over time, since the batch before"),
-    "environments/recovered": ("times", "Workers replaced and verifications repeated since the batch before"),
+    "queue/outstanding": (
+        "groups",
+        "Outstanding groups when the batch was complete, including the groups of the batch",
+    ),
+    "queue/depth": (
+        "groups",
+        "Maximum number of outstanding groups: rollout.depth, or the current value if it is auto",
+    ),
+    "queue/ready": ("groups", "Scored groups that remained for later steps when the batch was complete"),
+    "queue/age": ("s", "Mean time that a scored group waited for its batch"),
+    "driver/cpu": ("cores", "CPU time of the driver process per second since the previous batch"),
+    "environments/recovered": (
+        "times",
+        "Number of workers replaced and verifications repeated since the previous batch",
+    ),
 }
-_SPANS = 32
-"""Most groups of a step that get a line in the trace."""
 _LATE_ROUNDS = 4
-"""Rounds in which a synchronous step replaces late groups before it takes them as they are."""
+"""Maximum number of rounds of a synchronous step without dynamic sampling. Its last late groups are not replaced."""
 
 
 class RolloutScheduler:
-    """Makes rollouts ahead of the trainer, never further than the staleness bound.
+    """Makes rollouts ahead of the trainer, within the staleness bound.
 
     Args:
-        saved: where earlier steps left the prompts (``ledger``); empty at the start and in older checkpoints.
-        position: prompts that these steps consumed.
-        step: steps done; the next batch is number ``step``.
-        limit: prompts of the whole run (``gdpo.max_num_epochs``); None: as many as the steps take.
-        updates: optimizer updates done, and those of the whole run, as reward functions are told.
+        at: progress of the run, from the checkpoint. The next batch is number ``at.step``.
     """
 
     def __init__(
         self,
         config: Config,
+        at: RunPosition,
+        *,
         prompts: PromptSource,
         fleet: EngineFleet,
         pool: EnvironmentExecutor,
-        tokenizer: Any,
-        saved: Mapping[str, Any],
-        position: int,
-        step: int,
-        limit: int | None = None,
-        updates: tuple[int, int] = (0, 1),
+        tokenizer: Tokenizer,
     ):
         self._config = config
+        self._updates_per_step = updates_per_step(config, spec_of(config))
         self._prompts = prompts
         self._fleet = fleet
         self._exact = config.rollout.max_staleness == 0
@@ -95,82 +110,86 @@ class RolloutScheduler:
             tuple(generation.stop_strings),
         )
         self._groups = config.gdpo.num_prompts_per_step
-        self._accounts = Accounts(config, saved, position, step, limit, partial(recorded, Path(config.run.dir)))
-        self._ledger = self._accounts.ledger
-        self._first = (step, self._accounts.consumed)
-        self._step = step
-        self._updates = updates
+        self._tracker = PromptTracker(config, at, partial(read_trained_groups, Path(config.run.dir)))
+        self._ledger = self._tracker.ledger
+        self._first = (at.step, self._tracker.consumed)
+        self._step = at.step
+        self._updates = at.updates
         bound = self._ledger.bound
         self._depth = None if self._exact or resolved_depth(config) else AutoDepth(self._groups, bound)
-        self._began = time.monotonic()
-        """When the trainer asked for its last batch."""
+        self._last_batch_time = time.monotonic()
+        """Time at which the previous ``get_batch`` returned a batch."""
         self._made: dict[int, MadeGroup] = {}
-        self._drawn = InFlight(config)
+        self._sampling_groups = InFlight(config)
         self._training: list[Group] = []
-        """New groups of the batch that the trainer has."""
-        self._unwanted = 0
-        """Groups without signal since the last batch."""
+        """New groups of the current training batch."""
+        self._num_without_signal = 0
+        """Number of groups without signal since the last batch."""
         self._seen: set[int] = set()
+        """Prompt indices sampled for the batch of a synchronous step."""
         self._reasons: dict[int, str] = {}
-        """Of a synchronous step: positions that its batch has looked at, and why some are not wanted."""
+        """Reasons for rejecting prompt indices of ``_seen``."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._failure: GdpoError | None = None
         self._change = asyncio.Event()
         self._tally: Tally | None = None
-        self._door = asyncio.Lock()
-        """Groups are given room in the order of their positions."""
+        self._admission_order = asyncio.Lock()
+        """Held while a group waits for an engine, so that engines are assigned in index order."""
         self._cpu = (time.process_time(), time.monotonic())
 
-    # -- the trainer's ---------------------------------------------------------------------------------------------
+    # -- methods for the trainer ------------------------------------------------------------------------------------
 
     def schedule(self, step: int) -> None:
-        """Account for the updates of ``step`` steps, and start every group that the published weights may sample."""
+        """Record that ``step`` steps are trained, and start all groups that the published weights allow."""
         self._fleet.spawn(self._schedule(step)).result()
 
     def get_batch(self, step: int) -> Rollout | None:
-        """Wait for the groups of batch ``step``; None once too few prompts are left for a whole one.
+        """Wait for batch number ``step`` and return it. Return None if too few prompts are left for a batch.
 
         Raises:
-            RunError: engines or environments failed for good.
+            RunError: if engines or environments failed permanently.
         """
         with waiting(f"batch {step}", "rollouts"):
             return self._fleet.spawn(self._next_batch()).result()
 
     def evaluate(self, prompts: Sequence[Prompt]) -> Future[list[Group]]:
-        """Start to sample and judge held-out prompts with the published weights; seeds are the same at every call.
+        """Start sampling and verifying held-out prompts with the published weights.
 
-        Their samples must be done before the next weights are published.
+        Seeds are the same in every call. The samples must be complete before the next weights are published.
         """
         return self._fleet.spawn(self._evaluate(prompts))
 
     def ledger(self) -> dict[str, Any]:
-        """What a checkpoint holds of the prompts, the batches accounted for by ``schedule``."""
-        return self._accounts.state()
+        """Return the prompt ledger for a checkpoint. It includes all batches recorded by ``schedule``."""
+        return self._tracker.state()
 
     def take_events(self) -> list[str]:
-        """What happened to engines and environments since the last call, a sentence each."""
+        """Return the events of engines and environments since the last call, one sentence each."""
         taken, self._recovered = self._recovered, []
         return [*self._fleet.take_events(), *taken]
 
     @property
     def in_flight(self) -> int:
-        """Groups under way or finished but not yet trained."""
+        """Number of outstanding groups: in flight, or finished and not yet trained."""
         return len(self._ledger)
 
     def queues(self) -> dict[str, Any]:
-        """How far the groups under way are, and what each engine does; from any thread."""
+        """Return the number of groups in each stage and the state of each engine. Callable from any thread."""
         stages = {f"groups {stage}": self._ledger.count(stage) for stage in Stage}
-        lanes = {f"engine {n.index}": f"{n.state}, {len(n.pending)} samples" for n in self._fleet.lanes}
-        return {**stages, **lanes}
+        clients = {f"engine {n.index}": f"{n.state}, {len(n.pending)} samples" for n in self._fleet.clients}
+        return {**stages, **clients}
 
     def progress(self) -> str:
-        """How far the synchronous step or the validation under way is, or else the next batch; from any thread."""
+        """Describe the progress of the current synchronous step or validation, otherwise of the next batch.
+
+        Callable from any thread.
+        """
         if self._tally:
             return str(self._tally)
-        return f"{self._ledger.count(Stage.READY)} of {self._accounts.wanted} groups ready"
+        return f"{self._ledger.count(Stage.READY)} of {self._tracker.num_new_groups} groups ready"
 
     def close(self) -> None:
-        """Drop the groups in flight without waiting for them."""
+        """Cancel the groups in flight."""
         self._fleet.spawn(self._cancel()).result()
         self._maker.close()
 
@@ -178,61 +197,67 @@ class RolloutScheduler:
 
     async def _schedule(self, step: int) -> None:
         if self._training:
-            self._accounts.begin(step, self._training)
+            self._tracker.begin(step, self._training)
             self._training = []
         self._step = step
         self._admit()
 
     def _admit(self) -> None:
-        most = self._one_round() if self._exact else min(self._most_under_way(), self._groups * self._steps_left())
-        self._start(self._accounts.admit(self._fleet.version, most))
+        if self._exact:
+            most = self._round_size()
+        else:
+            most = min(self._max_outstanding(), self._groups * self._steps_left())
+        self._start(self._tracker.admit(self._fleet.version, most))
 
-    def _one_round(self) -> int:
-        """Groups of a synchronous step, if none is under way and a whole round is left."""
-        count = prompts_per_round(self._config) - len(self._accounts.again)
-        left = self._accounts.prompts_left >= count and self._steps_left() > 0
-        return count if left and not len(self._ledger) else 0
+    def _round_size(self) -> int:
+        """Return the number of groups in the next synchronous round, or 0 if no round can start."""
+        count = prompts_per_round(self._config.gdpo) - len(self._tracker.reused_groups)
+        can_start = self._tracker.prompts_left >= count and self._steps_left() > 0 and not len(self._ledger)
+        return count if can_start else 0
 
-    def _most_under_way(self) -> int:
+    def _max_outstanding(self) -> int:
         return self._depth.depth if self._depth else resolved_depth(self._config) or self._ledger.bound
 
     def _steps_left(self) -> int:
         return self._config.gdpo.max_num_steps - self._step
 
     def _start(self, admitted: Sequence[tuple[int, int]]) -> None:
-        """Start the tasks of (position, place of the prompt) that were admitted together."""
+        """Start the tasks of (prompt index, dataset row) pairs that were admitted together."""
         if not admitted:
             return
+        samples = self._config.gdpo.num_generations_per_prompt
+        prompts = self._prompts_at([row for _, row in admitted])
         jobs = [
-            GroupJob(
-                prompt, position, self._config.gdpo.num_generations_per_prompt, self._sampling, self._told(position)
-            )
-            for (position, _), prompt in zip(admitted, self._prompts_at([place for _, place in admitted]))
+            GroupJob(prompt, position, samples, self._sampling, self._trainer_state(position))
+            for (position, _), prompt in zip(admitted, prompts)
         ]
         if self._exact:
-            self._place(jobs)
+            self._assign_engines(jobs)
             self._launch(self._exact_groups(jobs, self._settled))
         else:
             for job in jobs:
-                self._drawn.add(job.position, job.prompt)
+                self._sampling_groups.add(job.position, job.prompt)
                 self._launch(self._one_group(job))
 
-    def _prompts_at(self, places: Sequence[int]) -> list[Prompt]:
-        found = [self._prompts.batch(place, 1)[0] for place in places]
-        # Ahead of the trainer nobody knows yet which will meet in a batch; ``_tell_apart`` does.
-        return told_apart(found) if self._exact else found
+    def _prompts_at(self, rows: Sequence[int]) -> list[Prompt]:
+        found = [self._prompts.batch(row, 1)[0] for row in rows]
+        # With staleness, it is not yet known which prompts share a batch. ``make_prompt_ids_unique`` is called later.
+        return with_unique_ids(found) if self._exact else found
 
-    def _told(self, position: int) -> TrainerState:
-        """What reward functions are told with a prompt: how far the run is before the step that will train it."""
+    def _trainer_state(self, position: int) -> TrainerState:
+        """Return the training progress that reward functions receive with a prompt.
+
+        It is the progress before the step that is expected to train the prompt.
+        """
         step, first = self._first
         ahead = (position - first) // self._groups
         done, total = self._updates
         if self._exact:
-            begun, step_of_it = self._accounts.consumed, self._step
+            prompts, train_step = self._tracker.consumed, self._step
         else:
-            begun, step_of_it = first + ahead * self._groups, step + ahead
-        done += (step_of_it - step) * updates_per_step(self._config)
-        return TrainerState(done, total, begun / len(self._prompts))
+            prompts, train_step = first + ahead * self._groups, step + ahead
+        done += (train_step - step) * self._updates_per_step
+        return TrainerState(done, total, prompts / len(self._prompts))
 
     def _launch(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._fleet.loop.create_task(self._watched(work))
@@ -242,7 +267,7 @@ class RolloutScheduler:
     async def _watched(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Exception as error:  # of any kind: the trainer would wait for ever
+        except Exception as error:  # Any exception is stored; otherwise the trainer would wait forever.
             self._failure = self._failure or (
                 error if isinstance(error, GdpoError) else RunError(f"rollouts: {type(error).__name__}: {error}")
             )
@@ -259,38 +284,42 @@ class RolloutScheduler:
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
-    def _place(self, jobs: Sequence[GroupJob]) -> None:
-        """Give each group of a step its engine: a pure function of its place."""
-        engines = len(self._fleet.lanes)
-        for place, job in enumerate(jobs):
-            job.engine = place * engines // len(jobs)
+    def _assign_engines(self, jobs: Sequence[GroupJob]) -> None:
+        """Assign an engine to each group of a step. It depends only on the order of the groups."""
+        engines = len(self._fleet.clients)
+        for index, job in enumerate(jobs):
+            job.engine = index * engines // len(jobs)
 
     async def _exact_groups(self, jobs: Sequence[GroupJob], settled: Any) -> None:
-        """Make groups that are drawn together, so that timing cannot change what they are."""
+        """Make groups that are sampled together, so that timing cannot change their samples.
+
+        Args:
+            settled: function to call with each verified group.
+        """
         self._tally = Tally.of(sum(job.samples for job in jobs), len(jobs))
         calls: dict[str, list[GroupJob]] = {}
-        alone = []
+        separate = []
         for job in jobs:
             job.tally = self._tally
             if self._maker.kind(job.prompt) is RolloutKind.CALL:
                 job.engine = None
                 calls.setdefault(job.prompt.environment, []).append(job)
             else:
-                alone.append(job)
-        meeting = Rendezvous(self._fleet, sum(job.samples for job in alone)) if self._exact else None
+                separate.append(job)
+        meeting = Rendezvous(self._fleet, sum(job.samples for job in separate)) if self._exact else None
 
-        async def one(job: GroupJob) -> None:
+        async def make_group(job: GroupJob) -> None:
             settled(await self._maker.make(job, meeting))
 
-        async def together(same: Sequence[GroupJob]) -> None:
-            for made in await self._maker.call(same):
+        async def call_function(calls_of_environment: Sequence[GroupJob]) -> None:
+            for made in await self._maker.call(calls_of_environment):
                 settled(made)
 
-        await asyncio.gather(*map(one, alone), *map(together, calls.values()))
+        await asyncio.gather(*map(make_group, separate), *map(call_function, calls.values()))
         self._tally = None
 
     async def _one_group(self, job: GroupJob) -> None:
-        async with self._door:
+        async with self._admission_order:
             version = self._ledger[job.position].version
             job.engine = await self._fleet.room(version, job.samples)
             job.promised = True
@@ -302,28 +331,27 @@ class RolloutScheduler:
         self._settled(made)
 
     def _settled(self, made: MadeGroup) -> None:
-        """Note a judged group: ready, or dropped and replaced by another prompt."""
+        """Mark a verified group as ready, or drop it and admit a replacement."""
         position = made.group.position
         reason = None if self._exact else self._reason_to_drop(made)
         if reason is None:
             self._made[position] = made
             self._ledger.move(position, Stage.READY)
         else:
-            self._accounts.drop(position, reason)
+            self._tracker.drop(position, reason)
             self._admit()
         self._changed()
 
     def _reason_to_drop(self, made: MadeGroup) -> str | None:
-        self._drawn.remove(made.group.position)
-        if self._late(made):
+        self._sampling_groups.remove(made.group.position)
+        if is_late(made, self._config):
             return LATE
-        if self._config.gdpo.dynamic_sampling.enabled and not self._drawn.may_have_signal(made, self._made.values()):
-            self._unwanted += 1
-            return NO_SIGNAL if self._unwanted <= replaceable_groups(self._config) else None
+        if self._config.gdpo.dynamic_sampling.enabled and not self._sampling_groups.may_have_signal(
+            made, self._made.values()
+        ):
+            self._num_without_signal += 1
+            return NO_SIGNAL if self._num_without_signal <= replaceable_groups(self._config.gdpo) else None
         return None
-
-    def _late(self, made: MadeGroup) -> bool:
-        return made.valid < valid_needed(self._config)
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
@@ -331,85 +359,92 @@ class RolloutScheduler:
         rollout = await (self._exact_batch() if self._exact else self._ready_batch())
         if rollout is None:
             return None
-        self._unwanted = 0
+        self._num_without_signal = 0
         rollout.dropped = self._ledger.take_dropped()
         rollout.version = self._step
         rollout.dropped_groups = rollout.dropped_groups or sum(reason == NO_SIGNAL for _, reason in rollout.dropped)
-        rollout.next_position = self._accounts.consumed + len({group.position for group in self._training})
-        self._add_again(rollout)
+        rollout.next_position = self._tracker.consumed + len({group.position for group in self._training})
+        self._append_reused(rollout)
         rollout.measured |= self._measure()
         rollout.spans += self._fleet.take_spans()
         return rollout
 
     async def _ready_batch(self) -> Rollout | None:
-        asked = time.monotonic()
-        while (positions := self._ledger.get_batch(self._accounts.wanted)) is None:
-            if self._accounts.prompts_left <= 0 and len(self._ledger) < self._accounts.wanted:
+        requested = time.monotonic()
+        while (positions := self._ledger.get_batch(self._tracker.num_new_groups)) is None:
+            if self._tracker.prompts_left <= 0 and len(self._ledger) < self._tracker.num_new_groups:
                 return None
             await self._until_changed()
         ready = self._ledger.count(Stage.READY) - len(positions)
-        self._adapt_depth(asked, ready)
+        self._adapt_depth(requested, ready)
         made = [self._made.pop(position) for position in positions]
-        rollout = _rollout(made)
+        rollout = rollout_of(made)
         now = time.time()
         rollout.measured = {
             "queue/outstanding": float(len(self._ledger)),
             "queue/ready": float(ready),
-            "queue/depth": float(self._most_under_way()),
-            "queue/age": sum(now - m.judged for m in made) / len(made),
+            "queue/depth": float(self._max_outstanding()),
+            "queue/age": sum(now - m.verified for m in made) / len(made),
         }
         self._training = list(rollout.groups)
         return rollout
 
-    def _add_again(self, rollout: Rollout) -> None:
-        """Put groups of earlier steps behind the new ones."""
-        again = self._accounts.again
-        rollout.again = [group.position for group in again]
-        rollout.groups = [*rollout.groups, *again]
-        _tell_apart(rollout.groups)
+    def _append_reused(self, rollout: Rollout) -> None:
+        """Append the reused groups of earlier steps to the new groups."""
+        reused = self._tracker.reused_groups
+        rollout.again = [group.position for group in reused]
+        rollout.groups = [*rollout.groups, *reused]
+        make_prompt_ids_unique(rollout.groups)
 
-    def _adapt_depth(self, asked: float, ready: int) -> None:
-        """Let ``AutoDepth`` know how long the trainer waited, of the time since it asked for the batch before."""
+    def _adapt_depth(self, requested: float, ready: int) -> None:
+        """Pass the trainer's waiting time and the duration of the step to ``AutoDepth``.
+
+        Args:
+            requested: time of the trainer's request for the batch.
+            ready: number of ready groups that remain after the batch is taken.
+        """
         now = time.monotonic()
         if self._depth:
-            self._depth.observe(now - asked, now - self._began, ready)
-        self._began = now
+            self._depth.observe(now - requested, now - self._last_batch_time, ready)
+        self._last_batch_time = now
 
     async def _exact_batch(self) -> Rollout | None:
         if not len(self._ledger):
             return None
         made = await self._round()
-        rollout = _rollout(made)
-        drawn = len(made)
+        rollout = rollout_of(made)
+        num_sampled = len(made)
         size = self._config.gdpo.num_generations_per_prompt
-        wanted = self._accounts.wanted * size
+        batch_samples = self._tracker.num_new_groups * size
         dynamic = self._config.gdpo.dynamic_sampling
-        kept, spare = self._split(made, [])
-        rounds = dynamic.max_rounds if dynamic.enabled else _LATE_ROUNDS
-        while (
-            (missing := wanted - num_samples(kept)) > 0 and rollout.rounds < rounds and self._accounts.prompts_left > 0
-        ):
-            whole = prompts_per_round(self._config) if dynamic.enabled and dynamic.batch_multiplier else 0
-            count = int(min(whole or -(-missing // size), self._accounts.prompts_left))
-            self._start(self._accounts.admit(self._fleet.version, len(self._ledger) + count))
+        kept, spare = split_groups(made, [], self._config, self._reasons)
+        max_rounds = dynamic.max_rounds if dynamic.enabled else _LATE_ROUNDS
+        while (missing := batch_samples - num_samples(kept)) > 0:
+            if rollout.rounds >= max_rounds or self._tracker.prompts_left <= 0:
+                break
+            # ``batch_multiplier`` asks for rounds of full size. Otherwise a round only fills the batch.
+            full_rounds = dynamic.enabled and dynamic.batch_multiplier
+            round_size = prompts_per_round(self._config.gdpo) if full_rounds else -(-missing // size)
+            count = int(min(round_size, self._tracker.prompts_left))
+            self._start(self._tracker.admit(self._fleet.version, len(self._ledger) + count))
             extra = await self._round()
-            again = _rollout(extra)
-            kept += self._split(extra, kept)[0]
-            rollout.generation_s += again.generation_s
-            rollout.verify_s += again.verify_s
-            rollout.spans += again.spans
+            extra_rollout = rollout_of(extra)
+            kept += split_groups(extra, kept, self._config, self._reasons)[0]
+            rollout.generation_s += extra_rollout.generation_s
+            rollout.verify_s += extra_rollout.verify_s
+            rollout.spans += extra_rollout.spans
             rollout.rounds += 1
-            drawn += count
-        # The batch keeps its size, which the layout divides: groups without a replacement stay, with advantage 0.
-        rollout.groups = cut(kept + spare, wanted)
-        # At least 0: both parts of a group that was split may be kept, and then count as two.
-        rollout.dropped_groups = max(0, drawn - len(rollout.groups))
+            num_sampled += count
+        # The batch size must be divisible by the parallel layout. Rejected groups fill it up, with advantage 0.
+        rollout.groups = first_samples(kept + spare, batch_samples)
+        # At least 0, because both parts of a split group may be in the batch and count as two groups.
+        rollout.dropped_groups = max(0, num_sampled - len(rollout.groups))
         self._training = list(rollout.groups)
-        self._drop_the_rest()
+        self._drop_untrained()
         return rollout
 
     async def _round(self) -> list[MadeGroup]:
-        """The groups under way, in order, once all of them are judged."""
+        """Wait until all groups in flight are verified, and return them in index order."""
         while len(self._made) < len(self._ledger) - len(self._seen):
             await self._until_changed()
         made = [self._made[position] for position in sorted(self._made)]
@@ -417,40 +452,19 @@ class RolloutScheduler:
         self._made = {}
         return made
 
-    def _drop_the_rest(self) -> None:
-        """Give up positions that a synchronous step has drawn and does not train."""
+    def _drop_untrained(self) -> None:
+        """Drop the prompt indices that a synchronous step sampled and does not train."""
         for position in sorted(self._seen - {group.position for group in self._training}):
-            self._accounts.drop(position, self._reasons.get(position, SURPLUS))
+            self._tracker.drop(position, self._reasons.get(position, SURPLUS))
         self._seen = set()
         self._reasons = {}
-
-    def _split(self, made: Sequence[MadeGroup], before: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-        """Split groups into the parts that are kept, beside those ``before``, and the rest: without signal, if dynamic
-        sampling looks for it, or late."""
-        kept: list[Group] = []
-        spare: list[Group] = []
-        batch = [*before, *(one.group for one in made if not self._late(one))]
-        for one in made:
-            group = one.group
-            part: Group | None = group
-            if self._late(one):
-                part = None
-                self._reasons[group.position] = LATE
-            elif self._config.gdpo.dynamic_sampling.enabled:
-                part = part_with_signal(group, self._config, siblings_of(group, batch, self._config))
-                if part is None:
-                    self._reasons[group.position] = NO_SIGNAL
-            retained, rest = retained_and_rest(group, part)
-            kept += retained
-            spare += rest
-        return kept, spare
 
     def _measure(self) -> dict[str, float]:
         cpu, wall = self._cpu
         self._cpu = (time.process_time(), time.monotonic())
         recovered = self._pool.take_recoveries()
         self._recovered += [
-            f"environments: {what}" + (f" ({n} times)" if n > 1 else "") for what, n in recovered.items()
+            f"environments: {event}" + (f" ({n} times)" if n > 1 else "") for event, n in recovered.items()
         ]
         load = (self._cpu[0] - cpu) / max(self._cpu[1] - wall, 1e-9)
         return {**self._fleet.measure(), "driver/cpu": load, "environments/recovered": float(recovered.total())}
@@ -462,17 +476,17 @@ class RolloutScheduler:
         generation = self._config.policy.generation
         sampling = Sampling(gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings))
         done, total = self._updates
-        done += (self._step - self._first[0]) * updates_per_step(self._config)
-        state = TrainerState(done, total, self._accounts.consumed / len(self._prompts))
+        done += (self._step - self._first[0]) * self._updates_per_step
+        state = TrainerState(done, total, self._tracker.consumed / len(self._prompts))
         jobs = [
-            GroupJob(prompt, -1 - place, gdpo.val_generations_per_prompt, sampling, state)
-            for place, prompt in enumerate(prompts)
+            GroupJob(prompt, -1 - index, gdpo.val_generations_per_prompt, sampling, state)
+            for index, prompt in enumerate(prompts)
         ]
-        self._place(jobs)
+        self._assign_engines(jobs)
         made: dict[int, Group] = {}
 
-        def settled(one: MadeGroup) -> None:
-            made[one.group.position] = one.group
+        def settled(made_group: MadeGroup) -> None:
+            made[made_group.group.position] = made_group.group
 
         await self._exact_groups(jobs, settled)
         return [made[job.position] for job in jobs]
@@ -482,26 +496,3 @@ class RolloutScheduler:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _tell_apart(groups: Sequence[Group]) -> None:
-    """Give prompts of several passes over the data, which may meet in one batch, ids of their own."""
-    for group, prompt in zip(groups, told_apart([group.prompt for group in groups])):
-        if prompt is not group.prompt:
-            group.prompt = prompt
-            for trajectory in group.trajectories:
-                trajectory.prompt = replace(trajectory.prompt, id=prompt.id)
-
-
-def _rollout(made: Sequence[MadeGroup]) -> Rollout:
-    """A rollout of groups, with the time from the first request to the last sample, and from there to the last
-    verdict."""
-    started = min(m.started for m in made)
-    sampled = max(m.sampled for m in made)
-    judged = max(m.judged for m in made)
-    spans: list[Span] = [
-        ("rollouts" if m.engine is None else f"engine {m.engine}", f"group {m.group.position}", m.started, m.sampled)
-        for m in made[:_SPANS]
-    ]
-    spans += [("verify", f"group {m.group.position}", m.sampled, m.judged) for m in made[:_SPANS]]
-    return Rollout([m.group for m in made], 0, sampled - started, max(0.0, judged - sampled), spans=spans)

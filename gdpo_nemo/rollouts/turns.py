@@ -1,8 +1,8 @@
-"""An episode of a Python environment: one trajectory that takes its turns, as a coroutine.
+"""Episodes of Python environments: a coroutine that makes one trajectory, turn by turn.
 
-Reset, then turn by turn: the engines write, the environment answers. A trajectory ends when its environment says so,
-after ``rollout.turns.max_turns``, or when no further token fits; the last two are ``truncated``. Whoever awaits it
-decides which engine samples and whether trajectories wait for each other between turns.
+The environment is reset first. Then the policy and the environment write in turn. An episode ends if the environment
+ends it, after ``rollout.turns.max_turns``, or if no further token fits. In the last two cases its outcome is
+``truncated``. The caller chooses the engine, and whether trajectories wait for each other between turns.
 """
 
 from __future__ import annotations
@@ -13,51 +13,52 @@ from typing import Any, Awaitable, Callable, Sequence
 from gdpo_nemo.data.conversation import Conversation, Message
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.rollouts.context import Transcript, check_trajectory
+from gdpo_nemo.utils.errors import RunError
 
 
 @dataclass(frozen=True)
 class EpisodeJob:
-    """The means of one episode."""
+    """Sampling settings of one episode, and the functions that it calls."""
 
     sampling: Sampling
-    """The settings that ``sample`` draws with."""
+    """Sampling settings that ``sample`` uses."""
     seed: Callable[[int], int]
-    """turn -> seed of its completion."""
+    """Function that maps the index of a turn to the seed of its completion."""
     sample: Callable[[SampleRequest], Awaitable[Completion]]
-    """Draws one turn."""
+    """Coroutine function that samples one turn."""
     step: Callable[[EpisodeStep], Awaitable[EpisodeReply]]
-    """Runs one step of the environment, in a worker process or on a server."""
+    """Coroutine function that runs one step of the environment, in a worker process or on a server."""
     version: int = 0
-    """Of the weights that were published when the episode began, for one in which the policy writes nothing."""
+    """Version of the weights published when the episode began. Used if the policy writes no tokens."""
     abandon: Callable[[EpisodeStep], None] = lambda step: None
-    """Releases the environment's side of an episode that ends here with an exception: late, or a mistake."""
+    """Function that releases the environment's resources if the episode ends with an exception, such as a timeout."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Budgets of one trajectory."""
+    """Limits on the length of one trajectory."""
 
     max_turns: int
     max_tokens: int
-    """Tokens that the policy may write in all turns."""
+    """Maximum number of tokens that the policy may write in all turns."""
     max_new_tokens: int
-    """Tokens that it may write in one."""
+    """Maximum number of tokens that the policy may write in one turn."""
     max_sequence: int
-    """Tokens of prompt and completion together."""
+    """Maximum number of tokens of prompt and completion together."""
 
 
 async def play_episode(
-    prompt: Prompt, sample_index: int, asked: EpisodeJob, limits: Limits, conversation: Conversation
+    prompt: Prompt, sample_index: int, job: EpisodeJob, limits: Limits, conversation: Conversation
 ) -> Trajectory:
-    """One trajectory of an environment with turns.
+    """Play one episode of a Python environment and return its trajectory.
 
     Raises:
-        RunError: a mistake in the environment's code; whatever ``asked.sample`` and ``asked.step`` raise.
+        RunError: if the environment returns an invalid observation, or the trajectory cannot be trained. Exceptions of
+            ``job.sample`` and ``job.step`` propagate.
     """
-    episode = _Episode(Transcript(prompt, sample_index), asked, limits, conversation)
+    episode = _Episode(Transcript(prompt, sample_index), job, limits, conversation)
     try:
         await episode.reset()
         for turn in range(limits.max_turns):
@@ -67,32 +68,32 @@ async def play_episode(
         if not episode.done:
             await episode.truncate()
     except BaseException:
-        asked.abandon(episode.next_step(None))
+        job.abandon(episode.next_step(None))
         raise
-    made = episode.transcript.trajectory(conversation, asked.version)
+    made = episode.transcript.trajectory(conversation, job.version)
     check_trajectory(made, prompt, limits.max_sequence, f"environment {prompt.environment!r}")
     return made
 
 
 class _Episode:
-    """The state of an episode between two turns."""
+    """State of an episode between two turns."""
 
-    def __init__(self, transcript: Transcript, asked: EpisodeJob, limits: Limits, conversation: Conversation):
+    def __init__(self, transcript: Transcript, job: EpisodeJob, limits: Limits, conversation: Conversation):
         self.transcript = transcript
         self.done = False
-        self._asked = asked
+        self._job = job
         self._limits = limits
         self._conversation = conversation
         self._state: bytes | None = None
         self._messages: list[Message] | None = list(transcript.prompt.messages) if transcript.prompt.messages else None
-        """The conversation so far, for the chat template; None if the prompt is plain text."""
-        self._full = False
-        """Whether an observation had no room."""
+        """Messages so far, for the chat template. None if the prompt is plain text."""
+        self._is_full = False
+        """True if an observation did not fit into the trajectory."""
 
     @property
     def room(self) -> int:
-        """Tokens that the policy may write in its next turn."""
-        if self._full:
+        """Number of tokens that the policy may write in its next turn."""
+        if self._is_full:
             return 0
         t = self.transcript
         limits = self._limits
@@ -100,25 +101,25 @@ class _Episode:
 
     @property
     def _tools(self) -> list[Any] | None:
-        """Tools of the row, which the chat template shows with every prompt."""
-        offered = self.transcript.prompt.fields.get("tools")
-        return offered if isinstance(offered, list) else None
+        """Tool definitions from the dataset row, for the chat template. None if there are none."""
+        tools = self.transcript.prompt.fields.get("tools")
+        return tools if isinstance(tools, list) else None
 
     async def reset(self) -> None:
-        """Begin; the environment may put a prompt of its own in the row's place."""
+        """Reset the environment. Its observation, if any, replaces the prompt of the dataset row."""
         reply = await self._step(None)
         if self.done or reply.observation is None:
             return
-        talk = self._conversation
+        conversation = self._conversation
         t = self.transcript
-        text, ids = talk.prompt(reply.observation, self._tools)
-        self._messages = talk.messages(reply.observation) if talk.chat else None
+        text, ids = conversation.prompt(reply.observation, self._tools)
+        self._messages = conversation.messages(reply.observation) if conversation.chat else None
         t.prompt = replace(t.prompt, token_ids=ids, text=text, messages=self._messages)
 
     async def take_turn(self, turn: int) -> None:
-        """The policy writes, the environment answers."""
+        """Sample one turn of the policy and pass it to the environment."""
         t = self.transcript
-        completion = await self._asked.sample(SampleRequest(t.token_ids, self._asked.seed(turn), self.room))
+        completion = await self._job.sample(SampleRequest(t.token_ids, self._job.seed(turn), self.room))
         t.append_policy_tokens(completion)
         text = self._conversation.text(completion.token_ids)
         t.messages.append({"role": "assistant", "content": text})
@@ -127,19 +128,19 @@ class _Episode:
             self._append_observation(text, reply.observation)
 
     async def truncate(self) -> None:
-        """End the episode: its budget of turns or tokens is used up."""
+        """End the episode as truncated, because its limit on turns or tokens is reached."""
         await self._step(None)
         self.done = True
         self.transcript.finish_reason = "length"
 
     def next_step(self, message: Message | None) -> EpisodeStep:
-        """What the environment is asked next."""
+        """Return the next request to the environment, with the policy's message if there is one."""
         t = self.transcript
         return EpisodeStep(t.prompt, t.sample_index, t.turns, self._state, message)
 
     async def _step(self, message: Message | None) -> EpisodeReply:
         t = self.transcript
-        reply = await self._asked.step(self.next_step(message))
+        reply = await self._job.step(self.next_step(message))
         self._state = reply.state
         self.done = reply.done
         t.add_rewards(reply.rewards)
@@ -151,16 +152,16 @@ class _Episode:
 
     def _append_observation(self, answer: str, observation: str | Sequence[Message]) -> None:
         t = self.transcript
-        talk = self._conversation
-        ids = talk.continuation(self._messages, observation, int(t.token_ids[-1]), self._tools)
+        conversation = self._conversation
+        ids = conversation.continuation(self._messages, observation, int(t.token_ids[-1]), self._tools)
         if not len(ids):
             start = str(observation)[:40]
             raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {start!r}")
         if len(t) + len(ids) >= self._limits.max_sequence or t.num_policy_tokens >= self._limits.max_tokens:
-            # Not appended: a trajectory must end with tokens of the policy, and there is no room for one after these.
-            self._full = True
+            # The observation is not appended. A trajectory must end with policy tokens, and none would fit after it.
+            self._is_full = True
             return
         t.append_env_tokens(ids)
-        t.messages += talk.messages(observation)
+        t.messages += conversation.messages(observation)
         if self._messages is not None:
-            self._messages += [{"role": "assistant", "content": answer}, *talk.messages(observation)]
+            self._messages += [{"role": "assistant", "content": answer}, *conversation.messages(observation)]

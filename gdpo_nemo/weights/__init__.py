@@ -1,1 +1,1 @@
-"""Moving weights from the policy to the engines: a manifest, a transport, a proof of arrival."""
+"""Transfer of weights from the policy to the engines: manifests with checksums, and transports."""

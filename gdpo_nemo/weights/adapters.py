@@ -1,44 +1,42 @@
-"""LoRA's matrices on their way: their names, how they are merged into the weights beside them, and PEFT's description.
-
-An update of adapters carries A and B of every adapted module in place of the model. The engine reads the frozen weights
-from its own model folder, one tensor at a time, and merges as the policy's export does, so both give the same bits.
-"""
+"""LoRA matrices: PEFT's names and files, and merging into weights."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, Mapping
+from typing import Any, Callable, Iterable, Iterator, Mapping
 
 import torch
+from safetensors.torch import load_file
 
-from gdpo_nemo.errors import RunError
-from gdpo_nemo.weights.model_folder import save_tensors
+from gdpo_nemo.models.hf_folder import open_weights, save_tensors, weight_names
+from gdpo_nemo.models.peft import MATRICES, PeftAdapter, check_fit, read_shapes
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-"""Hugging Face module -> (A [rank, in], B [out, rank])."""
+"""(A [rank, in], B [out, rank]) by Hugging Face module."""
 
 _PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """What an update of adapters is besides its matrices."""
+    """LoRA settings that accompany the matrices A and B."""
 
     rank: int
     alpha: float
     dropout: float
     base: str
-    """Folder or name of the frozen model."""
+    """Folder or name of the frozen base model."""
 
     @property
     def scale(self) -> float:
-        """Factor on B A."""
+        """Factor on the product B A."""
         return self.alpha / self.rank
 
-    def description(self, modules: Iterable[str]) -> dict:
-        """PEFT's ``adapter_config.json`` for these Hugging Face modules."""
+    def description(self, modules: Iterable[str]) -> dict[str, Any]:
+        """Return the content of PEFT's ``adapter_config.json`` for adapters on these Hugging Face modules."""
         return dict(
             peft_type="LORA",
             task_type="CAUSAL_LM",
@@ -54,32 +52,40 @@ class Adapters:
 
 
 def peft_name(module: str, letter: str) -> str:
-    """PEFT's name of the matrix A or B (``letter``) of a Hugging Face module."""
+    """Return PEFT's name for the matrix of a Hugging Face module; ``letter`` is A or B."""
     return f"{_PREFIX}{module}.lora_{letter}.weight"
 
 
 def peft_modules(names: Iterable[str]) -> set[str]:
-    """The Hugging Face modules behind names of ``peft_name``."""
+    """Return the Hugging Face modules of matrices, given PEFT's names. The inverse of ``peft_name``."""
     return {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
 
 
 def named(pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
-    """The matrices under PEFT's names."""
+    """Yield (PEFT's name, matrix) of every A and B."""
     for module, pair in pairs.items():
         for letter, matrix in zip("AB", pair):
             yield peft_name(module, letter), matrix.contiguous()
 
 
 def modules_of(weights: Iterable[str], targets: Iterable[str]) -> list[str]:
-    """The modules of a model with these weights (Hugging Face names) that adapters on ``targets``, by the last part of
-    their names, belong to. Targets are never a mixture's experts, which cannot be adapted."""
-    wanted = set(targets)
+    """Return the Hugging Face modules that adapters on ``targets`` adapt.
+
+    Args:
+        weights: Hugging Face names of the model's weights.
+        targets: last components of module names, for example ``q_proj``. Experts cannot be adapted, so their names must
+            not be included.
+    """
+    target_names = set(targets)
     modules = (name.removesuffix(".weight") for name in weights if name.endswith(".weight"))
-    return [module for module in modules if module.rpartition(".")[2] in wanted]
+    return [module for module in modules if module.rpartition(".")[2] in target_names]
 
 
 def merge(weight: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
-    """W + scale * B A, computed in float32, in the type and on the device of ``weight`` [out, in]."""
+    """Return W + scale * B A for a weight W [out, in].
+
+    The sum is computed in float32. The result has the data type and device of ``weight``.
+    """
     a, b = (matrix.to(weight.device, torch.float32) for matrix in pair)
     return (weight.float() + scale * (b @ a)).to(weight.dtype)
 
@@ -87,7 +93,7 @@ def merge(weight: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: 
 def merged(
     tensors: Iterable[tuple[str, torch.Tensor]], pairs: Pairs, scale: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Hugging Face ``tensors`` (name, tensor), merged where their module has a pair."""
+    """Yield (name, tensor) of Hugging Face weights. If ``pairs`` has matrices for the module, they are merged."""
     for name, tensor in tensors:
         pair = pairs.get(name.removesuffix(".weight"))
         yield name, tensor if pair is None else merge(tensor, pair, scale)
@@ -100,37 +106,80 @@ def merged_into(
     scale: float,
     device: torch.device,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights ``names`` of the frozen model, each read when its turn comes, with the adapters merged on ``device``.
+    """Yield (name, tensor) of the frozen model's weights, with the adapters merged on ``device``.
 
     Args:
-        matrices: A and B under PEFT's names. Their type is the policy's, which holds the frozen weights in it, too.
+        names: Hugging Face names of the weights to yield.
+        read: function that returns a weight by name; called when the weight is needed.
+        matrices: A and B under PEFT's names. Their data type is that of the frozen weights in the policy.
 
     Raises:
-        RunError: a matrix has no partner, no weight of its module, or a shape that does not fit it.
+        RunError: if A or B is missing, or if a matrix does not match a weight of the model by name or by shape.
     """
-    left = dict(matrices)
+    unused = dict(matrices)
     for name in names:
         module = name.removesuffix(".weight")
-        a = left.pop(peft_name(module, "A"), None)
-        b = left.pop(peft_name(module, "B"), None)
+        a = unused.pop(peft_name(module, "A"), None)
+        b = unused.pop(peft_name(module, "B"), None)
         if a is None and b is None:
             yield name, read(name)
             continue
         if a is None or b is None:
-            raise RunError(f"adapters: {module} has one matrix of two")
+            raise RunError(f"adapters: {module} has only one of the two matrices")
         weight = read(name).to(device, a.dtype)
         if weight.shape != (len(b), a.size(1)) or len(a) != b.size(1):
             shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
-            raise RunError(f"adapters: A and B of {module} are {shapes}, which does not fit {tuple(weight.shape)}")
+            raise RunError(
+                f"adapters: the shapes {shapes} of A and B of {module} do not fit the weight {tuple(weight.shape)}"
+            )
         yield name, merge(weight, (a, b), scale)
-    if left:
-        raise RunError(f"adapters: the model has no weight for {len(left)} matrices, for instance {min(left)}")
+    if unused:
+        raise RunError(f"adapters: the model has no weight for {len(unused)} matrices, for example {min(unused)}")
 
 
 def write_adapter(folder: str | Path, matrices: Mapping[str, torch.Tensor], adapters: Adapters) -> None:
-    """Write A and B, by PEFT's names, as a folder that PEFT and vLLM load. Raises OSError."""
+    """Write an adapter to a folder that PEFT and vLLM can load.
+
+    Args:
+        matrices: A and B under PEFT's names.
+
+    Raises:
+        OSError: if the folder cannot be written.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_tensors(matrices, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    described = adapters.description(peft_modules(matrices))
-    (folder / "adapter_config.json").write_text(json.dumps(described, indent=1))
+    description = adapters.description(peft_modules(matrices))
+    (folder / "adapter_config.json").write_text(json.dumps(description, indent=1))
+
+
+def read_pairs(adapter: PeftAdapter, base: Path, key: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Read an adapter's matrices: (A [rank, in], B [out, rank]) by Hugging Face module.
+
+    Args:
+        base: Hugging Face folder of the adapter's base model.
+        key: config key or option that specifies the adapter, for messages.
+
+    Raises:
+        ConfigError: if the matrices cannot be read, if A or B is missing, or if they do not fit the base model.
+    """
+    shapes = read_shapes(adapter, key)
+    check_fit(shapes, base, key)
+    file = adapter.folder / MATRICES
+    try:
+        matrices = load_file(file)
+    except Exception as error:  # noqa: BLE001 - safetensors raises its own exception type and OSError
+        raise ConfigError(f"{key}: {file} cannot be read ({error})") from None
+    return {module: (matrices[peft_name(module, "A")], matrices[peft_name(module, "B")]) for module in shapes}
+
+
+def merged_weights(adapter: PeftAdapter, base: Path, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of the base model's weights in their data type, with the adapter merged.
+
+    For the arguments and errors see ``read_pairs``.
+    """
+    pairs = read_pairs(adapter, base, key)
+    read = open_weights(base)
+    for name in weight_names(base):
+        pair = pairs.get(name.removesuffix(".weight"))
+        yield name, read(name) if pair is None else merge(read(name), pair, adapter.scale(len(pair[0])))

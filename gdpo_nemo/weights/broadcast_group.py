@@ -1,12 +1,12 @@
-"""A group of torch.distributed in which rank 0 broadcasts to the processes of the engines.
+"""A torch.distributed process group in which rank 0 broadcasts to the processes of the engines.
 
-It is apart from torch's world, since the policy and every engine have worlds of their own. A group may stand: both ends
-then keep it from one update to the next, the sender in a ``BroadcastServer``, a receiving process under its own name in
-this module. Whatever breaks an update ends the group on the end that notices, by an abort, which waits for nobody: its
-connections close, so that the others notice, too.
+It is separate from torch's default group, because the policy and every engine have default groups of their own. A
+persistent group is reused for later updates. The sender keeps it in its ``BroadcastServer``, and a receiving process
+under its member name in this module. When an update fails, each member that notices aborts the group without waiting
+for the others. The abort closes its connections, so that the others also notice.
 
-``abort`` of an NCCL communicator with a dead member was written by torch's documentation; no GPU has run it. The
-members of such a group notice the death by the deadline of a broadcast, those of gloo at once.
+``abort`` of an NCCL communicator with a dead member follows torch's documentation, but has never run on a GPU. Members
+of an NCCL group notice a death when a broadcast times out. Members of a gloo group notice it at once.
 """
 
 from __future__ import annotations
@@ -22,61 +22,65 @@ from typing import Any, Iterable, Iterator
 import torch
 import torch.distributed as dist
 
-from gdpo_nemo.config.messages import message_line
-from gdpo_nemo.weights.buckets import PeerLost
+from gdpo_nemo.utils.errors import message_line
+from gdpo_nemo.weights.manifest import PeerLost
 
 JOIN_S = 120.0
-"""Limit for the engines to join and for one bucket to pass; they wait already when the sender begins."""
+"""Time limit for the engines to join, and for the transfer of a bucket. The engines wait before the sender starts."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a group meets, and which one it is."""
+    """Rendezvous of a group: its address and identity."""
 
     host: str
     port: int
     world: int
-    """Rank 0 and all receiving processes."""
+    """Number of members, including rank 0."""
     backend: str
-    stands: bool
-    """Whether the group is there for the next update, too."""
+    persistent: bool
+    """True if the group is reused for later updates."""
     name: str
+    """Unique name of the group."""
 
 
 class Operation:
-    """Something under way in a group."""
+    """A collective operation in progress."""
 
     def __init__(self, work: Any):
         self._work: Any = work
 
     def finish(self) -> None:
-        """Wait until it is done. Raises PeerLost where a member was lost."""
-        with _named():
+        """Wait for the operation to complete. Raises PeerLost if a member was lost."""
+        with _as_peer_lost():
             self._work.wait()
         self.drop()
 
     @property
     def dropped(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """True if the operation has completed or was released by ``drop``."""
         return self._work is None
 
     def drop(self) -> None:
-        """Let go of its bytes and of the group's connections, which frames of an exception would hold with this object:
-        the others wait until these are closed."""
+        """Release torch's handle of the operation, which holds its buffer and the group's connections.
+
+        An exception's traceback may keep this object alive, and the other members wait until the connections close.
+        """
         self._work = None
 
 
 class BroadcastGroup:
-    """One member's end of a group. Constructing it waits for all others.
+    """A group as seen by one member. The constructor waits for all other members.
 
     Args:
-        store: where they meet; lives as long as the group, since NCCL makes its communicators at the first use.
-        address: of this machine on the way to the others.
-        timeout_s: limit of the wait for the others, and of each operation.
+        store: store for the rendezvous. It must live as long as the group, because NCCL creates its communicators at
+            their first use.
+        address: address of this machine on the route to the other members.
+        timeout_s: time limit of the rendezvous, and of each operation.
 
     Raises:
-        PeerLost: not all of them came.
+        PeerLost: if a member did not join.
     """
 
     def __init__(self, meeting: Meeting, store: dist.TCPStore, rank: int, address: str, timeout_s: float):
@@ -86,48 +90,52 @@ class BroadcastGroup:
         self._store: dist.TCPStore | None = store
         self._group: Any = None
         self._operations: list[Operation] = []
-        """Of the update under way."""
+        """Operations of the update in progress."""
         self._device: torch.device | None = None
-        """Of the bytes that pass; a thread's current GPU may be another one."""
-        with _named():
+        """Device of the transferred buffers. It may differ from the thread's current GPU."""
+        with _as_peer_lost():
             self._group = make(store, rank, meeting.world, address, limit)
 
     @property
     def ended(self) -> bool:
-        """Whether the member has left."""
+        """True if this member has left the group."""
         return self._group is None
 
     def broadcast(self, buffer: torch.Tensor) -> Operation:
-        """Start to send (rank 0) or receive uint8 [bytes]."""
+        """Start to send (rank 0) or to receive (other ranks) a buffer, uint8 [bytes]."""
         self._device = buffer.device
-        with _named():
-            return self._started(self._group.broadcast([buffer], dist.BroadcastOptions()))
+        with _as_peer_lost():
+            return self._add_operation(self._group.broadcast([buffer], dist.BroadcastOptions()))
 
-    def _started(self, work: Any) -> Operation:
+    def _add_operation(self, work: Any) -> Operation:
         self._operations = [operation for operation in self._operations if not operation.dropped]
         self._operations.append(Operation(work))
         return self._operations[-1]
 
     @contextlib.contextmanager
     def update(self) -> Iterator[None]:
-        """One update; at its end all wait until all have everything. Without that the member leaves the group, in which
-        the others cannot go on either.
+        """Run one update in the block. After the block, wait until all members have received all buffers.
+
+        If the block fails, the member leaves the group, which the other members can then no longer use.
 
         Raises:
-            PeerLost: a member was lost.
+            PeerLost: if a member was lost.
         """
         try:
             yield
             done = torch.ones(1, dtype=torch.int64, device=self._device)
-            with _named():
-                last = self._started(self._group.allreduce([done]))
+            with _as_peer_lost():
+                last = self._add_operation(self._group.allreduce([done]))
             last.finish()
         except BaseException:
             self.end()
             raise
 
     def end(self) -> None:
-        """Leave, whether or not the others are alive; what is under way with a lost member would never end."""
+        """Abort all operations and leave the group.
+
+        Without the abort, an operation with a dead member would never end.
+        """
         group = self._group
         self._group = None
         self._store = None
@@ -138,45 +146,51 @@ class BroadcastGroup:
 
 
 class BroadcastServer:
-    """The sending end, rank 0. Opens a store at ``host``, an address of this machine; ``meeting`` says where.
+    """Sender of a group, rank 0. It opens a store for the rendezvous, whose address is in ``meeting``.
 
     Args:
-        stands: whether one update after the other passes through it, until ``end`` or the first that fails.
+        host: address of this machine at which the store listens.
+        receivers: number of receiving processes.
+        backend: ``nccl`` or ``gloo``.
+        persistent: True to use the group for successive updates, until ``end`` or the first failure.
     """
 
-    def __init__(self, host: str, receivers: int, backend: str, stands: bool = False):
+    def __init__(self, host: str, receivers: int, backend: str, persistent: bool = False):
         limit = datetime.timedelta(seconds=JOIN_S)
-        # A socket of ours: torch's own would listen on every interface.
+        # Create the socket here, because a socket created by torch would listen on every interface.
         listener = socket.create_server((host, 0), backlog=receivers + 1)
         port = listener.getsockname()[1]
         self._store: dist.TCPStore | None = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
         )
         self._group: BroadcastGroup | None = None
-        self.meeting = Meeting(host, self._store.port, 1 + receivers, backend, stands, secrets.token_hex(8))
+        self.meeting = Meeting(host, self._store.port, 1 + receivers, backend, persistent, secrets.token_hex(8))
 
     @property
     def ended(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """True if the server can no longer send."""
         return self._store is None
 
     def send(self, buckets: Iterable[torch.Tensor]) -> None:
-        """Broadcast ``buckets`` (uint8 [bytes], on the backend's device) to the receivers that were told the meeting.
+        """Broadcast buckets to the receivers that have joined or join ``meeting``.
 
-        A bucket is asked for while the one before is on its way.
+        The next bucket is requested while the previous bucket is in transfer.
+
+        Args:
+            buckets: buffers, uint8 [bytes], on a device that the backend supports.
 
         Raises:
-            PeerLost: not all of them came, or one was lost on the way.
+            PeerLost: if a receiver did not join or was lost.
         """
-        whole = False
+        completed = False
         try:
             if self._group is None:
                 assert self._store is not None
                 self._group = BroadcastGroup(self.meeting, self._store, 0, self.meeting.host, JOIN_S)
             self._broadcast(self._group, buckets)
-            whole = True
+            completed = True
         finally:
-            if not (whole and self.meeting.stands):
+            if not (completed and self.meeting.persistent):
                 self.end()
 
     def _broadcast(self, group: BroadcastGroup, buckets: Iterable[torch.Tensor]) -> None:
@@ -185,73 +199,75 @@ class BroadcastServer:
             for bucket in buckets:
                 if sent:
                     sent[1].finish()
-                sent = bucket, group.broadcast(bucket)  # the pair keeps the bytes alive
+                sent = bucket, group.broadcast(bucket)  # the tuple keeps the buffer alive
             if sent:
                 sent[1].finish()
 
     def end(self) -> None:
-        """End the group, and with its store the wait of those who have not joined yet."""
+        """End the group and its store. Members that have not joined yet stop waiting."""
         if self._group is not None:
             self._group.end()
         self._group = None
         self._store = None
 
 
-_standing: dict[str, BroadcastGroup] = {}
-"""By the member's name: the group that it stands in as a receiver, in this process."""
+_groups: dict[str, BroadcastGroup] = {}
+"""Persistent groups in which this process is a receiver, by member name."""
 
 
 @contextlib.contextmanager
-def joined(meeting: Meeting, member: str, rank: int, joins: bool, timeout_s: float) -> Iterator[BroadcastGroup]:
-    """The group of a meeting, for one update that this process receives.
+def joined_group(
+    meeting: Meeting, member: str, rank: int, must_join: bool, timeout_s: float
+) -> Iterator[BroadcastGroup]:
+    """Provide the group of a meeting to a receiver, for one update.
 
     Args:
-        member: name under which this process keeps a group that stands; a new one of that name takes the place of the
-            one before.
-        joins: whether all members come together now; otherwise they did at an update before.
+        member: name under which this process keeps a persistent group. A new group replaces the previous group of this
+            name.
+        must_join: True if the group is new and all members join it now. False if they joined it in an earlier update.
 
     Raises:
-        PeerLost: the sender or another receiver was lost.
+        PeerLost: if the sender or another receiver was lost.
     """
-    if joins:
-        if meeting.stands:
+    if must_join:
+        if meeting.persistent:
             leave(member)
-        group = _meet(meeting, rank, timeout_s)
-        if meeting.stands:
-            _standing[member] = group
+        group = _new_group(meeting, rank, timeout_s)
+        if meeting.persistent:
+            _groups[member] = group
     else:
-        group = _kept(meeting, member)
+        group = _existing_group(meeting, member)
     try:
         with group.update():
             yield group
     finally:
         if group.ended:
-            _standing.pop(member, None)
-        elif not meeting.stands:
+            _groups.pop(member, None)
+        elif not meeting.persistent:
             group.end()
 
 
 def leave(member: str, meeting: Meeting | None = None) -> None:
-    """End the group in which a member stands, if there is one.
+    """End the persistent group of a member if it exists.
 
     Args:
-        meeting: end it only if it is the one of this meeting.
+        meeting: meeting of the group; the group of another meeting is not ended. None ends any group.
     """
-    group = _standing.get(member)
+    group = _groups.get(member)
     if group is not None and meeting in (None, group.meeting):
-        del _standing[member]
+        del _groups[member]
         group.end()
 
 
-def _kept(meeting: Meeting, member: str) -> BroadcastGroup:
-    group = _standing.get(member)
+def _existing_group(meeting: Meeting, member: str) -> BroadcastGroup:
+    group = _groups.get(member)
     if group is None or group.meeting != meeting:
-        # It noticed that the update before broke off, and the sender did not.
+        # This process noticed the failure of the previous update, but the sender did not.
         raise PeerLost(f"a member of the broadcast group was lost ({member} is no longer in it)")
     return group
 
 
-def _meet(meeting: Meeting, rank: int, timeout_s: float) -> BroadcastGroup:
+def _new_group(meeting: Meeting, rank: int, timeout_s: float) -> BroadcastGroup:
     limit = datetime.timedelta(seconds=timeout_s)
     try:
         store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
@@ -261,11 +277,11 @@ def _meet(meeting: Meeting, rank: int, timeout_s: float) -> BroadcastGroup:
 
 
 def _gloo(store: dist.Store, rank: int, world: int, address: str, limit: datetime.timedelta) -> Any:
-    # torch declares these groups apart from ProcessGroup, though they are used as one.
+    # torch's stubs do not declare gloo's class as a ProcessGroup, although it has the same interface.
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
-    # By address: a host's name often resolves to its loopback, where no other host can answer.
+    # Use the address, because a host name often resolves to a loopback address, which other hosts cannot reach.
     options._devices = [gloo.create_device(hostname=address)]
     return gloo(store, rank, world, options)
 
@@ -273,7 +289,8 @@ def _gloo(store: dist.Store, rank: int, world: int, address: str, limit: datetim
 def _nccl(store: dist.Store, rank: int, world: int, address: str, limit: datetime.timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    # Read when a group is made: waits then end with an exception when their time is up, not with the process.
+    # torch reads this variable when it creates a group. With it, a timeout raises an exception instead of ending the
+    # process.
     before = os.environ.get(_BLOCKING_WAIT)
     os.environ[_BLOCKING_WAIT] = "1"
     try:
@@ -286,15 +303,16 @@ def _nccl(store: dist.Store, rank: int, world: int, address: str, limit: datetim
 
 
 def _own_address(host: str, port: int) -> str:
-    """This machine's address on the way to ``host``."""
+    """Return this machine's address on the route to ``host``."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
-        return probe.getsockname()[0]
+        address: str = probe.getsockname()[0]
+    return address
 
 
 @contextlib.contextmanager
-def _named() -> Iterator[None]:
-    """What an error of torch's means here."""
+def _as_peer_lost() -> Iterator[None]:
+    """Convert an error of torch in the block to PeerLost."""
     try:
         yield
     except RuntimeError as error:

@@ -1,76 +1,78 @@
-"""What one weight update consists of, so that both sides can prove they mean the same."""
+"""Content of a weight update: names, shapes and checksums of its tensors, and the buckets in which they are sent."""
 
 from __future__ import annotations
 
+import functools
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from typing import Iterable, Iterator
 
 import numpy as np
 import torch
 
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.utils.errors import InfrastructureFailed, RunError
 from gdpo_nemo.weights.adapters import Adapters
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor inside the flat buffer of an update."""
+    """A tensor in the flat buffer of an update."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """Bytes from the start of the buffer."""
+    """Position of the tensor in the buffer, in bytes."""
     nbytes: int
     crc32: int | None = None
-    """Of the bytes; None where checksums are sent with the buckets (``buckets``)."""
+    """Checksum of the bytes; None if checksums are sent with the tensors (see ``Bucket``)."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All tensors of an update under their Hugging Face names, and the version they make up."""
+    """Version of an update, and its tensors under their Hugging Face names."""
 
     version: int
     entries: tuple[Entry, ...]
     adapters: Adapters | None = None
-    """Given where the tensors are LoRA's matrices under PEFT's names, to be merged into the receiver's own weights."""
+    """LoRA settings if the tensors are A and B under PEFT's names, which the receiver merges into its base model."""
 
     @property
     def nbytes(self) -> int:
-        """Size of the flat buffer."""
+        """Size of the flat buffer in bytes."""
         return max((e.offset + e.nbytes for e in self.entries), default=0)
 
     def check_names(self, expected: Iterable[str]) -> None:
-        """Compare with the names the receiver expects.
+        """Check that the tensors have exactly the names that the receiver expects.
 
         Raises:
-            RunError: a name is missing, unexpected, or there twice.
+            RunError: if a name is missing, unexpected or duplicated.
         """
-        names = [entry.name for entry in self.entries]
-        wanted = set(expected)
-        for problem, bad in (
-            ("twice", {n for n in names if names.count(n) > 1} if len(set(names)) < len(names) else set()),
-            ("missing", wanted - set(names)),
-            ("unexpected", set(names) - wanted),
+        counts = Counter(entry.name for entry in self.entries)
+        expected_names = set(expected)
+        for problem, wrong in (
+            ("twice", {name for name, count in counts.items() if count > 1}),
+            ("missing", expected_names - counts.keys()),
+            ("unexpected", counts.keys() - expected_names),
         ):
-            if bad:
-                some = ", ".join(sorted(bad)[:3])
-                raise RunError(f"weight update {self.version}: {len(bad)} tensors {problem}, for instance {some}")
+            if wrong:
+                examples = ", ".join(sorted(wrong)[:3])
+                raise RunError(f"weight update {self.version}: {len(wrong)} tensors {problem}, for instance {examples}")
 
 
 _ALIGNMENT = 64
 
 
 def form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """A tensor's dtype and shape, as an entry has them."""
+    """Return a tensor's data type and shape as in ``Entry``."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def weight_metadata(
     tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None
 ) -> Manifest:
-    """The manifest of tensors without their checksums: what an update will consist of, whatever its values are."""
+    """Return a manifest without checksums. It does not depend on the values of the tensors."""
     entries = []
     offset = 0
     for name, tensor in tensors:
@@ -85,11 +87,13 @@ def pack(
     adapters: Adapters | None = None,
     memory: np.ndarray | None = None,
 ) -> tuple[Manifest, np.ndarray]:
-    """Copy tensors into one uint8 buffer [bytes] on the CPU, 64-byte aligned, with a checksum each.
+    """Copy tensors into one uint8 buffer [bytes] on the CPU.
+
+    Tensors are aligned to 64 bytes, and the manifest has a checksum for each.
 
     Args:
-        memory: the buffer of an earlier update, which is overwritten: the first touch of a page costs ten times the
-            copy into it. None: new memory.
+        memory: buffer of an earlier update, which is overwritten; None allocates new memory. Reuse is faster: the first
+            access to a page takes ten times as long as copying into it.
     """
     entries = []
     offset = 0
@@ -100,26 +104,28 @@ def pack(
         end = offset + data.nbytes
         stop = end + -data.nbytes % _ALIGNMENT
         if stop > memory.nbytes:
-            memory = _grown(memory[:offset], stop)
+            memory = _enlarged(memory[:offset], stop)
         memory[offset:end] = data
         memory[end:stop] = 0
         offset = stop
     return Manifest(version, tuple(entries), adapters), memory[:offset]
 
 
-def _grown(packed: np.ndarray, nbytes: int) -> np.ndarray:
-    """``packed`` at the start of at least ``nbytes``. Doubled, so that a model is copied twice at most; pages that
-    nothing is written to take no memory."""
+def _enlarged(packed: np.ndarray, nbytes: int) -> np.ndarray:
+    """Return a buffer of at least ``nbytes`` that starts with a copy of ``packed``.
+
+    The size at least doubles, so that a model is copied at most twice. Pages without data take no memory.
+    """
     larger = np.empty(max(nbytes, 2 * packed.nbytes), np.uint8)
     larger[: packed.nbytes] = packed
     return larger
 
 
 def unpack(manifest: Manifest, buffer: np.ndarray) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of an update as read-only views of ``buffer``.
+    """Yield (name, tensor) of an update. The tensors are read-only views of ``buffer``.
 
     Raises:
-        RunError: the bytes of a tensor are not those that were packed.
+        RunError: if the buffer is too small or the checksum of a tensor differs.
     """
     if buffer.nbytes < manifest.nbytes:
         raise RunError(f"weight update {manifest.version}: {buffer.nbytes} of {manifest.nbytes} bytes arrived")
@@ -129,3 +135,168 @@ def unpack(manifest: Manifest, buffer: np.ndarray) -> Iterator[tuple[str, torch.
         if zlib.crc32(buffer[entry.offset : stop]) != entry.crc32:
             raise RunError(f"weight update {manifest.version}: checksum of {entry.name} differs after transport")
         yield entry.name, flat[entry.offset : stop].view(getattr(torch, entry.dtype)).view(entry.shape)
+
+
+_BLOCK = 1 << 20
+_ROWS = 16
+"""Number of blocks that a GPU processes together. Their products take 128 MiB."""
+_CHAIN = 0x5851F42D4C957F2D
+_MULTIPLIER = 0x9E3779B97F4A7C15
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a checksum of a tensor's bytes, int64 [] on its device. Do not wait for the device."""
+    flat = tensor.detach().contiguous().flatten()
+    words = flat.view(_INTEGERS[flat.element_size()])
+    total = torch.full((), words.numel(), dtype=torch.int64, device=words.device)
+    if _is_on_cpu(words):
+        weights = _weights(words.device)
+        for block in torch.split(words, _BLOCK) if words.numel() else ():
+            total = total * _CHAIN + (block.to(torch.int64) * weights[: block.numel()]).sum()
+        return total
+    for sums in _block_sums(words):
+        total = total * _power(len(sums)) + (sums * _powers(words.device)[-len(sums) :]).sum()
+    return total
+
+
+def _is_on_cpu(words: torch.Tensor) -> bool:
+    """Return whether to process one block at a time, so that the products stay in the CPU's cache."""
+    return words.device.type == "cpu"
+
+
+def _block_sums(words: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the weighted sums of several consecutive blocks at a time, int64 [blocks].
+
+    For one block at a time, kernels would take longer to launch than to run on a GPU with 4 TB/s.
+    """
+    weights = _weights(words.device)
+    full = words.numel() // _BLOCK * _BLOCK  # number of words in full blocks
+    if full:
+        for rows in torch.split(words[:full].view(-1, _BLOCK), _ROWS):
+            yield (rows * weights).sum(1)
+    if full < words.numel():
+        yield (words[full:] * weights[: words.numel() - full]).sum().view(1)
+
+
+def _power(exponent: int) -> int:
+    """Return ``_CHAIN`` to a power, modulo 2^64, as the signed integer that torch requires."""
+    power = pow(_CHAIN, exponent, 1 << 64)
+    return power - (power >> 63 << 64)
+
+
+@functools.cache
+def _powers(device: torch.device) -> torch.Tensor:
+    """Return int64 [_ROWS]: the powers of ``_CHAIN`` from the exponent _ROWS - 1 down to 0."""
+    return torch.tensor([_power(exponent) for exponent in reversed(range(_ROWS))], dtype=torch.int64, device=device)
+
+
+@functools.cache
+def _weights(device: torch.device) -> torch.Tensor:
+    """Return int64 [_BLOCK]: odd weights whose low 33 bits are distinct and whose high bits are pseudo-random."""
+    index = np.arange(_BLOCK, dtype=np.uint64)
+    low = (2 * index + 1) * np.uint64(_MULTIPLIER)
+    mixed = (index + np.uint64(1)) * np.uint64(_MULTIPLIER)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
+    mask = np.uint64((1 << 33) - 1)
+    return torch.from_numpy(((mixed & ~mask) | (low & mask)).view(np.int64)).to(device)
+
+
+_SUM_BYTES = 8
+
+
+class PeerLost(InfrastructureFailed):
+    """The peer of a weight transfer was lost. The weights can be sent again."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Consecutive tensors of an update that are sent together, followed by their checksums."""
+
+    version: int
+    entries: tuple[Entry, ...]
+
+    @property
+    def _tensor_bytes(self) -> int:
+        last = self.entries[-1]
+        return -(-(last.offset + last.nbytes - self.entries[0].offset) // _SUM_BYTES) * _SUM_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes: tensors with padding, and checksums."""
+        return self._tensor_bytes + _SUM_BYTES * len(self.entries)
+
+    def fill(self, tensors: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor) -> None:
+        """Copy the bucket's tensors and their checksums to a buffer.
+
+        Args:
+            tensors: iterator over the tensors of the update, from which the bucket takes the next ones.
+            buffer: uint8 [nbytes], on any device.
+
+        Raises:
+            RunError: if a tensor's name, data type or shape differs from the manifest.
+        """
+        sums = []
+        first = self.entries[0].offset
+        for entry in self.entries:
+            name, tensor = next(tensors, ("no tensor", torch.empty(0)))
+            if (name, *form(tensor)) != (entry.name, entry.dtype, entry.shape):
+                raise RunError(
+                    f"weight update {self.version}: the policy has {name} where its manifest has {entry.name}"
+                )
+            start = entry.offset - first
+            buffer[start : start + entry.nbytes].copy_(tensor.detach().contiguous().flatten().view(torch.uint8))
+            sums.append(checksum(tensor))
+        self._sums(buffer).copy_(torch.stack(sums))
+
+    def open(self, buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Verify all checksums, then yield (name, tensor). The tensors are views of ``buffer``.
+
+        Raises:
+            RunError: if the checksum of a tensor differs.
+        """
+        first = self.entries[0].offset
+        views = {}
+        for entry in self.entries:
+            start = entry.offset - first
+            part = buffer[start : start + entry.nbytes]
+            views[entry.name] = part.view(getattr(torch, entry.dtype)).view(entry.shape)
+        same = (torch.stack([checksum(view) for view in views.values()]) == self._sums(buffer)).tolist()
+        if not all(same):
+            raise RunError(
+                f"weight update {self.version}: checksum of {self.entries[same.index(False)].name} differs after "
+                "transport"
+            )
+        yield from views.items()
+
+    def _sums(self, buffer: torch.Tensor) -> torch.Tensor:
+        return buffer[self._tensor_bytes : self.nbytes].view(torch.int64)
+
+
+def divide(manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
+    """Divide an update into buckets of at most ``bucket_bytes``. A larger tensor gets a separate bucket."""
+    return [Bucket(manifest.version, tuple(entries)) for entries in group_entries(manifest.entries, bucket_bytes)]
+
+
+def group_entries(entries: tuple[Entry, ...], bucket_bytes: int) -> list[list[Entry]]:
+    """Divide consecutive tensors into groups of at most ``bucket_bytes``. A larger tensor gets a separate group."""
+    groups: list[list[Entry]] = []
+    size = bucket_bytes
+    for entry in entries:
+        if not groups or size + entry.nbytes > bucket_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += entry.nbytes
+    return groups
+
+
+def filled(
+    manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int, device: torch.device
+) -> Iterator[torch.Tensor]:
+    """Yield a new buffer on ``device`` for every bucket of an update, filled when it is requested."""
+    for bucket in divide(manifest, bucket_bytes):
+        buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+        bucket.fill(tensors, buffer)
+        yield buffer

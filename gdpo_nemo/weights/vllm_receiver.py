@@ -1,7 +1,7 @@
-"""vLLM's side of a weight update: a transfer backend that loads what a transport's receiver yields.
+"""vLLM's side of a weight update: a weight-transfer backend that loads tensors from a transport's receiver.
 
-Registered with vLLM by importing this module, which vLLM does in every worker process because it names the module's
-``Worker`` as ``worker_extension_cls``.
+Importing this module registers the backend with vLLM. vLLM imports the module in every worker process, because
+``worker_extension_cls`` names its class ``Worker``.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
-from gdpo_nemo.errors import GdpoError
+from gdpo_nemo.models.hf_folder import open_weights, weight_names
+from gdpo_nemo.utils.errors import GdpoError
 from gdpo_nemo.weights.adapters import merged_into
 from gdpo_nemo.weights.manifest import Manifest
-from gdpo_nemo.weights.model_folder import open_weights, weight_names
-from gdpo_nemo.weights.transports.transport import Receiver
+from gdpo_nemo.weights.transports.base import Receiver
 
 BACKEND = "gdpo_nemo"
 _ERRORS: list[GdpoError] = []
-"""Of the update under way in this process."""
+"""Errors of the update in progress in this process."""
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand."""
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # mypy does not read vLLM
+    """Empty, because the backend is not initialised."""
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """What the tensors are, and who brings them: as they are, or from another process pickled by ours.
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # mypy does not read vLLM
+    """Manifest and receiver of an update, pickled if the worker is a separate process.
 
-    On its way to a process of its own vLLM turns dataclasses into plain dictionaries.
+    Pickling is necessary because vLLM converts dataclasses to plain dictionaries when it sends them to another process.
     """
 
     update: tuple[Manifest, Receiver] | bytes
 
     def unpickled(self) -> tuple[Manifest, Receiver]:
-        """Manifest and receiver."""
+        """Return the manifest and the receiver."""
         return pickle.loads(self.update) if isinstance(self.update, bytes) else self.update
 
 
-class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Loads an update through vLLM's layer-wise reload, which repacks weights the way loading them did."""
+class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]  # mypy does not read vLLM
+    """Backend that loads weights by vLLM's layer-wise reload, which repacks them as the initial load did."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to connect."""
+        """Do nothing, because the backend has no connection."""
 
     def start_weight_update(self) -> None:
-        """Open the model for loading."""
+        """Prepare the model for loading weights."""
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load every tensor of the update, or the engine's own folder with the update's adapters merged into it.
+        """Load the tensors of an update, or the model in the engine's folder with the update's adapters merged.
 
-        A tensor that no module takes is an error of vLLM's loader. What we find wrong with an update is kept for
-        ``Worker.update_error``: raised here it would keep vLLM from closing the model, and from another process it
-        would arrive as a text.
+        vLLM's loader raises an error for a tensor that no module accepts. This project's own errors are stored for
+        ``Worker.update_error``. If one were raised here, vLLM would not call ``finish_weight_update``. An error from
+        another process would also arrive only as text.
         """
         try:
             self.model.load_weights(self._tensors(*update_info.unpickled()))
@@ -79,27 +79,27 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         received = receiver.receive(manifest, self.device, self.parallel_config.rank)
         if adapters is None:
             return received
-        # All checksums first: a matrix that is not what was sent must not leave the model half loaded.
+        # Receive and verify all matrices first: a wrong checksum must not leave the model partly loaded.
         base = self.model_config.model
         matrices = dict(received)
         return merged_into(weight_names(base), open_weights(base), matrices, adapters.scale, self.device)
 
-    def update_weights(self, update_info: dict) -> None:
-        """Receive one update (vLLM calls this with the dictionary the engine was given)."""
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive an update. vLLM calls this method with the update information as a dictionary."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def finish_weight_update(self) -> None:
-        """Close the model again, and repack what the reload forgets."""
+        """Finish the reload, and repack the weights that vLLM's reload omits."""
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             _repack_tied_head(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because the backend has no resources."""
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
-    """On CPU vLLM keeps a packed copy of the output head; a reload renews the embedding but not this copy of it."""
+    """Update vLLM's packed copy of a tied output head on CPU. A reload updates only the embedding."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     for module in model.modules():
@@ -109,18 +109,19 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 class Worker:
-    """The worker extension; naming it also makes vLLM import this module."""
+    """Extension of vLLM's worker. Specifying it makes vLLM import this module."""
 
     parallel_config: Any
-    """Of the worker that is extended."""
+    """Parallel config of the worker, set by vLLM."""
 
     def update_error(self) -> bytes | None:
-        """What was wrong with the last update in this process, pickled (see ``UpdateInfo``); None: nothing."""
+        """Return and clear the pickled error of the last update in this process; None if it succeeded."""
         return pickle.dumps(_ERRORS.pop()) if _ERRORS else None
 
     def close_receiver(self, receiver: Receiver | bytes) -> None:
-        """Release what the receiver keeps in this process; pickled as in ``UpdateInfo``."""
-        (pickle.loads(receiver) if isinstance(receiver, bytes) else receiver).close(self.parallel_config.rank)
+        """Release the receiver's resources in this process. The argument may be pickled as in ``UpdateInfo``."""
+        unpickled = pickle.loads(receiver) if isinstance(receiver, bytes) else receiver
+        unpickled.close(self.parallel_config.rank)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -9,8 +9,8 @@ from hypothesis import example, given, settings, strategies as st
 
 from gdpo_nemo.algorithms import LossSettings, TokenFields
 from gdpo_nemo.algorithms.policy_loss import policy_loss
-from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.rollouts.step_metrics import update_metrics
+from gdpo_nemo.data.records import UpdateResult
+from gdpo_nemo.rollouts.metrics import update_metrics
 
 LOW, HIGH, DUAL = 0.2, 0.5, 3.0
 # No ratio is within float32's rounding of a bound: 0.8, 1.5 and 3.

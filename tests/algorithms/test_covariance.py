@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, strategies as st
 
 from gdpo_nemo.algorithms import LossSettings, TokenFields
-from gdpo_nemo.algorithms.covariance import clip_cov, covariances, kl_cov
+from gdpo_nemo.algorithms.entropy import clip_cov, covariances, kl_cov
+from gdpo_nemo.algorithms.loss_selection import check_loss
 from gdpo_nemo.algorithms.policy_loss import policy_loss
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.rollouts.learning import choose_by_covariance
+from gdpo_nemo.rollouts.credit import choose_by_covariance
 
 SEEDS = st.integers(0, 10_000)
 
@@ -127,4 +128,4 @@ def test_nothing_is_chosen_where_nothing_is_trained():
 ])  # fmt: skip
 def test_settings_that_mean_nothing_are_refused(options, key):
     with pytest.raises(ValueError, match=f"^{key}:"):
-        LossSettings(**options).check()
+        check_loss(LossSettings(**options))

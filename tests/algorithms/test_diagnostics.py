@@ -88,8 +88,8 @@ def test_alerts_name_components_that_train_nothing():
     columns = {"a": [1, 0, 1, 0] * 2, "dead": [1] * 4 + [0] * 4, "absent": [None] * 8, "logged": [1] * 8}
     alerts = diagnose(columns, weights={"a": 1, "dead": 1, "absent": 1, "logged": 0}).alerts
     assert alerts == [
-        "component 'dead' is constant in every group (mean 0.5): it trains nothing",
-        "component 'absent' is missing in every row: it trains nothing",
+        "component 'dead' is constant in every group (mean 0.5), so it has no training signal",
+        "component 'absent' is missing in every row, so it has no training signal",
     ]
 
 

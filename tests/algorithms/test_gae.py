@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from gdpo_nemo.algorithms.gae import discounted_sums, explained_variance, gae, whitened
+from gdpo_nemo.algorithms.ppo import discounted_sums, explained_variance, gae, whitened
 
 FACTORS = st.floats(0, 1)
 NUMBERS = st.floats(-10, 10)

@@ -155,7 +155,7 @@ def test_a_lone_component_that_a_preset_hands_to_grpo_gets_the_kl_once():
         ({"kl": [1.0, 2.0], "kl_coefficient": float("inf")}, "kl_coefficient must be positive and finite"),
         ({"kl": [1.0, 2.0, 3.0], "kl_coefficient": 0.1}, r"one entry per row \(2\)"),
         ({"kl": [1.0, float("inf")], "kl_coefficient": 0.1}, "1 values of kl are infinite"),
-        ({"kl": ["x", 1.0], "kl_coefficient": 0.1}, "kl must hold numbers"),
+        ({"kl": ["x", 1.0], "kl_coefficient": 0.1}, "kl must contain numbers"),
     ],
 )
 def test_bad_kl_is_refused_with_a_reason(change, message):

@@ -379,9 +379,9 @@ def test_parity_is_measured_against_the_trainer_even_if_the_sampler_is_old_polic
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reference_policy_kl_penalty": 0.1}, "needs reference_logprobs"),
-        ({"entropy_bonus": 0.1}, "needs the entropy"),
-        ({"off_policy": {"mode": "mask"}}, "need sampler_logprobs"),
+        ({"reference_policy_kl_penalty": 0.1}, "requires reference_logprobs"),
+        ({"entropy_bonus": 0.1}, "requires the entropy"),
+        ({"off_policy": {"mode": "mask"}}, "require sampler_logprobs"),
         ({"type": "ppo"}, "type: unknown 'ppo'"),
         ({"aggregation": "mean"}, "aggregation: unknown 'mean'"),
         ({"reference_policy_kl_type": "k4"}, "reference_policy_kl_type: unknown 'k4'"),
@@ -466,5 +466,5 @@ def test_gspo_has_the_gradient_of_its_sequence_form_under_every_correction_it_ta
 )
 def test_gspo_refuses_corrections_that_would_make_it_another_loss(off_policy):
     settings = LossSettings.from_mapping({"type": "gspo", "off_policy": off_policy})
-    with pytest.raises(ValueError, match="off_policy: unlike weights for the tokens of a sequence"):
+    with pytest.raises(ValueError, match="off_policy: per-token weights .* conflict with the sequence-level loss"):
         Batch("token_mean").loss(settings)

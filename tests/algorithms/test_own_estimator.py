@@ -11,10 +11,10 @@ import pytest
 from gdpo_nemo.algorithms import Terms, compute_advantages, weighted_terms, z_scores
 from gdpo_nemo.algorithms.estimators import gdpo
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.rollouts.learning import advantages_of
-from gdpo_nemo.rollouts.own_objective import check_own_functions
-from gdpo_nemo.validation import validate
+from gdpo_nemo.rollouts.credit import advantages_of
+from gdpo_nemo.rollouts.user_functions import check_own_functions
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/custom_estimator.py"
@@ -55,9 +55,9 @@ def test_an_own_estimators_options_are_its_further_parameters():
     [
         (lambda table: None, "must take"),
         (lambda table, settings, limit: None, "must take"),
-        (lambda table, settings: np.zeros(6), "returned ndarray, not Terms"),
+        (lambda table, settings: np.zeros(6), "must return Terms, got ndarray"),
         (lambda table, settings: Terms(np.zeros((1, 6)), np.ones(6, bool)), r"components \(1, 6\)"),
-        (3, "an estimator is a name or a function"),
+        (3, "an estimator must be a name or a function"),
     ],
 )
 def test_what_is_no_estimator_is_refused_with_a_reason(function, complaint):
@@ -93,7 +93,7 @@ def test_non_finite_terms_are_refused_with_estimator_component_group_and_value()
         (lambda n: Terms(np.zeros((2, n)), np.ones(n, bool), total=np.full(n, np.nan)), "the sum nan in group 0"),
         (lambda n: Terms(np.full((2, n), 1e308), np.ones(n, bool)), "the sum inf in group 0"),
         (lambda n: Terms(np.zeros((2, n)), np.ones(n, bool), total=np.zeros(3)), r"total \(3,\) for 6 sequences"),
-        (lambda n: Terms(np.tile([1e200, -1e200], (2, n // 2)), np.ones(n, bool)), "cannot be standardised"),
+        (lambda n: Terms(np.tile([1e200, -1e200], (2, n // 2)), np.ones(n, bool)), "cannot standardise"),
     ],
 )
 def test_every_way_to_an_advantage_that_is_not_finite_is_refused(terms, complaint):
@@ -114,7 +114,7 @@ def config(estimator: str, *overrides: str):
 @pytest.mark.parametrize(
     "estimator, complaint",
     [
-        ("nowhere.py:mine", "gdpo.estimator: nowhere.py does not exist"),
+        ("nowhere.py:mine", "gdpo.estimator: nowhere.py not found"),
         (f"{EXAMPLE}:squashd", "has no function squashd"),
     ],
 )

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from gdpo_nemo import cli
 from gdpo_nemo.algorithms import (
     LOSSES,
     LossSettings,
@@ -22,11 +21,12 @@ from gdpo_nemo.algorithms import (
     token_weights,
 )
 from gdpo_nemo.algorithms.policy_loss import policy_loss
+from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.objects import absolute_place, load_object
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.rollouts.own_objective import check_own_functions
-from gdpo_nemo.validation import validate
+from gdpo_nemo.rollouts.user_functions import check_own_functions
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.user_code import absolute_import_path, load_object
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml"
@@ -232,7 +232,11 @@ def test_a_gradient_of_kl_or_entropy_does_not_hide_that_a_loss_has_none(beside, 
         ("    return log_gap.exp().sum()\n", [], "returned a weight that is torch.float32"),
         ("    return log_gap.exp() / 0\n", [], "returned a weight that is inf"),
         ("    return log_gap\n", [], "returned a negative weight"),
-        ("    return log_gap.exp()\n", ["loss_fn.type=gspo", "loss_fn.off_policy.level=sequence"], "unlike weights"),
+        (
+            "    return log_gap.exp()\n",
+            ["loss_fn.type=gspo", "loss_fn.off_policy.level=sequence"],
+            "the per-token weights of",
+        ),
     ],
 )
 def test_what_is_no_correction_is_refused_before_any_process_starts(code, overrides, complaint, tmp_path):
@@ -264,11 +268,11 @@ def test_what_is_no_shaping_rule_is_refused_before_any_process_starts(code, comp
 @pytest.mark.parametrize(
     "override, complaint",
     [
-        ("loss_fn.type=nowhere.py:mine", "loss_fn.type: nowhere.py does not exist"),
+        ("loss_fn.type=nowhere.py:mine", "loss_fn.type: nowhere.py not found"),
         ("loss_fn.type=examples/sapo.py:spao", "loss_fn.type: .*has no function spao"),
-        ("loss_fn.off_policy.mode=nowhere.py:mine", "loss_fn.off_policy.mode: nowhere.py does not exist"),
-        (rule("nowhere.py:mine"), "gdpo.shaping: nowhere.py does not exist"),
-        ("loss_fn.options={a: 1}", "loss_fn.options: unknown option 'a' of clipped_pg; it has none"),
+        ("loss_fn.off_policy.mode=nowhere.py:mine", "loss_fn.off_policy.mode: nowhere.py not found"),
+        (rule("nowhere.py:mine"), "gdpo.shaping: nowhere.py not found"),
+        ("loss_fn.options={a: 1}", "loss_fn.options: unknown option 'a' of clipped_pg; no options are known"),
         ("loss_fn.off_policy={mode: mask, options: {a: 1}}", "loss_fn.off_policy.options: unknown option 'a' of mask"),
     ],
 )
@@ -299,7 +303,7 @@ def test_the_dry_run_tries_the_loss_and_refuses_it_in_one_line(tmp_path, capsys)
 def test_explain_says_that_losses_corrections_and_estimators_may_be_ones_own(capsys):
     for key in ("loss_fn.type", "loss_fn.off_policy.mode", "gdpo.estimator"):
         assert cli.main(["explain", key]) == 0
-        assert "of your own: file.py:name" in capsys.readouterr().out
+        assert "or a custom one: file.py:name" in capsys.readouterr().out
     assert cli.main(["explain", "loss_fn.type"]) == 0
     assert ", ".join(LOSSES) in capsys.readouterr().out
 
@@ -371,7 +375,7 @@ def test_an_own_rule_changes_present_rewards_and_creates_a_component():
 
 def test_a_steps_rewards_are_shaped_by_the_rule_that_the_config_names():
     from gdpo_nemo.data.records import Prompt, Trajectory
-    from gdpo_nemo.rollouts.learning import reward_columns
+    from gdpo_nemo.rollouts.credit import reward_columns
 
     prompt = Prompt("0", np.array([1], np.int32), "", "digit_sort")
     made = [
@@ -385,6 +389,9 @@ def test_a_steps_rewards_are_shaped_by_the_rule_that_the_config_names():
 def test_a_place_in_a_file_is_sent_as_one_that_any_working_directory_finds(tmp_path, monkeypatch):
     written(tmp_path, GOOD)
     monkeypatch.chdir(tmp_path)
-    assert absolute_place("mine.py:mine") == f"{tmp_path / 'mine.py'}:mine"
-    assert absolute_place(SAPO) == f"{REPOSITORY / SAPO}"
-    assert absolute_place("clipped_pg") == "clipped_pg" and absolute_place("some.package:f") == "some.package:f"
+    assert absolute_import_path("mine.py:mine") == f"{tmp_path / 'mine.py'}:mine"
+    assert absolute_import_path(SAPO) == f"{REPOSITORY / SAPO}"
+    assert (
+        absolute_import_path("clipped_pg") == "clipped_pg"
+        and absolute_import_path("some.package:f") == "some.package:f"
+    )

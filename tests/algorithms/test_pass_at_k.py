@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from gdpo_nemo.algorithms.pass_at_k import mean_pass_at_k, pass_at_k
+from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k, pass_at_k
 
 
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=7), st.data())

@@ -13,9 +13,9 @@ from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
+from gdpo_nemo.algorithms.losses import TokenFields
 from gdpo_nemo.algorithms.preference_losses import preference_loss
 from gdpo_nemo.algorithms.preference_settings import LOSS_TYPES, PreferenceSettings, PreferenceUpdate
-from gdpo_nemo.algorithms.token_fields import TokenFields
 
 CPU = torch.device("cpu")
 ALONE = SimpleNamespace(device=CPU, gather_for_metrics=lambda values: values, gather=lambda values: values)

@@ -89,26 +89,26 @@ def test_conditioned_components_can_form_a_chain():
         ([{"component": "length"}], "exactly one transformation"),
         ([{"clip": [0, 1]}], "exactly one transformation"),
         ([{"component": "length", "clip": [0, 1], "scale": 2}], "exactly one transformation"),
-        ([{"component": "length", "clip": [1, 0]}], "limits must ascend"),
+        ([{"component": "length", "clip": [1, 0]}], "limits must be ascending"),
         ([{"component": "length", "clip": 3}], r"shaping rule \{'component': 'length', 'clip': 3\}"),
         ([{"component": "length", "scale": {"bye": 2}}], "unknown option 'bye'; did you mean 'by'"),
-        ([{"component": "length", "linear": {"from": [1, 1]}}], "`from` must ascend"),
+        ([{"component": "length", "linear": {"from": [1, 1]}}], "`from` must be ascending"),
         ([{"component": "length", "overlong": {}}], "positive `buffer`"),
         ([{"component": "length", "length": {"full": 9, "zero": 5}}], "`zero` above it"),
         ([{"component": "length", "condition": {"on": "corect", "ge": 1}}], "did you mean 'correct'"),
-        ([{"component": "length", "condition": {"ge": 1}}], "needs `on`"),
+        ([{"component": "length", "condition": {"ge": 1}}], "requires `on`"),
         ([{"component": "length", "condition": {"on": "correct", "ge": 1, "lt": 2}}], "one of ge, gt"),
         (
             [{"component": "length", "condition": {"on": "correct", "gee": 1}}],
             "unknown option 'gee'; did you mean 'ge'",
         ),
-        ([{"component": "length", "condition": {"on": "length", "ge": 1}}], "form a circle"),
+        ([{"component": "length", "condition": {"on": "length", "ge": 1}}], "form a cycle"),
         (
             [
                 {"component": "length", "condition": {"on": "correct", "ge": 1}},
                 {"component": "correct", "condition": {"on": "length", "ge": 1}},
             ],
-            "form a circle: (length -> correct -> length|correct -> length -> correct)",
+            "form a cycle: (length -> correct -> length|correct -> length -> correct)",
         ),
     ],
 )
@@ -120,9 +120,9 @@ def test_bad_rules_are_refused_before_any_reward_exists(rules, message):
 
 def test_a_rule_without_what_it_looks_at_is_refused():
     for rule, name in (({"length": {"full": 5}}, "lengths"), ({"truncated": {}}, "truncated")):
-        with pytest.raises(ValueError, match=f"needs {name}, which was not given"):
+        with pytest.raises(ValueError, match=f"requires {name}, which was not given"):
             apply_shaping({"a": [1.0]}, [{"component": "a", **rule}])
-    with pytest.raises(ValueError, match="needs max_length"):
+    with pytest.raises(ValueError, match="requires max_length"):
         apply_shaping({"a": [1.0]}, [{"component": "a", "overlong": {"buffer": 5}}], lengths=[1])
 
 

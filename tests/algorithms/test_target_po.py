@@ -88,7 +88,7 @@ def test_length_normalisation_keeps_a_long_sample_from_dominating():
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"temperature": 0.0}, "temperature must be positive"),
-    ({"length_normalize": True}, "needs lengths"),
+    ({"length_normalize": True}, "requires lengths"),
 ])  # fmt: skip
 def test_impossible_arguments_are_refused(options, message):
     with pytest.raises(ValueError, match=message):

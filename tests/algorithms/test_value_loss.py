@@ -9,11 +9,17 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from gdpo_nemo.algorithms.loss_selection import why_all_sequences
 from gdpo_nemo.algorithms.loss_settings import LossSettings, OffPolicySettings
-from gdpo_nemo.algorithms.policy_loss import policy_loss
-from gdpo_nemo.algorithms.ppo_settings import ActorCriticSettings, PPOSettings
-from gdpo_nemo.algorithms.token_fields import TokenFields
-from gdpo_nemo.algorithms.value_loss import actor_critic_loss, value_losses
+from gdpo_nemo.algorithms.losses import TokenFields
+from gdpo_nemo.algorithms.policy_loss import (
+    OBJECTIVES,
+    actor_critic_loss,
+    objective_loss,
+    policy_loss,
+    value_losses,
+)
+from gdpo_nemo.algorithms.ppo import ActorCriticSettings, PPOSettings
 
 CLIPS = st.sampled_from([0.05, 0.2, 1.0])
 
@@ -114,7 +120,7 @@ def test_the_loss_adds_up_over_any_cut_of_the_tokens():
 def test_missing_values_are_named():
     logprobs, values, fields = tokens(1)
     for name in ("old_values", "returns"):
-        with pytest.raises(ValueError, match=f"needs {name}"):
+        with pytest.raises(ValueError, match=f"requires {name}"):
             actor_critic_loss(
                 logprobs, None, values, TokenFields(**{**vars(fields), name: None}), ActorCriticSettings()
             )
@@ -125,7 +131,7 @@ def test_the_settings_of_the_loss_are_carried_over():
     found = ActorCriticSettings.of(loss, PPOSettings(vf_coef=0.4, cliprange_value=None))
     assert {f.name: getattr(found, f.name) for f in fields_of(LossSettings)} == vars(loss)
     assert found.vf_coef == 0.4 and found.cliprange_value is None
-    assert found.why_all_sequences() and not LossSettings().why_all_sequences()
+    assert why_all_sequences(found) and not why_all_sequences(LossSettings())
 
 
 @pytest.mark.parametrize(
@@ -138,3 +144,16 @@ def test_settings_that_mean_nothing_are_refused_by_name(name, value):
         PPOSettings(**{name: value}).check()
     PPOSettings().check()
     PPOSettings(gamma=0.0, lam=0.0, vf_coef=0.0, cliprange_value=None).check()
+
+
+def test_loss_is_chosen_by_the_type_of_the_settings_and_its_bases():
+    class Custom(ActorCriticSettings):
+        pass
+
+    assert [objective_loss(kind()) for kind in (LossSettings, ActorCriticSettings)] == [
+        OBJECTIVES[LossSettings],
+        OBJECTIVES[ActorCriticSettings],
+    ]
+    assert objective_loss(Custom()) is OBJECTIVES[ActorCriticSettings]
+    with pytest.raises(TypeError, match="settings of type dict do not select a loss"):
+        objective_loss({})

@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, strategies as st
 
 from gdpo_nemo.algorithms import CORRECTIONS, LOSSES, LossSettings, OffPolicySettings, TokenFields, token_weights
+from gdpo_nemo.algorithms.loss_selection import loss_import_paths, why_all_sequences
 from gdpo_nemo.algorithms.policy_loss import policy_loss
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.objective_checks import check_skipping
-from gdpo_nemo.config.objects import load_functions
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.rollouts.own_objective import check_own_functions
+from gdpo_nemo.rollouts.user_functions import check_own_functions
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.user_code import load_functions
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 OWN = ("examples/sapo.py:sapo", "examples/vespo.py:vespo", "examples/custom_correction.py:by_age")
@@ -59,7 +60,7 @@ def batch_of(advantages, lengths, aggregation: str, seed: int) -> tuple[torch.Te
 
 def gradient(logprobs, fields, settings, keep) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss, and gradient of all log-probs, of an update of the tokens ``keep`` alone."""
-    functions = load_functions("loss_fn", settings.places)
+    functions = load_functions("loss_fn", loss_import_paths(settings))
     entropy = -logprobs[keep]
     loss, _ = policy_loss(logprobs[keep], entropy, fields.select(keep), settings, functions=functions)
     return loss.detach(), torch.autograd.grad(loss, logprobs)[0] if loss.requires_grad else torch.zeros_like(logprobs)
@@ -73,7 +74,7 @@ advantages_and_lengths = st.lists(
 def test_of_the_built_in_losses_kl_cov_alone_reads_sequences_of_advantage_0():
     """Its KL holds chosen tokens of any advantage."""
     assert {name for name, entry in LOSSES.items() if not entry.skips_zero_advantage} == {"kl_cov"}
-    assert "type kl_cov may read every sequence" in loss_settings("kl_cov", "none").why_all_sequences()
+    assert "type kl_cov may read every sequence" in why_all_sequences(loss_settings("kl_cov", "none"))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +85,11 @@ def test_of_the_built_in_losses_kl_cov_alone_reads_sequences_of_advantage_0():
        threshold=st.sampled_from([None, 0.05]), seed=st.integers(0, 99))  # fmt: skip
 def test_without_sequences_of_advantage_0_the_gradient_is_the_same(type, mode, rows, aggregation, threshold, seed):
     if type == "gspo" and mode == "icepop":
-        return  # refused: see LossSettings.check
+        return  # refused: see `check_loss`
     advantages, lengths = (np.array(column) for column in zip(*rows))
     settings = loss_settings(type, mode, ratio_clip_c=3.0)
     settings = replace(settings, off_policy=replace(settings.off_policy, sequence_mask_threshold=threshold))
-    assert settings.why_all_sequences(load_functions("loss_fn", settings.places)) is None
+    assert why_all_sequences(settings, load_functions("loss_fn", loss_import_paths(settings))) is None
     logprobs, fields = batch_of(advantages, lengths, aggregation, seed)
     whole = gradient(logprobs, fields, settings, torch.ones(len(logprobs), dtype=torch.bool))
     part = gradient(logprobs, fields, settings, (fields.advantages != 0) & (fields.weights != 0))
@@ -101,7 +102,7 @@ def test_terms_that_read_every_sequence_have_a_gradient_at_advantage_0_and_forbi
     settings = loss_settings("clipped_pg", "none", **{key: 0.1})
     logprobs, fields = batch_of([0.0, 1.0], [3, 4], "token_mean", 0)
     _, whole = gradient(logprobs, fields, settings, torch.ones(len(logprobs), dtype=torch.bool))
-    assert whole[:3].abs().max() > 1e-3 and key in settings.why_all_sequences()
+    assert whole[:3].abs().max() > 1e-3 and key in why_all_sequences(settings)
     with pytest.raises(ConfigError, match=f"policy.skip_zero_advantage: would change the gradient: loss_fn.{key}"):
         check_skipping(load_config(DEMO, ["policy.skip_zero_advantage=true", f"loss_fn.{key}=0.1"]))
 
@@ -111,7 +112,7 @@ def test_a_function_of_ones_own_must_say_that_it_can_do_without(tmp_path, key, n
     file = tmp_path / "own.py"
     config = ["policy.skip_zero_advantage=true", f"loss_fn.{key}={file}:{name}", "loss_fn.old_logprobs=trainer"]
     file.write_text(SAYS_NOTHING)
-    with pytest.raises(ConfigError, match=f"loss_fn.{key} .*says so: FUNCTION.skips_zero_advantage = True"):
+    with pytest.raises(ConfigError, match=f"loss_fn.{key} .*must set FUNCTION.skips_zero_advantage = True"):
         check_own_functions(load_config(DEMO, config))
     check_own_functions(load_config(DEMO, config[1:]))
     says = tmp_path / "says.py"

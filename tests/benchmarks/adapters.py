@@ -44,7 +44,7 @@ def config_of(folder: Path, rank: int):
 def measure(policy, fleet, folder: Path, rounds: int) -> dict[str, tuple[int, float, float]]:
     """(bytes, seconds to take, seconds to ship) by transport."""
     from gdpo_nemo.cluster.session import ray
-    from gdpo_nemo.weights.transports.transport import make_transport
+    from gdpo_nemo.weights.transports.base import make_transport
 
     found = {}
     for name in ("memory", "gloo", "folder"):

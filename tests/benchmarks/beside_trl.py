@@ -132,7 +132,7 @@ def run_ours(model: Path) -> dict[str, Spent]:
 
 def _ours_steps(config: Any, stream: Any, policy: Any, sync: Any, steps: int) -> Spent:
     from gdpo_nemo.algorithms import LossSettings
-    from gdpo_nemo.rollouts.learning import advantages_of, updates_of
+    from gdpo_nemo.rollouts.credit import advantages_of, updates_of
 
     meter = Meter()
     settings = LossSettings()
@@ -226,7 +226,7 @@ def _force_lengths(model: Any) -> None:
 
     def forced(*args: Any, **kwargs: Any) -> Any:
         first = next(calls) * WORK.groups
-        groups = [LENGTHS.of_group(0, first + p, WORK.samples) for p in range(WORK.groups)]
+        groups = [LENGTHS.sample_group(0, first + p, WORK.samples) for p in range(WORK.groups)]
         lengths = torch.tensor([int(length) for group in groups for length in group])
         assert kwargs["input_ids"].shape == (len(lengths), PROMPT_TOKENS)
         return generate(*args, **kwargs, logits_processor=LogitsProcessorList([Forced(lengths)]))

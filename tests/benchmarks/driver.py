@@ -29,11 +29,10 @@ from gdpo_nemo.cluster.session import gather, ray, session, thread_environment
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import attention_cost
-from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.data.results import TokenValues, UpdateResult
+from gdpo_nemo.data.records import Group, Outcome, Prompt, TokenValues, Trajectory, UpdateResult
 from gdpo_nemo.data.shares import FlatValues, Share
-from gdpo_nemo.rollouts.learning import advantages_of, updates_of
-from gdpo_nemo.rollouts.step_metrics import check_failures, rollout_metrics, update_metrics
+from gdpo_nemo.rollouts.credit import advantages_of, updates_of
+from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 SECONDS = 3.0
@@ -61,7 +60,7 @@ class Reader:
                    for s, n in zip(share.sequences(), share.completion_lengths.tolist())]  # fmt: skip
         owner = np.repeat(np.arange(len(offsets)), [len(o) for o in offsets])
         found = TokenValues(owner, np.concatenate(offsets), np.full(len(owner), -1.0, np.float32))
-        return share.flat(found, whole=True)
+        return share.flat(found, complete=True)
 
 
 def _read(share: Share) -> int:

@@ -14,8 +14,8 @@ from typing import Iterator
 
 from paced_run import Rig
 
+from gdpo_nemo.cluster.engine_client import EngineClient, EngineState, PendingRequest
 from gdpo_nemo.cluster.fleet import EngineFleet
-from gdpo_nemo.cluster.lane import Lane, LaneState, PendingRequest
 from gdpo_nemo.cluster.session import ray
 
 BEFORE_S = 8
@@ -48,17 +48,17 @@ class Watch:
 
     def follow(self) -> None:
         """Note the tokens, until ``end``."""
-        gone = [0] * len(self.fleet.lanes)
-        last = [0] * len(self.fleet.lanes)
+        gone = [0] * len(self.fleet.clients)
+        last = [0] * len(self.fleet.clients)
         while not self._ended.wait(_EVERY_S):
-            for lane in self.fleet.lanes:
-                now = lane.report.decoded_tokens
-                if now < last[lane.index]:  # a new process counts from 0
-                    gone[lane.index] += last[lane.index]
-                last[lane.index] = now
+            for client in self.fleet.clients:
+                now = client.report.decoded_tokens
+                if now < last[client.index]:  # a new process counts from 0
+                    gone[client.index] += last[client.index]
+                last[client.index] = now
             now_s = time.monotonic()
             self.seen.append((now_s, tuple(map(sum, zip(gone, last)))))
-            self.busy.append((now_s, self.fleet.lanes[1].report.busy_s))
+            self.busy.append((now_s, self.fleet.clients[1].report.busy_s))
 
     def end(self) -> None:
         """End ``follow``."""
@@ -81,23 +81,23 @@ class Watch:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Note which requests are given to engines in the block, and which engines lose them."""
-        adopt = Lane.adopt
+        adopt = EngineClient.adopt
         reassign = self.fleet.reassign
 
-        def counted(lane: Lane, pending: PendingRequest) -> None:
+        def counted(client: EngineClient, pending: PendingRequest) -> None:
             self.given[pending.name] += 1
-            adopt(lane, pending)
+            adopt(client, pending)
 
-        def noted(lane: Lane, reason: str) -> None:
-            self.lost |= lane.pending.keys()
-            reassign(lane, reason)
+        def noted(client: EngineClient, reason: str) -> None:
+            self.lost |= client.pending.keys()
+            reassign(client, reason)
 
-        Lane.adopt = counted  # type: ignore[method-assign]
+        EngineClient.adopt = counted  # type: ignore[method-assign]
         self.fleet.reassign = noted  # type: ignore[method-assign]
         try:
             yield
         finally:
-            Lane.adopt = adopt  # type: ignore[method-assign]
+            EngineClient.adopt = adopt  # type: ignore[method-assign]
             self.fleet.reassign = reassign  # type: ignore[method-assign]
 
 
@@ -129,7 +129,7 @@ def lose_an_engine(started: Rig) -> list[str]:
 
 def _run(started: Rig, watch: Watch) -> Loss:
     fleet = started.fleet
-    lane = fleet.lanes[0]
+    client = fleet.clients[0]
     loss = Loss(watch, 0.0, 0.0, [])
     config = started.work.config(started.model, max_staleness=4, depth=5 * started.work.groups)
     with started.stream(config) as stream:
@@ -147,12 +147,12 @@ def _run(started: Rig, watch: Watch) -> Loss:
             stream.schedule(step)
             now = time.monotonic()
             if not loss.killed and now > begun + BEFORE_S + 2:
-                ray.get(fleet.lanes[1].actor.longest_pause.remote())
+                ray.get(fleet.clients[1].actor.longest_pause.remote())
                 os.kill(fleet.process_locations()[0][1], signal.SIGKILL)
                 loss.killed = time.monotonic()
-            elif loss.killed and not loss.back and lane.replaced and lane.state is LaneState.READY:
+            elif loss.killed and not loss.back and client.replaced and client.state is EngineState.READY:
                 loss.back = now
-                loss.pause_s = ray.get(fleet.lanes[1].actor.longest_pause.remote())
+                loss.pause_s = ray.get(fleet.clients[1].actor.longest_pause.remote())
             if now > begun + _LIMIT_S:
                 raise SystemExit(f"the engine was not back {_LIMIT_S:.0f} s after the start of the run")
     return loss

@@ -23,7 +23,7 @@ import psutil
 
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
-from gdpo_nemo.environments.nemo_gym.gym_rows import read_row
+from gdpo_nemo.environments.nemo_gym.rows import read_row
 
 LATENCY_S = 0.1
 IN_FLIGHT = 2000

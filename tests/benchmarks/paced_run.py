@@ -26,18 +26,19 @@ from gdpo_nemo.cluster import fleet as fleets
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.session import ray, session
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
+from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.generation.engine import Engine
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
-from gdpo_nemo.rollouts.rollout_batch import sample_seed
+from gdpo_nemo.rollouts.batches import sample_seed
+from gdpo_nemo.rollouts.ledger import RunPosition
 from gdpo_nemo.rollouts.scheduler import RolloutScheduler
+from gdpo_nemo.utils.user_code import load_object
 from gdpo_nemo.weights.manifest import pack
+from gdpo_nemo.weights.transports.base import Transport
 from gdpo_nemo.weights.transports.memory import MemoryReceiver
-from gdpo_nemo.weights.transports.transport import Transport
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _PACE = "GDPO_NEMO_BENCHMARK_PACE"
@@ -57,14 +58,14 @@ class Lengths:
         """Length of the sample that is drawn with ``seed``."""
         return max(1, min(self.cap, round(Random(seed).lognormvariate(log(self.median), self.sigma))))
 
-    def of_group(self, seed: int, position: int, samples: int) -> list[float]:
+    def sample_group(self, seed: int, position: int, samples: int) -> list[float]:
         """Lengths of the group at ``position``; the simulator's own seed has no say."""
         return [float(self.of_seed(sample_seed(self.run_seed, position, sample))) for sample in range(samples)]
 
     @property
     def mean(self) -> float:
         """Of the first 4,000 samples."""
-        return fmean(length for position in range(500) for length in self.of_group(0, position, 8))
+        return fmean(length for position in range(500) for length in self.sample_group(0, position, 8))
 
     @property
     def longest(self) -> float:
@@ -116,8 +117,8 @@ class LengthEngine(Engine):
         self._longest_pause = 0.0
         return longest
 
-    def _pumped(self, name: str, request: SampleRequest, sampling: Sampling) -> Any:
-        pumped = super()._pumped(name, request, sampling)
+    def _to_pump_request(self, name: str, request: SampleRequest, sampling: Sampling) -> Any:
+        pumped = super()._to_pump_request(name, request, sampling)
         pumped.parameters.max_tokens = self._pace.lengths.of_seed(request.seed)
         pumped.parameters.ignore_eos = True
         return pumped
@@ -285,7 +286,14 @@ class Rig:
         # All that a fleet takes from the staleness; the engines need not start again for it.
         self.fleet.exact = config.rollout.max_staleness == 0
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
-        stream = RolloutScheduler(config, RandomPrompts(), self.fleet, pool, _tokenizer(self.model), {}, 0, 0)
+        stream = RolloutScheduler(
+            config,
+            RunPosition(),
+            prompts=RandomPrompts(),
+            fleet=self.fleet,
+            pool=pool,
+            tokenizer=_tokenizer(self.model),
+        )
         try:
             yield stream
         finally:

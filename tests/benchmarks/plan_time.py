@@ -50,7 +50,7 @@ def _compare(folders: list[Path]) -> None:
 
     *known, run = [read_run(folder) for folder in folders]
     rates = calibrate(known, host(), CPU_RATES)
-    guess = step_time(run.config, run.shape, host(), rates)
+    guess = step_time(run.resolved, run.shape, host(), rates)
     print(rates.describe())
     print(f"{'phase':<12}{'predicted s':>12}{'measured s':>12}{'ratio':>8}")
     for name, key, value in (

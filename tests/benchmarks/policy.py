@@ -150,8 +150,9 @@ def predicted(model: Path, policy, tokens: int, rows: int) -> dict:
     """The plan's bytes for one rank with that fullest micro-batch, item by item."""
     import torch
 
+    from gdpo_nemo.config.model_checks import resolve
     from gdpo_nemo.config.schema import Config
-    from gdpo_nemo.planning.footprint import policy_memory
+    from gdpo_nemo.planning.memory import policy_memory
     from gdpo_nemo.planning.shape import shape_from
 
     config = Config()
@@ -160,7 +161,7 @@ def predicted(model: Path, policy, tokens: int, rows: int) -> dict:
     config.policy.precision = policy.precision
     config.policy.share_prompts = False  # ``tokens`` are those that are computed
     config.policy.megatron_cfg = policy.megatron_cfg
-    memory = policy_memory(config, shape_from(json.loads((model / "config.json").read_text())), tokens, rows)
+    memory = policy_memory(resolve(config), shape_from(json.loads((model / "config.json").read_text())), tokens, rows)
     return {**{key: value for key, value in vars(memory).items() if key != "stage"}, "total": memory.total}
 
 

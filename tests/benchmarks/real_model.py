@@ -24,7 +24,7 @@ import rank_cases
 from rank_pool import RankPool
 
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.weights.model_folder import differences
+from gdpo_nemo.models.hf_folder import differences
 
 LIMIT = 1e-4
 BUDGET = 1024
@@ -67,7 +67,7 @@ def largest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
 
 def of_layout(place, folder: str, batch: list[TrainSequence], out: str):
     """On a rank: log-probs of the batch, and the weights exported to ``out``."""
-    from gdpo_nemo.megatron.hf_files import write_model
+    from gdpo_nemo.models.hf_folder import write_model
 
     policy = rank_cases.build_policy(place, folder)
     values = policy.logprobs(batch, rank_cases.spread(place, batch, BUDGET))

@@ -163,9 +163,8 @@ def run_ours(work: Work, folder: Path, arguments) -> dict:
     from gdpo_nemo.algorithms import LossSettings
     from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.cluster.policy_group import PolicyGroup
-    from gdpo_nemo.cluster.probe import Probe
     from gdpo_nemo.cluster.session import session
-    from gdpo_nemo.cluster.weight_sync import WeightSync
+    from gdpo_nemo.cluster.weight_sync import SyncCheck, WeightSync
 
     config = _config(work, folder, arguments)
     meter = Meter()
@@ -176,9 +175,11 @@ def run_ours(work: Work, folder: Path, arguments) -> dict:
         fleet = EngineFleet(config, str(folder))
         policy.ready()
         fleet.ready()
-        probe = Probe.sampled(fleet, work.prompt_ids(0)[:4], work.vocabulary, config.policy.max_total_sequence_length)
-        probe.calibrate(policy, config)
-        sync = WeightSync(policy, fleet, probe)
+        sync_check = SyncCheck.sampled(
+            fleet, work.prompt_ids(0)[:4], work.vocabulary, config.policy.max_total_sequence_length
+        )
+        sync_check.calibrate(policy, config)
+        sync = WeightSync(policy, fleet, sync_check)
         sync.publish(0)
         for step in range(arguments.steps + 1):
             meter.steps.append({})

@@ -90,7 +90,7 @@ def run_ours(objective: str, folder: Path, steps: int) -> Spent:
     from gdpo_nemo.cluster.session import session
     from gdpo_nemo.data.examples import Answer
     from gdpo_nemo.data.records import Prompt
-    from gdpo_nemo.supervised import PreferenceTuning, SupervisedFineTuning
+    from gdpo_nemo.training.supervised import PreferenceTuning, SupervisedFineTuning
 
     size = ROWS[objective]
     rows = make_rows(objective, size * (steps + 1))

@@ -14,8 +14,8 @@ import time
 import torch
 from broadcast_members import Actor, Policy
 
+from gdpo_nemo.weights.transports.base import TransportOptions
 from gdpo_nemo.weights.transports.collective import GlooTransport
-from gdpo_nemo.weights.transports.transport import TransportOptions
 
 
 class Model(Policy):

@@ -19,8 +19,8 @@ from typing import Any
 import chromium
 import inspector_runs
 
-from gdpo_nemo.observe.inspector import site_builder
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files
+from gdpo_nemo.commands.inspect import builder
+from gdpo_nemo.observe.samples import read_rollouts, rollout_files
 
 SIZES = {"wide": (1400, 900), "tablet": (900, 1100), "phone": (390, 844)}
 READY = 'body[data-ready="all"]'
@@ -225,7 +225,7 @@ def check_keys(visit: Visit) -> None:
 def check_hostile(browser: Any, folder: Path) -> None:
     """Every hostile sample is shown as text, and the page stays as it was."""
     run = inspector_runs.hostile_run(folder / "hostile")
-    page = site_builder.build(run, folder / "hostile_site").page
+    page = builder.build(run, folder / "hostile_site").page
     for number, text in enumerate(inspector_runs.HOSTILE):
         visit = Visit(browser, page, address=f"#1/0/{number}")
         visit.wait("#detail h2", f"sample {number}")
@@ -247,7 +247,7 @@ def check_large(browser: Any, folder: Path, samples: int) -> None:
     """Times and memory; the bounds of the issue are for 100,000 samples."""
     run = inspector_runs.large_run(folder / "large", samples)
     start = time.monotonic()
-    built = site_builder.build(run, folder / "large_site")
+    built = builder.build(run, folder / "large_site")
     took = time.monotonic() - start
     visit = Visit(browser, built.page)
     start = time.monotonic()
@@ -291,7 +291,7 @@ def main() -> None:
         print(f"Chromium {browser.version}", flush=True)
         folder = Path(temporary)
         for number, run in enumerate(given.runs):
-            page = site_builder.build(run, folder / f"site{number}").page
+            page = builder.build(run, folder / f"site{number}").page
             check_run(browser, run, page)
             check_heads(browser, page)
             turns = check_turns(browser, run, page)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.observe.metrics import MetricsLog
-from gdpo_nemo.observe.rollouts import write_rollouts
+from gdpo_nemo.observe.samples import write_rollouts
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 HOSTILE = (

@@ -10,7 +10,7 @@ import inspector_in_chromium
 import inspector_runs
 import pytest
 
-from gdpo_nemo.observe.inspector import site_builder
+from gdpo_nemo.commands.inspect import builder
 
 pytestmark = pytest.mark.browser
 
@@ -23,7 +23,7 @@ def browser(pytestconfig) -> Iterator[Any]:
 
 
 def site(run: Path) -> Path:
-    return site_builder.build(run, run.parent / f"site_{run.name}").page
+    return builder.build(run, run.parent / f"site_{run.name}").page
 
 
 def test_filters_search_permalinks_keys_and_tokens_agree_with_the_files(browser, tmp_path):

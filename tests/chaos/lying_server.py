@@ -16,9 +16,9 @@ from hostile_gym_server import Hosted, hostile_app
 LIES = {
     "lie-nan": "is not finite",
     "lie-infinite": "is not finite",
-    "lie-text": "is a str, not a number",
+    "lie-text": "is of type str, not a number",
     "lie-components_list": "is not in the reply",
-    "lie-a_list": "is a list, not an object",
+    "lie-a_list": "expected a JSON object as the reply, got list",
     "lie-html": "not JSON",
     "lie-deep": "nested more than",
     "lie-big_unannounced": "max_reply_bytes",

@@ -14,9 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gdpo_nemo.drill.exercise import differing_steps
-from gdpo_nemo.rerun import audit_run
-from gdpo_nemo.weights.model_folder import differences
+from gdpo_nemo.commands.drill.exercise import differing_steps
+from gdpo_nemo.models.hf_folder import differences
+from gdpo_nemo.training.replay import audit_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 16

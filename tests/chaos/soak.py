@@ -27,12 +27,12 @@ from typing import Any, Callable, ContextManager, Iterator, Mapping, Sequence
 from hostile_verifier import DEEDS, deed_of
 from lying_server import LIES, lie_about, lying_server
 
+from gdpo_nemo.commands.drill.exercise import Drill, by_fault, drill, is_exact
+from gdpo_nemo.commands.drill.faults import FAULTS, SLOW
+from gdpo_nemo.commands.drill.run import Outcome, trained
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome as Verdicts
-from gdpo_nemo.drill.drilled_run import Outcome, trained
-from gdpo_nemo.drill.exercise import Drill, by_fault, drill, is_exact
-from gdpo_nemo.drill.faults import FAULTS, SLOW
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
+from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOSTILE = Path(__file__).with_name("hostile_verifier.py")
@@ -132,8 +132,8 @@ def verifier_faults(
             reason = reasons[deed] if deed else None
             failed = sample["outcome"] == Verdicts.ENV_FAILED
             told = (reason or "") in sample["detail"]
-            # Where too many of those that it came with have failed, a sample is not tried alone.
-            right = (failed == (reason is not None) and told) or "not tried alone" in sample["detail"]
+            # Where too many of those that it came with have failed, a sample is not retried individually.
+            right = (failed == (reason is not None) and told) or "not retried individually" in sample["detail"]
             if deed or not right:
                 victim = f"sample {sample['sample_index']} of {sample['prompt_id']}"
                 wrong = None if right else f"{sample['outcome']} {sample['detail']}"

@@ -13,11 +13,11 @@ import pytest
 from hostile_verifier import DEEDS
 from soak import RECORD, VARIANTS, read, soak, table
 
-from gdpo_nemo.drill.drilled_run import Outcome, trained
-from gdpo_nemo.drill.exercise import by_fault
-from gdpo_nemo.drill.faults import FAULTS, TEN
-from gdpo_nemo.observe.alerts import read_alerts
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
+from gdpo_nemo.commands.drill.exercise import by_fault
+from gdpo_nemo.commands.drill.faults import FAULTS, TEN
+from gdpo_nemo.commands.drill.run import Outcome, trained
+from gdpo_nemo.observe.run_files import read_alerts
+from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -35,8 +35,8 @@ def drilled(tmp_path_factory, digit_model) -> tuple[Path, str]:
     config = ("--config", "configs/ppo_tiny_cpu.yaml", f"policy.model_name={digit_model}")
     small = ("gdpo.num_prompts_per_step=16", "gdpo.num_iterations=2", "rollout.env_workers=2")
     done = command(*config, *small, "--out", str(out), "--steps", "2", "--patience", "900")
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    assert "bit for bit" in done.stdout and "Traceback" not in done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr  # a string, which pytest prints whole
+    assert "bitwise equal" in done.stdout and "Traceback" not in done.stdout + done.stderr
     return out, done.stdout
 
 
@@ -49,7 +49,7 @@ def test_a_run_through_ten_kinds_of_faults_is_the_undisturbed_run_bit_for_bit(dr
     said = {outcome["fault"]: " ".join(outcome["said"]) for outcome in found["outcomes"]}
     assert "SIGKILL" in said["driver-kill"] and "engine 0" in said["engine-kill"] and "worker" in said["worker-kill"]
     log = (out / "disturbed.log").read_text()
-    assert "is damaged" in log, "the checkpoint that was cut short is passed over"
+    assert "is damaged" in log, "the checkpoint that was cut short is skipped"
     assert "(raylet)" not in log and "state-dump" not in log, "what Ray says of lost processes stays in its own logs"
     check_account_of_restarts(out / "disturbed", log)
 
@@ -85,7 +85,7 @@ def check_account_of_restarts(run_dir: Path, log: str) -> None:
     """Alerts, metrics and terminal agree on how often the run was started again, in whole and in part."""
     alerts = [alert["text"] for alert in read_alerts(run_dir)]
     restarts = [text for text in alerts if "run.max_restarts" in text]
-    rebuilds = [text for text in alerts if "the policy is started again" in text]
+    rebuilds = [text for text in alerts if "the policy is restarted" in text]
     assert [line for line in log.splitlines() if line.startswith("supervisor:")] == [
         f"supervisor: {t}" for t in restarts
     ]

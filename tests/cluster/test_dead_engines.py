@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gdpo_nemo.cluster import fleet as fleets
+from gdpo_nemo.cluster import engine_actor, fleet as fleets
 from gdpo_nemo.cluster.session import WorkerDied, gather, one_has_ended, ray, session
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.errors import EngineFailed, RunError
 from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest, SampleRequest, Sampling
-from gdpo_nemo.waits import Patience
+from gdpo_nemo.utils.errors import EngineFailed, RunError
+from gdpo_nemo.utils.waits import Patience
 
 SAMPLING = Sampling(1.0, 1.0, -1, 4)
 SEED = 40
@@ -97,13 +97,37 @@ def config():
         yield config
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Folder of the files that tell the engines to die."""
+    return tmp_path_factory.mktemp("engines")
+
+
+@pytest.fixture(scope="module")
+def shared_fleet(config, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_actor, "EngineActor", Mortal)
+        fleet = fleets.EngineFleet(config, str(folder))
+        yield fleet
+        fleet.close()
+
+
 @pytest.fixture
-def fleet(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(fleets, "EngineActor", Mortal)
-    fleet = fleets.EngineFleet(config, str(tmp_path))
-    fleet.ready()
-    yield fleet
-    fleet.close()
+def fleet(shared_fleet, folder):
+    """The shared fleet: all engines ready, no deaths counted, no weights, no events."""
+    for file in folder.iterdir():
+        file.unlink()
+    shared_fleet.ready()
+    for engine in (0, 1):
+        drawn(shared_fleet, engine)  # which clears the deaths in a row
+    shared_fleet.forget_weights()
+    shared_fleet.take_events()
+    return shared_fleet
+
+
+def replaced(fleet) -> list[int]:
+    """How often each engine was replaced."""
+    return [client.replaced for client in fleet.clients]
 
 
 def drawn(fleet, engine: int, limit_s: float = 300.0):
@@ -112,45 +136,34 @@ def drawn(fleet, engine: int, limit_s: float = 300.0):
     return fleet.spawn(fleet.sample(request, SAMPLING, engine)).result(limit_s)
 
 
-def test_an_engine_that_keeps_dying_is_given_up_and_the_other_draws_for_it(fleet, tmp_path):
-    assert drawn(fleet, 1)[1] == 1
-    (tmp_path / "1").write_text("dies\n" * 12)
-    assert drawn(fleet, 1)[1] == 0
-    assert [lane.state for lane in fleet.lanes] == ["ready", "dead"]
-    *replaced, given_up = fleet.take_events()
-    assert [line.endswith("; it is replaced, and its samples are drawn again") for line in replaced] == [True] * 3
-    assert given_up.startswith("engine 1 is given up: it died 4 times in a row, last: engine 1: a worker process died")
-    assert drawn(fleet, 0)[1] == 0
-
-
-def test_an_engine_that_fails_alive_is_replaced_like_a_dead_one(fleet, tmp_path):
-    before = fleet.lanes[1].actor
-    (tmp_path / "1").write_text("fails\n")
+def test_an_engine_that_fails_alive_is_replaced_like_a_dead_one(fleet, folder):
+    before = fleet.clients[1].actor
+    (folder / "1").write_text("fails\n")
     assert drawn(fleet, 1)[1] == 1
     (note,) = fleet.take_events()
     assert note == (
         "engine 1: vLLM failed: AcceleratorError: CUDA error: unspecified launch failure; it is replaced, and its "
-        "samples are drawn again"
+        "samples are generated again"
     )
     with pytest.raises(WorkerDied):  # nobody asks it again, and its memory is free
         gather([before.process_location.remote()], "asking the one before", 60)
     for engine in ("0", "1"):
-        (tmp_path / engine).write_text("fails\n")
+        (folder / engine).write_text("fails\n")
     with fleet.delivering():
         fleet.update(ToEveryone(), 7)
     assert [drawn(fleet, engine)[0].version for engine in (0, 1)] == [7, 7]
 
 
-def test_an_engine_that_dies_after_its_answer_while_another_takes_the_weights_gets_them_again(fleet, tmp_path):
-    before = fleet.lanes[1].actor
-    (tmp_path / "0.slow").touch()
+def test_an_engine_that_dies_after_its_answer_while_another_takes_the_weights_gets_them_again(fleet, folder):
+    before = fleet.clients[1].actor
+    (folder / "0.slow").touch()
     with fleet.delivering(), ThreadPoolExecutor(1) as beside:
         update = beside.submit(fleet.update, ToEveryone(), 7)
         # As soon as engine 1 has answered, it dies; its replacement is up before engine 0 answers.
         until(lambda: drawn(fleet, 1)[0].version == 7)
-        (tmp_path / "1").write_text("dies")
-        until(lambda: fleet.lanes[1].actor is not before and fleet.lanes[1].state == "loaded")
-        (tmp_path / "0.slow").unlink()
+        (folder / "1").write_text("dies")
+        until(lambda: fleet.clients[1].actor is not before and fleet.clients[1].state == "loaded")
+        (folder / "0.slow").unlink()
         update.result(300)
     assert [drawn(fleet, engine)[0].version for engine in (0, 1)] == [7, 7]
 
@@ -162,44 +175,37 @@ def until(holds, limit_s: float = 120.0) -> None:
         time.sleep(0.02)
 
 
-def test_without_an_engine_left_whoever_waits_is_told(fleet, tmp_path):
-    for engine in ("0", "1"):
-        (tmp_path / engine).write_text("dies\n" * 12)
-    with pytest.raises(RunError, match=r"no engine is left: engine \d: it died 4 times in a row, last"):
-        drawn(fleet, 0)
-    with pytest.raises(RunError, match="no engine is left"):
-        fleet.least_loaded()
-
-
-def test_engine_is_not_replaced_when_it_was_stopped_together_with_its_driver(fleet, tmp_path, monkeypatch):
+def test_engine_is_not_replaced_when_it_was_stopped_together_with_its_driver(fleet, folder, monkeypatch):
     """As by SIGSTOP of the whole tree, or on a machine that was suspended: five minutes are gone at once."""
+    before = replaced(fleet)
     for _ in range(Patience.ENOUGH + 1):  # from then on its silence has a limit of two minutes
         drawn(fleet, 0)
-    (tmp_path / "0.stopped").touch()
-    while not (tmp_path / "0.stands").exists():
+    (folder / "0.stopped").touch()
+    while not (folder / "0.stands").exists():
         time.sleep(0.01)
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 300.0)
     fleet.spawn(asyncio.sleep(0.1)).result(300.0)  # the driver continues first
-    (tmp_path / "0.stopped").unlink()
+    (folder / "0.stopped").unlink()
     assert drawn(fleet, 0)[1] == 0
-    assert fleet.lanes[0].replaced == 0
+    assert replaced(fleet) == before
 
 
-def test_several_engines_that_die_at_one_update_are_not_one_engine_that_dies_often(fleet, tmp_path):
+def test_several_engines_that_die_at_one_update_are_not_one_engine_that_dies_often(fleet, folder):
     for engine in ("0", "1"):
-        (tmp_path / engine).write_text("dies\n" * 2)
+        (folder / engine).write_text("dies\n" * 2)
     with fleet.delivering():
         fleet.update(ToEveryone(), 7)
     found = [drawn(fleet, engine) for engine in (0, 1)]
     assert [(completion.version, engine) for completion, engine in found] == [(7, 0), (7, 1)]
 
 
-def test_a_completion_clears_the_count_of_the_engine_that_made_it(fleet, tmp_path):
+def test_a_completion_clears_the_count_of_the_engine_that_made_it(fleet, folder):
+    before = replaced(fleet)
     for _ in range(3):
-        (tmp_path / "1").write_text("dies\n" * 2)
+        (folder / "1").write_text("dies\n" * 2)
         assert drawn(fleet, 1)[1] == 1
-    assert fleet.lanes[1].deaths == 0 and fleet.lanes[1].replaced >= 3
+    assert fleet.clients[1].deaths == 0 and replaced(fleet)[1] >= before[1] + 3
 
 
 class Busy:
@@ -232,27 +238,49 @@ def test_a_process_that_has_ended_is_told_from_one_that_is_busy(config, tmp_path
     assert not one_has_ended([actors[0].number.remote(), actors[2].number.remote()], 30.0)
 
 
-def test_a_replacement_that_nobody_has_asked_for_anything_is_waited_for(fleet, tmp_path):
+def test_a_replacement_that_nobody_has_asked_for_anything_is_waited_for(fleet, folder):
     """As where an engine dies with the policy: the next policy waits for all engines before it has weights to give."""
-    (tmp_path / "1").write_text("dies\n")
-    lane = fleet.lanes[1]
+    before = replaced(fleet)
+    (folder / "1").write_text("dies\n")
+    client = fleet.clients[1]
     deadline = time.monotonic() + 300
-    while not (lane.replaced == 1 and lane.state == "loaded"):
-        assert time.monotonic() < deadline, lane.state
+    while not (client.replaced == before[1] + 1 and client.state == "loaded"):
+        assert time.monotonic() < deadline, client.state
         time.sleep(0.02)
     assert not fleet.all_ready()
     waits = threading.Thread(target=fleet.ready, daemon=True)
     waits.start()
     waits.join(60)
-    assert not waits.is_alive() and fleet.all_ready() and lane.version == -1
+    assert not waits.is_alive() and fleet.all_ready() and client.version == -1
 
 
 def test_engines_without_a_policy_hold_no_version_and_take_any(fleet):
     with fleet.delivering():
         fleet.update(ToEveryone(), 7)
-    assert fleet.version == 7 and [lane.version for lane in fleet.lanes] == [7, 7] and fleet.all_ready()
+    assert fleet.version == 7 and [client.version for client in fleet.clients] == [7, 7] and fleet.all_ready()
     fleet.forget_weights()
-    assert fleet.version == -1 and [lane.version for lane in fleet.lanes] == [-1, -1] and fleet.all_ready()
+    assert fleet.version == -1 and [client.version for client in fleet.clients] == [-1, -1] and fleet.all_ready()
     with fleet.delivering():
         fleet.update(ToEveryone(), 7)
     assert drawn(fleet, 1)[0].version == 7
+
+
+def test_an_engine_that_keeps_dying_is_given_up_and_the_other_draws_for_it(fleet, folder):
+    """This test and the next one are the last of the file: the fleet has lost engines afterwards."""
+    assert drawn(fleet, 1)[1] == 1
+    (folder / "1").write_text("dies\n" * 12)
+    assert drawn(fleet, 1)[1] == 0
+    assert [client.state for client in fleet.clients] == ["ready", "dead"]
+    *replaced, given_up = fleet.take_events()
+    assert [line.endswith("; it is replaced, and its samples are generated again") for line in replaced] == [True] * 3
+    assert given_up.startswith("engine 1 is given up: it died 4 times in a row, last: engine 1: a worker process died")
+    assert drawn(fleet, 0)[1] == 0
+
+
+def test_without_an_engine_left_whoever_waits_is_told(shared_fleet, folder):
+    for engine in ("0", "1"):
+        (folder / engine).write_text("dies\n" * 12)
+    with pytest.raises(RunError, match=r"no engine is left: engine \d: it died 4 times in a row, last"):
+        drawn(shared_fleet, 0)
+    with pytest.raises(RunError, match="no engine is left"):
+        shared_fleet.least_loaded()

@@ -13,8 +13,8 @@ import pytest
 from ray._private.utils import set_visible_accelerator_ids
 from ray._private.worker import Worker
 
-from gdpo_nemo.cluster import fleet, policy_group
-from gdpo_nemo.cluster.reservation import Placement, here
+from gdpo_nemo.cluster import engine_actor, policy_group, policy_rank
+from gdpo_nemo.cluster.reservation import Placement, place_on_this_machine
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.placement import place
 from gdpo_nemo.config.schema import Config
@@ -38,7 +38,7 @@ class Process:
     answers: list[str] = field(default_factory=list)
 
     def __getattr__(self, method: str) -> Any:
-        return SimpleNamespace(remote=lambda *arguments: (self, method, arguments))
+        return SimpleNamespace(remote=lambda *arguments, **options: (self, method, arguments))
 
     @property
     def sees(self) -> list[str]:
@@ -109,19 +109,19 @@ def start(run: Config, placement: Placement, visible: list[str] | None, monkeypa
     """(policy ranks, engines) as the driver starts them."""
     ray = RecordingRay(visible, run.cluster.gpus_per_node, monkeypatch)
     monkeypatch.setattr(policy_group, "ray", ray)
-    monkeypatch.setattr(fleet, "ray", ray)
+    monkeypatch.setattr(engine_actor, "ray", ray)
     policy_group.PolicyGroup(run, "model", 1, placement)
     ranks = list(ray.processes)
     devices = [_device(rank, monkeypatch) for rank in ranks] if placement.places.shared else ()
-    driver = SimpleNamespace(_config=run, _folder="model", _placement=placement, _devices=devices)
-    return ranks, [fleet.EngineFleet._start(driver, index) for index in range(run.policy.generation.engines)]
+    count = run.policy.generation.engines
+    return ranks, [engine_actor.start_engine(run, "model", placement, devices, index) for index in range(count)]
 
 
 def _device(rank: Process, monkeypatch) -> str:
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": rank.assigned})
     with monkeypatch.context() as patch:
-        patch.setattr(policy_group.ray, "get_runtime_context", lambda: context, raising=False)
-        return policy_group.PolicyRank.device(SimpleNamespace())
+        patch.setattr(policy_rank.ray, "get_runtime_context", lambda: context, raising=False)
+        return policy_rank.PolicyRank.device(SimpleNamespace())
 
 
 @pytest.mark.parametrize("naming", NAMINGS)
@@ -132,7 +132,7 @@ def test_separate_engines_and_ranks_see_devices_that_nobody_else_sees(
     naming, tensor, engines, engine_tensor, monkeypatch
 ):
     run = config(4, "separate", tensor, engines, engine_tensor)
-    ranks, fleet_ = start(run, here(run), NAMINGS[naming], monkeypatch)
+    ranks, fleet_ = start(run, place_on_this_machine(run), NAMINGS[naming], monkeypatch)
     assert [len(rank.sees) for rank in ranks] == [1] * resolve_layout(run).policy_ranks
     assert [len(engine.sees) for engine in fleet_] == [engine_tensor] * engines
     seen = [name for process in (*ranks, *fleet_) for name in process.sees]
@@ -145,24 +145,24 @@ def test_colocated_engines_see_the_devices_of_their_policy_ranks_in_order(
     naming, tensor, engines, engine_tensor, monkeypatch
 ):
     run = config(4, "colocated", tensor, engines, engine_tensor)
-    ranks, fleet_ = start(run, here(run), NAMINGS[naming], monkeypatch)
+    ranks, fleet_ = start(run, place_on_this_machine(run), NAMINGS[naming], monkeypatch)
     names = NAMINGS[naming] or list("0123")
     assert [rank.sees for rank in ranks] == [[name] for name in names]
-    for engine, shared in zip(fleet_, place(run).shared, strict=True):
+    for engine, shared in zip(fleet_, place(run.cluster, resolve_layout(run)).shared, strict=True):
         assert engine.sees == [names[rank] for rank in shared]
         assert engine.options["num_gpus"] == 0, "the policy has the GPU in Ray's books"
 
 
 def test_a_node_of_one_gpu_is_shared_by_its_rank_and_its_engine(monkeypatch):
     run = config(1, "colocated", 1, 1, 1)
-    (rank,), (engine,) = start(run, here(run), ["GPU-8932f937"], monkeypatch)
+    (rank,), (engine,) = start(run, place_on_this_machine(run), ["GPU-8932f937"], monkeypatch)
     assert rank.sees == engine.sees == ["GPU-8932f937"]
 
 
 @pytest.mark.parametrize("placement", ["separate", "colocated"])
 def test_without_gpus_no_process_sees_one_that_the_node_has(placement, monkeypatch):
     run = config(0, placement, 1, 1, 1)
-    ranks, fleet_ = start(run, here(run), NUMBERS, monkeypatch)
+    ranks, fleet_ = start(run, place_on_this_machine(run), NUMBERS, monkeypatch)
     assert [process.sees for process in (*ranks, *fleet_)] == [[], []]
     assert all(process.options["num_gpus"] == 0 for process in (*ranks, *fleet_))
 
@@ -172,7 +172,7 @@ def test_the_cpu_engine_environment_does_not_reach_engines_on_gpus(monkeypatch):
 
     for placement in ("separate", "colocated"):
         run = config(2, placement, 1, 1, 1)
-        _, (engine,) = start(run, here(run), NUMBERS[:2], monkeypatch)
+        _, (engine,) = start(run, place_on_this_machine(run), NUMBERS[:2], monkeypatch)
         given = engine.options["runtime_env"]["env_vars"]
         assert not (given.keys() & CPU_ENVIRONMENT.keys() - {"CUDA_VISIBLE_DEVICES"}) and given.items() >= (
             ENVIRONMENT.items()
@@ -183,13 +183,12 @@ def test_every_process_of_several_nodes_goes_to_its_bundle_and_engines_use_its_a
     run = config(4, "separate", 2, 2, 2)
     run.cluster.num_nodes = 2
     group = SimpleNamespace(bundle_count=2)
-    placement = Placement(place(run), group, (1, 0), ("10.0.0.1", "10.0.0.2"), ("a", "b"))
+    placement = Placement(place(run.cluster, resolve_layout(run)), group, (1, 0), ("10.0.0.1", "10.0.0.2"), ("a", "b"))
     ray = RecordingRay(None, 8, monkeypatch)
     monkeypatch.setattr(policy_group, "ray", ray)
-    monkeypatch.setattr(fleet, "ray", ray)
+    monkeypatch.setattr(engine_actor, "ray", ray)
     policy_group.PolicyGroup(run, "model", 1, placement)
-    driver = SimpleNamespace(_config=run, _folder="model", _placement=placement, _devices=())
-    engines = [fleet.EngineFleet._start(driver, index) for index in range(2)]
+    engines = [engine_actor.start_engine(run, "model", placement, (), index) for index in range(2)]
     bundles = [process.options["scheduling_strategy"].placement_group_bundle_index for process in ray.processes]
     assert bundles == [placement.bundles[node] for node in (*placement.places.policy, *placement.places.engines)]
     addresses = [engine.options["runtime_env"]["env_vars"]["VLLM_HOST_IP"] for engine in engines]

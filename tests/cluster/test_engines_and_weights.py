@@ -15,22 +15,21 @@ import numpy as np
 import psutil
 import pytest
 
-from gdpo_nemo.cluster import fleet as fleets, reservation as placement
+from gdpo_nemo.cluster import engine_actor, reservation as placement
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
-from gdpo_nemo.cluster.probe import Probe
 from gdpo_nemo.cluster.session import WorkerDied, gather, ray, session
-from gdpo_nemo.cluster.weight_sync import WeightSync
+from gdpo_nemo.cluster.weight_sync import SyncCheck, WeightSync
+from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
-from gdpo_nemo.weights.buckets import PeerLost
-from gdpo_nemo.weights.manifest import pack
+from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.weights.manifest import PeerLost, pack
+from gdpo_nemo.weights.transports.base import Receiver, make_transport
 from gdpo_nemo.weights.transports.ipc import IpcReceiver
 from gdpo_nemo.weights.transports.memory import MemoryTransport
-from gdpo_nemo.weights.transports.transport import Receiver, make_transport
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = "examples/custom_transport.py:CompressedTransport"
@@ -48,9 +47,9 @@ class Parts:
         self.policy.ready()
         self.fleet.ready()
         prompts = [request.prompt_ids for request in requests(4)]
-        self.probe = Probe.sampled(self.fleet, prompts, 20, config.policy.max_total_sequence_length)
-        self.probe.calibrate(self.policy, config)
-        self.sync = WeightSync(self.policy, self.fleet, self.probe)
+        self.sync_check = SyncCheck.sampled(self.fleet, prompts, 20, config.policy.max_total_sequence_length)
+        self.sync_check.calibrate(self.policy, config)
+        self.sync = WeightSync(self.policy, self.fleet, self.sync_check)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +143,7 @@ def test_engines_that_hold_other_weights_are_found_by_the_probe(parts):
     train_once(parts.policy)
     train_once(parts.policy)
     with pytest.raises(RunError, match="does not hold the weights of version 3"):
-        parts.probe.verify(parts.policy, parts.fleet, 3)
+        parts.sync_check.verify(parts.policy, parts.fleet, 3)
     parts.sync.publish(4)
 
 
@@ -153,7 +152,7 @@ def test_every_transport_gives_the_engines_the_same_weights(parts, tmp_path, nam
     """Against the object store, bit for bit, in buckets far smaller than the model; and a second version after the
     first."""
     transport = make_transport(name, parts.policy, tmp_path / "weights", bucket_bytes=100_000)
-    sync = WeightSync(parts.policy, parts.fleet, parts.probe, transport)
+    sync = WeightSync(parts.policy, parts.fleet, parts.sync_check, transport)
     wanted = requests(8)
     for version in (10, 11):
         before = draw(parts.fleet, wanted)
@@ -182,7 +181,7 @@ def adapted(parts, digit_model):
 
 
 def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(parts, adapted, digit_model, tmp_path):
-    """A tenth of the bytes; the probe as near as with the whole model; the same samples whichever way they came."""
+    """A tenth of the bytes; the sync check as near as with the whole model; the same samples either way."""
     wanted = requests(8)
     drawn = []
     train_once(adapted)
@@ -190,7 +189,7 @@ def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(p
         parts.sync.publish(version)  # other weights in between, whole
         before = draw(parts.fleet, wanted)
         transport = make_transport(name, adapted, tmp_path / "weights", bucket_bytes=10_000)
-        assert WeightSync(adapted, parts.fleet, parts.probe, transport).publish(version)["parity/probe"] < 1e-5
+        assert WeightSync(adapted, parts.fleet, parts.sync_check, transport).publish(version)["parity/probe"] < 1e-5
         drawn.append(draw(parts.fleet, wanted))
         assert same(drawn[0], drawn[-1]) and not same(before, drawn[-1]) and drawn[-1].version == version
     manifest = ray.get(transport.manifest)
@@ -200,7 +199,7 @@ def test_adapters_alone_give_the_engines_the_merged_weights_on_every_transport(p
 
     lost = type(manifest)(33, manifest.entries[2:], manifest.adapters)
     with pytest.raises(RunError, match="2 tensors missing, for instance base_model.model.model.layers.0"):
-        gather([parts.fleet.lanes[0].actor.prepare_update.remote(lost)], "asking", 60)
+        gather([parts.fleet.clients[0].actor.prepare_update.remote(lost)], "asking", 60)
 
 
 def test_an_update_that_misses_a_tensor_is_refused_before_it_touches_the_engine(parts):
@@ -230,14 +229,14 @@ def test_a_changed_byte_in_transport_is_named():
 
 def test_sleeping_engines_sample_again_only_when_all_their_memory_is_back(parts):
     """Colocated, publishing wakes them; one that is lost while it sleeps comes back with the newest weights."""
-    sync = WeightSync(parts.policy, parts.fleet, parts.probe, shared=True)
+    sync = WeightSync(parts.policy, parts.fleet, parts.sync_check, shared=True)
     sync.publish(30)
     before = draw(parts.fleet, requests(8))
     sync.sleep_engines()
-    with pytest.raises(RunError, match="the engines cannot sample: they sleep"):
+    with pytest.raises(RunError, match="the engines cannot sample: they are asleep"):
         draw(parts.fleet, requests(8))
     parts.fleet.wake("weights")
-    with pytest.raises(RunError, match="the engines cannot sample: they sleep"):
+    with pytest.raises(RunError, match="the engines cannot sample: they are asleep"):
         parts.fleet.score([WORDS])
     parts.fleet.wake("kv_cache")
     sync.sleep_engines()
@@ -247,7 +246,7 @@ def test_sleeping_engines_sample_again_only_when_all_their_memory_is_back(parts)
 
 
 def test_a_prompt_without_room_for_a_completion_is_refused_and_the_engine_lives_on(parts):
-    with pytest.raises(RunError, match="a prompt of 64 tokens fills the context of 64"):
+    with pytest.raises(RunError, match="a prompt has 64 tokens, which leaves no room in the context of 64"):
         draw(parts.fleet, requests(1, prompt_length=64))
     (one,) = draw(parts.fleet, requests(1, prompt_length=63)).completions
     assert len(one.token_ids) == 1
@@ -268,7 +267,7 @@ def test_a_killed_engine_is_replaced_with_newest_weights_and_its_samples_redrawn
     """The policy has trained on by then, so the weights come from what was kept; both engines join the next
     broadcast."""
     transport = make_transport("gloo", parts.policy, tmp_path, bucket_bytes=100_000, keep=True)
-    sync = WeightSync(parts.policy, parts.fleet, parts.probe, transport)
+    sync = WeightSync(parts.policy, parts.fleet, parts.sync_check, transport)
     sync.publish(20)
     wanted = requests(16)
     before = draw(parts.fleet, wanted)
@@ -286,13 +285,13 @@ def test_an_engine_replaced_by_an_update_is_not_replaced_again_by_those_who_wait
     parts.sync.publish(22)
     wanted = requests(16)
     stopped = _engine(parts.fleet, 0)
-    before = [lane.replaced for lane in parts.fleet.lanes]
+    before = [client.replaced for client in parts.fleet.clients]
     stopped.suspend()
     drawing = parts.fleet.spawn(parts.fleet.sample_all(wanted, SAMPLING))
     stopped.kill()
     parts.sync.publish(23)
     drawn = drawing.result()
-    assert [lane.replaced for lane in parts.fleet.lanes] == [before[0] + 1, before[1]] and len(_engines()) == 2
+    assert [client.replaced for client in parts.fleet.clients] == [before[0] + 1, before[1]] and len(_engines()) == 2
     assert same(drawn, draw(parts.fleet, wanted)) and drawn.version == 22  # the older of the two that drew
 
 
@@ -305,8 +304,7 @@ class BreaksOff(Receiver):
     def receive(self, manifest, device, worker):
         from itertools import islice
 
-        from gdpo_nemo.weights.buckets import PeerLost
-        from gdpo_nemo.weights.manifest import unpack
+        from gdpo_nemo.weights.manifest import PeerLost, unpack
 
         yield from islice(unpack(manifest, self.buffer), len(manifest.entries) // 2)
         raise PeerLost("halfway")
@@ -318,10 +316,10 @@ def test_an_engine_with_half_an_update_does_not_sample_before_a_whole_one(parts)
     before = draw(parts.fleet, requests(8))
     train_once(parts.policy)
     manifest, buffer = packed(parts.policy, 41)
-    engine = parts.fleet.lanes[0].actor
+    engine = parts.fleet.clients[0].actor
     with pytest.raises(PeerLost, match="halfway"):
         gather([engine.update_weights.remote(manifest, BreaksOff(buffer))], "half an update", 60)
-    with pytest.raises(RunError, match="the engine cannot sample: it holds part of a weight update"):
+    with pytest.raises(RunError, match="the engine cannot sample: it received only part of a weight update"):
         draw(parts.fleet, requests(8))
     parts.sync.publish(41)
     assert not same(before, draw(parts.fleet, requests(8)))
@@ -333,19 +331,19 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
     config = copy.deepcopy(parts.config)
     config.cluster.address = "auto"
     with pytest.raises(
-        RunError, match=r"node \S+ does not see \S+absent: it must be on a file system that all nodes share"
+        RunError, match=r"\S+absent not found on node \S+; it must be on a file system that all nodes share"
     ):
-        placement.reserve(config, [tmp_path, tmp_path / "absent"])
+        placement.reserve(config.cluster, resolve_layout(config), [tmp_path, tmp_path / "absent"])
     config.cluster.num_nodes = 2
     with pytest.raises(RunError, match="2 nodes with 1 CPU each were not free within 1 s; the Ray cluster has 1 nodes"):
-        placement.reserve(config, [tmp_path])
+        placement.reserve(config.cluster, resolve_layout(config), [tmp_path])
     config.cluster.num_nodes = 1
     config.cluster.env_nodes = 3
     with pytest.raises(
         RunError,
         match=r"1 nodes with 1 CPU each and 3 more with 1 CPU for environments \(cluster.env_nodes\) were not free",
     ):
-        placement.reserve(config, [tmp_path])
+        placement.reserve(config.cluster, resolve_layout(config), [tmp_path])
 
 
 def _engines() -> list[psutil.Process]:
@@ -372,7 +370,7 @@ def _kill_one_engine() -> None:
 def apart(parts, digit_model):
     """An engine whose vLLM has a process of its own, as on GPUs, where what is sent to it crosses a border."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(fleets.CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setitem(engine_actor.CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         config = copy.deepcopy(parts.config)
         config.policy.generation.engines = 1
         fleet = EngineFleet(config, str(digit_model))
@@ -387,36 +385,34 @@ def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(par
     for version, name in enumerate(("memory", "gloo", "folder", "ipc", OWN), 50):
         train_once(parts.policy)
         transport = make_transport(name, parts.policy, tmp_path / str(version), bucket_bytes=100_000)
-        assert WeightSync(parts.policy, apart, parts.probe, transport).publish(version)["parity/probe"] < 1e-4
+        assert WeightSync(parts.policy, apart, parts.sync_check, transport).publish(version)["parity/probe"] < 1e-4
     nobody = IpcReceiver((("\0nobody", b"key"),), 1, 1.0)
-    with pytest.raises(PeerLost, match="weight update 54: the other end of the shared memory is gone"):
-        gather([apart.lanes[0].actor.update_weights.remote(transport.manifest, nobody)], "from nobody", 60)
+    with pytest.raises(PeerLost, match="weight update 54: the other process of the shared memory ended"):
+        gather([apart.clients[0].actor.update_weights.remote(transport.manifest, nobody)], "from nobody", 60)
 
 
 def test_the_death_of_vllms_own_process_is_the_death_of_its_engine(parts, apart):
     """Killed while it draws and while an update is on its way to it: nobody waits for ever, nothing is lost."""
-    WeightSync(parts.policy, apart, parts.probe).publish(60)
+    WeightSync(parts.policy, apart, parts.sync_check).publish(60)
     wanted = requests(16)
     before = draw(apart, wanted)
     engine = _engine(apart)
     (core,) = _cores(engine)
     core.suspend()  # so that it dies with all that it was asked
     drawing = apart.spawn(apart.sample_all(wanted, SAMPLING))
-    while not apart.lanes[0].pending:
+    while not apart.clients[0].pending:
         time.sleep(0.01)
     core.kill()
-    assert same(before, drawing.result()) and apart.lanes[0].replaced == 1
+    assert same(before, drawing.result()) and apart.clients[0].replaced == 1
     (note,) = apart.take_events()
-    assert note.startswith(
-        "engine 0: vLLM's process EngineCore was killed by SIGKILL (what it wrote is in the engine's"
-    )
+    assert note.startswith("engine 0: vLLM's process EngineCore was killed by SIGKILL (see its output in the engine's")
     assert psutil.wait_procs([engine], timeout=240)[1] == []
 
     (core,) = _cores(_engine(apart))
     core.suspend()
     threading.Timer(2.0, core.kill).start()
-    assert WeightSync(parts.policy, apart, parts.probe).publish(61)["parity/probe"] < 1e-4
-    assert apart.lanes[0].replaced == 2 and draw(apart, wanted).version == 61
+    assert WeightSync(parts.policy, apart, parts.sync_check).publish(61)["parity/probe"] < 1e-4
+    assert apart.clients[0].replaced == 2 and draw(apart, wanted).version == 61
 
 
 def test_a_killed_engine_takes_vllms_own_process_with_it(apart):

@@ -12,11 +12,11 @@ import pytest
 from environment_samples import HOSTILE, trajectories, trajectory
 
 from gdpo_nemo.cluster.env_nodes import EnvironmentNodes, divide
-from gdpo_nemo.cluster.reservation import here
+from gdpo_nemo.cluster.reservation import place_on_this_machine
 from gdpo_nemo.cluster.session import session
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def nodes():
     config.rollout.env_timeout_s = 3.0
     with session(config.cluster):
         config.cluster.env_nodes = 2
-        nodes = EnvironmentNodes(config, here(config))
+        nodes = EnvironmentNodes(config, place_on_this_machine(config))
         yield nodes
         nodes.close()
 
@@ -56,7 +56,7 @@ def test_hangs_crashes_and_mistakes_are_what_they_are_beside_the_driver(nodes):
     assert "exceeded 3 s" in verdicts[2].detail and "died (exit code 7)" in verdicts[4].detail
     with pytest.raises(RunError, match="Hostile.verify raised ValueError: this sample"):
         nodes.verify(trajectories(["a", "raise"], group=1))
-    with pytest.raises(RunError, match="names the environment 'unknown'"):
+    with pytest.raises(RunError, match="its environment 'unknown' is not defined"):
         nodes.verify([trajectory("x", "unknown")])
     assert lengths(nodes.verify(trajectories(["still", "works"]))) == [5.0, 5.0]
 
@@ -97,7 +97,7 @@ def test_neither_a_killed_actor_nor_a_closed_one_leaves_semaphores_on_its_node(n
     config.cluster.env_nodes = 1
     before = hosts()
     known = semaphores()
-    other = EnvironmentNodes(config, here(config))
+    other = EnvironmentNodes(config, place_on_this_machine(config))
     assert lengths(other.verify(trajectories(["bb"]))) == [2.0]
     made = semaphores() - known
     assert made
@@ -124,4 +124,4 @@ def test_clients_of_servers_alone_need_no_node():
     config = Config(env={"judge": {"plugin": "nemo_gym"}})
     config.cluster.env_nodes = 1
     with pytest.raises(ConfigError, match="cluster.env_nodes: has no effect"):
-        EnvironmentNodes(config, here(config))
+        EnvironmentNodes(config, place_on_this_machine(config))

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from gdpo_nemo.cluster.network import interface_of, stay_on
+from gdpo_nemo.cluster.local_ray import interface_of, stay_on
 
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_HOST_IP")
 
@@ -32,7 +32,7 @@ def test_on_one_machine_all_libraries_stay_on_the_loopback_interface(variables):
 
 def test_between_machines_nccl_chooses_its_interfaces_itself(variables):
 
-    variables.setattr("gdpo_nemo.cluster.network.interface_of", {"10.77.0.1": "ib0"}.get)
+    variables.setattr("gdpo_nemo.cluster.local_ray.interface_of", {"10.77.0.1": "ib0"}.get)
     stay_on("10.77.0.1")
     assert _values(os.environ) == ["ib0", None, "10.77.0.1"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gdpo_nemo.cli import main
+from gdpo_nemo.commands.cli import main
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_a_model_comes_back_bit_for_bit_through_checkpoints_of_other_layouts(gdp
     status, out, err = gdpo_nemo(*back, "--model", digit_model)
     assert status == 0, (out, err)
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (digit_model / "model.safetensors").read_bytes()
-    assert "The weights of a checkpoint after 0 steps" in (tmp_path / "hf" / "README.md").read_text()
+    assert "Weights of a checkpoint after 0 steps" in (tmp_path / "hf" / "README.md").read_text()
     status, out, err = gdpo_nemo(*back, "--model", digit_model)
     assert status == 2 and "is not empty" in err
     shard = max(checkpoint.glob("*.distcp"), key=lambda file: file.stat().st_size)
@@ -78,7 +78,7 @@ def test_parity_of_one_rank_a_layout_and_vllm_holds_and_catches_a_false_record(g
     "arguments, message",
     [
         (["--layout", "tensor=3"], "possible: 1, 2, 4"),
-        (["--layout", "tensr=2"], "'tensr=2' is none of"),
+        (["--layout", "tensr=2"], "'tensr=2' is not one of"),
         (["--record", "nowhere.jsonl"], "nowhere.jsonl does not exist"),
     ],
 )

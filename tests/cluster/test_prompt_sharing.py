@@ -10,10 +10,10 @@ import pytest
 
 from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.config.layout import prompt_sharing
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.prompt_sharing import prompt_sharing
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.data.results import UpdateResult
+from gdpo_nemo.data.records import UpdateResult
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 
@@ -30,7 +30,7 @@ class Group(PolicyGroup):
         self._data_ranks = [0]
         self.sent = []
 
-    def _call_with_shares(self, method, sequences, layout, fields, *arguments, what):
+    def _call_with_shares(self, method, sequences, layout, fields, what, **arguments):
         self.sent.append(layout)
         return [UpdateResult(0.0, 0.0, 0.0, False, {}, {}) if method == "train" else None]
 

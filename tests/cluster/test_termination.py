@@ -15,8 +15,7 @@ DRIVER = """
 import os, re, signal, sys, threading, time
 from pathlib import Path
 
-from gdpo_nemo import cli
-from gdpo_nemo.commands import report
+from gdpo_nemo.commands import cli, report
 from gdpo_nemo.config.schema import ClusterConfig
 
 NUMBER, SENT = signal.Signals[sys.argv[1]], sys.argv[2:]
@@ -74,7 +73,7 @@ from ray._private import services
 from gdpo_nemo.cluster import local_ray
 from gdpo_nemo.cluster import session as started
 from gdpo_nemo.config.schema import ClusterConfig
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.utils.errors import RunError
 
 how, folder = sys.argv[1:]
 silent, connect = [], Node._init_gcs_client

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
 
-from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, SAME
-from gdpo_nemo.interop.trl.from_trl import translate_trl
+from gdpo_nemo.interop.trl.translate import translate_trl
+from gdpo_nemo.utils.errors import ConfigError
 
 REFUSED = "refused"
 _PROCESSES = 8

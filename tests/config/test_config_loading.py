@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from omegaconf import OmegaConf
 
-from gdpo_nemo.config.choices import SECTIONS_OFF
+from gdpo_nemo.config.allowed_values import SECTIONS_OFF
+from gdpo_nemo.config.changes import load_saved_config
 from gdpo_nemo.config.load import all_keys, config_to_dict, load_config, save_config
-from gdpo_nemo.config.saved_config import load_saved_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -95,14 +95,14 @@ def test_a_misspelt_key_names_the_key_and_the_valid_one(minimal, key, data):
         ("gdpo.epsilon=.nan", "gdpo.epsilon: expected a number, got nan"),
         ("gdpo.rewards.format=high", "gdpo.rewards.format: expected a number, got 'high'"),
         ("policy=3", "policy: expected keys and values, got 3"),
-        ("policy.model_name=null", "policy.model_name: expected a text, got null"),
+        ("policy.model_name=null", "policy.model_name: expected text, got null"),
         ("gdpo.shaping={a: 1}", "gdpo.shaping: expected a list"),
         ("gdpo.max_num_steps=${run.name}", "gdpo.max_num_steps: "),
         ("run.dir=${run.nam}", "run.dir: "),
-        ("gdpo.rewards=[", "gdpo.rewards: '[' is not a YAML value"),
+        ("gdpo.rewards=[", "gdpo.rewards: '[' is not a valid YAML value"),
         ("gdpo.estimator=gdop", "did you mean gdpo?"),
         ("gdpo.preset=verl2", "did you mean verl?"),
-        ("no_equals_sign", "no_equals_sign: an override is written section.key=value"),
+        ("no_equals_sign", "no_equals_sign: expected an override of the form section.key=value"),
         ("gdpo.lr=1", "did you mean policy.megatron_cfg.optimizer.lr?"),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_section_that_null_switched_off_can_be_given_keys_again(minimal):
 
 @pytest.mark.parametrize("section", ["policy", "loss_fn", "policy.generation", "data.train"])
 def test_a_section_without_a_switch_cannot_be_null(minimal, section):
-    assert message(minimal, f"{section}=null").startswith(f"{section}: is empty; give it keys or remove it")
+    assert message(minimal, f"{section}=null").startswith(f"{section}: is empty; add keys or remove it")
 
 
 @pytest.mark.parametrize("text", ["gdpo:\n  a: [1\nrun: x\n", "run: {name: x}\nrun: {name: y}\n", "a: b: c\n"])

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from bad_input import EMBEDDING_ONLY
 
-from gdpo_nemo.config.description import describe
-from gdpo_nemo.config.files import may_be_on_the_hub
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config, save_config
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.config.model_checks import may_be_on_the_hub, resolve
+from gdpo_nemo.planning.report import describe
 from gdpo_nemo.planning.shape import model_shape
-from gdpo_nemo.validation import validate
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -43,7 +43,7 @@ def refused(path: Path, *overrides: str) -> str:
         (["policy.generation.top_p=0"], "policy.generation.top_p"),
         (["policy.generation.temperature=0"], "policy.generation.temperature: must be more than 0"),
         (["run.dir=' '"], "run.dir: must not be empty"),
-        (["gdpo.rewards={total: 1}"], "gdpo.rewards: 'total' cannot name a component"),
+        (["gdpo.rewards={total: 1}"], "gdpo.rewards: 'total' is not a valid component name"),
         (
             [
                 f"{MEGATRON}.scheduler.lr_decay_style=linear",
@@ -52,7 +52,7 @@ def refused(path: Path, *overrides: str) -> str:
             ],
             f"{MEGATRON}.scheduler.lr_decay_steps: 5 must be more than",
         ),
-        (["logger.aliases=[nemo_rl, openrlhf]"], "logger.aliases: 'openrlhf' is none of nemo_rl, trl"),
+        (["logger.aliases=[nemo_rl, openrlhf]"], "logger.aliases: 'openrlhf' is not one of nemo_rl, trl"),
         (["logger.completions_period=0"], "logger.completions_period: must be at least 1"),
         (["logger.num_completions=-1"], "logger.num_completions: must be 0 or more"),
         (["gdpo.max_num_steps=0"], "gdpo.max_num_steps: must be at least 1"),
@@ -69,33 +69,36 @@ def refused(path: Path, *overrides: str) -> str:
         (["policy.lora={rank: 4, target_modules: [lm_hed]}"], "did you mean lm_head?"),
         (
             [*GPUS, "policy.precision=bfloat16", "policy.lora.rank=4", f"{MEGATRON}.fp8=hybrid"],
-            f"{MEGATRON}.fp8: cannot go with policy.lora",
+            f"{MEGATRON}.fp8: conflicts with policy.lora",
         ),
         (
             ["gdpo.val_pass_at_k=[1, 2]"],
-            "gdpo.val_pass_at_k: 2 is more than gdpo.val_generations_per_prompt (1)",
+            "gdpo.val_pass_at_k: 2 exceeds gdpo.val_generations_per_prompt (1)",
         ),
         (["gdpo.val_pass_at_k=[0]"], "gdpo.val_pass_at_k[0]: must be at least 1 and at most"),
-        (["gdpo.val_period=5"], "gdpo.val_period: asks for validation, but data.validation is null"),
-        (["data.train.environment=toi"], "data.train.environment: 'toi' is not under env, did you mean toy?"),
+        (["gdpo.val_period=5"], "gdpo.val_period: requires data.validation, which is null"),
+        (["data.train.environment=toi"], "data.train.environment: 'toi' is not defined in env, did you mean toy?"),
         (["env.other={}", "data.train.environment=null"], "data.train.environment: must be set"),
         (["env.toy=3"], "env.toy: expected options"),
-        (["env.toy={min_valid: 17}"], "env.toy.min_valid: 17 verdicts never come, a group has 8"),
-        ([f"{MEGATRON}.sequence_parallel=true"], f"{MEGATRON}.sequence_parallel: needs"),
+        (["env.toy={min_valid: 17}"], "env.toy.min_valid: 17 exceeds the 8 samples of a group"),
+        ([f"{MEGATRON}.sequence_parallel=true"], f"{MEGATRON}.sequence_parallel: requires"),
         (
             [f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
-            f"{MEGATRON}.virtual_pipeline_model_parallel_size: needs",
+            f"{MEGATRON}.virtual_pipeline_model_parallel_size: requires",
         ),
-        ([f"{MEGATRON}.transformer_engine=true"], f"{MEGATRON}.transformer_engine: needs GPUs"),
-        (["policy.share_prompts=often"], "policy.share_prompts: 'often' is not one of its values"),
-        (["policy.share_prompts=1"], "policy.share_prompts: 1 is not one of its values"),
-        ([*GPUS, "policy.share_prompts=true"], "policy.share_prompts: TransformerEngine's attention"),
-        ([f"{MEGATRON}.fused_logprobs=true"], f"{MEGATRON}.fused_logprobs: its kernels need GPUs"),
+        ([f"{MEGATRON}.transformer_engine=true"], f"{MEGATRON}.transformer_engine: requires GPUs"),
+        (["policy.share_prompts=often"], "policy.share_prompts: 'often' is not a valid value"),
+        (["policy.share_prompts=1"], "policy.share_prompts: 1 is not a valid value"),
+        (
+            [*GPUS, "policy.share_prompts=true"],
+            "policy.share_prompts: true is not supported by TransformerEngine's attention",
+        ),
+        ([f"{MEGATRON}.fused_logprobs=true"], f"{MEGATRON}.fused_logprobs: requires GPUs"),
         (
             [*GPUS, f"{MEGATRON}.fused_logprobs=true", "policy.lora={rank: 4, target_modules: [q_proj, lm_head]}"],
-            f"{MEGATRON}.fused_logprobs: its kernels know no adapter on lm_head",
+            f"{MEGATRON}.fused_logprobs: not supported with an adapter on lm_head",
         ),
-        ([f"{MEGATRON}.attention_backend=flash"], f"{MEGATRON}.attention_backend: flash needs GPUs"),
+        ([f"{MEGATRON}.attention_backend=flash"], f"{MEGATRON}.attention_backend: flash requires GPUs"),
         ([f"{MEGATRON}.expert_model_parallel_size=3"], f"{MEGATRON}.expert_model_parallel_size: 3"),
         ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=8"], "the policy needs 8 GPUs"),
         (
@@ -103,11 +106,11 @@ def refused(path: Path, *overrides: str) -> str:
             "the policy needs 8 GPUs",
         ),
         ([*GPUS, f"{MEGATRON}.tensor_model_parallel_size=4"], "leave 7, which is not a multiple of the 4 ranks"),
-        ([*GPUS, "cluster.num_nodes=2", f"{VLLM}.tensor_parallel_size=16"], "does not fit a node of 8 GPUs"),
+        ([*GPUS, "cluster.num_nodes=2", f"{VLLM}.tensor_parallel_size=16"], "does not fit on a node of 8 GPUs"),
         (["policy.model_name=no/such/folder"], "policy.model_name: no/such/folder is neither a folder nor a hub name"),
-        (["policy.model_factory=absent.py:make"], "policy.model_factory: absent.py does not exist"),
+        (["policy.model_factory=absent.py:make"], "policy.model_factory: absent.py not found"),
         (["policy.tokenizer_name=../nowhere"], "policy.tokenizer_name"),
-        (["data.train.path=absent.jsonl"], "data.train.path: absent.jsonl does not exist"),
+        (["data.train.path=absent.jsonl"], "data.train.path: absent.jsonl not found"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(minimal, overrides, expected):
@@ -145,13 +148,13 @@ def test_a_key_without_effect_is_refused_and_its_default_is_not(minimal, overrid
 
 def test_switching_validation_off_leaves_its_settings_alone_but_notes_them(minimal):
     changes = ["data.validation={environment: toy}", "gdpo.val_prompts=8", "gdpo.val_period=5"]
-    assert validate(load_config(minimal, changes)) == []
-    notes = validate(load_config(minimal, [*changes, "gdpo.val_period=0"]))
+    assert validate(load_config(minimal, changes)).notes == ()
+    notes = validate(load_config(minimal, [*changes, "gdpo.val_period=0"])).notes
     assert any(note.startswith("gdpo.val_prompts: has no effect") for note in notes)
 
 
 def test_an_address_without_a_port_to_listen_at_is_noted(minimal):
-    notes = validate(load_config(minimal, ["logger.prometheus.host=0.0.0.0"]))
+    notes = validate(load_config(minimal, ["logger.prometheus.host=0.0.0.0"])).notes
     assert "logger.prometheus.host: has no effect while logger.prometheus.port is null" in notes
 
 
@@ -180,7 +183,7 @@ def test_policy_and_engines_share_the_gpus_without_overlap(minimal, overrides, r
     config = load_config(minimal, overrides)
     layout = resolve_layout(config)
     assert (layout.policy_ranks, layout.data, layout.idle_gpus) == (ranks, data, idle)
-    assert any("stay idle" in note for note in validate(config)) == bool(idle)
+    assert any("stay idle" in note for note in validate(config).notes) == bool(idle)
 
 
 @pytest.fixture
@@ -210,7 +213,7 @@ def model(tmp_path: Path) -> Path:
         (f"{MEGATRON}.tensor_model_parallel_size=8", "8 does not divide the model's 12 heads; possible: 1, 2, 4"),
         (f"{MEGATRON}.pipeline_model_parallel_size=4", "4 does not divide the model's 6 layers; possible: 1, 2, 3, 6"),
         (f"{VLLM}.tensor_parallel_size=5", "5 does not divide the model's 12 heads"),
-        ("policy.max_total_sequence_length=2048", "2048 exceeds the model's 1024 positions"),
+        ("policy.max_total_sequence_length=2048", "2048 exceeds the 1024 positions of the model"),
     ],
 )
 def test_a_local_model_is_held_against_the_layout(minimal, model, key, expected):
@@ -223,17 +226,17 @@ def test_expert_parallelism_that_does_not_fit_names_what_would(minimal):
     said = refused(minimal, f"{MEGATRON}.expert_model_parallel_size=3", f"{MEGATRON}.data_parallel_size=4")
     assert (
         "3 x expert tensor 1 = 3 does not divide the 4 ranks" in said
-        and "possible with this expert tensor size: 1, 2, 4" in said
+        and "possible values with this expert tensor size: 1, 2, 4" in said
     )
 
 
 @pytest.mark.parametrize(
     "keys, expected",
     [
-        (["fp8=hybrid"], "needs GPUs and the layers of TransformerEngine"),
-        (["recompute_layers=2"], "needs recompute: full"),
+        (["fp8=hybrid"], "requires GPUs and the layers of TransformerEngine"),
+        (["recompute_layers=2"], "requires recompute: full"),
         (["recompute=full", "recompute_layers=0"], "recompute_layers: must be at least 1"),
-        (["optimizer.offload=true"], "needs policy.precision bfloat16"),
+        (["optimizer.offload=true"], "requires policy.precision bfloat16"),
     ],
 )
 def test_switches_that_could_do_nothing_are_refused(minimal, keys, expected):
@@ -265,7 +268,7 @@ def test_experts_need_a_model_that_has_some(minimal, model):
     assert "has no experts" in refused(minimal, *experts)
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**content, **EXPERTS}))
-    with pytest.raises(ConfigError, match="vLLM on CPUs does not take new weights of a mixture's experts"):
+    with pytest.raises(ConfigError, match="vLLM on CPUs does not support weight updates of mixture-of-experts models"):
         validate(load_config(minimal, experts))
     validate(load_config(minimal, [*experts, "cluster.gpus_per_node=4"]))
 
@@ -296,15 +299,15 @@ def test_a_model_that_a_factory_has_yet_to_make_is_held_against_the_layout(minim
     demo += ["policy.max_total_sequence_length=64", "policy.generation.max_new_tokens=32"]
     three = f"{MEGATRON}.tensor_model_parallel_size=3"
     assert "3 does not divide the model's 4 heads; possible: 1, 2, 4" in refused(minimal, *demo, three)
-    assert "exceeds the model's 128 positions" in refused(minimal, *demo, "policy.max_total_sequence_length=256")
-    assert model_shape(load_config(minimal, demo)).parameters == 1_053_952
+    assert "exceeds the 128 positions of the model" in refused(minimal, *demo, "policy.max_total_sequence_length=256")
+    assert model_shape(resolve(load_config(minimal, demo))).parameters == 1_053_952
 
 
 @pytest.mark.parametrize(
     "text, expected",
     [
         ("MODEL_CONFIGS = {'make': dict(model_type='qwen2')}", "must be a literal"),
-        ("MODEL_CONFIGS = {'make': 3}", "must hold the fields of config.json for make"),
+        ("MODEL_CONFIGS = {'make': 3}", "must map make to the fields of config.json"),
         ("MODEL_CONFIGS = {'make': {'model_type': 'gpt2'}}", "model type 'gpt2' is not supported"),
     ],
 )
@@ -334,7 +337,7 @@ def test_a_name_that_the_hub_allows_is_a_hub_name(name, tmp_path, monkeypatch):
 def test_an_empty_data_file_is_refused_and_a_hub_name_is_left_to_the_run(minimal, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     assert "is empty" in refused(minimal, f"data.train.path={tmp_path / 'empty.jsonl'}")
-    assert validate(load_config(minimal, ["data.train.path=openai/gsm8k"])) == []
+    assert validate(load_config(minimal, ["data.train.path=openai/gsm8k"])).notes == ()
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("gdpo_*.yaml")), ids=lambda path: path.stem)
@@ -343,14 +346,14 @@ def test_every_recipe_is_valid_and_so_is_its_resolved_form(path, tmp_path):
     factory.write_text("def make(folder, seed): pass\n")
     local = [] if "gpu" in path.stem else [f"policy.model_factory={factory}:make"]
     config = load_config(path, local)
-    assert validate(config) == []
+    assert validate(config).notes == ()
     save_config(config, tmp_path / "config.yaml")
-    assert validate(load_config(tmp_path / "config.yaml")) == []
+    assert validate(load_config(tmp_path / "config.yaml")).notes == ()
 
 
 def test_the_plan_works_the_batch_arithmetic_out(minimal):
     config = load_config(minimal, ["policy.train_global_batch_size=32", "policy.generation.top_p=0.9"])
-    plan = describe(config, validate(config))
+    plan = describe(resolve(config), validate(config).notes)
     assert "16 prompts x 8 samples = 128 samples = 4 optimizer updates of 32" in plan
     assert "100 steps = 12800 samples, 400 updates" in plan
     assert "note       policy.generation: with top_p" in plan
@@ -363,7 +366,7 @@ def test_the_plan_works_the_batch_arithmetic_out(minimal):
 )
 def test_a_null_constant_length_is_what_its_documentation_says(turns, tokens):
     from gdpo_nemo.commands.explain import explain
-    from gdpo_nemo.rollouts.learning import longest_completion
+    from gdpo_nemo.rollouts.credit import longest_completion
 
     config = load_config(CONFIGS / "gdpo_tiny_cpu.yaml", [f"rollout.turns.{key}" for key in turns])
     assert longest_completion(config) == tokens
@@ -384,17 +387,17 @@ FIRST, LAST = (f"{MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("fir
         ([STAGES, f"{FIRST}=2", f"{LAST}=3"], "2 and 3 of the model's 6 layers leave 1 for the 2 other stages"),
         (
             [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{FIRST}=2", f"{LAST}=3"],
-            "hold 2 and 3 layers together, the model has 6",
+            "have 2 and 3 layers, but the model has 6",
         ),
         ([STAGES, f"{FIRST}=0"], "first_pipeline_stage: must be at least 1"),
         ([f"{FIRST}=2"], "num_layers_in_first_pipeline_stage: has no effect while"),
         (
             [STAGES, f"{FIRST}=3", f"{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
-            "cannot go with virtual_pipeline",
+            "conflicts with virtual_pipeline",
         ),
         ([STAGES], "or set num_layers_in_first_pipeline_stage"),
-        ([f"{MEGATRON}.freeze_moe_router=true"], "freeze_moe_router: has no effect, the model in"),
-        ([f"{MEGATRON}.moe_router_dtype=float64"], "moe_router_dtype: has no effect, the model in"),
+        ([f"{MEGATRON}.freeze_moe_router=true"], "freeze_moe_router: has no effect because the model in"),
+        ([f"{MEGATRON}.moe_router_dtype=float64"], "moe_router_dtype: has no effect because the model in"),
     ],
 )
 def test_an_uneven_pipeline_has_to_hold_the_models_layers(minimal, model, overrides, expected):
@@ -406,7 +409,7 @@ def test_an_uneven_pipeline_has_to_hold_the_models_layers(minimal, model, overri
     [([f"{FIRST}=3"], [3, 1, 1, 1]), ([f"{FIRST}=2", f"{LAST}=2"], [2, 1, 1, 2]), ([f"{LAST}=3"], [1, 1, 1, 3])],
 )
 def test_what_the_check_takes_the_plan_places(minimal, model, ends, layers):
-    from gdpo_nemo.config.stages import stage_layers
+    from gdpo_nemo.config.layout import stage_layers
 
     config = load_config(minimal, [f"policy.model_name={model}", STAGES, *ends])
     validate(config)
@@ -424,7 +427,7 @@ def test_what_the_check_takes_the_plan_places(minimal, model, ends, layers):
         ([f"{MEGATRON}.scheduler.lr_hold_updates=0"], "lr_hold_updates: must be at least 1, got 0"),
         (
             [f"{MEGATRON}.scheduler.lr_warmup_steps=5", f"{MEGATRON}.scheduler.lr_warmup_init=1"],
-            "lr_warmup_init: 1.0 is above the 1e-06",
+            "lr_warmup_init: 1.0 is above optimizer.lr (1e-06)",
         ),
         (["loss_fn.reference_policy_kl_gradient=score"], "reference_policy_kl_gradient: has no effect while"),
         (["loss_fn.kl_output_clamp_value=0"], "loss_fn.kl_output_clamp_value: must be more than 0"),

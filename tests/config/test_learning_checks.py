@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo.config.load import load_config, to_yaml
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.validation import validate
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONDITION = "{component: format, condition: {on: correctness, ge: 1.0}}"
@@ -31,13 +31,13 @@ def refused(path: Path, *overrides: str) -> str:
         ("[{component: format, clipp: [0, 1]}]", "did you mean 'clip'?"),
         ("[{component: formt, clip: [0, 1]}]", "did you mean 'format'?"),
         ("[{clip: [0, 1]}]", "write `component: name` and exactly one transformation"),
-        ("[{component: format, clip: [1, 0]}]", "limits must ascend"),
+        ("[{component: format, clip: [1, 0]}]", "limits must be ascending"),
         ("[{component: format, clip: 3}]", "gdpo.shaping: shaping rule"),
         ("[{component: format, condition: {on: correctnes, ge: 1.0}}]", "did you mean 'correctness'?"),
-        ("[{component: format, condition: {on: correctness}}]", "a condition needs `on` and one of"),
+        ("[{component: format, condition: {on: correctness}}]", "a condition requires `on` and one of"),
         ("[{component: format, condition: {on: correctness, ge: high}}]", "gdpo.shaping: shaping rule"),
-        (f"[{CONDITION}, {{component: correctness, condition: {{on: format, ge: 1.0}}}}]", "form a circle"),
-        ("[{component: brief, length: {full: 20, zero: 10}}]", "needs `full`, and `zero` above it"),
+        (f"[{CONDITION}, {{component: correctness, condition: {{on: format, ge: 1.0}}}}]", "form a cycle"),
+        ("[{component: brief, length: {full: 20, zero: 10}}]", "requires `full`, and `zero` above it"),
         ("[{component: long, overlong: {bufer: 5}}]", "did you mean 'buffer'?"),
         ("[{component: [format], clip: [0, 1]}]", "gdpo.shaping"),
     ],
@@ -48,7 +48,7 @@ def test_a_shaping_rule_that_would_fail_on_the_first_batch_is_refused(minimal, r
 
 
 def test_a_weight_needs_a_component_that_an_environment_gives_or_a_rule_creates(minimal):
-    assert "gdpo.rewards.brief: no environment gives this component" in refused(minimal, "gdpo.rewards.brief=1.0")
+    assert "gdpo.rewards.brief: no environment returns this component" in refused(minimal, "gdpo.rewards.brief=1.0")
     validate(load_config(minimal, ["gdpo.rewards.brief=1.0", "gdpo.shaping=[{component: brief, length: {full: 20}}]"]))
 
 
@@ -56,7 +56,7 @@ def test_only_what_costs_nothing_to_build_is_asked_for_its_components(minimal, t
     author = tmp_path / "author.py"
     author.write_text("raise RuntimeError('the dry run imported me')\n")
     plugin = [f"env.toy.plugin={author}:Environment", "gdpo.rewards={anything: 1.0}"]
-    assert validate(load_config(minimal, plugin)) == []
+    assert validate(load_config(minimal, plugin)).notes == ()
     assert "gdpo.shaping" in refused(minimal, *plugin, "gdpo.shaping=[{component: anything, clip: [1, 0]}]")
 
 
@@ -64,7 +64,10 @@ def test_only_what_costs_nothing_to_build_is_asked_for_its_components(minimal, t
     "overrides, expected",
     [
         (["gdpo.preset=verl", "gdpo.estimator=grpo"], "gdpo.preset: preset 'verl' is a variant of gdpo"),
-        (["gdpo.preset=nemo_rl", "gdpo.rewards.format=0"], "gdpo.preset: this variant of gdpo needs two components"),
+        (
+            ["gdpo.preset=nemo_rl", "gdpo.rewards.format=0"],
+            "gdpo.preset: this variant of gdpo requires at least two components",
+        ),
         (["gdpo.options={gama: 0.5}", "gdpo.estimator=sa_mrpo"], "did you mean 'gamma'?"),
         (["gdpo.options={gamma: 0.5}"], "gdpo.options: unknown option 'gamma' of gdpo"),
         (["gdpo.options={gamma: much}", "gdpo.estimator=sa_mrpo"], "option 'gamma' must be like 0.5, got 'much'"),
@@ -98,7 +101,7 @@ def test_estimators_presets_and_options_must_fit_each_other(minimal, overrides, 
     ],
 )
 def test_what_fits_is_accepted(minimal, overrides):
-    assert validate(load_config(minimal, overrides)) == []
+    assert validate(load_config(minimal, overrides)).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,7 @@ def test_what_fits_is_accepted(minimal, overrides):
         ),
         (
             ["loss_fn.type=gspo", "loss_fn.off_policy.mode=truncate"],
-            ["loss_fn.off_policy: unlike weights", "level sequence or geometric"],
+            ["loss_fn.off_policy: per-token weights", "level sequence or geometric"],
         ),
         (
             ["loss_fn.type=gspo", "loss_fn.off_policy.mode=icepop", "loss_fn.off_policy.level=sequence"],
@@ -132,23 +135,23 @@ def test_what_fits_is_accepted(minimal, overrides):
         (["loss_fn.type=cispo", "loss_fn.ratio_clip_c=3.0"], ["loss_fn.ratio_clip_c: has no effect"]),
         (
             ["gdpo.dynamic_sampling={enabled: true, batch_multiplier: 2}", "rollout.max_staleness=1"],
-            ["gdpo.dynamic_sampling.batch_multiplier", "rollout.max_staleness 0, not 1", "one by one"],
+            ["gdpo.dynamic_sampling.batch_multiplier", "rollout.max_staleness 0, got 1", "one at a time"],
         ),
         (
             ["gdpo.dynamic_sampling={enabled: true, leave_one_out: true}", "rollout.max_staleness=1"],
-            ["gdpo.dynamic_sampling.leave_one_out", "rollout.max_staleness 0, not 1", "replaced whole"],
+            ["gdpo.dynamic_sampling.leave_one_out", "rollout.max_staleness 0, got 1", "only as a whole"],
         ),
         (["gdpo.kl_in_reward=0"], ["gdpo.kl_in_reward: must be more than 0"]),
         (["gdpo.kl_in_reward=-1"], ["gdpo.kl_in_reward: must be more than 0"]),
         (
             ["gdpo.shaping=[{component: kl, kl: {coefficient: 0.001}}]", "gdpo.rewards.kl=1.0"],
-            ["gdpo.shaping", "would lose its coefficient", "kl_in_reward"],
+            ["gdpo.shaping", "would remove its coefficient", "kl_in_reward"],
         ),
         (
             ["rollout.endpoint.enabled=true", "rollout.turns.max_turns=33", "gdpo.num_prompts_per_step=256"],
             [
                 "rollout.turns.max_turns: a step of 256 prompts x 8 samples x 33 turns has up to 67,584 turns",
-                "keeps 65,536",
+                "remembers only 65,536",
                 "gdpo.num_prompts_per_step or gdpo.num_generations_per_prompt",
             ],
         ),
@@ -184,24 +187,24 @@ def test_combinations_of_the_loss_that_cannot_work_name_every_key_involved(minim
     ],
 )
 def test_combinations_of_the_loss_that_work_are_accepted(minimal, overrides):
-    assert validate(load_config(minimal, overrides)) == []
+    assert validate(load_config(minimal, overrides)).notes == ()
 
 
 def test_a_kl_loss_whose_gradient_vanishes_on_average_is_noted(minimal):
     kl = ["loss_fn.reference_policy_kl_penalty=0.1", "loss_fn.reference_policy_kl_type=k1"]
-    assert any("k1 in the loss" in note for note in validate(load_config(minimal, kl)))
+    assert any("k1 in the loss" in note for note in validate(load_config(minimal, kl)).notes)
 
 
 @pytest.mark.parametrize("kind, low, high", [("gspo", "3e-4", "4e-4"), ("cispo", "1.0", "4.0")], ids=["gspo", "cispo"])
 def test_a_loss_with_the_clips_of_another_is_noted_with_its_published_ones(minimal, kind, low, high):
     """The note's own remedy is accepted and ends it."""
-    (note,) = validate(load_config(minimal, [f"loss_fn.type={kind}"]))
+    (note,) = validate(load_config(minimal, [f"loss_fn.type={kind}"])).notes
     assert note.startswith("loss_fn.ratio_clip_min, ratio_clip_max: 0.2 and 0.28 are the defaults of clipped_pg; ")
     assert note.endswith(f"use ratio_clip_min: {low}, ratio_clip_max: {high}")
     remedy = [f"loss_fn.ratio_clip_min={low}", f"loss_fn.ratio_clip_max={high}"]
-    assert validate(load_config(minimal, [f"loss_fn.type={kind}", *remedy])) == []
-    assert validate(load_config(minimal, [f"loss_fn.type={kind}", remedy[1]])) == []
-    assert validate(load_config(minimal, ["loss_fn.type=clip_cov"])) == []
+    assert validate(load_config(minimal, [f"loss_fn.type={kind}", *remedy])).notes == ()
+    assert validate(load_config(minimal, [f"loss_fn.type={kind}", remedy[1]])).notes == ()
+    assert validate(load_config(minimal, ["loss_fn.type=clip_cov"])).notes == ()
 
 
 def test_a_dry_run_that_uses_every_check_imports_no_torch(minimal):
@@ -213,7 +216,7 @@ def test_a_dry_run_that_uses_every_check_imports_no_torch(minimal):
         "gdpo.dynamic_sampling.enabled=true",
     ]
     program = (
-        "import sys; from gdpo_nemo.cli import main\n"
+        "import sys; from gdpo_nemo.commands.cli import main\n"
         f"assert main(['train', '--dry-run', '--config', {str(minimal)!r}, *{overrides!r}]) == 0\n"
         "sys.exit(' '.join(m for m in ('torch', 'ray', 'transformers', 'megatron', 'vllm') if m in sys.modules) or 0)\n"
     )

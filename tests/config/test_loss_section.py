@@ -9,11 +9,11 @@ from typing import get_type_hints
 
 import pytest
 
-from gdpo_nemo.algorithm import GDPO
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings
-from gdpo_nemo.config.choices import CHOICES
+from gdpo_nemo.config.allowed_values import CHOICES
 from gdpo_nemo.config.load import all_keys, load_config, to_yaml
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.training.gdpo import GDPO
 
 KEYS = [
     key.removeprefix("loss_fn.") for key in all_keys() if key.startswith("loss_fn.") and key != "loss_fn.off_policy"

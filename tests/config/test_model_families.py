@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 from bad_input import EMBEDDING_ONLY
 
-from gdpo_nemo import cli
-from gdpo_nemo.config.architectures import (
+from gdpo_nemo.commands import cli
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
+    FAMILIES,
     check_adapted_layers,
     check_model_content,
     num_experts,
 )
-from gdpo_nemo.config.families import FAMILIES
-from gdpo_nemo.config.load import load_config
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.validation import validate
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
 
 GPUS = ["cluster.gpus_per_node=4", "policy.precision=bfloat16"]
 
@@ -76,7 +76,7 @@ REFUSED = {
     ),
     "Gemma 3": (
         {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA_3_TEXT},
-        "model type 'gemma3' (a text model inside another, text_config) is not supported",
+        "model type 'gemma3' (a text model inside another model, text_config) is not supported",
     ),
     "Phi-3": (
         shape("phi3", 3072, 32, 32, 32, 8192, 32064, 4096, sliding_window=2047, architectures=["Phi3ForCausalLM"]),
@@ -88,7 +88,7 @@ REFUSED = {
     ),
     "Qwen2-VL": (
         {"model_type": "qwen2_vl", "text_config": shape("qwen2_vl_text", 1536, 28, 12, 2, 8960, 151936, 32768)},
-        "model type 'qwen2_vl' (a text model inside another, text_config) is not supported",
+        "model type 'qwen2_vl' (a text model inside another model, text_config) is not supported",
     ),
     "Mistral 7B v0.1": (
         shape("mistral", 4096, 32, 32, 8, 14336, 32000, 32768, sliding_window=4096),
@@ -108,7 +108,7 @@ REFUSED = {
     ),
     "a part of each head rotated": (
         shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, partial_rotary_factor=0.5),
-        "a rotary embedding of a part of each head (partial_rotary_factor) is not supported",
+        "a partial rotary embedding (partial_rotary_factor) is not supported",
     ),
     "a mixture in every half layer": (
         shape("qwen3_moe", 2048, 48, 32, 4, 6144, 151936, 40960, num_experts=128, num_experts_per_tok=8,
@@ -130,7 +130,7 @@ REFUSED = {
     ),
     "rope without its factor": (
         shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, rope_scaling=dict(type="linear")),
-        "rope scaling 'linear' needs the number factor",
+        "rope scaling 'linear' requires the number factor",
     ),
     "Qwen2.5 AWQ": (
         shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, quantization_config=dict(quant_method="awq", bits=4)),
@@ -142,9 +142,9 @@ REFUSED = {
     ),
     "heads of 16": (
         shape("qwen2", 64, 2, 4, 4, 128, 99, 2048),
-        "vLLM on CPUs has no attention for heads of size 16",
+        "vLLM on CPUs does not support attention heads of size 16",
     ),
-    "no model type": ({"hidden_size": 64}, "names no model_type; supported: llama"),
+    "no model type": ({"hidden_size": 64}, "has no model_type; supported: llama"),
     "no sizes": ({"model_type": "llama"}, "num_hidden_layers in the model's config.json must be a positive integer, "
                                           "got None"),
 }  # fmt: skip
@@ -270,7 +270,7 @@ def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too
 
 def test_the_check_needs_no_torch():
     code = (
-        "import sys; from gdpo_nemo.config.architectures import check_model_content; "
+        "import sys; from gdpo_nemo.models.architectures import check_model_content; "
         f"check_model_content({SUPPORTED['Llama 3.1']!r}); sys.exit('torch' in sys.modules or 'transformers' in "
         "sys.modules)"
     )
@@ -280,26 +280,29 @@ def test_the_check_needs_no_torch():
 @pytest.mark.parametrize(
     "damage, expected",
     [
-        (lambda folder: (folder / "model.safetensors").write_bytes(b""), "model.safetensors is no safetensors file"),
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b""),
+            "model.safetensors is not a valid safetensors file",
+        ),
         (
             lambda folder: (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
-            "is no safetensors file",
+            "is not a valid safetensors file",
         ),
         (
             lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
-            "has weights as *.bin only",
+            "has weights only as *.bin",
         ),
         (
             lambda folder: (folder / "model.safetensors.index.json").write_text(
                 '{"weight_map": {"x": "model-2.safetensors"}}'
             ),
-            "lacks model-2.safetensors, which model.safetensors.index.json names",
+            "lacks model-2.safetensors, which is listed in model.safetensors.index.json",
         ),
-        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "is no index of weights"),
-        (lambda folder: cut_off(folder / "model.safetensors"), "model.safetensors is cut off"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "is not a valid index of weights"),
+        (lambda folder: cut_off(folder / "model.safetensors"), "model.safetensors is truncated"),
         (
             lambda folder: tensors(folder / "model.safetensors", "model.layers.0.mlp.switch_mlp.up_proj.weight"),
-            "has experts as MLX stacks them (switch_mlp), which is not read",
+            "has experts stacked by MLX (switch_mlp), which is not supported",
         ),
     ],
 )

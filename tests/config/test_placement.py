@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gdpo_nemo.config.env_workers import SHARED, place_workers
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.placement import describe_places, place
+from gdpo_nemo.config.placement import SHARED, describe_places, place, place_workers
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.transports import chosen_transport
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.validation import validate
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 
@@ -41,9 +40,9 @@ def test_no_gpu_is_given_twice_and_no_group_crosses_nodes():
             continue
         wanted = config(nodes, 8, tensor, data, engines, engine_tensor)
         try:
-            places = place(wanted)
+            places = place(wanted.cluster, resolve_layout(wanted))
         except ConfigError as error:
-            assert "neither a group nor an engine may cross nodes" in str(error)
+            assert "without crossing nodes" in str(error)
             continue
         tried += 1
         assert len(places.policy) == resolve_layout(wanted).policy_ranks and len(places.engines) == engines
@@ -67,20 +66,20 @@ def test_no_gpu_is_given_twice_and_no_group_crosses_nodes():
     ],
 )
 def test_policy_fills_nodes_from_the_first_and_engines_from_the_last(wanted, plan):
-    assert describe_places(wanted) == plan
+    assert describe_places(wanted, resolve_layout(wanted)) == plan
 
 
 @pytest.mark.parametrize(
     "wanted, why",
     [
-        (config(2, 4, tensor=6, data=1), "6 ranks of a tensor-parallel group do not fit a node of 4 GPUs"),
-        (config(2, 8, data=1, engines=5, engine_tensor=3), "a node of 8 holds 8 groups or 2 engines"),
-        (config(2, 8, data=9, engines=8), "the policy needs 9 GPUs .* 16 GPUs less 8 x 1 for the engines leave 8"),
+        (config(2, 4, tensor=6, data=1), "6 ranks of a tensor-parallel group do not fit on a node of 4 GPUs"),
+        (config(2, 8, data=1, engines=5, engine_tensor=3), "a node of 8 fits 8 groups or 2 engines"),
+        (config(2, 8, data=9, engines=8), "the policy needs 9 GPUs .* 16 GPUs minus 8 x 1 for the engines leave 8"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_arithmetic(wanted, why):
     with pytest.raises(ConfigError, match=why):
-        place(wanted)
+        place(wanted.cluster, resolve_layout(wanted))
 
 
 def test_environment_workers_are_dealt_out_evenly_to_nodes_of_their_own():
@@ -90,13 +89,13 @@ def test_environment_workers_are_dealt_out_evenly_to_nodes_of_their_own():
     wanted.env = {"gsm8k": None, "slow": {"num_workers": 3}, "digits": {}}
     loads = place_workers(wanted)
     assert loads == [{SHARED: 2, "slow": 1}, {SHARED: 1, "slow": 1}, {SHARED: 1, "slow": 1}]
-    assert describe_places(wanted) == (
+    assert describe_places(wanted, resolve_layout(wanted)) == (
         "node 0: 8 policy ranks; node 1: 8 engines; node 2: 3 environment workers; nodes 3-4: 2 environment workers "
         "each"
     )
     wanted.env = {"slow": {"num_workers": 2}}
     with pytest.raises(
-        ConfigError, match=r"3 nodes for 2 environment workers \(2 of slow\); a node takes at least one"
+        ConfigError, match=r"3 nodes for 2 environment workers \(2 of slow\); each node requires at least one"
     ):
         place_workers(wanted)
 
@@ -115,13 +114,13 @@ def test_environment_nodes_without_workers_are_refused(overrides, why):
 
 def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    notes = validate(load_config(TINY, ["cluster.env_nodes=1"]))
+    notes = validate(load_config(TINY, ["cluster.env_nodes=1"])).notes
     assert any(note.startswith("cluster.address: a run on 2 nodes joins a Ray cluster") for note in notes)
-    notes = validate(load_config(TINY, ["cluster.num_nodes=3"]))
+    notes = validate(load_config(TINY, ["cluster.num_nodes=3"])).notes
     assert any(note.startswith("cluster.address: a run on 3 nodes joins a Ray cluster") for note in notes)
-    assert "cluster.num_nodes: 1 of 3 nodes get no process" in notes
+    assert "cluster.num_nodes: 1 of 3 nodes have no processes" in notes
     assert not any(
-        "cluster." in note for note in validate(load_config(TINY, ["cluster={num_nodes: 2, address: 'h:1'}"]))
+        "cluster." in note for note in validate(load_config(TINY, ["cluster={num_nodes: 2, address: 'h:1'}"])).notes
     )
 
 
@@ -147,7 +146,7 @@ def test_colocated_engines_sit_on_devices_of_the_policy_and_each_device_has_one(
         wanted = config(nodes, gpus, tensor, None if gpus else 4, engines, engine_tensor)
         wanted.cluster.placement = "colocated"
         try:
-            places = place(wanted)
+            places = place(wanted.cluster, resolve_layout(wanted))
         except ConfigError as error:
             assert "do not fit on the policy's GPUs" in str(error) or "cannot share the devices" in str(error)
             continue
@@ -165,21 +164,23 @@ def test_a_colocated_layout_that_cannot_be_is_refused_with_the_arithmetic():
     few = config(1, 8, 2, 2, engines=5)
     few.cluster.placement = "colocated"
     with pytest.raises(
-        ConfigError, match="5 x 1 = 5 engine ranks cannot share the devices of 4 policy ranks .*; at most 4 engines"
+        ConfigError, match="5 x 1 = 5 engine ranks cannot share the devices of 4 policy ranks .*; use at most 4 engines"
     ):
-        place(few)
+        place(few.cluster, resolve_layout(few))
     crossing = config(2, 4, 1, None, engines=2, engine_tensor=3)
     crossing.cluster.placement = "colocated"
-    assert describe_places(crossing) == "nodes 0-1: 4 policy ranks and 1 engine each"
+    assert describe_places(crossing, resolve_layout(crossing)) == "nodes 0-1: 4 policy ranks and 1 engine each"
     crossing.policy.generation.engines = 3
     with pytest.raises(ConfigError, match="9 engine ranks cannot share the devices of 8"):
-        place(crossing)
+        place(crossing.cluster, resolve_layout(crossing))
     crossing.cluster.num_nodes = 3
     crossing.policy.generation.engines = 4
-    with pytest.raises(ConfigError, match="no engine may cross nodes, and the nodes have 4, 4, 4 policy ranks"):
-        place(crossing)
+    with pytest.raises(ConfigError, match="nodes have 4, 4, 4 policy ranks, and engines must not cross nodes"):
+        place(crossing.cluster, resolve_layout(crossing))
     stale = load_config(TINY, ["cluster.placement=colocated", "rollout.max_staleness=1"])
-    with pytest.raises(ConfigError, match="cluster.placement: colocated engines sleep while the policy trains"):
+    with pytest.raises(
+        ConfigError, match="cluster.placement: colocated requires .* engines sleep while the policy trains"
+    ):
         validate(stale)
 
 
@@ -191,9 +192,9 @@ def test_a_colocated_layout_that_cannot_be_is_refused_with_the_arithmetic():
         (1, 8, "separate", "auto", "nccl"),
         (2, 0, "colocated", "auto", "ipc"),
         (2, 8, "colocated", "folder", "folder"),
-        (2, 0, "colocated", "nccl", "nccl needs GPUs"),
-        (1, 8, "colocated", "nccl", "nccl cannot join two processes on one GPU"),
-        (1, 8, "separate", "ipc", "ipc hands memory to the process on the same device"),
+        (2, 0, "colocated", "nccl", "nccl requires GPUs"),
+        (1, 8, "colocated", "nccl", "nccl does not support two processes on one GPU"),
+        (1, 8, "separate", "ipc", "ipc requires engines on the policy's devices"),
     ],
 )
 def test_a_transport_follows_from_the_placement_or_is_refused_where_it_cannot_be(

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Dict, Iterator, List, Optional
 
 import pytest
 
-from gdpo_nemo import cli
 from gdpo_nemo.algorithms.ranges import Field, Range, check_numbers, fields_of
+from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config, StridedConfig
 from gdpo_nemo.config.validate import check_ranges
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 
 def number_fields(section: type = Config, prefix: str = "") -> Iterator[tuple[str, Field]]:

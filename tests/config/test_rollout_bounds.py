@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.rollout_bounds import (
+from gdpo_nemo.config.model_checks import resolve
+from gdpo_nemo.config.rollout_checks import (
     admission_bound,
     replaceable_groups,
     resolved_bound,
@@ -17,8 +17,9 @@ from gdpo_nemo.config.rollout_bounds import (
     steps_ahead,
     valid_needed,
 )
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.validation import validate
+from gdpo_nemo.planning.report import describe
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -53,9 +54,9 @@ def refused(minimal, *overrides: str) -> str:
 )
 def test_window_bound_and_depth_follow_from_the_staleness(minimal, overrides, ahead, window, bound, depth):
     config = of(minimal, *overrides)
-    assert validate(config) == []
+    assert validate(config).notes == ()
     assert steps_ahead(config) == ahead
-    assert (resolved_window(config), resolved_bound(config), resolved_depth(config)) == (window, bound, depth)
+    assert (resolved_window(config.rollout), resolved_bound(config), resolved_depth(config)) == (window, bound, depth)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 5])
@@ -76,14 +77,14 @@ def test_no_group_that_the_bound_admits_is_trained_too_late(staleness, sync_ever
 @pytest.mark.parametrize(
     "overrides, expected",
     [
-        (["window=4"], "rollout.window: 4 leaves B = (0 + 1) * 16 - (4 - 1) = 13 groups under way, below the 16"),
+        (["window=4"], "rollout.window: 4 allows only B = (0 + 1) * 16 - (4 - 1) = 13 groups in flight, below the 16"),
         (["max_staleness=1", "window=18"], "B = (1 + 1) * 16 - (18 - 1) = 15"),
         (["max_staleness=1", "window=18"], "use at most 17, or a larger rollout.max_staleness"),
         (["max_staleness=2", "sync_every=2", "window=18"], "B = (2 - 1 + 1) * 16 - (18 - 1) = 15"),
         (["window=0"], "rollout.window: must be at least 1"),
-        (["max_staleness=1", "depth=15"], "rollout.depth: 15 groups under way never fill a step of 16"),
-        (["max_staleness=1", "depth=33"], "rollout.depth: 33 is above B = (1 + 1) * 16 - (1 - 1) = 32"),
-        (["depth=17"], "rollout.depth: 17 is above B = (0 + 1) * 16 - (1 - 1) = 16"),
+        (["max_staleness=1", "depth=15"], "rollout.depth: 15 groups in flight never fill a step of 16"),
+        (["max_staleness=1", "depth=33"], "1 allows (B = (1 + 1) * 16 - (1 - 1) = 32); use at most 32"),
+        (["depth=17"], "0 allows (B = (0 + 1) * 16 - (1 - 1) = 16); use at most 16"),
         (["depth=automatic"], "rollout.depth: must be auto or a whole number of groups, got 'automatic'"),
         (["max_staleness=1", "depth=17.5"], "rollout.depth: must be auto or a whole number"),
         (["max_staleness=1", "depth=true"], "rollout.depth: must be auto or a whole number"),
@@ -93,8 +94,8 @@ def test_no_group_that_the_bound_admits_is_trained_too_late(staleness, sync_ever
             "rollout.sync_every: 2 lets staleness reach sync_every - 1 = 1, above rollout.max_staleness",
         ),
         (["sync_every=0"], "rollout.sync_every: must be at least 1"),
-        (["kv=clear"], "rollout.kv: 'clear' is not one of its values"),
-        (["kv=keep"], "rollout.kv: has no effect while no sample is under way when weights change"),
+        (["kv=clear"], "rollout.kv: 'clear' is not a valid value"),
+        (["kv=keep"], "rollout.kv: has no effect while no sample is in flight when weights change"),
         (["kv=drain", "max_staleness=1", "sync_every=2"], "rollout.kv: has no effect"),
         (["group_timeout_s=0"], "rollout.group_timeout_s: must be more than 0"),
         (["min_valid=0.8"], "rollout.min_valid: has no effect while rollout.group_timeout_s is null"),
@@ -102,12 +103,12 @@ def test_no_group_that_the_bound_admits_is_trained_too_late(staleness, sync_ever
         (["group_timeout_s=9", "min_valid=1.01"], "rollout.min_valid: must be more than 0 and at most 1"),
         (
             ["group_timeout_s=9", "min_valid=0.125"],
-            "0.125 of the 8 samples of a group is 1, and samples compare from 2",
+            "0.125 of the 8 samples of a group is 1, but a comparison requires at least 2",
         ),
         (["group_timeout_s=9", "gdpo.num_generations_per_prompt=2"], "use more than 0.5"),
         (
             ["group_timeout_s=9", "min_valid=0.25", "gdpo.options={leave_one_out: true}"],
-            "is 2, and the others of a sample have a deviation (gdpo.options.leave_one_out) from 3 on",
+            "is 2, but a leave-one-out deviation (gdpo.options.leave_one_out) requires at least 3",
         ),
     ],
 )
@@ -122,39 +123,41 @@ REROLL = "gdpo.dynamic_sampling={enabled: true, reroll_after: 2"
 @pytest.mark.parametrize(
     "overrides, expected",
     [
-        (["replay_buffer.groups=4", "loss_fn.old_logprobs=trainer"], "cannot be trained with rollout.max_staleness 0"),
-        ([*AGAIN, "replay_buffer.groups=9"], "9 of 16 (gdpo.num_prompts_per_step) leave 7 new a step, which with"),
-        ([*AGAIN, "replay_buffer.groups=9"], "reuse 1 are trained 7 times again; use at most 8"),
+        (
+            ["replay_buffer.groups=4", "loss_fn.old_logprobs=trainer"],
+            "groups of earlier weights conflict with rollout.max_staleness 0",
+        ),
+        ([*AGAIN, "replay_buffer.groups=9"], "9 of 16 (gdpo.num_prompts_per_step) leave 7 new groups per step"),
+        ([*AGAIN, "replay_buffer.groups=9"], "which supply at most 7 replayed groups (reuse 1); use at most 8"),
         (
             [*AGAIN, "replay_buffer={groups: 11, reuse: 2}"],
-            "leave 5 new a step, which with reuse 2 are trained 10",
+            "leave 5 new groups per step, which supply at most 10 replayed groups (reuse 2)",
         ),
-        ([*AGAIN, "replay_buffer.groups=16"], "leave 0 new a step"),
+        ([*AGAIN, "replay_buffer.groups=16"], "leave 0 new groups per step"),
         (
             [*AGAIN, "replay_buffer={groups: 4, max_age: 1}"],
-            "max_age: 1 keeps no group that was rollout.max_staleness 1",
+            "max_age: 1 excludes groups that were already 1 steps old (rollout.max_staleness)",
         ),
-        (["max_staleness=1", "replay_buffer.groups=4"], "need loss_fn.old_logprobs: trainer"),
-        ([*AGAIN, "replay_buffer.groups=4", "save_samples=false"], "needs rollout.save_samples"),
-        ([*AGAIN, "replay_buffer.groups=4", "save_groups=15"], "needs rollout.save_groups null"),
-        (["save_groups=17"], "rollout.save_groups: 17 of the 16 groups of a step (gdpo.num_prompts_per_step); null"),
+        (["max_staleness=1", "replay_buffer.groups=4"], "requires loss_fn.old_logprobs: trainer"),
+        ([*AGAIN, "replay_buffer.groups=4", "save_samples=false"], "requires rollout.save_samples"),
+        ([*AGAIN, "replay_buffer.groups=4", "save_groups=15"], "requires rollout.save_groups null"),
+        (["save_groups=17"], "rollout.save_groups: 17 exceeds the 16 groups of a step (gdpo.num_prompts_per_step)"),
         (["save_groups=0"], "rollout.save_groups: must be at least 1, got 0"),
         (["save_groups=4", "save_samples=false"], "rollout.save_groups: has no effect while rollout.save_samples is"),
         (["save_entropies=true", "save_samples=false"], "rollout.save_entropies: has no effect while"),
-        ([*AGAIN, "replay_buffer.groups=4", "gdpo.group_by=prompt"], "needs gdpo.group_by row"),
+        ([*AGAIN, "replay_buffer.groups=4", "gdpo.group_by=prompt"], "requires gdpo.group_by row"),
         ([*AGAIN, "replay_buffer.reuse=2"], "rollout.replay_buffer.reuse: has no effect while"),
         ([*AGAIN, "replay_buffer.groups=-1"], "rollout.replay_buffer.groups: must be 0 or more"),
         (
             [*AGAIN, "replay_buffer={groups: 10, reuse: 2}"],
-            "replay_buffer.groups: 10 leaves B = (1 + 1) * (16 - 10) - (1 - 1) = 12 groups under way, below the 16 of "
-            "a "
-            "step (gdpo.num_prompts_per_step), and the first has none to train again; use at most 8",
+            "replay_buffer.groups: 10 allows only B = (1 + 1) * (16 - 10) - (1 - 1) = 12 groups in flight, below the "
+            "16 of a step (gdpo.num_prompts_per_step), because the first step has no groups to replay; use at most 8",
         ),
-        ([*AGAIN, "replay_buffer.groups=4", "window=10"], "B = (1 + 1) * (16 - 4) - (10 - 1) = 15 groups under way"),
+        ([*AGAIN, "replay_buffer.groups=4", "window=10"], "B = (1 + 1) * (16 - 4) - (10 - 1) = 15 groups in flight"),
         (["gdpo.dynamic_sampling.reroll_after=2"], "gdpo.dynamic_sampling.reroll_after: has no effect while"),
         ([REROLL.replace("reroll_after: 2", "max_rerolls: 2") + "}"], "max_rerolls: has no effect while"),
         ([f"{REROLL}, max_rerolls: 0}}"], "gdpo.dynamic_sampling.max_rerolls: must be at least 1"),
-        ([f"{REROLL}, leave_one_out: true}}"], "gdpo.dynamic_sampling.reroll_after: cannot go with leave_one_out"),
+        ([f"{REROLL}, leave_one_out: true}}"], "gdpo.dynamic_sampling.reroll_after: conflicts with leave_one_out"),
     ],
 )
 def test_what_cannot_be_used_again_is_refused_with_the_arithmetic(minimal, overrides, expected):
@@ -172,9 +175,11 @@ def test_what_cannot_be_used_again_is_refused_with_the_arithmetic(minimal, overr
 )
 def test_groups_that_are_trained_again_leave_fewer_to_be_under_way(minimal, overrides, window, bound):
     config = of(minimal, *overrides, "loss_fn.old_logprobs=trainer")
-    assert validate(config) == []
-    assert (resolved_window(config), resolved_bound(config)) == (window, bound)
-    assert f"{config.rollout.replay_buffer.groups} of the 16 groups of a step are of earlier ones" in describe(config)
+    assert validate(config).notes == ()
+    assert (resolved_window(config.rollout), resolved_bound(config)) == (window, bound)
+    assert f"{config.rollout.replay_buffer.groups} of the 16 groups of a step come from earlier steps" in describe(
+        resolve(config)
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +196,7 @@ def test_groups_that_are_trained_again_leave_fewer_to_be_under_way(minimal, over
     ],
 )
 def test_what_agrees_with_the_bound_is_accepted(minimal, overrides):
-    assert validate(of(minimal, *overrides)) == []
+    assert validate(of(minimal, *overrides)).notes == ()
 
 
 @pytest.mark.parametrize("share, group, needed", [(0.5, 8, 4), (0.5, 9, 5), (0.28, 25, 7), (1.0, 8, 8), (0.3, 8, 3)])
@@ -201,15 +206,15 @@ def test_a_share_of_verdicts_is_rounded_up_to_whole_samples(minimal, share, grou
 
 
 def test_rounds_count_the_groups_that_a_step_may_replace(minimal):
-    assert replaceable_groups(of(minimal)) == 0
-    assert replaceable_groups(of(minimal, "gdpo.dynamic_sampling.enabled=true")) == 48
-    assert replaceable_groups(of(minimal, "gdpo.dynamic_sampling={enabled: true, max_rounds: 1}")) == 0
+    assert replaceable_groups(of(minimal).gdpo) == 0
+    assert replaceable_groups(of(minimal, "gdpo.dynamic_sampling.enabled=true").gdpo) == 48
+    assert replaceable_groups(of(minimal, "gdpo.dynamic_sampling={enabled: true, max_rounds: 1}").gdpo) == 0
 
 
 @pytest.mark.parametrize(
     "overrides, line",
     [
-        ([], "staleness  0, exactly on-policy"),
+        ([], "staleness  0, on-policy"),
         (
             ["max_staleness=2"],
             "staleness  at most 2 steps, bound B = (2 + 1) * 16 - (1 - 1) = 48 groups, window 1, depth auto (16 to "
@@ -218,12 +223,13 @@ def test_rounds_count_the_groups_that_a_step_may_replace(minimal):
         (
             ["max_staleness=1", "sync_every=2", "group_timeout_s=30"],
             "staleness  at most 1 step, bound B = (1 - 1 + 1) * 16 - (1 - 1) = 16 groups, window 1, depth 16, "
-            "new weights every 2 steps; after 30 s a group is trained from 4 of 8 verdicts on, else dropped",
+            "new weights every 2 steps; after 30 s a group is trained if at least 4 of 8 samples have "
+            "reward results, otherwise it is dropped",
         ),
     ],
 )
 def test_the_plan_says_what_runs_ahead_and_by_how_much(minimal, overrides, line):
-    assert line in describe(of(minimal, *overrides)).splitlines()
+    assert line in describe(resolve(of(minimal, *overrides))).splitlines()
 
 
 def test_an_evaluation_of_an_asynchronous_run_is_valid_whatever_it_set():

@@ -9,10 +9,10 @@ import pytest
 
 from gdpo_nemo.config.changes import find_changes
 from gdpo_nemo.config.load import load_config, recorded, save_config, to_yaml
-from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.interop.nemo_rl.translate import translate
-from gdpo_nemo.observe.alerts import read_alerts
 from gdpo_nemo.observe.log import RunLog
+from gdpo_nemo.observe.run_files import read_alerts
+from gdpo_nemo.utils.errors import ConfigError
 
 SECRET = "hunter2-and-more"
 OVERRIDES = [
@@ -116,5 +116,5 @@ def test_a_translated_recipe_holds_no_value_of_the_environment(monkeypatch, tmp_
     assert translation.content["gdpo"]["num_prompts_per_step"] == 16
     assert translation.variables == ["GDPO_TEST_KEY"]
     monkeypatch.setenv("GDPO_TEST_SIZE", SECRET)
-    with pytest.raises(ConfigError, match="computes with .{oc.env:GDPO_TEST_SIZE}, which is not a number here"):
+    with pytest.raises(ConfigError, match="uses .{oc.env:GDPO_TEST_SIZE} in a computation, but it is not a number"):
         translate(tmp_path / "recipe.yaml")

@@ -11,18 +11,19 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from gdpo_nemo.algorithm import GDPO
 from gdpo_nemo.algorithms import LOSSES, LossSettings, TokenFields
 from gdpo_nemo.algorithms.policy_loss import policy_loss
-from gdpo_nemo.config.description import describe
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.validation import validate
+from gdpo_nemo.config.model_checks import resolve
+from gdpo_nemo.planning.report import describe
+from gdpo_nemo.training.gdpo import GDPO
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
 
 TRAINER = "loss_fn.old_logprobs=trainer"
 STALE = ["rollout.max_staleness=4", TRAINER]
 AGAIN = [*STALE, "rollout.replay_buffer={groups: 4, max_age: 6}"]
-NOTE = "loss_fn.off_policy.mode: none trains samples that are up to"
+NOTE = "loss_fn.off_policy.mode: none trains samples up to"
 WITH_GRADIENT = sorted(set(LOSSES) - {"target_po"})
 """Losses whose gradient of a token is -A times a ratio, or -A; target_po's advantages are coefficients of its own."""
 
@@ -98,23 +99,25 @@ def test_samples_that_are_new_or_have_a_ratio_to_the_sampler_get_no_correction(m
 def test_a_null_mode_gives_way_to_what_the_config_says(minimal, overrides, mode, level):
     loss = loss_of(minimal, *STALE, *overrides)
     assert (loss.off_policy.correction, loss.off_policy.level) == (mode, level)
-    assert not any(NOTE in note for note in validate(load_config(minimal, [*STALE, *overrides])))
+    assert not any(NOTE in note for note in validate(load_config(minimal, [*STALE, *overrides])).notes)
 
 
 @pytest.mark.parametrize("overrides, steps", [(STALE, 4), (AGAIN, 6)], ids=["ahead", "again"])
 def test_stale_samples_without_a_correction_are_noted_with_their_age(minimal, overrides, steps):
     config = load_config(minimal, [*overrides, "loss_fn.off_policy.mode=none"])
-    said = describe(config, validate(config))
-    assert f"{NOTE} {steps} steps old as if they were new; use null or truncate" in said
+    said = describe(resolve(config), validate(config).notes)
+    assert f"{NOTE} {steps} steps old without a correction; use null or truncate" in said
     assert GDPO(config, None, None, None).loss.off_policy.correction == "none"
 
 
 def test_a_custom_loss_is_left_to_correct_by_itself_and_noted(minimal):
     loss = "loss_fn.type=examples/sapo.py:sapo"
     config = load_config(minimal, [*STALE, loss])
-    assert "use truncate, unless that loss corrects by itself" in describe(config, validate(config))
+    assert "use truncate, unless the custom loss includes a correction" in describe(
+        resolve(config), validate(config).notes
+    )
     assert GDPO(config, None, None, None).loss.off_policy.correction == "none"
-    assert not any(NOTE in n for n in validate(load_config(minimal, ["rollout.max_staleness=4", loss])))
+    assert not any(NOTE in n for n in validate(load_config(minimal, ["rollout.max_staleness=4", loss])).notes)
 
 
 def test_a_correction_by_a_ratio_that_the_loss_does_not_have_is_refused(minimal):

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from gdpo_nemo.config.choices import CHOICES
+from gdpo_nemo.config.allowed_values import CHOICES
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.transports import BASE, CONDITIONS, TRANSPORTS, chosen_transport, declared
 from gdpo_nemo.config.validate import validate
-from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.weights.transports.transport import Transport, errors_named, load_transport, make_transport
+from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.weights.transports.base import Transport, errors_named, load_transport, make_transport
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml"
 EXAMPLE = "examples/custom_transport.py"
 IMPORTS = """
-from gdpo_nemo.weights.transports import transport as contract
+from gdpo_nemo.weights.transports import base as contract
 from gdpo_nemo.weights.transports.collective import NcclTransport
-from gdpo_nemo.weights.transports.transport import Transport as Base
+from gdpo_nemo.weights.transports.base import Transport as Base
 raise AssertionError("a check of the config ran this file")
 """
 
@@ -83,14 +83,17 @@ def test_a_transport_by_place_is_refused_where_it_says_that_it_cannot_work():
     "text, complaint",
     [
         ("class Other(Base): pass", "mine.py has no class Mine; known: Other"),
-        ("class Mine: pass", "is no subclass of Transport as far as its source shows"),
+        ("class Mine: pass", "must be a subclass of Transport in its source"),
         ("class Mine(Base", "mine.py is not valid Python"),
-        ("class Mine(Base):\n    refuses = {'colocatd': 'x'}", "refuses 'colocatd'.*did you mean 'colocated'"),
-        ("class Mine(Base):\n    refuses = {'cpu': 3}", "refuses 'cpu': 3; write {condition: why}"),
+        (
+            "class Mine(Base):\n    refuses = {'colocatd': 'x'}",
+            "refuses of .* has 'colocatd'.*did you mean 'colocated'",
+        ),
+        ("class Mine(Base):\n    refuses = {'cpu': 3}", "refuses of .* has 'cpu': 3; expected {condition: reason}"),
         ("class Mine(Base):\n    refuses = dict(cpu='x')", "refuses of .* is computed; it must be a literal dict"),
         ("class Mine(contract.Transport):\n    uses_buckets = 'no'", "uses_buckets of .* is 'no'"),
         ("class Mine(Base):\n    refuses = {'cpu': 'wants a GPU'}", "Mine wants a GPU$"),
-        ("class First(NcclTransport): pass\nclass Mine(First): pass", "Mine needs GPUs"),
+        ("class First(NcclTransport): pass\nclass Mine(First): pass", "Mine requires GPUs"),
     ],
 )
 def test_what_is_wrong_with_a_transport_by_place_is_found_without_running_it(tmp_path, text, complaint):
@@ -103,7 +106,7 @@ def test_what_is_wrong_with_a_transport_by_place_is_found_without_running_it(tmp
     [
         ("nowhere.py:Mine", "no such file: nowhere.py"),
         ("nowhere.mine:Mine", "no such module: nowhere.mine"),
-        ("mine.py:my class", "is not written file.py:Class"),
+        ("mine.py:my class", "expected file.py:Class, got 'mine.py:my class'"),
     ],
 )
 def test_a_place_without_a_file_is_refused(place, complaint):
@@ -118,7 +121,14 @@ def test_a_base_class_in_a_file_beside_is_followed(tmp_path):
         assert declared(written(tmp_path, f"class Mine({base}):\n    uses_buckets = False", imports)).refuses == {}
 
 
-IMPORT = "from gdpo_nemo.weights.transports.transport import Receiver, Transport\n"
+def test_a_base_class_that_gdpo_nemo_exports_is_followed(tmp_path):
+    imports = "import gdpo_nemo\nfrom gdpo_nemo import Transport\n"
+    for base in ("Transport", "gdpo_nemo.Transport"):
+        found = declared(written(tmp_path, f"class Mine({base}):\n    refuses = {{'cpu': 'no'}}", imports))
+        assert found.refuses == {"cpu": "no"} and found.uses_buckets
+
+
+IMPORT = "from gdpo_nemo import Receiver, Transport\n"
 WHOLE = """
 class Mine(Transport):
     def prepare(self, version): return 1 / 0
@@ -132,7 +142,7 @@ class Told(Receiver):
     "text, complaint",
     [
         ("class Mine(Transport):\n    def prepare(self, version): pass", "mine.py:Mine does not define send"),
-        ("Mine = 3", "mine.py:Mine is no subclass of"),
+        ("Mine = 3", "mine.py:Mine is not a subclass of"),
         ("import nothing_of_that_name", "cannot import .*nothing_of_that_name"),
     ],
 )

@@ -9,12 +9,13 @@ import pytest
 from character_tokenizer import character_tokenizer
 from hypothesis import given, settings, strategies as st
 
+from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.schema import Config, DatasetConfig, StridedConfig
 from gdpo_nemo.data.anchors import AnchorSource, anchors_of, check_texts, prompts_of
 from gdpo_nemo.data.examples import source_of
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.environments.registry import load_environments
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 ENVIRONMENTS = {"digit_sort": {}}
 LENGTHS = st.integers(1, 12)
@@ -120,7 +121,7 @@ def test_a_split_is_read_as_texts_where_it_says_so_and_as_prompts_where_not(tmp_
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "abc", "body": "abcdefgh"}) + "\n")
     config = Config()
-    read = source_of(config)
+    read = source_of(spec_of(config))
     strided = StridedConfig(stride=4, context_length=4, generate_max_len=4)
     how = dict(split="train", seed=0, max_prompt_tokens=100)
     plain = read(DatasetConfig(path=str(path)), load_environments(ENVIRONMENTS), character_tokenizer(), **how)
@@ -136,7 +137,7 @@ def test_a_split_is_read_as_texts_where_it_says_so_and_as_prompts_where_not(tmp_
     [
         ({"txt": "a"}, r"prompt_key: row 1: no column 'text'; did you mean 'txt'\?"),
         ({"text": ""}, "row 1: the column 'text' is empty"),
-        ({"text": ["a"]}, "row 1: 'text' must be text, of which anchors are cut, not list"),
+        ({"text": ["a"]}, "row 1: 'text' must be text for anchors, got list"),
     ],
 )
 def test_rows_without_a_text_are_refused_before_a_tokenizer_is_there(row, sentence):
@@ -158,7 +159,7 @@ class Player:
 def test_episodes_cannot_start_at_an_anchor():
     environments = load_environments({"player": {"plugin": f"{__file__}:Player"}})
     dataset = DatasetConfig(path="unread", strided=StridedConfig(stride=1, context_length=1, generate_max_len=1))
-    with pytest.raises(ConfigError, match="environment 'player' plays episodes"):
+    with pytest.raises(ConfigError, match="not supported with environment 'player'"):
         prompts_of(
             dataset, environments, character_tokenizer(), split="train", seed=0, max_prompt_tokens=9,
             rows=[{"id": "a", "text": "abc"}],

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from character_tokenizer import character_tokenizer
 
-from gdpo_nemo.data.conversation import Conversation
-from gdpo_nemo.data.dialogue import Dialogue
+from gdpo_nemo.data.conversation import Conversation, Dialogue
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 
 def dialogue(system=None, context=1000, reply=10, chat=True):
@@ -57,7 +56,9 @@ def test_the_oldest_exchanges_make_room_and_the_system_message_stays():
 
 def test_a_prompt_without_room_for_a_reply_is_refused():
     talk, _ = dialogue(context=20)
-    with pytest.raises(ConfigError, match=r"the prompt has 47 tokens, and the context is 20 \(policy.max_total"):
+    with pytest.raises(
+        ConfigError, match=r"the prompt has 47 tokens, but the context is limited to 20 \(policy.max_total"
+    ):
         talk.prompt("x" * 30)
 
 

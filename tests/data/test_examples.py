@@ -9,10 +9,10 @@ import pytest
 from character_tokenizer import character_tokenizer
 from trl.data_utils import maybe_extract_prompt
 
-from gdpo_nemo.config.example_types import check_example_type
+from gdpo_nemo.config.algorithm_choice import check_example_type
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.examples import ExampleSource
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 ENDED = "[{{ m.role }}]{{ m.content }}~{{ '\\n' }}"
 TEMPLATE = "{% for m in messages %}" + ENDED + "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -179,16 +179,28 @@ def test_an_epoch_deals_every_row_once_with_its_answers(tmp_path):
 WRONG = {
     "no rejected": ("pairs", {"prompt": "q", "chosen": "yes"}, "no column 'rejected'"),
     "empty chosen": ("pairs", {"prompt": "q", "chosen": "", "rejected": "no"}, "the column 'chosen' is empty"),
-    "a number": ("pairs", {"prompt": "q", "chosen": 3, "rejected": "no"}, "the column 'chosen' is int, not text"),
-    "mixed": ("pairs", {"prompt": "q", "chosen": YES, "rejected": "no"}, "are text and messages"),
-    "the same": ("pairs", {"chosen": "yes", "rejected": "yes"}, "are the same"),
-    "unlike": ("pairs", {"chosen": "yes", "rejected": "no"}, "do not begin alike"),
-    "user's answer": ("pairs", {"prompt": BEGUN, "chosen": BEGUN, "rejected": NO}, "begins with the turn of 'user'"),
-    "no role": ("pairs", {"prompt": BEGUN, "chosen": [{"content": "x"}], "rejected": NO}, "lacks its role"),
-    "no label": ("single", {"prompt": "q", "completion": "yes"}, "'label' is empty, not true or false"),
-    "odd label": ("single", {"prompt": "q", "completion": "yes", "label": "good"}, "'label' is str"),
-    "silent": ("sft", {"messages": BEGUN}, "no assistant's turn"),
-    "alone": ("sft", {"messages": YES}, "no assistant's turn"),
+    "a number": (
+        "pairs",
+        {"prompt": "q", "chosen": 3, "rejected": "no"},
+        "the column 'chosen' must be text or messages, got int",
+    ),
+    "mixed": ("pairs", {"prompt": "q", "chosen": YES, "rejected": "no"}, "must both be text or both be messages"),
+    "the same": ("pairs", {"chosen": "yes", "rejected": "yes"}, "chosen and rejected are equal"),
+    "unlike": ("pairs", {"chosen": "yes", "rejected": "no"}, "have no common beginning"),
+    "user's answer": (
+        "pairs",
+        {"prompt": BEGUN, "chosen": BEGUN, "rejected": NO},
+        "must begin with an assistant turn, got 'user'",
+    ),
+    "no role": ("pairs", {"prompt": BEGUN, "chosen": [{"content": "x"}], "rejected": NO}, "has no role"),
+    "no label": ("single", {"prompt": "q", "completion": "yes"}, "'label' must be true or false, got empty"),
+    "odd label": (
+        "single",
+        {"prompt": "q", "completion": "yes", "label": "good"},
+        "'label' must be true or false, got str",
+    ),
+    "silent": ("sft", {"messages": BEGUN}, "no assistant turn"),
+    "alone": ("sft", {"messages": YES}, "no assistant turn"),
     "no answer": ("sft", {"prompt": "q"}, "no column 'completion'"),
     "null turn": ("sft", {"messages": [*BEGUN, turn("assistant", None)]}, "has no text"),
 }
@@ -208,7 +220,9 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_one_turn_is_tr
     path.write_text(json.dumps({"messages": DIALOGUE}) + "\n")
     forgetful = tokenizer()
     forgetful.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else '...' }}")
-    with pytest.raises(ConfigError, match="row train/0: the chat template writes earlier turns otherwise"):
+    with pytest.raises(
+        ConfigError, match="row train/0: the chat template renders a turn differently if another turn follow"
+    ):
         ExampleSource(
             DatasetConfig(path=str(path)), {}, forgetful, split="train", seed=0, max_prompt_tokens=99, kind="sft"
         )
@@ -216,10 +230,10 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_one_turn_is_tr
 
 @pytest.mark.parametrize("how, kind, sentence", [
     ("chatml.intell", "pairs", "did you mean 'chatml.intel'"),
-    (3, "pairs", "unknown 3"),
+    (3, "pairs", "unknown format 3"),
     ({"field_chose": "a"}, "pairs", "type.field_chose: unknown"),
     ({"field_prompt": 3}, "pairs", "must be text"),
-    ("chatml.intel", "sft", "leave it out"),
+    ("chatml.intel", "sft", "remove the key"),
 ])  # fmt: skip
 def test_a_type_that_there_is_not_is_refused(how, kind, sentence):
     with pytest.raises(ConfigError, match=sentence):

@@ -14,7 +14,7 @@ from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.prompts import PromptSource, check_prompts
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.registry import load_environments
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 DIGITS = {"digit_sort": {}}
 # A class with a system prompt of its own, found by its place like any plugin.
@@ -90,7 +90,10 @@ def test_rows_in_a_form_of_their_environments_own_are_read_by_it_and_no_others(t
 
 @pytest.mark.parametrize(
     "row, message",
-    [({"task": "polit"}, "row 1: env has no 'polit'; did you mean 'polite'"), ({}, "row 1: names no environment")],
+    [
+        ({"task": "polit"}, "row 1: env has no 'polit'; did you mean 'polite'"),
+        ({}, "row 1: the row names no environment"),
+    ],
 )
 def test_a_row_that_no_environment_verifies_is_refused(tmp_path, row, message):
     rows = [{"prompt": "a", "task": "polite"}, {"prompt": "b", **row}]
@@ -186,7 +189,7 @@ def test_prompts_that_are_too_long_are_refused_one_by_one(tmp_path):
     assert len(prompts) == 2 and set(ids(prompts.batch(0, 2))) == {"train/0", "train/2"}
     assert [(refused.id, refused.tokens) for refused in prompts.refused] == [("train/1", 20), ("train/3", 11)]
     assert prompts.left_out() == (
-        "data.train: 2 prompts are longer than 10 tokens and are left out, the first of them train/1 with 20"
+        "data.train: 2 prompts are longer than 10 tokens and are skipped; the first is train/1 with 20 tokens"
     )
     with pytest.raises(ConfigError, match="all 4 prompts are longer than 4 tokens .the shortest has 5."):
         source(DatasetConfig(path=path), limit=4)
@@ -230,21 +233,24 @@ def test_special_tokens_come_from_tokenizer_or_template_and_never_twice(tmp_path
     "content, message",
     [
         (b'{"prompt": "a"}\n\n{"prompt": \n', r"bad.jsonl:3: not valid JSON: "),
-        (b'{"prompt": "a"}\n[1]\n', r"bad.jsonl:2: a row must be a JSON object, not list"),
+        (b'{"prompt": "a"}\n[1]\n', r"bad.jsonl:2: a row must be a JSON object, got list"),
         (b'{"prompt": "\xff"}\n', r"bad.jsonl:1: not valid JSON: "),
         (b"[" * 100000 + b"\n", r"bad.jsonl:1: not valid JSON: "),
         (b"\n", "has no rows"),
         (b'{"id": 1, "prompt": "a"}\n{"id": "1", "prompt": "b"}\n', "rows 0 and 1 have the same id '1'"),
-        (b'{"promt": "a"}\n', "prompt_key: none of messages, prompt, question, problem in the columns promt"),
+        (b'{"promt": "a"}\n', "prompt_key: none of messages, prompt, question, problem is a column; columns: promt"),
         (b'{"prompt": "a"}\n{"promt": "a"}\n', "row 1: no column 'prompt'; did you mean 'promt'"),
         (b'{"prompt": ""}\n', "row 0: the column 'prompt' is empty"),
-        (b'{"prompt": 3}\n', "row 0: 'prompt' must be text or a list of messages, not int"),
-        (b'{"messages": [{"role": "user"}]}\n', "row 0: a message in 'messages' lacks its role or its content"),
+        (b'{"prompt": 3}\n', "row 0: 'prompt' must be text or a list of messages, got int"),
+        (b'{"messages": [{"role": "user"}]}\n', "row 0: a message in 'messages' has no role or no content"),
         (
             b'{"messages": [{"role": "assistant", "content": "x"}]}\n',
-            "row 0: 'messages' ends with the assistant's turn",
+            "row 0: 'messages' must not end with an assistant turn",
         ),
-        (b'{"messages": [{"role": "tool", "content": "x"}]}\n', "row 0: the chat template refuses it: .*no tools here"),
+        (
+            b'{"messages": [{"role": "tool", "content": "x"}]}\n',
+            "row 0: the chat template rejected the row: .*no tools here",
+        ),
     ],
 )
 def test_malformed_data_is_refused_in_one_line_that_says_where(tmp_path, content, message):
@@ -257,7 +263,7 @@ def test_malformed_data_is_refused_in_one_line_that_says_where(tmp_path, content
 
 def test_messages_without_a_chat_template_are_refused(tmp_path):
     path = write(tmp_path / "a.jsonl", [CHAT_ROW])
-    with pytest.raises(ConfigError, match="need a chat template"):
+    with pytest.raises(ConfigError, match="require a chat template"):
         source(DatasetConfig(path=path))
     with pytest.raises(ConfigError, match="data.train.chat: the tokenizer has no chat template"):
         source(DatasetConfig(path=path, chat=True))
@@ -266,10 +272,14 @@ def test_messages_without_a_chat_template_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "dataset, environments, message",
     [
-        (DatasetConfig(path="missing.jsonl"), DIGITS, "data.train.path: missing.jsonl does not exist"),
-        (DatasetConfig(path="./missing"), DIGITS, "data.train.path: missing does not exist"),
+        (DatasetConfig(path="missing.jsonl"), DIGITS, "data.train.path: missing.jsonl not found"),
+        (DatasetConfig(path="./missing"), DIGITS, "data.train.path: missing not found"),
         (DatasetConfig(path=__file__), DIGITS, "must end with one of .jsonl, .json, .csv, .parquet"),
-        (DatasetConfig(), POLITE, "data.train.path: must be set, the environment 'polite' makes no prompts"),
+        (
+            DatasetConfig(),
+            POLITE,
+            "data.train.path: must be set because the environment 'polite' does not generate prompts",
+        ),
         (DatasetConfig(), {}, "data.train.environment: must be set unless env has exactly one"),
         (DatasetConfig(), {**DIGITS, **POLITE}, "it has: digit_sort, polite"),
         (DatasetConfig(environment="digitsort"), DIGITS, "env has no 'digitsort'; did you mean 'digit_sort'"),
@@ -311,7 +321,7 @@ def test_a_template_stands_around_each_prompt_and_only_its_own_mark_counts(tmp_p
 
 def test_a_template_needs_text_to_stand_around(tmp_path):
     path = write(tmp_path / "rows.jsonl", [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}])
-    with pytest.raises(ConfigError, match="row 0: prompt_template needs text in the last message of 'messages'"):
+    with pytest.raises(ConfigError, match="row 0: prompt_template requires text in the last message of 'messages'"):
         source(DatasetConfig(path=path, prompt_template="Solve: {prompt}"), tokenizer=character_tokenizer(chat=True))
 
 
@@ -361,7 +371,7 @@ def test_a_function_gives_rows(tmp_path):
     )
     dataset = DatasetConfig(path=f"{tmp_path}/mine.py:rows", size=2)
     assert [row["prompt"] for row in load_rows(dataset, load_environments(DIGITS), "train", 0)] == ["0", "1"]
-    with pytest.raises(ConfigError, match="mine.py:broken gave no rows: ZeroDivisionError"):
+    with pytest.raises(ConfigError, match="mine.py:broken returned no rows: ZeroDivisionError"):
         load_rows(DatasetConfig(path=f"{tmp_path}/mine.py:broken"), load_environments(DIGITS), "train", 0)
 
 
@@ -369,11 +379,11 @@ def test_a_function_gives_rows(tmp_path):
     "path, message",
     [
         ("nowhere-*.jsonl", "data.train.path: no file matches nowhere-*.jsonl"),
-        ([], "data.train.path: an empty list names no data"),
-        ([3], "data.train.path: must be a path or a list of paths, not 3"),
-        ({"a": 1}, "data.train.path: must be a path or a list of paths, not {'a': 1}"),
-        ("nowhere.py:rows", "data.train.path: nowhere.py does not exist"),
-        (["nowhere.tsv"], "data.train.path: nowhere.tsv does not exist"),
+        ([], "data.train.path: must not be an empty list"),
+        ([3], "data.train.path: must be a path or a list of paths, got 3"),
+        ({"a": 1}, "data.train.path: must be a path or a list of paths, got {'a': 1}"),
+        ("nowhere.py:rows", "data.train.path: nowhere.py not found"),
+        (["nowhere.tsv"], "data.train.path: nowhere.tsv not found"),
     ],
 )
 def test_a_path_that_names_no_data_is_refused(path, message):
@@ -392,7 +402,7 @@ def test_a_path_that_names_no_data_is_refused(path, message):
 def test_a_row_with_images_is_refused_in_one_line(tmp_path, row):
     path = write(tmp_path / "a.jsonl", [{"prompt": "fine", "image": None, "images": []}, row])
     rows = load_rows(DatasetConfig(path=str(path)), load_environments(DIGITS), "train", 0)
-    with pytest.raises(ConfigError, match="row 1: has images? in it, and models here read text alone"):
+    with pytest.raises(ConfigError, match="row 1: contains images?, but only text is supported"):
         check_prompts(rows, DatasetConfig(), "train")
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly
-from gdpo_nemo.data.results import TokenValues
+from gdpo_nemo.data.records import TokenValues
 from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.utils.errors import RunError
 
 shapes = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 20), st.booleans()), min_size=1, max_size=12)
 
@@ -95,7 +95,9 @@ def test_values_of_all_ranks_come_back_to_their_tokens(shapes, ranks, context, a
         found.append((rank, None))  # a rank that does not report
         for part in range(context):
             mine = np.arange(len(owner)) % context == part
-            found.append((rank, share.flat(TokenValues(owner[mine], offset[mine], values[mine]), context == 1)))
+            found.append(
+                (rank, share.flat(TokenValues(owner[mine], offset[mine], values[mine]), complete=context == 1))
+            )
     for s, got in zip(batch, by_sequence(batch, assignment, found), strict=True):
         expected = s.completion_ids.astype(np.float32)
         if s.loss_mask is not None:
@@ -128,7 +130,7 @@ def test_a_share_does_not_grow_by_objects_with_its_sequences():
 def test_log_probs_that_some_sequences_lack_end_the_run_in_a_sentence():
     batch = make_batch([(3, 5, False)] * 2)
     batch[1].old_logprobs = None
-    with pytest.raises(RunError, match="old_logprobs: some sequences of an update have it and others do not"):
+    with pytest.raises(RunError, match="old_logprobs: only some sequences of an update have this field"):
         Share.of(batch, [[0, 1]])
 
 

@@ -7,10 +7,10 @@ import json
 import datasets
 import pytest
 
-from gdpo_nemo.config.example_types import is_transform
+from gdpo_nemo.config.algorithm_choice import is_transform
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.rows import load_rows
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 ROWS = [{"question": f"{n}+{n}?", "answer": f"so\n#### {2 * n}", "note": "x"} for n in range(3)]
 FUNCTIONS = """
@@ -86,16 +86,16 @@ def test_columns_are_removed_without_a_function_and_renamed_after_it(rows):
 @pytest.mark.parametrize(
     "name, options, sentence",
     [
-        ("nothing", {}, "mine.py:nothing: row 0: must return the row's columns by name, not None"),
+        ("nothing", {}, "mine.py:nothing: row 0: the function must return a mapping of columns, got None"),
         ("broken", {}, "mine.py:broken: row 0: KeyError: 'qestion'"),
-        ("numbered", {}, "must return the row's columns by name, not {1: 2}"),
-        ("no_function", {}, "takes cfg, so it must return a function of a row"),
-        ("other_option", {}, "returns the option 'batched'; remove_columns is the one there is"),
-        ("no_names", {}, "remove_columns must be a list of names, not 'question'"),
+        ("numbered", {}, "the function must return a mapping of columns, got {1: 2}"),
+        ("no_function", {}, "a function with the parameter cfg must return a function of a row"),
+        ("other_option", {}, "the function returns an unknown option 'batched'; known: remove_columns"),
+        ("no_names", {}, "remove_columns must be a list of names, got 'question'"),
         ("needs_more", {}, "row 0: TypeError: needs_more() missing 1 required positional argument: 'tokenizer'"),
         ("number", {}, "mine.py has no function number"),
         ("wholl", {}, "data.train.type: "),
-        ("whole", {"remove_columns": ["notes"]}, "no column 'notes'; did you mean 'note'?"),
+        ("whole", {"remove_columns": ["notes"]}, "column 'notes' not found; did you mean 'note'?"),
     ],
 )
 def test_what_a_transform_gets_wrong_is_one_line_with_its_row(name, options, sentence, rows):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from gdpo_nemo import cli
+from gdpo_nemo.commands import cli
 
 _spec = importlib.util.spec_from_file_location("dockerfile", Path(__file__).with_name("dockerfile.py"))
 dockerfile = importlib.util.module_from_spec(_spec)
@@ -101,7 +101,8 @@ def test_the_health_check_fails_on_a_run_that_stands_still(tmp_path):
     program = tmp_path / "bin" / "gdpo-nemo"
     program.parent.mkdir()
     program.write_text(
-        f'#!/bin/sh\nexec {sys.executable} -c "import sys; from gdpo_nemo.cli import main; sys.exit(main())" "$@"\n'
+        f"#!/bin/sh\nexec {sys.executable} "
+        '-c "import sys; from gdpo_nemo.commands.cli import main; sys.exit(main())" "$@"\n'
     )
     program.chmod(0o755)
     metrics = tmp_path / "metrics.jsonl"

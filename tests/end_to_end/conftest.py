@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from launch import Launch
+from launch import START_S, Launch
+
+
+@pytest.fixture(autouse=True)
+def no_run_outlives_its_test():
+    """A run that a failed test leaves would be among the processes that later tests of this worker look at."""
+    yield
+    while Launch.started:
+        process = Launch.started.pop()
+        if process.poll() is None:
+            process.terminate()
+            process.communicate(timeout=START_S)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Callable
+from typing import Callable, ClassVar
 
 import psutil
 
@@ -27,6 +27,9 @@ _LOOK_S = 0.5
 
 class Launch:
     """One start of ``examples/run_gdpo.py`` on a run folder."""
+
+    started: ClassVar[list[subprocess.Popen[str]]] = []
+    """Processes of all launches, for clean-up after a test that failed."""
 
     def __init__(self, run_dir: Path, model: Path, *overrides: str, before: list[str] | None = None, **streams: int):
         self.run_dir = run_dir
@@ -46,6 +49,7 @@ class Launch:
             env={**os.environ, **beside},
             **(streams or {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}),
         )
+        self.started.append(self.process)
         self.seen: dict[int, float] = {}
 
     def command(self, run_dir: Path, model: Path, overrides: tuple[str, ...]) -> list[str]:

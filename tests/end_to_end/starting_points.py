@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from gdpo_nemo.config.weight_files import tensor_shapes
+from gdpo_nemo.models.weight_files import tensor_shapes
 
 TARGETS = ("q_proj", "down_proj")
 LR = 1e-3

@@ -57,7 +57,7 @@ def test_a_replay_gives_its_weights_bit_for_bit_through_the_change(changed, tmp_
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert "loss and grad_norm of every step are equal" in done.stdout
-    assert f"weights after step 4, against {folder / 'checkpoints' / 'step_4'}: bitwise equal" in done.stdout
+    assert f"weights after step 4, compared with {folder / 'checkpoints' / 'step_4'}: bitwise equal" in done.stdout
     assert not (tmp_path / "again" / "original").exists()
 
 

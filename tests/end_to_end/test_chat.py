@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gdpo_nemo.weights.model_folder import open_weights, save_tensors, weight_names
+from gdpo_nemo.models.hf_folder import open_weights, save_tensors, weight_names
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600
@@ -184,11 +184,11 @@ def test_a_person_stops_a_reply_asks_a_row_and_ends_on_a_terminal(run_dir):
         assert len(re.findall("[A-Za-z]", reply)) < 1800
         chat.wait_for("> ")
         chat.type("half a li\x03")
-        chat.wait_for(r"\(Ctrl-D or /quit ends\)\r\n", again="\x03")
+        chat.wait_for(r"\(Ctrl-D or /quit to exit\)\r\n", again="\x03")
         chat.type("/row 99\n")
-        chat.wait_for("error: data.validation has rows 0 to 3, and no row 99")
+        chat.wait_for("error: data.validation: row 99 does not exist; rows are 0 to 3")
         chat.type("/nonsense\n")
-        chat.wait_for("error: /nonsense is no command")
+        chat.wait_for("error: /nonsense is not a command")
         chat.type("/row 2\n")
         chat.wait_for(r"row 2 of validation\r\n2 and 2\?\r\n[A-Za-z]")
         chat.wait_for(r"correctness 0  format 0  integer 0\r\n")

@@ -10,7 +10,7 @@ import torch
 from launch import STEPS, Launch, rows
 from safetensors.torch import load_file, save_file
 
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
+from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
+from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
 pytestmark = pytest.mark.real_model
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -12,10 +12,10 @@ import torch
 from launch import Launch, rows, timeless
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gdpo_nemo.checkpoints import model_fingerprint
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.examples import ExampleSource
 from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.training.checkpoints import model_fingerprint
 
 QUIET = ("logger.plot=false", "logger.tensorboard.enabled=false", "gdpo.num_prompts_per_step=16")
 STEPS = {"sft": 6, "dpo": 9, "gdpo": 2}

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from launch import rows
 
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
+from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCRIPT = REPOSITORY / "tests" / "config" / "trl" / "stranger.py"
+SCRIPT = REPOSITORY / "tests" / "interop" / "trl" / "stranger.py"
 LIMIT_S = 1200
 
 
@@ -36,7 +36,7 @@ def test_a_trl_script_is_translated_and_trains_its_two_steps(tmp_path, byte_mode
     (tmp_path / "stranger.py").write_text(SCRIPT.read_text().replace('"MODEL"', f'"{byte_model}"'))
     translated = gdpo_nemo("config", "from-trl", "stranger.py", "--out", "ours.yaml", cwd=tmp_path)
     assert (translated.returncode, translated.stderr) == (0, "")
-    assert translated.stdout.startswith("same: every key that changes the result is done as TRL does it")
+    assert translated.stdout.startswith("same: every key that affects the result behaves as in TRL")
     small = ["policy.max_total_sequence_length=256", "policy.micro_batch_tokens=2048", "logger.console=plain"]
     trained = gdpo_nemo("train", "--config", "ours.yaml", *small, cwd=tmp_path)
     assert trained.returncode == 0, trained.stderr

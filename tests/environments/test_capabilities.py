@@ -16,13 +16,11 @@ from gdpo_nemo.data.records import Verdict
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments import registry
 from gdpo_nemo.environments.base import Environment, adapted, declared
-from gdpo_nemo.environments.execution.pool import EnvironmentPool
-from gdpo_nemo.environments.execution.remote import is_remote
-from gdpo_nemo.environments.preview import announced_components
-from gdpo_nemo.environments.registry import BUILT_IN, load_environment
+from gdpo_nemo.environments.execution.pool import EnvironmentPool, is_remote
+from gdpo_nemo.environments.registry import BUILT_IN, announced_components, load_environment
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort
 from gdpo_nemo.environments.tasks.digit_turns import DigitTurns
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 PACKAGE = Path(registry.__file__).parents[1]
 HERE = f"{Path(__file__)}:"
@@ -188,7 +186,9 @@ def test_an_environment_is_not_adapted_twice_and_a_subclass_not_at_all():
 
 def test_a_class_without_a_verifier_is_no_environment():
     for name in ("Nothing", "NotCallable"):
-        with pytest.raises(ConfigError, match=r"it has no method verify\(trajectories\) and no episode\(\)"):
+        with pytest.raises(
+            ConfigError, match=r"is not an environment; define a method verify\(trajectories\) or episode\(\)"
+        ):
             load(name)
     assert load("OldAgents").plays_with_endpoint
 

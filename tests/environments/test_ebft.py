@@ -14,7 +14,7 @@ from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.ebft import POOLS, feature_matching
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 LETTERS = "abcdefgh"
 ANSWERS = {"one": ["abc", "ab", "hgf", ""], "two": ["a", "bcdefg"]}
@@ -125,7 +125,7 @@ def test_whitened_features_have_the_second_moment_one_and_the_alignment_stays_a_
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({}, "option model must name the folder"),
+        ({}, "option model must be the folder"),
         ({"model": "x", "embed_method": "first"}, "embed_method must be one of last_token"),
         ({"model": "x", "feature_layers": []}, "feature_layers must be depths"),
         ({"model": "x", "feature_layers": [1.5]}, "feature_layers must be depths"),
@@ -141,7 +141,7 @@ def test_options_that_are_not_there_or_out_of_range_are_refused(options, sentenc
 
 
 def test_a_model_or_an_answer_that_is_missing_is_found_before_a_run(folder, tmp_path):
-    with pytest.raises(ConfigError, match="model: .* is no folder"):
+    with pytest.raises(ConfigError, match="model: .* is not the folder of a Hugging Face model"):
         load_environment("ebft", {"model": str(tmp_path)}).preflight([])
     prompts = [t.prompt for t in trajectories()]
     with pytest.raises(RunError, match="no column 'gold'"):
@@ -154,7 +154,7 @@ def test_ebft_refuses_a_model_if_its_weights_are_incomplete_or_pickled(folder, t
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "layers.3" not in name}
     save_file(kept, tmp_path / "some" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lacks \d+ of the model's tensors, model.layers.3"):
+    with pytest.raises(ConfigError, match=r"lacks \d+ of the model's tensors, for example model.layers.3"):
         load_environment("ebft", {"model": str(tmp_path / "some")}).prepare()
     (tmp_path / "some" / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "some" / "pytorch_model.bin")

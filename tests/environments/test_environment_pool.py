@@ -12,8 +12,8 @@ import pytest
 from environment_samples import HOSTILE, trajectories, trajectory
 
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.environments.execution.pool import RETRY_FAILURES, EnvironmentPool, _shards
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.environments.execution.pool import RETRY_FAILURES, EnvironmentPool, _split_into_shards
+from gdpo_nemo.utils.errors import RunError
 
 ENVIRONMENTS = {
     "env": {"plugin": f"{HOSTILE}:Hostile"},
@@ -69,7 +69,7 @@ def test_every_recovery_is_told_once_with_its_reason(impatient):
     impatient.take_recoveries()
     impatient.verify(trajectories(["a", "bb", "crash", "dddd", "hang"]))
     told = impatient.take_recoveries()
-    assert "verification process died (exit code 7): its samples were tried again one by one" in told, told
+    assert "verification process died (exit code 7); the samples of its shard were retried individually" in told, told
     assert told["a worker process ended with status 7 and was replaced"] == 2, "with the others, and alone"
     assert any("exceeded 2 s" in sentence for sentence in told), told
     assert impatient.verify(trajectories(["abc"])) and impatient.take_recoveries() == {}
@@ -78,7 +78,7 @@ def test_every_recovery_is_told_once_with_its_reason(impatient):
 def test_a_verifier_that_always_hangs_costs_a_few_time_limits(impatient):
     verdicts = impatient.verify([trajectory("hang", index=index) for index in range(20)])
     assert {verdict.outcome for verdict in verdicts} == {Outcome.ENV_FAILED}
-    assert sum("not tried alone" in verdict.detail for verdict in verdicts) == 20 - RETRY_FAILURES
+    assert sum("not retried individually" in verdict.detail for verdict in verdicts) == 20 - RETRY_FAILURES
 
 
 def test_none_and_nan_mean_not_applicable(pool):
@@ -104,12 +104,12 @@ def test_what_a_verifier_prints_changes_nothing_and_stays_off_standard_output(po
         ("raise", "env", "environment 'env': Hostile.verify raised ValueError: this sample"),
         ("exit", "env", "environment 'env': Hostile.verify raised SystemExit: 0"),
         ("inf", "env", "environment 'env': reward 'length' of sample 0 of prompt p1 is infinite (inf)"),
-        ("text", "env", "reward 'length' of sample 0 of prompt p1 is '1', which is no number"),
-        ("stray", "env", "returned the reward 'unannounced', which is not in its reward_names"),
+        ("text", "env", "reward 'length' of sample 0 of prompt p1 is '1', which is not a number"),
+        ("stray", "env", "returned the reward 'unannounced', which is not in reward_names"),
         ("x", "short", "environment 'short': verify returned 1 verdicts for 2 trajectories"),
         ("x", "unbuildable", "env.unbuildable: .*FailsToBuild could not be built: KeyError: 'model_url'"),
         ("x", "unprepared", "environment 'unprepared' could not be prepared: OSError: no such server"),
-        ("x", "unknown", "prompt p0 names the environment 'unknown'"),
+        ("x", "unknown", "prompt p0: its environment 'unknown'"),
     ],
 )
 def test_an_authors_mistake_is_an_error_in_one_line_and_never_a_reward(pool, text, environment, message):
@@ -153,7 +153,7 @@ def test_a_worker_killed_while_idle_is_told_of(pool):
 
 def test_workers_that_die_while_starting_are_an_error_and_not_a_hang():
     with EnvironmentPool({"env": {"plugin": f"{HOSTILE}:DiesWhilePreparing"}}, timeout_s=5.0) as pool:
-        with pytest.raises(RunError, match="die while starting"):
+        with pytest.raises(RunError, match="die during startup or while idle"):
             pool.verify([trajectory("x")])
 
 
@@ -225,7 +225,7 @@ def test_a_worker_needs_no_torch_and_starts_in_seconds():
 
 def test_shards_hold_one_environment_and_whole_groups():
     mixed = [trajectory("x", f"e{i % 2}", f"p{i // 8}", i % 8) for i in range(160)]
-    shards = _shards(mixed, workers=3)
+    shards = _split_into_shards(mixed, workers=3)
     assert sorted(index for shard in shards for index in shard) == list(range(160))
     for shard in shards:
         assert len({mixed[index].prompt.environment for index in shard}) == 1

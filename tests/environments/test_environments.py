@@ -9,7 +9,7 @@ import pytest
 from environment_samples import HOSTILE, trajectory
 from hypothesis import given, settings, strategies as st
 
-from gdpo_nemo import cli
+from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments import registry
@@ -18,7 +18,7 @@ from gdpo_nemo.environments.registry import environment_names, load_environment
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort, is_held_out
 from gdpo_nemo.environments.tasks.gsm8k import Gsm8k
 from gdpo_nemo.environments.tasks.math import Math
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TOOLS = Path(__file__).with_name("tools_for_tests.py")
@@ -155,7 +155,7 @@ def test_a_parser_that_does_not_finish_has_failed_and_gives_no_reward(monkeypatc
     for environment in (Math({**options, "time_limit_s": 0.1}), Gsm8k({"time_limit_s": 0.1})):
         (verdict,) = environment.verify([trajectory(r"<answer>\boxed{1080}</answer>", answer="#### 1080.5")])
         assert (verdict.outcome, verdict.rewards) == (Outcome.ENV_FAILED, {})
-        assert verdict.detail == "math-verify did not finish within 0.2 s of computing"
+        assert verdict.detail == "math-verify did not finish within 0.2 s of CPU time"
 
 
 def test_time_that_other_processes_take_is_not_the_parsers(monkeypatch):
@@ -253,16 +253,16 @@ def test_reasoning_gym_without_its_package_names_the_command_that_installs_it(mo
 @pytest.mark.parametrize(
     "name, options, message",
     [
-        ("gsm8", {}, "env.gsm8: no environment is called 'gsm8'; did you mean 'gsm8k'"),
-        ("mine", {"plugin": "digitsort"}, "env.mine: no environment is called 'digitsort'; did you mean 'digit_sort'"),
-        ("mine", {"plugin": 3}, "env.mine.plugin: must be a name or a place"),
+        ("gsm8", {}, "env.gsm8: unknown environment 'gsm8'; did you mean 'gsm8k'"),
+        ("mine", {"plugin": "digitsort"}, "env.mine: unknown environment 'digitsort'; did you mean 'digit_sort'"),
+        ("mine", {"plugin": 3}, "env.mine.plugin: must be a name or an import"),
         ("gsm8k", {"strikt": True}, "env.gsm8k: environment gsm8k: unknown option 'strikt'; did you mean 'strict'"),
         ("gsm8k", {"strict": "yes"}, "option strict must be of type bool, not 'yes'"),
         ("digit_sort", {"length_limit": 2.5}, "option length_limit must be of type int, not 2.5"),
         ("digit_sort", {"correctness_values": [1]}, "correctness_values must be two numbers"),
         ("mine", {"plugin": f"{HOSTILE}:Hostil"}, "has no 'Hostil'; did you mean 'Hostile'"),
         ("mine", {"plugin": f"{HOSTILE}:FailsToBuild"}, "could not be built: KeyError: 'model_url'"),
-        ("mine", {"plugin": "collections.Counter"}, "is no environment: it has no method verify"),
+        ("mine", {"plugin": "collections.Counter"}, "is not an environment; define a method verify"),
         ("mine", {"plugin": "missing_file.py:Class"}, "env.mine.plugin: no such file: missing_file.py"),
         (
             "mine",
@@ -306,9 +306,7 @@ def test_an_installed_plugin_is_found_by_its_entry_point(monkeypatch):
 def test_two_packages_with_one_name_are_an_error_and_not_a_lottery(monkeypatch):
     points = [EntryPoint("sorting", f"{place}:DigitSort", registry.ENTRY_POINT_GROUP) for place in ("a", "b")]
     monkeypatch.setattr(registry, "entry_points", lambda group, name=None: points)
-    with pytest.raises(
-        ConfigError, match="several packages call an environment 'sorting': a:DigitSort and b:DigitSort"
-    ):
+    with pytest.raises(ConfigError, match="several packages provide an environment 'sorting'"):
         load_environment("sorting")
 
 

@@ -6,11 +6,11 @@ import pytest
 from environment_samples import HOSTILE, trajectories, trajectory
 
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
+from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reward_functions import Functions
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 PLACE = str(Path(__file__).with_name("hostile_functions.py"))
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "custom_reward.py")
@@ -83,7 +83,8 @@ def test_arguments_can_be_fixed_in_the_config():
         ),
         (
             "words",
-            "the value of reward function 'words' (PLACE:words) for sample 0 of prompt p is 'good', which is no number",
+            "the value of reward function 'words' (PLACE:words) for sample 0 of prompt p is 'good', "
+            "which is not a number",
         ),
         ("nothing", "reward function 'nothing' (PLACE:nothing) must return a list of rewards, not NoneType"),
         (
@@ -167,7 +168,7 @@ def test_an_environment_with_its_own_workers_waits_for_no_other(tmp_path):
 
     with EnvironmentPools(section, workers=1, timeout_s=30.0) as pools:
         assert lengths(pools.verify(trajectories(["meet", "meet"], group=1))) == [4.0, 4.0]
-        with pytest.raises(RunError, match="names the environment 'nowhere', which env does not have"):
+        with pytest.raises(RunError, match="its environment 'nowhere' is not defined in env"):
             pools.verify([trajectory("x", "nowhere")])
         stuck = threading.Thread(target=hang)
         stuck.start()
@@ -186,22 +187,25 @@ def test_a_class_is_built_once_with_its_arguments():
     [
         ({"functions": {"a": f"{PLACE}:Counting"}}, "Counting could not be built: TypeError"),
         ({"functions": {"a": f"{PLACE}:Uncallable"}}, "Uncallable are not callable"),
-        ({"functions": {"a": {"function": f"{PLACE}:Counting", "stop": 1}}}, "no argument 'stop'; did you mean 'step'"),
+        (
+            {"functions": {"a": {"function": f"{PLACE}:Counting", "stop": 1}}},
+            "argument 'stop'; did you mean 'step'",
+        ),
         (
             {"functions": {"a": f"{PLACE}:lengths"}, "num_workers": 0},
             "env.mine.num_workers: must be a number of processes",
         ),
-        ({}, "names no reward function"),
+        ({}, "at least one reward function"),
         ({"function": {}}, "unknown option 'function'; did you mean 'functions'"),
-        ({"functions": {"a": "lenght"}}, "functions.a: no reward function is called 'lenght'; did you mean 'length'"),
-        ({"functions": {"a": {"max_tokens": 3}}}, "functions.a: must name a function"),
+        ({"functions": {"a": "lenght"}}, "functions.a: unknown reward function 'lenght'; did you mean 'length'"),
+        ({"functions": {"a": {"max_tokens": 3}}}, "functions.a: must be a function"),
         ({"functions": {"a": f"{PLACE}:lenghts"}}, "has no 'lenghts'; did you mean 'lengths'"),
         ({"functions": {"a": f"{PLACE}:np"}}, "is not callable"),
         ({"functions": {"a": "missing_rewards.py:f"}}, "no such file: missing_rewards.py"),
         ({"functions": {"a": "no_such_package.f"}}, "cannot import no_such_package: ModuleNotFoundError"),
         (
             {"functions": {"a": {"function": f"{PLACE}:matches", "anwser": 1}}},
-            "takes no argument 'anwser'; did you mean 'answer'",
+            "accept the argument 'anwser'; did you mean 'answer'",
         ),
     ],
 )

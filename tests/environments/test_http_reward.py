@@ -6,10 +6,9 @@ from reward_server import RewardServer
 
 from gdpo_nemo.data.records import Outcome, TrainerState
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
-from gdpo_nemo.environments.preview import announced_components
-from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.environments.registry import announced_components, load_environment
 from gdpo_nemo.environments.tasks.reward_functions import Functions
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 KEY = "sk-verysecret-0123456789"
 
@@ -47,18 +46,18 @@ def test_a_url_is_posted_prompts_completions_and_columns_and_its_list_is_the_rew
 
 MISDEEDS = {
     "raw <html>busy</html>": "bad_reply: the reply is not JSON: it begins with '<html>busy</html>'",
-    "raw 3": "bad_reply: the reply is neither a list of rewards nor an object with rewards",
-    'raw {"reward": [1]}': "bad_reply: the reply is neither a list of rewards nor an object with rewards",
+    "raw 3": "bad_reply: the reply must be a list of rewards or an object with the key rewards",
+    'raw {"reward": [1]}': "bad_reply: the reply must be a list of rewards or an object with the key rewards",
     "raw [1, 2]": "bad_reply: the reply has 2 rewards for 1 completions",
-    'raw ["0.5"]': "bad_reply: the reply holds '0.5' where a number or null should be",
-    "raw [true]": "bad_reply: the reply holds True where a number or null should be",
+    'raw ["0.5"]': "bad_reply: a reward in the reply must be a number or null, not '0.5'",
+    "raw [true]": "bad_reply: a reward in the reply must be a number or null, not True",
     "raw [Infinity]": "bad_reply: a reward in the reply is infinite (inf)",
     "raw [[[[[[[[[[1]]]]]]]]]]": "bad_reply: the reply is nested more than 8 levels deep",
-    "huge": "too_large: the reply has 10000000 bytes (max_reply_bytes is 1048576)",
+    "huge": "too_large: the reply has 10000000 bytes, more than max_reply_bytes (1048576)",
     "redirect": "redirect: HTTP 307 to",
     "status 401": "rejected: HTTP 401: completions: unwanted",
     "status 503": "server_error: HTTP 503: completions: unwanted (3 attempts)",
-    "busy 60": "rate_limited: HTTP 429 (1 attempts; asks for a pause of 60 s; time_limit_s is 2)",
+    "busy 60": "rate_limited: HTTP 429 (1 attempts; the server requested a pause of 60 s; time_limit_s is 2)",
     "hang": "timeout: no reply within 2",
 }
 
@@ -115,13 +114,16 @@ def test_it_works_in_worker_processes_and_is_announced_without_the_server(server
 @pytest.mark.parametrize(
     "entry, message",
     [
-        ("http://u:secret@h/score", "functions.a.url: must hold no user, password or query"),
+        ("http://u:secret@h/score", "functions.a.url: must not contain a user, password or query"),
         ("http://", "functions.a.url: must be a URL such as http://"),
         ({"function": "http"}, "functions.a: http could not be built: TypeError"),
         ({"function": "http", "url": "http://h", "api_key_env": "NO_SUCH_KEY"}, "variable NO_SUCH_KEY is not set"),
         ({"function": "http", "url": "http://h", "batch_size": 0}, "batch_size: must be a number of at least 1"),
         ({"function": "http", "url": "http://h", "time_limit_s": 0}, "time_limit_s: must be a number of at least"),
-        ({"function": "http", "url": "http://h", "retries": 3}, "http takes no argument 'retries'; did you mean"),
+        (
+            {"function": "http", "url": "http://h", "retries": 3},
+            "http does not accept the argument 'retries'; did you",
+        ),
     ],
 )
 def test_a_reward_that_cannot_be_asked_for_is_refused_before_the_run(entry, message):

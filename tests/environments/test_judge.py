@@ -8,7 +8,7 @@ from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reward_functions import Functions
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 KEY = "sk-verysecret-0123456789"
 
@@ -52,15 +52,15 @@ def test_the_scale_may_be_another(server):
 
 
 MISDEEDS = {
-    "say I cannot grade this.": "wrote no score from 0 to 10",
-    "say SCORE: 11": "wrote no score from 0 to 10",
-    "say SCORE: 7/10": "wrote no score from 0 to 10",
-    "say SCORE: nan": "wrote no score from 0 to 10",
-    "raw <html>busy</html>": "is no chat completion",
-    "raw []": "is no chat completion",
-    'raw {"choices": []}': "is no chat completion",
-    "deep": "is no chat completion",
-    "null": "holds no text",
+    "say I cannot grade this.": "contains no score from 0 to 10",
+    "say SCORE: 11": "contains no score from 0 to 10",
+    "say SCORE: 7/10": "contains no score from 0 to 10",
+    "say SCORE: nan": "contains no score from 0 to 10",
+    "raw <html>busy</html>": "is not a chat completion",
+    "raw []": "is not a chat completion",
+    'raw {"choices": []}': "is not a chat completion",
+    "deep": "is not a chat completion",
+    "null": "contains no text",
     "huge": "is longer than 262144 bytes",
     "redirect": "answered with HTTP 307",
     "status 401": "answered with HTTP 401",
@@ -127,10 +127,10 @@ def test_the_judge_works_in_the_worker_processes(server):
             "functions.polite.api_key_env: the environment variable NO_SUCH_KEY is not set",
         ),
         ({"base_url": "127.0.0.1:8000"}, "functions.polite.base_url: must be a URL such as http://"),
-        ({"base_url": "http://u:secret@h/v1"}, "functions.polite.base_url: must hold no user, password or query"),
+        ({"base_url": "http://u:secret@h/v1"}, "functions.polite.base_url: must not contain a user, password or query"),
         ({"scale": [1, 1]}, "functions.polite.scale: the first number must be below the second"),
-        ({"scales": [1, 2]}, "llm_judge takes no argument 'scales'; did you mean 'scale'"),
-        ({"time_limit_s": 0}, "time_limit_s and concurrency must be above 0"),
+        ({"scales": [1, 2]}, "llm_judge does not accept the argument 'scales'; did you mean 'scale'"),
+        ({"time_limit_s": 0}, "time_limit_s and concurrency must be greater than 0"),
         ({"model": None, "question": 3, "max_retries": "x"}, "llm_judge could not be built: ValueError"),
     ],
 )

@@ -9,8 +9,8 @@ import threading
 
 import pytest
 
-from gdpo_nemo.data import replies
-from gdpo_nemo.data.failures import Failure, FailureKind
+from gdpo_nemo.data import server_replies
+from gdpo_nemo.data.server_replies import Failure, FailureKind
 from gdpo_nemo.environments.http_client import HttpClient
 
 DEADLINE_S = 20
@@ -39,7 +39,7 @@ async def _asked(timeout_s: float, then) -> object:
 
 def test_large_reply_is_parsed_while_the_loop_goes_on(monkeypatch):
     parsing, seen = threading.Event(), threading.Event()
-    parse = replies.json.loads
+    parse = server_replies.json.loads
 
     def slow(body):
         parsing.set()
@@ -51,7 +51,7 @@ def test_large_reply_is_parsed_while_the_loop_goes_on(monkeypatch):
             await asyncio.sleep(0.01)
         seen.set()
 
-    monkeypatch.setattr(replies.json, "loads", slow)
+    monkeypatch.setattr(server_replies.json, "loads", slow)
     assert len(asyncio.run(_asked(DEADLINE_S, see))) == 300_000
 
 
@@ -68,7 +68,7 @@ def test_large_reply_that_is_parsed_for_too_long_is_a_timeout(monkeypatch):
         over.set()
         return failed.value.kind
 
-    monkeypatch.setattr(replies.json, "loads", slow)
+    monkeypatch.setattr(server_replies.json, "loads", slow)
     assert asyncio.run(ask()) is FailureKind.TIMEOUT and parsing.is_set()
 
 
@@ -82,7 +82,7 @@ def test_depth_of_a_large_reply_is_found_without_a_loop_over_its_brackets():
 
     sys.settrace(count)
     try:
-        assert not replies.depth_exceeds(body, 3) and replies.depth_exceeds(body, 2)
+        assert not server_replies.depth_exceeds(body, 3) and server_replies.depth_exceeds(body, 2)
     finally:
         sys.settrace(None)
     assert len(lines) < 200
@@ -93,7 +93,7 @@ def test_depth_is_that_of_brackets_outside_of_strings():
     for _ in range(300):
         body = bytes(draw.choices(b'[]{}"\\a', k=draw.randrange(60)))
         for limit in range(5):
-            assert replies.depth_exceeds(body, limit) == _depth_exceeds(body, limit), (body, limit)
+            assert server_replies.depth_exceeds(body, limit) == _depth_exceeds(body, limit), (body, limit)
 
 
 def _depth_exceeds(body: bytes, limit: int) -> bool:

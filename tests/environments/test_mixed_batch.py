@@ -11,11 +11,11 @@ from environment_samples import trajectory
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Group, Trajectory
-from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
+from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.environments.registry import load_environments
-from gdpo_nemo.rollouts.learning import advantages_of
-from gdpo_nemo.rollouts.rollout_batch import apply_verdicts
-from gdpo_nemo.validation import validate
+from gdpo_nemo.rollouts.batches import apply_verdicts
+from gdpo_nemo.rollouts.credit import advantages_of
+from gdpo_nemo.training.validation import validate
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 PLACE = Path(__file__).with_name("hostile_functions.py")

@@ -11,14 +11,14 @@ import pytest
 from environment_samples import trajectory
 from hostile_gym_server import SECRET, ClosingServer, Hosted, RepeatingServer, hostile_app
 
-from gdpo_nemo import cli
+from gdpo_nemo.commands import cli
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.http_client import HttpClient
-from gdpo_nemo.environments.nemo_gym import episode
+from gdpo_nemo.environments.nemo_gym import episodes
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
-from gdpo_nemo.environments.nemo_gym.gym_rows import ROW
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.environments.nemo_gym.rows import ROW
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 # Forty batches share two cores with their server, and these with others: what is not the misdeed must fit in with room
 # to spare.
@@ -35,13 +35,13 @@ MISDEEDS = {
     "errors": ("server_error", "HTTP 500: boom Bearer *** (", 0.3, DEADLINE),
     "error_once": (None, "", 0.1, DEADLINE),
     "busy_once": (None, "", 0.2, DEADLINE),
-    "busy_for_an_hour": ("rate_limited", "asks for a pause of 3600 s; deadline_s is 12", 0, 1.0),
-    "busy_until_a_date": ("rate_limited", "asks for a pause of", 0, 1.0),
+    "busy_for_an_hour": ("rate_limited", "server requested a pause of 3600 s; deadline_s is 12", 0, 1.0),
+    "busy_until_a_date": ("rate_limited", "server requested a pause of", 0, 1.0),
     "cut_short": ("connection", " attempts", 0.3, DEADLINE),
     "closed": ("connection", " attempts", 0.3, DEADLINE),
     "nobody": ("connection", " attempts", 0.3, DEADLINE),
-    "big": ("too_large", "has 10000022 bytes (max_reply_bytes is 1048576)", 0, 1.0),
-    "big_unannounced": ("too_large", "more than max_reply_bytes", 0, 1.0),
+    "big": ("too_large", "has 10000022 bytes, more than max_reply_bytes (1048576)", 0, 1.0),
+    "big_unannounced": ("too_large", "larger than max_reply_bytes", 0, 1.0),
     "bomb": ("bad_reply", "compressed (gzip)", 0, 1.0),
     "deep": ("bad_reply", "nested more than 100 levels", 0, 1.0),
     "quotes": ("bad_reply", "nested more than 100 levels", 0, 1.0),
@@ -51,15 +51,15 @@ MISDEEDS = {
     "empty": ("bad_reply", "not JSON", 0, 1.0),
     "no_content": ("bad_reply", "HTTP 204", 0, 1.0),
     "unprocessable": ("rejected", "HTTP 422: options: Field required", 0, 1.0),
-    "a_list": ("bad_reply", "is a list, not an object", 0, 1.0),
+    "a_list": ("bad_reply", "expected a JSON object as the reply, got list", 0, 1.0),
     "nan": ("bad_reply", "reward_components.correctness is not finite", 0, 1.0),
     "infinite": ("bad_reply", "reward_components.correctness is not finite", 0, 1.0),
     "overflow": ("bad_reply", "reward_components.correctness is not finite", 0, 1.0),
-    "text": ("bad_reply", "reward_components.correctness is a str, not a number", 0, 1.0),
-    "object": ("bad_reply", "reward_components.correctness is a dict, not a number", 0, 1.0),
+    "text": ("bad_reply", "reward_components.correctness is of type str, not a number", 0, 1.0),
+    "object": ("bad_reply", "reward_components.correctness is of type dict, not a number", 0, 1.0),
     "components_list": ("missing_reward", "reward_components.correctness is not in the reply", 0, 1.0),
-    "null": ("missing_reward", "it has reward, reward_components.correctness, reward_components.format", 0, 1.0),
-    "missing": ("missing_reward", "it has reward, reward_components.format", 0, 1.0),
+    "null": ("missing_reward", "reply has reward, reward_components.correctness, reward_components.format", 0, 1.0),
+    "missing": ("missing_reward", "reply has reward, reward_components.format", 0, 1.0),
     "nan_beside": (None, "", 0, 1.0),
     "extra": (None, "", 0, 1.0),
     "fine_0_7": (None, "", 0, 1.0),
@@ -195,7 +195,7 @@ def test_without_rules_the_components_are_found_and_the_scalar_alone_is_one(serv
     assert found[1] == {**found[0], "surprise": 5.0} and found[2] == {"reward": 1.0}
     assert found[3] == {"correctness": 1.0, "format": 0.0, "reward": 1.0}
     [verdict] = gym.verify([sample(misdeed="components_list")])
-    assert verdict.outcome is Outcome.ENV_FAILED and "reward_components is a list" in verdict.detail
+    assert verdict.outcome is Outcome.ENV_FAILED and "reward_components, got list" in verdict.detail
     gym.close()
 
 
@@ -231,7 +231,7 @@ def test_a_server_that_restarts_in_mid_batch_costs_no_verdict(servers):
 
 
 def test_a_server_that_always_hangs_costs_two_deadlines_and_not_one_per_sample(servers, monkeypatch):
-    monkeypatch.setattr(episode, "GIVE_UP_AFTER", 4)
+    monkeypatch.setattr(episodes, "GIVE_UP_AFTER", 4)
     options = {"concurrency": 4, "retries": 0, "request_timeout_s": 1.0, "deadline_s": 1.0}
     gym = NemoGym({"servers": {"main": servers[0].url}, "rewards": RULES, **options})
     verdicts = gym.verify([sample(misdeed="hang", group=f"p{i}") for i in range(40)])
@@ -264,8 +264,8 @@ def test_a_group_with_enough_verdicts_closes_and_cuts_stragglers_at_the_deadline
     aborted = Outcome.ABORTED
     failed = Outcome.ENV_FAILED
     assert [v.outcome for v in verdicts] == [ok] * 4 + [ok] * 3 + [aborted] + [ok] * 2 + [failed] * 2
-    assert verdicts[7].detail == "straggler: cut, because its group had 3 valid members 1 s before"
-    assert verdicts[10].detail == "straggler: cut, because its group had taken group_deadline_s (8 s)"
+    assert verdicts[7].detail == "straggler: cancelled, because its group had 3 valid members for 1 s"
+    assert verdicts[10].detail == "straggler: cancelled, because its group reached group_deadline_s (8 s)"
     gym.close()
 
 
@@ -301,7 +301,7 @@ def test_close_ends_a_verification_under_way(servers):
             "none",
             [{"name": "style"}],
             ConfigError,
-            "reward_components.style is not in the reply; it has reward, ",
+            "reward_components.style is not in the reply; the reply has reward",
         ),
         ("main", "unprocessable", RULES, ConfigError, "row of prompt p: rejected: HTTP 422: options: Field required"),
         ("strict", "none", RULES, ConfigError, "rejected: HTTP 422: expected_answer: Field required"),
@@ -332,7 +332,7 @@ def test_preflight_finds_the_components_of_each_server(servers):
     prompts = [sample(server="one").prompt, sample(server="two", misdeed="no_components").prompt]
     assert gym.preflight(prompts) == {"one": ("correctness", "format", "reward"), "two": ("reward",)}
     assert gym.reward_names == ("correctness", "format", "reward")
-    with pytest.raises(ConfigError, match="a row names the agent .thre., which is not known; known: one, two"):
+    with pytest.raises(ConfigError, match="a row names the unknown agent 'thre'; known: one, two"):
         gym.preflight([sample(server="thre").prompt])
     gym.close()
 

@@ -11,22 +11,18 @@ from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import DatasetConfig
-from gdpo_nemo.data.completions import output_items
-from gdpo_nemo.data.failures import Failure
+from gdpo_nemo.data.conversation import output_items
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.data.replies import check_measurement, depth_exceeds, parse_json, retry_after_s
 from gdpo_nemo.data.rows import load_rows
+from gdpo_nemo.data.server_replies import Failure, check_measurement, depth_exceeds, parse_json, retry_after_s
 from gdpo_nemo.environments.http_client import Cookies, api_key
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
-from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, read_row, request_body
-from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
-from gdpo_nemo.environments.nemo_gym.routing import routes_of
-from gdpo_nemo.environments.nemo_gym.server_settings import read_settings
-from gdpo_nemo.environments.preview import announced_components
-from gdpo_nemo.environments.registry import load_environment
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.rollouts.step_metrics import rollout_metrics
-from gdpo_nemo.validation import validate
+from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row, request_body, routes_of
+from gdpo_nemo.environments.nemo_gym.settings import read_rules, read_settings, rewards_of
+from gdpo_nemo.environments.registry import announced_components, load_environment
+from gdpo_nemo.rollouts.metrics import rollout_metrics
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
 
 SERVERS = {"servers": {"one": "http://127.0.0.1:1"}}
 TOOL = {"type": "function", "name": "f", "description": "d", "strict": True, "parameters": {"type": "object"}}
@@ -74,7 +70,10 @@ def test_rows_are_read_by_their_environment_and_a_bad_one_is_named(tmp_path):
     for text, message in (
         ('{"prompt": "x"}', "row 0 has no responses_create_params"),
         ('{"responses_create_params": {"input": []}}', "input must be text or a list of items"),
-        ('{"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}}', "no text"),
+        (
+            '{"responses_create_params": {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}}',
+            "content other than text",
+        ),
         ('{"responses_create_params": {"input": [{"type": "web_search_call"}]}}', "type 'web_search_call'"),
         ('{"responses_create_params": {"input": "a"}, "x": NaN}', "cannot be sent as JSON"),
     ):
@@ -186,12 +185,12 @@ def test_the_head_servers_configuration_names_servers_and_agents():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({}, "give either servers"),
-        ({**SERVERS, "head_server": "http://h:1"}, "give either servers"),
+        ({}, "set either servers"),
+        ({**SERVERS, "head_server": "http://h:1"}, "set either servers"),
         ({"servers": {"a": "127.0.0.1:80"}}, "servers.a: must be a URL"),
-        ({"servers": {"a": "http://user:pass@h:80"}}, "must hold no user, password or query"),
-        ({"servers": {"a": "http://h:99999"}}, "servers.a: not a URL"),
-        ({**SERVERS, "agents": {"x": "two"}}, "agents.x: servers has no 'two'"),
+        ({"servers": {"a": "http://user:pass@h:80"}}, "must not contain a user, password or query"),
+        ({"servers": {"a": "http://h:99999"}}, "servers.a: must be a valid URL"),
+        ({**SERVERS, "agents": {"x": "two"}}, "agents.x: servers has no entry 'two'"),
         ({**SERVERS, "deadline": 3}, "unknown option 'deadline'; did you mean 'deadline_s'"),
         ({**SERVERS, "deadline_s": 0}, "deadline_s: must be a number of at least"),
         ({**SERVERS, "min_valid": 0.5}, "min_valid: must be"),
@@ -199,13 +198,13 @@ def test_the_head_servers_configuration_names_servers_and_agents():
         ({**SERVERS, "tool_parser": "xml"}, "tool_parser: 'xml' is not one of"),
         ({**SERVERS, "api_key_env": 3}, "api_key_env: must be the name"),
         ({**SERVERS, "rewards": []}, "rewards: must be a list"),
-        ({**SERVERS, "rewards": [{"path": "x"}]}, "every entry needs a name"),
+        ({**SERVERS, "rewards": [{"path": "x"}]}, "every entry requires a name"),
         ({**SERVERS, "rewards": [{"name": "x", "pat": "x"}]}, "unknown key 'pat'; did you mean 'path'"),
         ({**SERVERS, "rewards": [{"name": "x", "missing": "0"}]}, "rewards.x.missing: '0' is not one of error, mask, "
                                                                   "zero"),
         ({**SERVERS, "rewards": [{"name": "x", "weight": "1"}]}, "rewards.x.weight: must be a number"),
-        ({**SERVERS, "rewards": [{"name": "x"}, {"name": "x"}]}, "'x' is there twice"),
-        ({**SERVERS, "rewards": [{"name": "x", "servers": ["two"]}]}, "rewards.x.servers: servers has no 'two'"),
+        ({**SERVERS, "rewards": [{"name": "x"}, {"name": "x"}]}, "'x' is listed twice"),
+        ({**SERVERS, "rewards": [{"name": "x", "servers": ["two"]}]}, "rewards.x.servers: servers has no entry 'two'"),
     ],
 )  # fmt: skip
 def test_options_that_cannot_work_are_refused_in_one_line(options, message):
@@ -219,10 +218,10 @@ def test_a_remote_environment_option_without_effect_is_refused_by_dry_run_too():
     for name, options in (("nemo_gym", SERVERS), ("nemo_gym_agent", agent)):
         for read in (load_environment, announced_components):
             with pytest.raises(
-                ConfigError, match=f"env.{name}.num_workers: has no effect, {name} does its work on servers"
+                ConfigError, match=f"env.{name}.num_workers: has no effect, because {name} runs on servers"
             ):
                 read(name, {**options, "num_workers": 2})
-    with pytest.raises(ConfigError, match="rewards.x.servers: agents has no 'on'; did you mean 'one'"):
+    with pytest.raises(ConfigError, match="rewards.x.servers: agents has no entry 'on'; did you mean 'one'"):
         announced_components("nemo_gym_agent", {**agent, "rewards": [{"name": "x", "servers": ["on"]}]})
     assert announced_components("nemo_gym_agent", {**agent, "rewards": [{"name": "x", "servers": ["one"]}]}) == ("x",)
 
@@ -248,9 +247,11 @@ def test_weights_may_stand_beside_the_rewards_but_not_contradict(monkeypatch):
     lighter = load_config(CONFIG, ["env.tools.rewards=[{name: a, weight: 0.5}, {name: b}]"])
     validate(lighter)
     assert lighter.gdpo.rewards == {"a": 0.5, "b": 1.0}
-    with pytest.raises(ConfigError, match=r"env.tools.rewards\[2\]: weight 1.0 of 'format' differs from gdpo.rewards"):
+    with pytest.raises(
+        ConfigError, match=r"env.tools.rewards\[2\]: weight 1.0 of 'format' conflicts with gdpo.rewards"
+    ):
         validate(load_config(CONFIG, ["gdpo.rewards={correctness: 1.0, schema_valid: 1.0, format: 2.0}"]))
-    with pytest.raises(ConfigError, match="gdpo.rewards.style: no environment gives this component"):
+    with pytest.raises(ConfigError, match="gdpo.rewards.style: no environment returns this component"):
         validate(load_config(CONFIG, ["gdpo.rewards={style: 1.0}", "env.tools.rewards=[{name: a}]"]))
     with pytest.raises(ConfigError, match="gdpo.rewards: must be set"):
         load_config(CONFIG, ["env.tools.rewards=null"])

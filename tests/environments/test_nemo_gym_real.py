@@ -10,8 +10,8 @@ from gdpo_nemo.algorithms import compute_advantages
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
-from gdpo_nemo.environments.nemo_gym.gym_rows import ROW
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.environments.nemo_gym.rows import ROW
+from gdpo_nemo.utils.errors import ConfigError
 
 TOOLS = "example_tool_call_multireward"
 RULES = [{"name": "correctness"}, {"name": "schema_valid"}, {"name": "format"}]

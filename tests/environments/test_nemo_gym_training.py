@@ -9,9 +9,9 @@ import sys
 import pytest
 from real_nemo_gym import REPOSITORY
 
-from gdpo_nemo.cli import main
+from gdpo_nemo.commands.cli import main
 from gdpo_nemo.observe.metric_registry import unknown_metrics
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
+from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
 CONFIG = str(REPOSITORY / "configs" / "gdpo_nemo_gym_multireward.yaml")
 TOOLS = "example_tool_call_multireward"
@@ -61,9 +61,9 @@ def test_three_steps_on_three_named_rewards(real_gym, tool_model, tmp_path):
     [
         ("nobody", [], 1, f"env.tools: server {TOOLS} at http://127.0.0.1:9: connection: "),
         ("real", ["env.tools.rewards=[{name: style}]"], 2, "missing_reward: reward_components.style is not in the "
-                                                           "reply; it has reward, "),
+                                                           "reply; the reply has reward, "),
         ("real", ["env.tools.rewards=null", "gdpo.rewards={style: 1.0}"], 2,
-         "gdpo.rewards.style: no environment gives this component; available: correctness, format, "),
+         "gdpo.rewards.style: no environment returns this component; available: correctness, format, "),
     ],
 )  # fmt: skip
 def test_preflight_ends_the_run_before_anything_is_started(

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.number_answer import NumberAnswer, is_held_out
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 
 def rewards(text, answer="42", finish_reason="stop", **options):
@@ -66,7 +66,7 @@ def test_the_gold_answer_may_be_written_as_data_sets_do(gold):
 
 @pytest.mark.parametrize("gold", ["many", "#### ", "3 apples"])
 def test_a_row_whose_answer_is_no_number_ends_the_run_by_its_name(gold):
-    with pytest.raises(RunError, match="prompt p: its answer is no number"):
+    with pytest.raises(RunError, match="prompt p: answer is not a number"):
         rewards("42", answer=gold)
 
 
@@ -117,7 +117,7 @@ def test_the_examples_of_a_row_are_right_and_one_of_them_is_to_the_point():
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"question": "largr"}, "no question is called 'largr'; did you mean 'larger'"),
+        ({"question": "largr"}, "unknown question 'largr'; did you mean 'larger'"),
         ({"numbers": [5]}, "numbers must be the smallest and the largest"),
         ({"numbers": [5, 9]}, "at least 10 integers"),
         ({"numbers": [-5, 9]}, "from 0 on"),

@@ -19,18 +19,13 @@ from openenv.core import GenericEnvClient
 
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
-from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
-from gdpo_nemo.environments.openenv.message_mapping import (
-    action_of,
-    first_prompt,
-    observation_text,
-    reset_arguments,
-)
-from gdpo_nemo.environments.openenv.openenv_episodes import OpenEnv
-from gdpo_nemo.environments.openenv.openenv_settings import read_settings
+from gdpo_nemo.environments.execution.pools import EnvironmentPools
+from gdpo_nemo.environments.openenv.episodes import OpenEnv
+from gdpo_nemo.environments.openenv.messages import action_of, first_prompt, observation_text, reset_arguments
+from gdpo_nemo.environments.openenv.settings import read_settings
 from gdpo_nemo.environments.registry import load_environment
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 SERVER = Path(openenv_server.__file__)
 DEADLINE = 60.0
@@ -242,7 +237,7 @@ def test_what_the_environment_raises_masks_the_trajectory(pool):
 def test_an_episode_that_is_over_at_its_reset_is_a_failure(server):
     with one(f"{server}/echo", reset={"over": True}) as pool:
         reply = reset(pool, prompt_of("mine"))
-    assert reply.outcome is Outcome.ENV_FAILED and "over at its reset" in reply.detail
+    assert reply.outcome is Outcome.ENV_FAILED and "ended at its reset" in reply.detail
 
 
 def test_a_server_without_a_free_session_is_asked_again_then_is_a_failure(server):
@@ -332,21 +327,21 @@ MISDEEDS = {
     "nan": "bad_reply: the reward is not finite",
     "infinite": "bad_reply: the reward is not finite",
     "overflow": "bad_reply: the reward is not finite",
-    "reward_text": "bad_reply: the reward is a str",
+    "reward_text": "bad_reply: the reward is of type str, not a number",
     "no_json": "bad_reply: the reply is not JSON",
-    "a_list": "bad_reply: the answer is a list",
+    "a_list": "bad_reply: expected a JSON object as the answer, got list",
     "deep": "bad_reply: the reply is nested more than 100",
     "long_number": "bad_reply: the reply is not JSON",
-    "no_type": "bad_reply: the server sent None",
-    "observation_list": "bad_reply: the observation is a list",
-    "done_text": "bad_reply: done is 'yes'",
-    "missing": "bad_reply: observation.echoed_message is not in the reply; it has other",
-    "long_observation": "too_large: an observation of 1048577",
-    "big": "too_large: an answer of more than max_reply_bytes",
+    "no_type": "bad_reply: expected an observation from the server, got None",
+    "observation_list": "bad_reply: expected an object as the observation, got list",
+    "done_text": "bad_reply: done must be true or false, not 'yes'",
+    "missing": "bad_reply: observation.echoed_message is not in the reply; the reply has other",
+    "long_observation": "too_large: an observation has 1048577 characters, more than the limit of 1048576",
+    "big": "too_large: the answer is larger than max_reply_bytes",
     "error_without_data": "server_error: None: None",
     "error_code_object": "server_error: {'a': 1}",
-    "bytes": "bad_reply: the server sent bytes",
-    "no_frame": "bad_reply: no WebSocket as it should be",
+    "bytes": "bad_reply: expected a text message from the server, got bytes",
+    "no_frame": "bad_reply: not a valid WebSocket message: Received frame",
     "hang": "timeout: no answer to step within 3 s",
     "drip": "timeout: no answer to step within 3 s",
     "closes": "connection: the server closed the connection",
@@ -403,15 +398,15 @@ def test_a_lost_connection_is_not_stepped_again_on_a_new_session(hostile):
     "url, words",
     [
         ("{}/moved", "redirect: HTTP 302; redirects are not followed"),
-        ("{}/absent", "rejected: HTTP 404 in the place of a WebSocket"),
-        ("{}/locked", "rejected: HTTP 403"),
+        ("{}/absent", "rejected: expected a WebSocket at {}/absent/ws, got HTTP 404"),
+        ("{}/locked", "rejected: expected a WebSocket at {}/locked/ws, got HTTP 403"),
         ("http://127.0.0.1:9", "connection: "),
     ],
 )
 def test_a_server_that_is_not_there_or_not_one_is_a_failure(hostile, url, words):
     with one(url.format(hostile.url), retries=1) as pool:
         reply = reset(pool, prompt_of("mine"))
-    assert reply.outcome is Outcome.ENV_FAILED and reply.detail.startswith(words)
+    assert reply.outcome is Outcome.ENV_FAILED and reply.detail.startswith(words.format(hostile.url))
 
 
 def test_a_key_opens_the_server_and_is_in_no_message(hostile, monkeypatch):
@@ -428,7 +423,7 @@ def test_a_key_opens_the_server_and_is_in_no_message(hostile, monkeypatch):
     "options, line",
     [
         ({"action": "massage"}, r"action: the server's actions have no field 'massage'.*message"),
-        ({"action": {"loud": "{text}"}}, "action: the server's actions need the field 'message', too"),
+        ({"action": {"loud": "{text}"}}, "action: the server's actions also require the field 'message'"),
         ({"observation": "echo"}, "observation: the server's observations have no field 'echo'"),
         ({"observation": ["echoed_message", "part.x"]}, "no field 'part'.*parts"),
         ({"reset": {"n": {"column": "nmber"}}}, r"reset.n: row p has no column 'nmber'.*number"),
@@ -458,9 +453,12 @@ def test_preflight_passes_a_server_with_and_without_schemas_and_refuses_none(ser
     [
         ({}, "url: must be a URL"),
         ({"url": "127.0.0.1:8000"}, "url: must be a URL"),
-        ({"url": "http://h"}, "action: name the field"),
-        ({"url": "http://h", "action": {"message": "text"}}, "action: name the field"),
-        ({"url": "http://h", "action": {"m": "{text}"}, "action_format": "json"}, "action: with action_format json"),
+        ({"url": "http://h"}, "action: must be the field"),
+        ({"url": "http://h", "action": {"message": "text"}}, "action: must be the field"),
+        (
+            {"url": "http://h", "action": {"m": "{text}"}, "action_format": "json"},
+            r"action: must contain only the fixed fields with action_format json, .* not \{'m': '\{text\}'\}",
+        ),
         ({"url": "http://h", "action": "m", "action_format": "jason"}, "action_format: 'jason' is not one of text"),
         ({"url": "http://h", "action": "m", "observatoin": "x"}, "unknown option 'observatoin'.*observation"),
         ({"url": "http://h", "action": "m", "observation": 3}, "observation: must be"),

@@ -8,7 +8,7 @@ from environment_samples import trajectory
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reasoning_gym import ReasoningGym
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 
 def rewards(environment, text, **fields):
@@ -29,7 +29,7 @@ def test_it_makes_the_prompts_that_it_scores():
 def test_it_refuses_what_the_library_does_not_know():
     with pytest.raises(ConfigError, match="has no task 'chain_sun'; did you mean 'chain_sum'"):
         ReasoningGym({"task": "chain_sun"}).rows("train", 1, 0)
-    with pytest.raises(ConfigError, match="chain_sum refuses its options: TypeError: .*'term'"):
+    with pytest.raises(ConfigError, match="chain_sum rejected its options: TypeError: .*'term'"):
         ReasoningGym({"task": "chain_sum", "task_options": {"term": 1}}).rows("train", 1, 0)
     with pytest.raises(ConfigError, match=re.escape("env.reasoning_gym: task: must be set")):
         load_environment("reasoning_gym", {})

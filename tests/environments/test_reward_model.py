@@ -18,7 +18,7 @@ from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.environments.tasks.reward_model import Scorer
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% if m.role == 'assistant' %}<end>|{% endif %}"
 TEMPLATE += "{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
@@ -95,7 +95,7 @@ def test_the_tokens_that_are_scored_are_those_that_a_reward_model_is_trained_on(
     rows = [{"id": "0", "prompt": "12=", "chosen": "b", "rejected": "cab"}]
     source = ExampleSource(
         DatasetConfig(path="rows"), {}, tokenizer(chat), split="train", seed=0, max_prompt_tokens=30, kind="pairs",
-        whole=True, rows=rows,
+        keep_suffix=True, rows=rows,
     )  # fmt: skip
     (prompt,) = source.head(1)
     for answer, text in zip(prompt.fields["answers"], ("b", "cab")):
@@ -107,7 +107,7 @@ def test_what_cannot_be_scored_fails_and_is_no_reward(chatty):
     assert environment.reward_names == ("liked",)
     fine, long = environment.verify([trajectory("b"), trajectory("b" * 40)])
     assert fine.outcome is Outcome.OK and set(fine.rewards) == {"liked"}
-    assert long.outcome is Outcome.ENV_FAILED and long.rewards == {} and "the reward model takes 24" in long.detail
+    assert long.outcome is Outcome.ENV_FAILED and long.rewards == {} and "the reward model's limit of 24" in long.detail
     environment._scorer._model.score.weight.data.fill_(float("nan"))
     (broken,) = environment.verify([trajectory("b")])
     assert broken.outcome is Outcome.ENV_FAILED and broken.rewards == {} and broken.detail.endswith("score is nan")
@@ -129,13 +129,13 @@ def test_it_is_a_reward_beside_others_and_loads_before_the_time_limit_runs(chatt
 
 
 REFUSED = [
-    (dict(model=""), "model: must name a folder"),
-    (dict(model="results/none/such"), "model: there is no folder results/none/such"),
+    (dict(model=""), "model: must be a folder"),
+    (dict(model="results/none/such"), "model: folder not found"),
     (dict(device="gpu"), "device: must be cpu or a GPU such as cuda:7"),
     (dict(batch_size=0), "batch_size: must be a whole number of at least 1"),
     (dict(max_tokens=2.5), "max_tokens: must be a whole number"),
     (dict(num_threads=float("nan")), "num_threads"),
-    (dict(precision="float16"), "precision: unknown 'float16'"),
+    (dict(precision="float16"), "precision: must be one of float32, bfloat16, not 'float16'"),
     (dict(models="x"), "unknown option 'models'"),
 ]
 
@@ -148,9 +148,9 @@ def test_options_that_cannot_be_used_are_refused_by_name(chatty, options, senten
 
 def test_a_folder_that_is_no_reward_model_is_refused_before_it_is_loaded(tmp_path):
     two = write(tmp_path / "two", num_labels=2)
-    with pytest.raises(ConfigError, match="gives 2 labels, a reward model one"):
+    with pytest.raises(ConfigError, match="expected one label, got 2"):
         Scorer(str(two))
     content = json.loads((two / "config.json").read_text())
     (two / "config.json").write_text(json.dumps({**content, "architectures": ["Qwen2ForCausalLM"]}))
-    with pytest.raises(ConfigError, match="is no sequence classifier .its architecture is Qwen2ForCausalLM"):
+    with pytest.raises(ConfigError, match="is not a sequence classifier .architecture Qwen2ForCausalLM"):
         Scorer(str(two))

@@ -11,7 +11,7 @@ import pytest
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.registry import load_environment
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 FILE = Path(counter_for_tests.__file__)
 FUNCTIONS = {"value": f"{FILE}:value", "turns": f"{FILE}:turns"}

@@ -19,13 +19,13 @@ from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.episodes import advance
 from gdpo_nemo.environments.registry import load_environment
-from gdpo_nemo.environments.tasks.tool_functions import MAX_RESULT_CHARACTERS, call_tools, load_tools
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.environments.tasks.tools import MAX_RESULT_CHARACTERS, call_tools, load_tools
 from gdpo_nemo.generation.requests import Completion, Sampling
+from gdpo_nemo.rollouts.batches import apply_verdicts
 from gdpo_nemo.rollouts.functions import needs_verdict
-from gdpo_nemo.rollouts.rollout_batch import apply_verdicts
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
-from gdpo_nemo.validation import validate
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError
 
 PLACE = str(Path(__file__).with_name("tools_for_tests.py"))
 TEMPLATE = (
@@ -177,7 +177,7 @@ def test_results_are_bounded_and_hold_whole_characters():
     most = f'{{"characters": {MAX_RESULT_CHARACTERS}}}'
     contents = [m["content"] for m in call_tools(tools, [("surrogate", "{}"), ("pour", most), ("pour", most)], 5.0)]
     assert contents[0] == "?"
-    assert contents[1].startswith("{'error': 'The result has 65536 characters, at most 65535 ")
+    assert contents[1].startswith("{'error': 'The result has 65536 characters, of which at most 65535")
     assert contents[2].startswith("{'error': 'The result has 65536 characters")
 
 
@@ -198,8 +198,8 @@ def test_episode_ends_whole_when_its_rounds_of_calls_are_used_up(tmp_path):
         ({"tools": "add"}, "option tools must be of type list"),
         ({"tools": ["add"]}, "tools[0]: expected a function such as file.py:function, got 'add'"),
         ({"tools": [f"{PLACE}:ad"]}, "has no 'ad'; did you mean 'add'?"),
-        ({"tools": [f"{PLACE}:add", f"{PLACE}:add"]}, "tools[1]: the name 'add' is taken"),
-        ({"functions": {}}, "names no reward function"),
+        ({"tools": [f"{PLACE}:add", f"{PLACE}:add"]}, "tools[1]: the name 'add' is already"),
+        ({"functions": {}}, "at least one reward function"),
         ({"time_limit_s": 0}, "time_limit_s: must be greater than 0 (0)"),
         ({"max_tool_calling_iterations": 0}, "max_tool_calling_iterations: must be a positive integer or null (0)"),
     ],
@@ -213,7 +213,9 @@ def test_options_are_refused_in_one_line_when_malformed(options, message):
 
 @pytest.mark.parametrize("name", ["undocumented", "untyped"])
 def test_tools_are_refused_when_they_have_no_schema(name, tmp_path):
-    with pytest.raises(ConfigError, match=f"no schema of {name}: .*; write type hints and a docstring with Args"):
+    with pytest.raises(
+        ConfigError, match=f"the schema of {name} cannot be generated .*; write type hints and a docstring with Args"
+    ):
         prompts_of(environment(name), tmp_path, {"prompt": "2+3?"}, tokenizer())
 
 
@@ -251,7 +253,7 @@ def test_dry_run_refuses_tools_that_cannot_be_found_or_answered():
 
 def test_env_check_plays_the_conversation_and_has_it_judged(tmp_path):
     """One worker process: calls run there, and the state between turns is pickled."""
-    from gdpo_nemo.commands.env_check import check_environment
+    from gdpo_nemo.commands.env.check import check_environment
 
     options = {"plugin": "tools", "tools": [f"{PLACE}:add"], "functions": {"called": f"{PLACE}:called"}}
     env = load_environment("calculator", options)

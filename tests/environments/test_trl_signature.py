@@ -18,10 +18,10 @@ from gdpo_nemo.data.records import Group, Outcome, TrainerState, Verdict
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reward_functions import Functions
-from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.observe.rollouts import read_rollouts, write_rollouts
-from gdpo_nemo.rollouts.rollout_batch import apply_verdicts
-from gdpo_nemo.rollouts.step_metrics import rollout_metrics, validation_metrics
+from gdpo_nemo.observe.samples import read_rollouts, write_rollouts
+from gdpo_nemo.rollouts.batches import apply_verdicts
+from gdpo_nemo.rollouts.metrics import rollout_metrics, validation_metrics
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 PLACE = str(Path(trl_functions.__file__))
 STATE = TrainerState(global_step=3, max_steps=12, epoch=0.5)
@@ -139,10 +139,10 @@ def test_a_metric_counts_its_calls_by_their_samples():
     "function, message",
     [
         ("short_log", "log_extra('column') got 1 values for 2 completions"),
-        ("double_log", "log_extra('column') was called before for the same completions"),
-        ("wordy_metric", "the value of log_metric('accuracy') is 'good', which is no number"),
+        ("double_log", "log_extra('column') was already called for these completions"),
+        ("wordy_metric", "the value of log_metric('accuracy') is 'good', which is not a number"),
         ("endless_metric", "the value of log_metric('accuracy') is infinite (inf)"),
-        ("asks_history", "trainer_state has no 'log_history' here; it has global_step, max_steps and epoch"),
+        ("asks_history", "trainer_state.log_history is not supported; supported: global_step, max_steps, epoch"),
     ],
 )
 def test_what_cannot_be_logged_or_told_ends_the_run_by_the_functions_name(function, message):
@@ -152,7 +152,9 @@ def test_what_cannot_be_logged_or_told_ends_the_run_by_the_functions_name(functi
 
 
 def test_a_function_that_needs_trls_environments_is_refused_before_the_run():
-    with pytest.raises(ConfigError, match="asks for environments, which is not given here: .*environment_factory"):
+    with pytest.raises(
+        ConfigError, match="requires the argument environments, which is not supported: .*environment_factory"
+    ):
         load_environment("env", {"plugin": "functions", "functions": {"a": f"{PLACE}:wants_environments"}})
 
 

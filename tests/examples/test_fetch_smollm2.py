@@ -15,10 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gdpo_nemo.config.files import REPOSITORY
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.inputs import model_folder
+from gdpo_nemo.config.model_checks import model_source
+from gdpo_nemo.training.inputs import model_folder
+from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.source import REPOSITORY
 
 SCRIPT = REPOSITORY / "examples" / "fetch_smollm2.py"
 NOWHERE = "http://127.0.0.1:9"  # the port of "discard", which nobody serves
@@ -170,7 +171,7 @@ def test_a_uv_that_only_stands_in_for_another_is_passed_over(fetcher, index, whe
     assert fetcher._installer()[0] == real
     monkeypatch.setenv("PATH", str(shim.parent))
     monkeypatch.setattr(fetcher.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RunError, match="without uv and pip nothing can be downloaded"):
+    with pytest.raises(RunError, match="downloads from PyPI require uv or pip"):
         fetcher._installer()
 
 
@@ -233,7 +234,7 @@ def test_the_factory_promises_the_architecture_that_it_writes(fetcher):
 
 def test_a_folder_with_something_in_it_is_left_alone(fetcher, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="exists already; remove it"):
+    with pytest.raises(ConfigError, match="already exists; remove it"):
         fetcher.fetch_smollm2(tmp_path)
     assert left_in(tmp_path) == ["notes.txt"]
 
@@ -241,12 +242,15 @@ def test_a_folder_with_something_in_it_is_left_alone(fetcher, tmp_path):
 def test_what_a_factory_says_of_a_failure_is_the_runs_one_line(tmp_path, capfd):
     factory = tmp_path / "factory.py"
     factory.write_text(
-        "from gdpo_nemo.errors import RunError\n"
+        "from gdpo_nemo.utils.errors import RunError\n"
         "def make(folder, seed): raise RunError('the model is\\n  nowhere')\n"
         "def die(folder, seed): raise SystemExit(7)\n"
     )
     for function, said in (("make", "make: the model is nowhere"), ("die", "die ended with status 7")):
         overrides = [f"policy.model_name={tmp_path / 'absent'}", f"policy.model_factory={factory}:{function}"]
         with pytest.raises(RunError, match=f"policy.model_factory: factory.py:{said}"):
-            model_folder(load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", overrides))
+            model_folder(
+                load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", overrides),
+                model_source(load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", overrides).policy),
+            )
     assert capfd.readouterr().err == ""

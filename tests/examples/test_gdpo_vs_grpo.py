@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gdpo_nemo import cli
+from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config, save_config
-from gdpo_nemo.validation import validate
+from gdpo_nemo.training.validation import validate
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 _spec = importlib.util.spec_from_file_location("gdpo_vs_grpo", EXAMPLES / "gdpo_vs_grpo.py")
@@ -106,8 +106,8 @@ def test_the_report_has_the_tie_the_control_and_the_limits_beside_the_win(tmp_pa
     for must in (
         "weights chosen by hand",
         "equal scale",
-        "What this does not show",
-        "learning rate moves more",
+        "does not learn correctness faster",
+        "learning rate has more effect",
         "seeds 0, 1",
     ):
         assert must in text.replace("\n", " "), must

@@ -18,10 +18,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gdpo_nemo.config.files import REPOSITORY
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.environments.tasks.digit_sort import is_held_out
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.source import REPOSITORY
 
 SCRIPT = REPOSITORY / "examples" / "make_tiny_model.py"
 _spec = importlib.util.spec_from_file_location("make_tiny_model", SCRIPT)
@@ -231,7 +231,7 @@ def test_the_random_model_loads_with_its_chat_template_and_depends_on_the_seed(t
 def test_a_folder_with_something_in_it_is_refused_and_left_alone(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="exists already; remove it"):
+    with pytest.raises(ConfigError, match="already exists; remove it"):
         makers.make_random_model(tmp_path / "model", 0)
     assert digest(tmp_path / "model").keys() == {"notes.txt"}
 
@@ -269,7 +269,7 @@ def test_the_command_line_makes_the_model_and_reports_a_taken_folder_in_one_line
     capfd.readouterr()
     assert makers.main(arguments) == 2
     printed = capfd.readouterr()
-    assert printed.out == "" and printed.err.count("\n") == 1 and "exists already" in printed.err
+    assert printed.out == "" and printed.err.count("\n") == 1 and "already exists" in printed.err
 
 
 @pytest.mark.parametrize("function", sorted(makers.MODEL_CONFIGS))

@@ -24,13 +24,20 @@ def engine_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(engine_model):
+def vllm_cache(tmp_path_factory) -> Path:
+    """The folder of vLLM's caches, empty when the engine starts."""
+    return tmp_path_factory.mktemp("vllm_cache")
+
+
+@pytest.fixture(scope="session")
+def engine(engine_model, vllm_cache):
     """In one process, as on CPUs."""
     from gdpo_nemo.config.schema import VllmConfig
     from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (ENVIRONMENT | CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}).items():
+        own = {"OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": str(vllm_cache)}
+        for name, value in (ENVIRONMENT | CPU_ENVIRONMENT | own).items():
             patch.setitem(os.environ, name, value)
         config = VllmConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=8)
         engine = Engine(str(engine_model), config, "float32", MAX_MODEL_LEN, 0, on_cpu=True)

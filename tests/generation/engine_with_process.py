@@ -67,8 +67,8 @@ def across_update(engine, model: str, kv: str, version: int) -> list[dict]:
 
 def load(engine, model: str, version: int, factor: float, kv: str = "drain") -> None:
     """Give it the folder's weights times a factor."""
+    from gdpo_nemo.models.hf_folder import open_weights, weight_names
     from gdpo_nemo.weights.manifest import pack
-    from gdpo_nemo.weights.model_folder import open_weights, weight_names
     from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
     read = open_weights(model)

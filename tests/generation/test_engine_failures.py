@@ -11,9 +11,9 @@ from collections import Counter
 
 import pytest
 
-from gdpo_nemo.errors import EngineFailed, RunError
 from gdpo_nemo.generation.engine_failures import Standstill, death_of, engine_failure
-from gdpo_nemo.weights.buckets import PeerLost
+from gdpo_nemo.utils.errors import EngineFailed, RunError
+from gdpo_nemo.weights.manifest import PeerLost
 
 OF_DEVICES = (
     "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be asynchronously reported",
@@ -68,7 +68,7 @@ def test_a_lost_sender_is_not_a_failure_of_the_engine_whatever_it_is_made_of():
 def test_the_death_of_vllms_own_process_is():
     from vllm.v1.engine.exceptions import EngineDeadError
 
-    assert "vLLM's own process has failed" in str(engine_failure(EngineDeadError()))
+    assert "vLLM's engine process failed" in str(engine_failure(EngineDeadError()))
 
 
 class Child:
@@ -98,7 +98,7 @@ class Child:
 def test_how_a_process_of_vllms_ended_is_said():
     lives = Child("import time; time.sleep(600)")
     assert str(death_of([lives, Child("import sys; sys.exit(3)")], 60)) == (
-        "vLLM's process EngineCore ended with status 3 (what it wrote is in the engine's log)"
+        "vLLM's process EngineCore ended with status 3 (see its output in the engine's log)"
     )
     assert death_of([lives], 0.1) is None
     lives.kill()
@@ -202,9 +202,11 @@ def beside(call):
 
 def test_whoever_waits_for_a_process_that_stands_still_is_told(pump, impatient):
     pump.core.processes[0].send(signal.SIGSTOP)
-    with pytest.raises(EngineFailed, match="done nothing for 3 s in which they were waited for: they are stopped"):
+    with pytest.raises(
+        EngineFailed, match="used no CPU time or I/O for 3 s while the engine waited for them: they are stopped"
+    ):
         pump.wake("hangs")
-    with pytest.raises(EngineFailed, match="have done nothing"):
+    with pytest.raises(EngineFailed, match="used no CPU time or I/O"):
         pump.poll(60)
 
 

@@ -18,12 +18,12 @@ from gdpo_nemo.generation.requests import SampleRequest, Sampling
 from gdpo_nemo.generation.vllm_core import (
     EngineOptions,
     VllmCore,
-    _placed,
+    _device_arguments,
     sampling_parameters,
     scoring_parameters,
 )
+from gdpo_nemo.models.hf_folder import open_weights, weight_names
 from gdpo_nemo.weights.manifest import pack
-from gdpo_nemo.weights.model_folder import open_weights, weight_names
 from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
 RANKS = (1, 4)
@@ -89,10 +89,12 @@ def test_a_gpu_engine_captures_graphs_caches_prefixes_and_prefills_in_chunks(cor
 def test_logits_are_not_rounded_unless_asked_for(engine_model, dtype, head, expected):
     from vllm.engine.arg_utils import EngineArgs
 
-    placed = _placed(EngineOptions(str(engine_model), VllmConfig(head_dtype=head), dtype, 256, 0, on_cpu=False))
+    placed = _device_arguments(
+        EngineOptions(str(engine_model), VllmConfig(head_dtype=head), dtype, 256, 0, on_cpu=False)
+    )
     found = EngineArgs(model=str(engine_model), dtype=dtype, **placed).create_model_config()
     assert str(found.head_dtype) == expected and str(found.dtype) == f"torch.{dtype}"
-    here = _placed(EngineOptions(str(engine_model), VllmConfig(head_dtype=head), dtype, 256, 0, on_cpu=True))
+    here = _device_arguments(EngineOptions(str(engine_model), VllmConfig(head_dtype=head), dtype, 256, 0, on_cpu=True))
     assert "hf_overrides" not in here  # a CPU would cast the head's weights at every step
 
 

@@ -231,7 +231,7 @@ def weights(arguments: argparse.Namespace) -> None:
     """Checksums of both devices, and an update handed from one process to another."""
     import torch
 
-    from gdpo_nemo.weights.checksum import checksum
+    from gdpo_nemo.weights.manifest import checksum
 
     device = torch.device("cpu" if arguments.cpu else "cuda")
     tensors = {}
@@ -261,8 +261,7 @@ def _handed_over(tensors: dict[str, Any], device) -> None:
     """Through ``ipc``, to a process of its own, which answers with its checksums."""
     import torch.multiprocessing
 
-    from gdpo_nemo.weights.checksum import checksum
-    from gdpo_nemo.weights.manifest import weight_metadata
+    from gdpo_nemo.weights.manifest import checksum, weight_metadata
     from gdpo_nemo.weights.transports.ipc import IpcServer
 
     manifest = weight_metadata(tensors.items(), 1)
@@ -283,7 +282,7 @@ def _take(manifest, address, device: str, answers) -> None:
     """The receiving process."""
     import torch
 
-    from gdpo_nemo.weights.checksum import checksum
+    from gdpo_nemo.weights.manifest import checksum
     from gdpo_nemo.weights.transports.ipc import IpcReceiver
 
     place = torch.device("cuda", 0) if device.startswith("cuda") else torch.device("cpu")

@@ -58,7 +58,7 @@ def lora_checkpoint(place, folder, batch, lora, checkpoint, saves):
 
 def lora_targets_refused(place, folder, lora):
     """The error of adapters that cannot be."""
-    from gdpo_nemo.errors import ConfigError
+    from gdpo_nemo.utils.errors import ConfigError
 
     try:
         build_policy(place, folder, lora=lora)
@@ -103,8 +103,8 @@ def continued_adapters(place, folder, adapter, batch, settings):
     them, and after an update."""
     from pathlib import Path
 
-    from gdpo_nemo.config.peft_config import read_peft_adapter
-    from gdpo_nemo.formats.peft_merge import read_pairs
+    from gdpo_nemo.models.peft import read_peft_adapter
+    from gdpo_nemo.weights.adapters import read_pairs
 
     policy = build_policy(place, folder, lora=settings, optimizer=dict(lr=1e-6))
     policy.start_adapters(read_pairs(read_peft_adapter(Path(adapter), "adapter"), Path(folder), "adapter"))

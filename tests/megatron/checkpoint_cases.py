@@ -13,7 +13,7 @@ def load_failure(place, folder, break_it) -> str:
 
     from gdpo_nemo.megatron.conversion import load_hf
     from gdpo_nemo.megatron.model import build_chunks
-    from gdpo_nemo.weights.model_folder import open_weights
+    from gdpo_nemo.models.hf_folder import open_weights
 
     hf = AutoConfig.from_pretrained(folder)
     _, chunks = build_chunks(hf, place.layout, torch.float32)
@@ -64,8 +64,8 @@ def tampered_save(place, folder, batch, checkpoint):
     """What a save says when one byte of the weights turns on its way to the disk."""
     from pathlib import Path
 
-    from gdpo_nemo.errors import RunError
     from gdpo_nemo.megatron.checkpoint import Save
+    from gdpo_nemo.utils.errors import RunError
 
     policy = build_policy(place, folder)
     save = Save(policy, checkpoint, background=False)

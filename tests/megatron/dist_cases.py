@@ -15,7 +15,7 @@ def gpt_model(place, folder, seed: int = 5):
     from megatron.core.transformer import TransformerConfig
     from transformers import AutoConfig
 
-    from gdpo_nemo.megatron.hf_mapping import num_experts, transformer_fields
+    from gdpo_nemo.megatron.conversion import num_experts, transformer_fields
 
     hf = AutoConfig.from_pretrained(folder)
     fields = transformer_fields(hf) | dict(num_layers=hf.num_hidden_layers)
@@ -114,8 +114,8 @@ def load_gpt(place, folder, checkpoint) -> torch.Tensor:
 
 def to_huggingface(place, checkpoint, out, companion) -> None:
     """What ``gdpo-nemo convert --to hf`` does, in a process that Megatron is in already."""
-    from gdpo_nemo.config.model_formats import recognise
-    from gdpo_nemo.formats.to_huggingface import write_folder
+    from gdpo_nemo.models.sources import recognise
+    from gdpo_nemo.training.model_conversion import write_folder
 
     write_folder(recognise(Path(checkpoint), "SOURCE"), Path(out), "SOURCE", str(companion))
 
@@ -124,8 +124,8 @@ def train_and_export(place, folder, batch, out, checkpoint) -> list:
     """Two updates of a policy; then its weights as a Hugging Face folder and as a Megatron-core checkpoint."""
     import rank_cases
 
-    from gdpo_nemo.formats.megatron_writer import save_megatron
-    from gdpo_nemo.megatron.hf_files import write_model
+    from gdpo_nemo.megatron.gpt_checkpoint import save_megatron
+    from gdpo_nemo.models.hf_folder import write_model
 
     policy = rank_cases.build_policy(place, folder)
     steps = rank_cases.train(policy, batch, rank_cases.spread(place, batch), 2)
@@ -140,10 +140,10 @@ def lora_run(place, folder, batch, run) -> None:
     """A run folder whose checkpoint of step 2 holds adapters that two updates have changed."""
     import rank_cases
 
-    from gdpo_nemo.checkpoints import Checkpoints, RunState, model_fingerprint
     from gdpo_nemo.config.load import save_config
     from gdpo_nemo.config.schema import Config, LoraConfig
     from gdpo_nemo.megatron import checkpoint
+    from gdpo_nemo.training.checkpoints import Checkpoints, RunState, model_fingerprint
 
     lora = LoraConfig(rank=4, alpha=8.0)
     policy = rank_cases.build_policy(place, folder, lora=lora)

@@ -25,8 +25,8 @@ def score(out: str, folder: str, newer: str) -> None:
     """Score with an engine in both states."""
     from gdpo_nemo.config.schema import VllmConfig
     from gdpo_nemo.generation.engine import Engine
+    from gdpo_nemo.models.hf_folder import open_weights, weight_names
     from gdpo_nemo.weights.manifest import pack
-    from gdpo_nemo.weights.model_folder import open_weights, weight_names
     from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
     engine = Engine(folder, VllmConfig(kv_cache_memory_bytes=64 << 20), "float32", 64, 0, on_cpu=True)

@@ -276,12 +276,12 @@ def make_policy(folder: Any, config: Any, keep_reference: bool = False) -> tuple
     runtime.lay_out(config.megatron_cfg, 1)
     from gdpo_nemo.megatron import conversion
     from gdpo_nemo.megatron.policy import Policy
-    from gdpo_nemo.weights import model_folder
+    from gdpo_nemo.models import hf_folder
 
     engine = _Engine()
     engine.record_hooks()
     torch.autograd.backward = engine.backward
-    conversion.load_hf = model_folder.open_weights = lambda *_: None  # values there are none
+    conversion.load_hf = hf_folder.open_weights = lambda *_: None  # values there are none
     recorder = Recorder()
     with mode, recorder:
         return Policy(config, folder, here, 10, keep_reference=keep_reference), mode, recorder

@@ -116,7 +116,7 @@ def fused(group, case: Case, temperature=1.0, entropy="gradient", precision="flo
     """
     import torch
 
-    from gdpo_nemo.megatron import fused_logprobs
+    from gdpo_nemo.megatron import logprobs as fused_logprobs
 
     dtype = getattr(torch, precision)
     hidden = torch.from_numpy(case.hidden).to(dtype).requires_grad_()
@@ -151,7 +151,7 @@ def reference(case: Case, temperature=1.0, entropy="gradient", precision="float6
     """The same of the whole weight, by torch's functions."""
     import torch
 
-    from gdpo_nemo.megatron.fused_logprobs import reference_token_logprobs
+    from gdpo_nemo.megatron.logprobs import reference_token_logprobs
 
     dtype = getattr(torch, precision)
     hidden = torch.from_numpy(case.hidden).to(dtype).requires_grad_()
@@ -172,7 +172,7 @@ def updates(place, folder, batch, budget, settings=None, precision="float32"):
 
     import rank_cases
 
-    from gdpo_nemo.megatron import fused_logprobs
+    from gdpo_nemo.megatron import logprobs as fused_logprobs
 
     layout = dataclasses.replace(place.layout, fused_logprobs=True)
     runs = []

@@ -199,7 +199,7 @@ def of_scores(place, folder, batch, told, out, sharing=False) -> Scored:
     import torch.distributed as dist
 
     from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
-    from gdpo_nemo.megatron.reward_head import write_classifier
+    from gdpo_nemo.megatron.conversion import write_classifier
 
     policy = build_policy(place, folder, scores=True)
     share, mine, _ = share_of_pairs(place, batch, sharing)
@@ -253,7 +253,7 @@ def following(place, folder, batch, out) -> Following:
         return policy
 
     def reference(policy):
-        with policy.params_synced(), policy.reference.in_place():
+        with policy.params_synced(), policy.reference.as_parameters():
             return {
                 name: tensor.float().numpy().copy() for name, tensor in export_hf(policy.chunks, policy.built.hf_config)
             }
@@ -335,7 +335,7 @@ def round_trips(place, folders) -> dict:
 
     from gdpo_nemo.megatron.conversion import export_hf, load_hf
     from gdpo_nemo.megatron.model import build_chunks
-    from gdpo_nemo.weights.model_folder import open_weights
+    from gdpo_nemo.models.hf_folder import open_weights
 
     out = {}
     for name, folder in folders.items():
@@ -403,11 +403,11 @@ def teacher_logprobs(place, folder, teacher, batch):
     policy.load_teacher(teacher)
     assignment = spread(place, batch)
     own = policy.logprobs(batch, assignment)
-    with policy.teacher_in_place():
+    with policy.using_teacher():
         taught = policy.logprobs(batch, assignment)
     again = policy.logprobs(batch, assignment)
     steps = [train(policy, batch, assignment, 1)]
-    with policy.teacher_in_place():
+    with policy.using_teacher():
         policy.logprobs(batch, assignment)
     return own, taught, again, np.concatenate([*steps, train(policy, batch, assignment, 1)])
 

@@ -10,12 +10,12 @@ import pytest
 import tiny_models
 import torch
 
-from gdpo_nemo.config.families import FAMILIES, last_name
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.models.architectures import FAMILIES, last_name
+from gdpo_nemo.models.hf_folder import open_weights, weight_names
+from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.adapters import merged_into, modules_of, peft_name
 from gdpo_nemo.weights.manifest import unpack
-from gdpo_nemo.weights.model_folder import open_weights, weight_names
 
 HEAD = LoraConfig(rank=4, alpha=8.0, target_modules=["k_proj", "v_proj", "lm_head"], share_a=True)
 CPU = torch.device("cpu")
@@ -85,11 +85,11 @@ def test_a_lost_adapter_is_refused_by_name_and_again_when_it_is_merged(shipment)
     short = dataclasses.replace(manifest, entries=manifest.entries[1:])
     with pytest.raises(RunError, match=f"1 tensors missing, for instance {names[0]}"):
         short.check_names(names)
-    with pytest.raises(RunError, match="has one matrix of two"):
+    with pytest.raises(RunError, match="has only one of the two matrices"):
         received(folder, short, buffer)
 
 
-@pytest.mark.parametrize("change, why", [("name", "no weight for 2 matrices"), ("shape", "does not fit")])
+@pytest.mark.parametrize("change, why", [("name", "no weight for 2 matrices"), ("shape", "do not fit the weight")])
 def test_an_adapter_of_another_model_is_refused(shipment, change, why):
     folder, manifest, buffer = shipment
     strange = []

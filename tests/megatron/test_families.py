@@ -8,14 +8,13 @@ import tiny_models
 import torch
 from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
-from gdpo_nemo.config import architectures
-from gdpo_nemo.config.architectures import SIZES
-from gdpo_nemo.config.families import FAMILIES, last_name
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.schema import Config, LoraConfig, PolicyConfig
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.megatron.hf_mapping import family_of, rotary
+from gdpo_nemo.megatron.conversion import family_of, rotary
+from gdpo_nemo.models import architectures
+from gdpo_nemo.models.architectures import FAMILIES, SIZES, last_name
 from gdpo_nemo.planning.shape import shape_from
+from gdpo_nemo.utils.errors import ConfigError
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
@@ -112,7 +111,7 @@ def test_which_layers_are_mixtures_follows_from_the_declared_fields():
     content = {**tiny_models.hf_config("qwen3-moe").to_dict(), "num_hidden_layers": 6}
     placed = architectures.mixture_layers({**content, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert placed == [False, True, False, False, False, True]
-    assert shape_from({**content, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).mixture_layers == (1, 5)
+    assert shape_from({**content, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).moe_layers == (1, 5)
 
 
 def test_a_sliding_window_that_is_switched_off_is_no_obstacle():
@@ -157,6 +156,6 @@ def test_what_the_conversion_would_drop_is_refused(trait):
 def test_the_head_sizes_that_are_promised_are_those_of_the_installed_engine():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    from gdpo_nemo.config.architectures import CPU_HEAD_SIZES
+    from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
 
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()

@@ -14,11 +14,17 @@ from rank_pool import RankPool
 
 from gdpo_nemo.algorithms import LossSettings
 
+SAME_SUMS = ("OPENBLAS_CORETYPE", "Prescott")
+"""The interpreter multiplies tiles with NumPy. On AMD's CPUs, OpenBLAS sums a row in an order that depends on its place
+in the tile, which a GPU does not; its oldest kernels do not either."""
+
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
     """``interpreted(ranks, function, *arguments)`` where Triton interprets: the results by rank."""
-    ranks = InterpretingRanks(tmp_path_factory.mktemp("interpreting"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*SAME_SUMS)
+        ranks = InterpretingRanks(tmp_path_factory.mktemp("interpreting"))
     yield ranks.run
     ranks.close()
 
@@ -28,6 +34,7 @@ def interpreting_policy(tmp_path_factory):
     """``interpreting_policy(layout name, function, *arguments)`` on such ranks with Megatron."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
+        patch.setenv(*SAME_SUMS)
         pool = RankPool(tmp_path_factory.mktemp("interpreting_policy"), fork=False)
 
         def run(name: str, function, *arguments):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gdpo_nemo.megatron.fused_logprobs import fused_token_logprobs, reference_token_logprobs
-from gdpo_nemo.megatron.logprobs import token_logprobs
+from gdpo_nemo.megatron.logprobs import fused_token_logprobs, reference_token_logprobs, token_logprobs
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,8 +18,8 @@ from rank_pool import RankFailure
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.megatron.checkpoint_index import load_plain, read_index
+from gdpo_nemo.utils.errors import RunError
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_the_hostile_pickles_run_where_nobody_minds(tmp_path, kind):
 def test_a_hostile_index_is_refused_in_a_line_and_runs_nothing(tmp_path, kind):
     mark = tmp_path / "mark"
     (tmp_path / ".metadata").write_bytes(HOSTILE[kind](mark))
-    with pytest.raises(RunError, match="metadata is no index of a checkpoint that is read here") as refused:
+    with pytest.raises(RunError, match="metadata is not a supported checkpoint index") as refused:
         read_index(tmp_path / ".metadata")
     assert "\n" not in str(refused.value) and not mark.exists()
 
@@ -79,7 +79,7 @@ def test_a_hostile_index_is_refused_in_a_line_and_runs_nothing(tmp_path, kind):
 def test_a_hostile_object_is_refused_in_a_line_and_runs_nothing(tmp_path, kind, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # a user's wish for own files reaches no checkpoint
     mark = tmp_path / "mark"
-    with pytest.raises(RunError, match="an object in it is not read") as refused:
+    with pytest.raises(RunError, match="an object in it cannot be read") as refused:
         load_plain(saved_object(HOSTILE[kind](mark)))
     assert "\n" not in str(refused.value) and not mark.exists()
 
@@ -117,7 +117,7 @@ CHANGES |= {"transformed": transformed, "negative": negative, "huge": huge}
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_index_that_points_outside_or_out_of_range_is_refused(tmp_path, written, change):
-    with pytest.raises(RunError, match="metadata is no index"):
+    with pytest.raises(RunError, match="metadata is not a supported checkpoint index"):
         read_index(tampered(written, tmp_path / ".metadata", CHANGES[change]))
 
 
@@ -148,7 +148,8 @@ def hostile_index(folder: Path, mark: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "hide, said", [(hostile_index, "is no index"), (hostile_object, "an object in it is not read")]
+    "hide, said",
+    [(hostile_index, "is not a supported checkpoint index"), (hostile_object, "an object in it cannot be read")],
 )
 def test_ranks_refuse_a_hostile_checkpoint_and_run_none_of_it(on_ranks, model_folder, checkpoint, tmp_path, hide, said):
     folder = tmp_path / "step_1"

@@ -15,7 +15,7 @@ def adam():
 
 
 def schedule_of(min_lr=0.0, **section):
-    from gdpo_nemo.megatron.learning_rate import make_schedule
+    from gdpo_nemo.megatron.optimizer import make_schedule
 
     layout = MegatronConfig(optimizer=OptimizerConfig(lr=LR, min_lr=min_lr), scheduler=SchedulerConfig(**section))
     return make_schedule(adam(), layout, 400)

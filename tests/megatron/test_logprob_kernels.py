@@ -59,7 +59,7 @@ def test_kernels_fit_the_registers_and_shared_memory_of_every_gpu(assembled, cap
     from gdpo_nemo.megatron import logprob_kernels as kernels
 
     tile = kernels.tile_for(dtype, divmod(capability, 10))
-    sizes = dict(M=tile.rows, N=tile.columns, K=tile.depth, SIDE_BY_SIDE=kernels.ROWS_AT_ONCE)
+    sizes = dict(M=tile.rows, N=tile.columns, K=tile.depth, GROUP=kernels.ROWS_AT_ONCE)
     inputs = dict(hidden=pointer, weight=pointer)
     for kernel, out, more in (
         (kernels.part_statistics, "*fp32", dict(TILES=kernels.TILES_PER_PART)),
@@ -77,7 +77,7 @@ def test_kernels_compile_without_entropy_and_for_any_hidden_size(assembled):
     from gdpo_nemo.megatron import logprob_kernels as kernels
 
     tile = kernels.tile_for(torch.bfloat16, (9, 0))
-    sizes = dict(M=tile.rows, N=tile.columns, K=tile.depth, SIDE_BY_SIDE=kernels.ROWS_AT_ONCE)
+    sizes = dict(M=tile.rows, N=tile.columns, K=tile.depth, GROUP=kernels.ROWS_AT_ONCE)
     types = dict(hidden="*bf16", weight="*bf16")
     for kernel, out, more in (
         (kernels.part_statistics, "*fp32", dict(TILES=kernels.TILES_PER_PART)),
@@ -115,7 +115,7 @@ def test_a_micro_batch_launches_a_twentieth_and_waits_for_nothing():
     [
         (None, True, None, False),
         (None, True, False, False),
-        (None, True, True, "there is no CUDA device"),
+        (None, True, True, "no CUDA device was found"),
         ((9, 0), True, None, True),
         ((9, 0), True, False, False),
         ((9, 0), False, None, False),
@@ -125,27 +125,27 @@ def test_a_micro_batch_launches_a_twentieth_and_waits_for_nothing():
     ],
 )
 def test_the_kernels_are_chosen_where_they_run(monkeypatch, capability, triton, wanted, expected):
-    from gdpo_nemo.errors import ConfigError
-    from gdpo_nemo.megatron import fused_logprobs
+    from gdpo_nemo.megatron import logprobs
+    from gdpo_nemo.utils.errors import ConfigError
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(fused_logprobs.importlib.util, "find_spec", lambda name: object() if triton else None)
+    monkeypatch.setattr(logprobs.importlib.util, "find_spec", lambda name: object() if triton else None)
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=f"fused_logprobs: cannot be true, {expected}"):
-            fused_logprobs.use_fused_logprobs(wanted)
+            logprobs.use_fused_logprobs(wanted)
     else:
-        assert fused_logprobs.use_fused_logprobs(wanted) is expected
+        assert logprobs.use_fused_logprobs(wanted) is expected
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_autograd_gets_a_stand_in_for_what_is_in_main_grad(tied):
     """Megatron's hook skips it, or adds it where the embedding's gradient comes by the same way: then it is 0."""
-    from gdpo_nemo.megatron.fused_logprobs import _placeholder
+    from gdpo_nemo.megatron.logprobs import _placeholder_gradient
 
     weight = torch.nn.Parameter(torch.ones(5, 3))
     weight.zero_out_wgrad = tied
-    found = _placeholder(weight)
+    found = _placeholder_gradient(weight)
     assert weight.grad_added_to_main_grad
     assert found.shape == weight.shape
     assert not tied or not found.any()
@@ -154,14 +154,17 @@ def test_autograd_gets_a_stand_in_for_what_is_in_main_grad(tied):
 @pytest.mark.parametrize("micro_batch", [4096, 16384])
 def test_the_plan_counts_what_the_backward_pass_holds(micro_batch):
     from gdpo_nemo.config.load import load_config
-    from gdpo_nemo.megatron.fused_logprobs import slice_width
-    from gdpo_nemo.planning.footprint import policy_memory
+    from gdpo_nemo.config.model_checks import resolve
+    from gdpo_nemo.megatron.logprobs import slice_width
+    from gdpo_nemo.planning.memory import policy_memory
     from gdpo_nemo.planning.shape import KNOWN, shape_from
 
     recipe = ROOT / "configs/gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"
     shape = shape_from(KNOWN["Qwen/Qwen2.5-1.5B"])
     planned, whole = (
-        policy_memory(load_config(recipe, [f"policy.megatron_cfg.fused_logprobs={use}"]), shape, micro_batch).logprobs
+        policy_memory(
+            resolve(load_config(recipe, [f"policy.megatron_cfg.fused_logprobs={use}"])), shape, micro_batch
+        ).logprobs
         for use in ("null", "false")
     )
     gradient = slice_width(micro_batch, shape.vocabulary, 2, 256) * 2
@@ -171,7 +174,7 @@ def test_the_plan_counts_what_the_backward_pass_holds(micro_batch):
 
 @pytest.mark.parametrize("tokens", [1, 100, 8192, 16384, 1 << 20])
 def test_slices_of_the_vocabulary_are_alike_and_within_the_budget(tokens):
-    from gdpo_nemo.megatron.fused_logprobs import _GRADIENT_BYTES, slice_width
+    from gdpo_nemo.megatron.logprobs import _GRADIENT_BYTES, slice_width
 
     for columns in (1, 255, 151669, 152064):
         width = slice_width(tokens, columns, 2, 256)

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gdpo_nemo.megatron.adam import GroupStepAdam
-from gdpo_nemo.megatron.offload import _ALIGNMENT, OptimizerOffload, Reference, host_memory_like
+from gdpo_nemo.megatron.optimizer import _ALIGNMENT, GroupStepAdam, OptimizerOffload, Reference, host_memory_like
 
 
 def test_tensors_in_host_memory_have_their_own_aligned_bytes():
@@ -63,7 +62,7 @@ def test_weights_of_the_policy_come_back_when_a_pass_under_the_reference_fails()
     with torch.no_grad():
         weight.add_(1)
     place = weight.data_ptr()
-    with pytest.raises(KeyError), reference.in_place():
+    with pytest.raises(KeyError), reference.as_parameters():
         assert weight.tolist() == [0, 1, 2]
         raise KeyError
     assert weight.tolist() == [1, 2, 3]

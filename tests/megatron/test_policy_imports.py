@@ -21,7 +21,7 @@ from gdpo_nemo.megatron import runtime
 runtime.prepare()
 import pkgutil, importlib
 import gdpo_nemo.algorithms, gdpo_nemo.data, gdpo_nemo.megatron, gdpo_nemo.weights, gdpo_nemo.weights.transports
-import gdpo_nemo.checkpoints, gdpo_nemo.data.packing, gdpo_nemo.megatron.policy, gdpo_nemo.megatron.checkpoint
+import gdpo_nemo.training.checkpoints, gdpo_nemo.data.packing, gdpo_nemo.megatron.policy, gdpo_nemo.megatron.checkpoint
 for package in (gdpo_nemo.algorithms, gdpo_nemo.weights, gdpo_nemo.weights.transports, gdpo_nemo.megatron):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
         if module.name != "gdpo_nemo.weights.vllm_receiver":  # which vLLM's workers import

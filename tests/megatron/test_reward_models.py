@@ -18,8 +18,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from gdpo_nemo.megatron.reward_head import write_classifier
-from gdpo_nemo.supervised import _scored
+from gdpo_nemo.megatron.conversion import write_classifier
+from gdpo_nemo.training.supervised import _scored
 
 CENTERING = 0.1
 

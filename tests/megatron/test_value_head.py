@@ -15,7 +15,7 @@ import value_cases
 from hf_reference import _adam, relative_error
 from transformers import AutoModelForCausalLM
 
-from gdpo_nemo.algorithms.ppo_settings import ActorCriticSettings
+from gdpo_nemo.algorithms.ppo import ActorCriticSettings
 from gdpo_nemo.data.packing import TrainSequence
 
 SETTINGS = ActorCriticSettings(vf_coef=0.7, cliprange_value=0.2)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gdpo_nemo.config.families import FAMILIES
 from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.models.architectures import FAMILIES
 
 # 99 tokens: the vocabulary has to be padded as soon as it is split.
 VOCABULARY = 99

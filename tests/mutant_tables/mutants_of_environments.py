@@ -20,7 +20,7 @@ ENVIRONMENTS = (
         "rewards of tool calls go from -3 to 3",
     ),
     mutant(
-        "environments/tasks/formats.py",
+        "environments/tasks/answers.py",
         "if tokens <= max_tokens:",
         "if tokens < max_tokens:",
         "environments/test_functions.py::test_length_pays_in_full_up_to_the_limit_and_then_nothing_or_less_and_less",
@@ -41,7 +41,7 @@ ENVIRONMENTS = (
         "brevity falls from brief_from on",
     ),
     mutant(
-        "environments/verdicts.py",
+        "environments/base.py",
         "    if math.isinf(number):\n",
         "    if False:\n",
         "environments/test_functions.py::test_a_wrong_function_is_an_error_that_names_it",

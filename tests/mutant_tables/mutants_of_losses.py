@@ -139,14 +139,14 @@ LOSSES = (
         "the sequence mask is for negative advantages",
     ),
     mutant(
-        "algorithms/value_loss.py",
+        "algorithms/policy_loss.py",
         "0.5 * torch.maximum(plain, clipped)",
         "0.5 * torch.minimum(plain, clipped)",
         "algorithms/test_value_loss.py::test_the_loss_of_a_value_is_the_larger_of_both_squares",
         "the clipped value loss is the larger one",
     ),
     mutant(
-        "algorithms/value_loss.py",
+        "algorithms/policy_loss.py",
         "(fields.weights * each).sum()",
         "each.mean()",
         "algorithms/test_value_loss.py::test_the_loss_adds_up_over_any_cut_of_the_tokens",
@@ -195,7 +195,7 @@ LOSSES = (
         "sums of context ranks are added up",
     ),
     mutant(
-        "algorithms/token_fields.py",
+        "algorithms/losses.py",
         "(self._sums(values) / count.clamp(min=1.0))",
         "self._sums(values)",
         "algorithms/test_losses.py::test_gspo_is_the_clipped_loss_of_the_sequence_ratio",

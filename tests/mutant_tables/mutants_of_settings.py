@@ -6,31 +6,31 @@ from mutant_tables.mutant import mutant
 
 SETTINGS = (
     mutant(
-        "config/rollout_bounds.py",
+        "config/rollout_checks.py",
         "(steps_ahead + 1) * groups - (window - 1)",
         "(steps_ahead + 1) * groups - window",
         "config/test_rollout_bounds.py::test_window_bound_and_depth_follow_from_the_staleness",
         "the bound of groups in flight",
     ),
     mutant(
-        "config/writing.py",
+        "utils/files.py",
         "                os.chmod(partial, stat.S_IMODE(before.st_mode))\n",
         "                pass\n",
-        "config/test_writing.py::test_a_replaced_file_keeps_its_permissions_and_a_name_of_255_bytes",
+        "utils/test_files.py::test_a_replaced_file_keeps_its_permissions_and_a_name_of_255_bytes",
         "a replaced file keeps its permissions",
     ),
     mutant(
-        "observe/health_alerts.py",
+        "observe/health.py",
         "news = [check for check in found if check not in self._outside]",
         "news = list(found)",
         "observe/test_health_alerts.py::test_what_leaves_its_range_is_said_once_with_what_to_try",
         "an alert is written once, not every step",
     ),
     mutant(
-        "observe/history.py",
+        "observe/metrics.py",
         "values[max(0, i + 1 - window) : i + 1]",
         "values[max(0, i - window) : i + 1]",
-        "observe/test_comparison.py::test_equal_effort_is_what_all_runs_have_spent",
+        "commands/test_compare.py::test_equal_effort_is_what_all_runs_have_spent",
         "the trailing mean has window steps",
     ),
     mutant(
@@ -48,10 +48,10 @@ SETTINGS = (
         "only the chosen steps are exported",
     ),
     mutant(
-        "commands/run_rows.py",
+        "commands/chat/speakers.py",
         "(self._last[split] + 1) % len(rows) if number is None",
         "self._last[split] % len(rows) if number is None",
-        "test_chat.py::test_rows_are_those_of_the_run_by_their_number_and_one_after_the_other",
+        "commands/test_chat.py::test_rows_are_those_of_the_run_by_their_number_and_one_after_the_other",
         "the next row of a chat is another one",
     ),
     mutant(
@@ -62,17 +62,17 @@ SETTINGS = (
         "generation beside training hides the shorter one",
     ),
     mutant(
-        "planning/recorded_bytes.py",
-        "count = groups_saved(config) * sequences_per_prompt(config)",
-        "count = groups_saved(config)",
+        "planning/shape.py",
+        "count = groups_saved(resolved) * resolved.sequences_per_prompt",
+        "count = groups_saved(resolved)",
         "planning/test_recorded_bytes.py::test_a_steps_file_has_the_announced_bytes_within_a_third",
         "bytes of all samples of a group",
     ),
     mutant(
-        "interop/trl/trl_objective.py",
+        "interop/trl/objective.py",
         '"grpo": "sequence_mean"',
         '"grpo": "token_mean"',
-        "config/test_from_trl.py::test_each_field_arrives_where_it_means_the_same_or_says_how_it_differs",
+        "interop/test_from_trl.py::test_each_field_arrives_where_it_means_the_same_or_says_how_it_differs",
         "TRL's loss_type grpo is a mean over sequences",
     ),
 )

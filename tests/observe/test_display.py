@@ -16,11 +16,11 @@ from typing import Iterator, TextIO
 import pytest
 from rich.console import Console
 
-from gdpo_nemo import phases
 from gdpo_nemo.observe import console, display as display_module
 from gdpo_nemo.observe.display import NORMAL, QUIET, VERBOSE, Display, can_redraw, duration
-from gdpo_nemo.observe.history import History
-from gdpo_nemo.phases import Tally, phase
+from gdpo_nemo.observe.metrics import History
+from gdpo_nemo.utils import progress
+from gdpo_nemo.utils.progress import Tally, phase
 
 
 class Clock:
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(phases, "clock", clock)
+    monkeypatch.setattr(progress, "clock", clock)
     return clock
 
 
@@ -113,7 +113,7 @@ def test_a_phase_says_how_far_it_is(clock, terminal):
         clock.now += 2
         shown.tick()
     terminal.read()
-    assert terminal.line == "2 s  step 1: batch  2 s  37 of 128 samples, 0 of 16 groups judged"
+    assert terminal.line == "2 s  step 1: batch  2 s  37 of 128 samples, 0 of 16 groups scored"
 
 
 def test_the_line_fits_a_terminal_that_is_made_narrower(clock, terminal):
@@ -153,7 +153,7 @@ def test_a_pipe_gets_a_line_for_long_phases_alone_and_no_two_within_ten_seconds(
 def test_quiet_prints_nothing_and_verbose_every_phase(clock):
     for level, expected in ((QUIET, ""), (VERBOSE, "Ray: 2.0 s\n")):
         shown, text = plain(clock, level)
-        with phases.watched(shown.ended), phase("Ray"):
+        with progress.watched(shown.ended), phase("Ray"):
             clock.now += 2
             shown.tick()
         assert text.getvalue() == expected
@@ -164,7 +164,7 @@ def test_quiet_prints_nothing_and_verbose_every_phase(clock):
 
 def test_the_line_of_the_start_adds_phases_up_and_leaves_later_and_short_ones_out(clock):
     shown, _ = plain(clock)
-    with phases.watched(shown.ended):
+    with progress.watched(shown.ended):
         for name, seconds in (("imports", 2.0), ("probe", 0.01), ("Ray", 1.5), ("imports", 0.5)):
             with phase(name):
                 clock.now += seconds

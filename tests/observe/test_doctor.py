@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from gdpo_nemo import waits
-from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.observe.diagnosis import ProcessReport, diagnose, examine
-from gdpo_nemo.observe.status import StatusFile
+from gdpo_nemo.observe.run_files import StatusFile
+from gdpo_nemo.utils import waits
+from gdpo_nemo.utils.errors import ConfigError
 
 STUCK = 'Thread 7 (active): "MainThread"\n    crunch (mine/model.py:12)\n    train (gdpo_nemo/megatron/policy.py:90)\n'
 WAITING = (
@@ -50,7 +50,7 @@ def test_a_lost_process_is_named_before_those_that_are_waited_for():
 
 def test_the_wait_of_the_loop_for_its_rollouts_blames_nobody_by_itself():
     found = diagnose(status(("batch 3", "rollouts", 9.0)), [ProcessReport("engine 0", 11, "sleeping", STUCK)])
-    assert found.blocked_by == [] and "step 3 is under way" in found.sentence
+    assert found.blocked_by == [] and "step 3 is in progress" in found.sentence
 
 
 def test_a_driver_that_has_fallen_silent_is_the_one(tmp_path):
@@ -109,5 +109,5 @@ def test_stacks_of_live_processes_show_where_they_are_and_stopped_ones_are_known
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="no status.json"):
+    with pytest.raises(ConfigError, match="status.json not found"):
         examine(tmp_path)

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from gdpo_nemo import cli
-from gdpo_nemo.observe import gpu_libraries, installation
+from gdpo_nemo.commands import cli
+from gdpo_nemo.observe import installation
 
 WHOLE = dict.fromkeys(("transformer-engine", "transformer-engine-torch", "transformer-engine-cu13"), "2.20.2")
 
@@ -20,9 +20,9 @@ def machine(monkeypatch, tmp_path):
     """``machine(packages, *files)``: what is installed, and files in its only folder of packages."""
 
     def of(packages: dict[str, str], *files: str) -> Path:
-        monkeypatch.setattr(gpu_libraries, "version", packages.get)
-        monkeypatch.setattr(gpu_libraries, "_packages", lambda: [tmp_path])
-        monkeypatch.setattr(gpu_libraries, "_CUDA_HOME", str(tmp_path / "no_toolkit"))
+        monkeypatch.setattr(installation, "version", packages.get)
+        monkeypatch.setattr(installation, "_site_packages", lambda: [tmp_path])
+        monkeypatch.setattr(installation, "_CUDA_HOME", str(tmp_path / "no_toolkit"))
         for name in ("CUDA_HOME", "CUDA_PATH", "CPATH", "CPLUS_INCLUDE_PATH", "LD_LIBRARY_PATH", "CXX"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
@@ -36,7 +36,7 @@ def machine(monkeypatch, tmp_path):
 
 def test_transformer_engine_without_its_bindings_says_what_their_build_lacks(machine):
     machine({"transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2", "torch": "2.13.0", "pip": "26"})
-    found = gpu_libraries.transformer_engine(False)
+    found = installation.transformer_engine(False)
     assert found.usable is False
     for name in ("C++ compiler", "setuptools", "wheel", "cudnn.h (nvidia-cudnn-cu13)", "nccl.h", "crt/host_config.h"):
         assert name in found.text
@@ -44,7 +44,7 @@ def test_transformer_engine_without_its_bindings_says_what_their_build_lacks(mac
     headers = ("cu13/include/cuda_runtime.h", "cu13/include/crt/host_config.h", "cudnn/include/cudnn.h")
     build = dict.fromkeys(("torch", "pip", "setuptools", "wheel"), "1")
     machine(build, "bin/c++", *(f"nvidia/{name}" for name in (*headers, "nccl/include/nccl.h")))
-    assert [what for what in gpu_libraries.missing_for_build() if "Python.h" not in what] == []
+    assert [what for what in installation.missing_for_build() if "Python.h" not in what] == []
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_transformer_engine_without_its_bindings_says_what_their_build_lacks(mac
 )
 def test_transformer_engine_is_whole_absent_or_named(machine, packages, usable, text):
     machine(packages)
-    found = gpu_libraries.transformer_engine(False)
+    found = installation.transformer_engine(False)
     assert found.usable is usable and text in found.text
 
 
@@ -66,28 +66,28 @@ def test_an_import_that_fails_on_a_gpu_machine_gives_its_last_line(machine, monk
     machine(WHOLE)
     failed = SimpleNamespace(returncode=1, stderr="Traceback\nOSError: libcudnn.so.9: cannot open shared object file\n")
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: failed)
-    found = gpu_libraries.transformer_engine(True)
+    found = installation.transformer_engine(True)
     assert found.usable is False and found.text.endswith("OSError: libcudnn.so.9: cannot open shared object file")
 
 
 def test_flashinfer_needs_nvcc_and_ninja_for_its_kernels(machine, monkeypatch):
     folder = machine({"flashinfer-python": "0.7.0"}, "nvidia/cu13/bin/nvcc")
-    found = gpu_libraries.flashinfer()
-    assert found.usable is None and "no nvcc and no ninja" in found.text
+    found = installation.flashinfer()
+    assert found.usable is None and "did not find nvcc and ninja" in found.text
     assert found.text.endswith(f"CUDA_HOME={folder / 'nvidia/cu13'} has one")
     monkeypatch.setenv("CUDA_HOME", str(folder / "nvidia" / "cu13"))
-    assert "finds no ninja: " in gpu_libraries.flashinfer().text
+    assert "did not find ninja; " in installation.flashinfer().text
     machine({"flashinfer-python": "0.7.0"}, "bin/nvcc", "bin/ninja")
-    assert gpu_libraries.flashinfer().usable is True
+    assert installation.flashinfer().usable is True
     machine({})
-    assert gpu_libraries.flashinfer().usable is None
+    assert installation.flashinfer().usable is None
 
 
 def test_another_nccl_than_the_installed_one_is_found(machine, monkeypatch):
     folder = machine({"nvidia-nccl-cu13": "2.29.7"}, "old/libnccl.so.2")
-    assert gpu_libraries.nccl("2.29.7").usable is True and gpu_libraries.nccl(None).usable is None
+    assert installation.nccl("2.29.7").usable is True and installation.nccl(None).usable is None
     monkeypatch.setenv("LD_LIBRARY_PATH", str(folder / "old"))
-    found = gpu_libraries.nccl("2.19.3")
+    found = installation.nccl("2.19.3")
     assert found.usable is False and f"2.19.3, from LD_LIBRARY_PATH {folder / 'old'}, but 2.29.7" in found.text
 
 
@@ -102,7 +102,7 @@ def test_the_doctor_prints_a_line_for_each_and_fails_where_one_is_broken(machine
 
 
 def test_nothing_but_the_standard_library_is_imported():
-    code = "import sys, gdpo_nemo.observe.gpu_libraries; print('torch' in sys.modules)"
+    code = "import sys, gdpo_nemo.observe.installation; print('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=root, capture_output=True, text=True)
     assert done.stdout == "False\n"

@@ -8,12 +8,12 @@ import pytest
 from demo_run import demo_row
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.observe.alerts import read_alerts
-from gdpo_nemo.observe.health_alerts import HealthAlerts, live_checks
+from gdpo_nemo.observe.health import HealthAlerts, live_checks
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metric_registry import metrics
-from gdpo_nemo.validation import validate
+from gdpo_nemo.observe.run_files import read_alerts
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 
 def play(config, rows, before=()) -> list[str]:
@@ -37,7 +37,7 @@ def rows(count: int, **changed) -> list[dict]:
         (
             "policy/entropy",
             0.001,
-            "policy/entropy is 0.001 nats/token over 5 steps, accepted: at least 0.02 (collapsed",
+            "policy/entropy is 0.001 nats/token over 5 steps, accepted: at least 0.02 (entropy has collapsed",
         ),
         ("grad_norm", 900.0, "grad_norm is 900 over 5 steps, accepted: 0.1 to 2"),
         ("policy/clip_fraction", 0.5, "policy/clip_fraction is 0.5 over 5 steps, accepted: at most 0.3"),
@@ -59,7 +59,7 @@ def test_a_sound_run_is_not_spoken_of(config, noise):
 
 
 def test_every_bound_of_a_step_has_a_way_out():
-    judged = [metric for metric in metrics().values() if metric.judged and metric.at == "every"]
+    judged = [metric for metric in metrics().values() if metric.is_checked and metric.at == "every"]
     assert len(judged) >= 8 and all(metric.why and metric.remedy for metric in judged)
 
 
@@ -112,7 +112,7 @@ def test_a_stop_ends_the_step_that_is_recorded_and_said(config, run_dir):
 @pytest.mark.parametrize("name", ["policy/entropie", "reward/correctness/dead_groups", "time/step"])
 def test_a_stop_for_what_is_never_judged_is_refused(name):
     config = load_config("configs/gdpo_tiny_cpu.yaml", [f"health.stop_on=[{name}]"])
-    with pytest.raises(ConfigError, match=f"health.stop_on: {name} is not judged at every step"):
+    with pytest.raises(ConfigError, match=f"health.stop_on: {name} is not checked at every step"):
         validate(config)
     own = [*config.health.checks, {"metric": name, "at": "every", "max": 9}]
     validate(replace(config, health=replace(config.health, checks=own)))

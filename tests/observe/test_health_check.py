@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from demo_run import demo_row
 
-from gdpo_nemo import cli
+from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.arguments import DEFAULT_CONFIG
-from gdpo_nemo.config.health_checks import Check, read_checks
+from gdpo_nemo.config.health import Check, read_checks
 from gdpo_nemo.config.load import load_config, save_config
-from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.observe.health_findings import check_health, healthy, load_thresholds, thresholds_of
+from gdpo_nemo.observe.health import check_health, healthy, load_thresholds, thresholds_of
 from gdpo_nemo.observe.metrics import MetricsLog
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 DEMO = load_config(Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml")
 THRESHOLDS = read_checks(DEMO.health.checks, DEMO.health.window, "demo")
@@ -98,8 +98,8 @@ def test_a_folder_without_steps_is_an_error_not_a_verdict(tmp_path):
     "text, named",
     [
         ("checks: []", "no list of checks"),
-        ("checks: [{metric: a, min: 1}]", "check 1: expected metric, at"),
-        ("checks: [{metric: a, at: 1, min: 1}, {metric: a, at: 1}]", "check 2: needs min or max"),
+        ("checks: [{metric: a, min: 1}]", "check 1: expected metric and at"),
+        ("checks: [{metric: a, at: 1, min: 1}, {metric: a, at: 1}]", "check 2: requires min or max"),
         ("checks: [{metric: a, at: late, min: 1}]", "'late'"),
         ("checks: [{metric: a, at: 1, minimum: 1}]", "check 1: expected"),
         ("checks: [", "invalid YAML"),
@@ -143,7 +143,7 @@ def test_a_run_with_other_rewards_is_judged_by_what_holds_for_every_run(tmp_path
     folder = run_folder(tmp_path / "run", renamed, correctness=1.0, shape=1.0, length=1.0)
     assert cli.main(["health", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "what holds for every run" in out and "for other rewards (format)" in out
+    assert "the default checks for every run" in out and "names other rewards (format)" in out
     assert "reward/shape/dead_groups" in out and "19.5" not in out
 
 
@@ -203,4 +203,4 @@ def test_a_component_constant_at_its_best_is_solved_and_any_other_is_dead(tmp_pa
 
 def test_a_mistake_in_health_checks_is_found_before_a_run(capsys):
     assert cli.main(["train", "--dry-run", "health.checks=[{metric: a, at: late, min: 1}]"]) == 2
-    assert "health.checks: check 1: at is a step number" in capsys.readouterr().err
+    assert "health.checks: check 1: at must be a step number" in capsys.readouterr().err

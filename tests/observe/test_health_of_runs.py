@@ -8,15 +8,21 @@ from pathlib import Path
 import pytest
 from demo_run import demo_row
 
-from gdpo_nemo.config.health_checks import BEFORE, Check, Trail, read_checks
-from gdpo_nemo.config.health_presets import PRESETS, preset_checks
+from gdpo_nemo.config.health import BEFORE, PRESETS, Check, Trail, preset_checks, read_checks
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.errors import ConfigError, RunError
-from gdpo_nemo.observe.drift_checks import DRIFTS, advice
-from gdpo_nemo.observe.health_alerts import HealthAlerts, unknown_stops
-from gdpo_nemo.observe.health_findings import check_health, findings_table, general_checks, thresholds_of
+from gdpo_nemo.observe.health import (
+    DRIFTS,
+    HealthAlerts,
+    advice,
+    check_health,
+    findings_table,
+    general_checks,
+    thresholds_of,
+    unknown_stops,
+)
 from gdpo_nemo.observe.metrics import MetricsLog
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 RUNS = Path(__file__).parent / "runs"
 REWARDS = ["correctness", "format", "length"]
@@ -189,7 +195,9 @@ def test_a_drift_ends_a_run_only_where_the_config_has_it_as_a_check_of_its_own(c
     config.health.stop_on = [key]
     assert named(alerts_of(config, rows)) == {key}
     config.health.checks = [{"metric": key, "at": "every", "of": "before", "window": 1, "max": 10.0}]
-    with pytest.raises(RunError, match="grad_norm is [0-9.]+ times what it was, accepted: at most 10 times the median"):
+    with pytest.raises(
+        RunError, match="grad_norm is [0-9.]+ times the earlier median, accepted: at most 10 times the median"
+    ):
         alerts_of(config, rows)
     config.health.stop_on = ["reward/total/mean"]
     assert unknown_stops(config) == ["reward/total/mean"]
@@ -198,9 +206,9 @@ def test_a_drift_ends_a_run_only_where_the_config_has_it_as_a_check_of_its_own(c
 @pytest.mark.parametrize(
     "change, reason",
     [
-        ({"of": "end"}, "of is one of value, start, before, rise"),
-        ({"of": "rise", "at": 20}, "needs at: every"),
-        ({"of": "rise", "window": 1}, "needs a window of at least 2"),
+        ({"of": "end"}, "of must be one of value, start, before, rise"),
+        ({"of": "rise", "at": 20}, "requires at: every"),
+        ({"of": "rise", "window": 1}, "requires a window of at least 2"),
     ],
 )
 def test_a_drift_that_cannot_be_judged_is_refused(change, reason):

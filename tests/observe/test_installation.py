@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from gdpo_nemo import cli
+from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.arguments import DEFAULT_CONFIG
 from gdpo_nemo.observe import installation
 from gdpo_nemo.observe.installation import check_installation
@@ -56,7 +56,7 @@ def test_a_low_limit_of_open_files_is_found():
 
 
 def test_an_absent_package_is_named(monkeypatch):
-    monkeypatch.setattr(installation, "_NEEDED", ("torch", "no-such-package"))
+    monkeypatch.setattr(installation, "_REQUIRED", ("torch", "no-such-package"))
     packages, _ = installation._packages()
     assert packages.passed is False and packages.text == "missing: no-such-package"
 
@@ -100,8 +100,7 @@ def _installed(name: str):
 def test_a_missing_library_ends_a_run_with_one_line_before_anything_is_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(installation, "_LIBRARIES", {"libc.so.6": "libc6", "libabsent.so.9": "libabsent9"})
     line = (
-        "this machine lacks libabsent.so.9, which engines on a CPU need; on Debian and Ubuntu: apt-get install "
-        "libabsent9"
+        "this machine lacks libabsent.so.9, which CPU engines require; on Debian and Ubuntu: apt-get install libabsent9"
     )
     assert cli.main(["train", f"run.dir={tmp_path / 'run'}", f"policy.model_name={tmp_path / 'model'}"]) == 1
     assert capsys.readouterr().err == f"error: {line}\n" and list(tmp_path.iterdir()) == []

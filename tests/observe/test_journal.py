@@ -9,9 +9,8 @@ import pytest
 from power_loss import SyncedDisk
 
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.errors import RunError
-from gdpo_nemo.observe.audit import audit
-from gdpo_nemo.observe.journal import FILE, Journal, read_journal
+from gdpo_nemo.observe.journal import FILE, Journal, audit, read_journal
+from gdpo_nemo.utils.errors import RunError
 
 
 def group(position: int, version: int = 0, spans=(), outcome=Outcome.OK, samples: int = 2) -> Group:
@@ -101,7 +100,7 @@ def test_truncation_leaves_the_lines_of_a_checkpoint_when_power_is_lost_at_any_m
 def test_a_damaged_line_before_the_last_is_named(tmp_path):
     journal = write(tmp_path, [group(0)])
     journal.path.write_bytes(b"not a line\n" + journal.path.read_bytes())
-    with pytest.raises(RunError, match="journal.jsonl, line 1: not a step of a journal"):
+    with pytest.raises(RunError, match="journal.jsonl, line 1: not a valid step of a journal"):
         read_journal(tmp_path)
 
 
@@ -111,7 +110,7 @@ def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path):
 
 
 def test_a_run_without_a_journal_has_none(tmp_path):
-    assert read_journal(tmp_path) == [] and audit(tmp_path, 0) == ["journal.jsonl holds no step"]
+    assert read_journal(tmp_path) == [] and audit(tmp_path, 0) == ["journal.jsonl has no steps"]
     Journal(tmp_path).truncate_after(3)
     assert not (tmp_path / FILE).exists()
 
@@ -122,20 +121,23 @@ def test_the_audit_finds_nothing_in_a_sound_run(tmp_path):
 
 
 FAULTS = {
-    "position 1 was trained in step 2, and trained in step 1": ([group(0), group(1)], [group(1, 1)]),
-    "position 2 was dropped in step 2, and trained in step 1": ([group(0), group(2)], ([group(1, 1)], [(2, "late")])),
-    "position 0 is in no step of the journal, but done by the newest checkpoint": ([group(1)], [group(2, 1)]),
-    "position 2 is in no step of the journal, but done by the newest checkpoint": ([group(0)], [group(1, 1)]),
-    "step 2 trained position 4 while position 1 was neither trained nor dropped; the window is 3": (
+    "prompt index 1 was trained in step 2 and trained in step 1": ([group(0), group(1)], [group(1, 1)]),
+    "prompt index 2 was dropped in step 2 and trained in step 1": (
+        [group(0), group(2)],
+        ([group(1, 1)], [(2, "late")]),
+    ),
+    "prompt index 0 is not in the journal, but is done in the newest checkpoint": ([group(1)], [group(2, 1)]),
+    "prompt index 2 is not in the journal, but is done in the newest checkpoint": ([group(0)], [group(1, 1)]),
+    "step 2 trained prompt index 4 before index 1 was trained or dropped; the window is 3": (
         [group(0), group(2)],
         [group(4, 1)],
     ),
-    "step 3, position 2 (row 2), sample 0: tokens of version 0 are 2 updates old, of at most 1": (
+    "step 3, prompt index 2 (row 2), sample 0: tokens of version 0 are 2 updates old; the maximum is 1": (
         [group(0)],
         [group(1)],
         [group(2, 2, ((0, 1), (2, 4)), samples=1)],
     ),
-    "step 1, position 0 (row 0), sample 0: tokens of version 1 are -1 updates old, of at most 1": (
+    "step 1, prompt index 0 (row 0), sample 0: tokens of version 1 are -1 updates old; the maximum is 1": (
         [group(0, 1, samples=1)],
     ),
 }
@@ -156,10 +158,10 @@ def test_what_was_dropped_since_the_last_step_is_not_missing(tmp_path):
 def test_groups_may_be_trained_again_as_often_and_as_old_as_the_run_allows(tmp_path):
     write(tmp_path, [group(0)], [group(1, 1), group(0)], [group(2, 2), group(0)])
     assert audit(tmp_path, 0, window=1, ledger=ledger(3), reuse=2, max_age=2) == []
-    assert audit(tmp_path, 0, reuse=1, max_age=2) == ["position 0 was trained in step 3, and trained in step 2"]
+    assert audit(tmp_path, 0, reuse=1, max_age=2) == ["prompt index 0 was trained in step 3 and trained in step 2"]
     assert len(audit(tmp_path, 0, reuse=2, max_age=1)) == 2  # both samples of step 3
     write(tmp_path, [group(3, 3), group(3, 3)], first=4)
-    assert audit(tmp_path, 0, reuse=9, max_age=2) == ["position 3 was trained in step 4, and trained in step 4"]
+    assert audit(tmp_path, 0, reuse=9, max_age=2) == ["prompt index 3 was trained in step 4 and trained in step 4"]
 
 
 def test_the_audit_finds_a_step_that_is_missing(tmp_path):

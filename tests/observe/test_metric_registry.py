@@ -15,17 +15,17 @@ import rich.console
 import torch
 from demo_run import demo_row, demo_validation
 
-from gdpo_nemo import cli
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, compute_advantages
+from gdpo_nemo.algorithms.loss_selection import corrects_by_token
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.policy_loss import policy_loss
+from gdpo_nemo.commands import cli
 from gdpo_nemo.data.packing import measure
-from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.observe import console, health_findings, html_report, metric_registry, plot
-from gdpo_nemo.observe.health_findings import check_health, findings_table, general_checks
-from gdpo_nemo.observe.history import History
+from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Trajectory, UpdateResult
+from gdpo_nemo.observe import console, health, html_report, metric_registry, plot
+from gdpo_nemo.observe.console import facts
+from gdpo_nemo.observe.health import check_health, findings_table, general_checks
 from gdpo_nemo.observe.metric_registry import (
     NAME,
     OWN,
@@ -37,10 +37,9 @@ from gdpo_nemo.observe.metric_registry import (
     title_of,
     unknown_metrics,
 )
-from gdpo_nemo.observe.metrics import MetricsLog
-from gdpo_nemo.observe.summary import facts
+from gdpo_nemo.observe.metrics import History, MetricsLog
 from gdpo_nemo.observe.tensorboard import TensorboardLog
-from gdpo_nemo.rollouts.step_metrics import rollout_metrics, update_metrics, validation_metrics
+from gdpo_nemo.rollouts.metrics import rollout_metrics, update_metrics, validation_metrics
 
 SOURCES = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 GROUPS = {metric.group for metric in metrics().values()} - {""}
@@ -120,7 +119,7 @@ def every_measurement_of_a_loss() -> tuple[dict[str, float], dict[str, float]]:
     fields = TokenFields(ones, ones, torch.tensor([0, 0, 1, 1]), 2, -ones, -1.1 * ones, -1.2 * ones)
     for kind, mode, level in product(LOSSES, CORRECTIONS, ("token", "sequence")):
         correction = OffPolicySettings(mode=mode, level=level, sequence_mask_threshold=0.05)
-        if kind == "gspo" and correction.by_token:
+        if kind == "gspo" and corrects_by_token(correction):
             continue
         settings = LossSettings(type=kind, ratio_clip_c=3.0, reference_policy_kl_penalty=0.1, off_policy=correction)
         _, found = policy_loss(-ones, ones, fields, settings)
@@ -158,7 +157,7 @@ def test_every_measured_key_is_described_and_every_described_one_is_measured():
     assert unknown_metrics(rows) == []
     described = {find_metric(key).pattern for row in rows for key in row}
     elsewhere = (
-        "algorithm.py",
+        "gdpo.py",
         "trainer.py",
         "weight_sync.py",
         "fleet.py",
@@ -219,7 +218,7 @@ def test_an_entry_that_is_not_written_as_one_names_its_file_and_key(entry):
 def test_every_entry_is_one_line_and_every_bound_has_a_reason():
     for metric in metrics().values():
         assert metric.about and "\n" not in metric.about and len(metric.about) <= 110, metric.pattern
-        assert metric.judged == bool(metric.why) and metric.at in ("every", "end"), metric.pattern
+        assert metric.is_checked == bool(metric.why) and metric.at in ("every", "end"), metric.pattern
         assert "NAME" in metric.pattern or "NAME" not in metric.about, metric.pattern
 
 
@@ -254,7 +253,7 @@ def test_explain_says_what_a_metric_is_and_which_is_meant(capsys):
         assert cli.main(["explain", f"metric/{wrong}"]) == 2
         assert hint in capsys.readouterr().err
     assert cli.main(["explain", f"metric/{OWN}x"]) == 0
-    assert "gave to log_metric under the name x" in capsys.readouterr().out
+    assert "log with log_metric as x." in capsys.readouterr().out
     assert nearest_metric("rollout/mean_lenght") == "rollout/mean_length"
 
 
@@ -273,7 +272,7 @@ def registered_as(monkeypatch, **changes):
     entries = dict(metrics())
     entries["policy/entropy"] = replace(entries["policy/entropy"], **changes)
     monkeypatch.setattr(metric_registry, "metrics", lambda: entries)
-    monkeypatch.setattr(health_findings, "metrics", lambda: entries)
+    monkeypatch.setattr(health, "metrics", lambda: entries)
 
 
 def test_console_plot_report_and_health_say_what_the_entry_says(monkeypatch, run_dir):
@@ -337,7 +336,7 @@ def test_tensorboard_is_given_the_meaning_of_every_key_once(tmp_path):
     (file,) = (tmp_path / "tensorboard").iterdir()
     values = [value for event in EventFileLoader(str(file)).Load() for value in event.summary.value]
     told = [(value.tag, value.metadata.summary_description) for value in values]
-    entropy = ("policy/entropy", "Entropy of the policy at the trained tokens, mean [nats/token]")
+    entropy = ("policy/entropy", "Mean entropy of the policy at the trained tokens [nats/token]")
     assert told == [entropy, ("reward_function/mine", ""), ("policy/entropy", ""), ("reward_function/mine", "")]
 
 

@@ -11,9 +11,10 @@ import yaml
 from huggingface_hub import ModelCard
 
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.inputs import model_folder
+from gdpo_nemo.config.model_checks import model_source
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.model_card import write_card
+from gdpo_nemo.training.inputs import model_folder
 
 CARD = "---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\nbase_model: org/ancestor\n---\n# Base\n"
 
@@ -82,10 +83,10 @@ def test_the_card_has_weights_and_means_of_validation_up_to_its_own_step(exporte
 @pytest.mark.parametrize(
     "card, fields, licence",
     [
-        (None, {}, "unknown: see the base model"),
+        (None, {}, "Unknown; see the base model"),
         (None, {"license": "mit"}, "mit, as"),
-        ("no front matter", {}, "unknown: see the base model"),
-        ("---\n{[\n---\n", {}, "unknown: see the base model"),
+        ("no front matter", {}, "Unknown; see the base model"),
+        ("---\n{[\n---\n", {}, "Unknown; see the base model"),
     ],
 )
 def test_a_licence_that_nobody_states_is_not_invented(exported, tmp_path, card, fields, licence):
@@ -121,8 +122,8 @@ def test_what_is_fetched_of_a_model_has_its_card_which_states_the_licence(monkey
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("gdpo_nemo.inputs.check_model_content", lambda content: None)
-    assert model_folder(settings("org/model")) == tmp_path and asked
+    monkeypatch.setattr("gdpo_nemo.training.inputs.check_model_content", lambda content: None)
+    assert model_folder(settings("org/model"), model_source(settings("org/model").policy)) == tmp_path and asked
 
 
 def test_equal_runs_have_equal_cards_and_no_path_of_this_machine_is_in_them(exported, tmp_path):

@@ -20,15 +20,16 @@ from power_loss import SyncedDisk
 
 from gdpo_nemo import train
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.observe import ownership
 from gdpo_nemo.observe.ownership import FILE, Claim, owned
-from gdpo_nemo.setup import run_context
+from gdpo_nemo.training.setup import run_context
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 HOLD = """
 import sys
 from pathlib import Path
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.observe.ownership import owned
 try:
     with owned(Path(sys.argv[1])):
@@ -58,7 +59,7 @@ def other(tmp_path):
 
 def far(folder: Path, **fields) -> Claim:
     """The claim of a process that cannot be seen from here, in the folder."""
-    claim = replace(Claim.own(), host="elsewhere", machine="another boot", process=77, **fields)
+    claim = replace(Claim.of_this_process(), host="elsewhere", machine="another boot", process=77, **fields)
     folder.mkdir(exist_ok=True)
     (folder / FILE).write_text(json.dumps(asdict(claim)))
     return claim
@@ -71,12 +72,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_a_second_writer_is_refused_with_who_holds_the_folder_and_writes_nothing(other, tmp_path):
     before = contents(tmp_path / "run")
     said = (
-        f"run.dir: {tmp_path / 'run'} belongs to a run under way .process {other.pid} on .*, since 20.*another run.name"
+        f"run.dir: {tmp_path / 'run'} belongs to an active run .process {other.pid} on .*, since 20.*another run.name"
     )
     with pytest.raises(ConfigError, match=said), owned(tmp_path / "run"):
         pass
     demo = load_config(None, [f"run.dir={tmp_path / 'run'}", f"policy.model_name={tmp_path / 'model'}"])
-    with pytest.raises(ConfigError, match=said), run_context(demo):
+    with pytest.raises(ConfigError, match=said), run_context(resolve(demo)):
         pass
     with pytest.raises(ConfigError, match=said):
         train(data=[{"prompt": "a"}], rewards={"a": len}, overrides={"run.dir": str(tmp_path / "run")})
@@ -88,7 +89,7 @@ def test_the_folder_of_a_killed_run_is_taken_over_at_once_and_said_so(other, tmp
     other.wait()
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
     with owned(tmp_path / "run") as owner:
-        assert f"its owner, process {other.pid} on " in owner.predecessor and "is gone" in owner.predecessor
+        assert f"its owner (process {other.pid} on " in owner.predecessor and "no longer runs" in owner.predecessor
         assert json.loads((tmp_path / "run" / FILE).read_text())["process"] == os.getpid()
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -146,7 +147,7 @@ def test_owner_that_is_a_zombie_is_dead(other, tmp_path):
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
     with owned(tmp_path / "run") as owner:
-        assert f"its owner, process {other.pid} on " in owner.predecessor
+        assert f"its owner (process {other.pid} on " in owner.predecessor
 
 
 @pytest.mark.parametrize("ahead_s", [3600, -3600])
@@ -219,14 +220,14 @@ VALUES = {
 
 @pytest.mark.parametrize("key, value", [(key, value) for key, values in VALUES.items() for value in values])
 def test_claim_with_an_impossible_value_is_unreadable(tmp_path, key, value):
-    (tmp_path / FILE).write_text(json.dumps({**asdict(Claim.own()), key: value}))
+    (tmp_path / FILE).write_text(json.dumps({**asdict(Claim.of_this_process()), key: value}))
     ownership.check_free(tmp_path)
     with owned(tmp_path, stale_s=0.01) as owner:
-        assert owner.predecessor == f"{tmp_path} is taken over: its {FILE} cannot be read, and nobody renews it"
+        assert owner.predecessor == f"taking over {tmp_path}: its {FILE} cannot be read and is not being renewed"
 
 
 def test_claim_at_the_largest_values_is_printed_in_one_line(tmp_path):
-    claim = replace(Claim.own(), host="a\x1b[31m\nb", since=float(ownership._LATEST - 1))
+    claim = replace(Claim.of_this_process(), host="a\x1b[31m\nb", since=float(ownership._LATEST - 1))
     (tmp_path / FILE).write_text(json.dumps(asdict(claim)))
     with pytest.raises(ConfigError) as refused:
         ownership.check_free(tmp_path)
@@ -312,7 +313,7 @@ def test_file_systems_without_hard_links_have_owners_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "link", link)
     with owned(tmp_path):
-        with pytest.raises(ConfigError, match="belongs to a run under way"), owned(tmp_path):
+        with pytest.raises(ConfigError, match="belongs to an active run"), owned(tmp_path):
             pass
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.observe.metrics import MetricsLog, read_metrics
-from gdpo_nemo.observe.trace import TraceLog, read_trace
+from gdpo_nemo.observe.run_files import TraceLog, read_trace
+from gdpo_nemo.utils.errors import RunError
 
 numbers = st.one_of(st.integers(-(2**53), 2**53), st.floats(), st.none())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -13,18 +14,18 @@ import pytest
 from demo_run import NASTY, demo_groups, demo_row, demo_validation
 from rich.console import Console
 
-from gdpo_nemo import cli
+from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import save_config
-from gdpo_nemo.errors import RunError
-from gdpo_nemo.observe import console, html_report as report, log, redraw, sample_writer
-from gdpo_nemo.observe.alerts import read_alerts, write_alert
-from gdpo_nemo.observe.history import History
+from gdpo_nemo.observe import console, html_report as report, log, samples
 from gdpo_nemo.observe.log import RunLog
-from gdpo_nemo.observe.metrics import read_metrics
-from gdpo_nemo.observe.rollouts import rollout_files
+from gdpo_nemo.observe.metrics import History, read_metrics
+from gdpo_nemo.observe.run_files import RESTARTING, read_alerts, write_alert
+from gdpo_nemo.observe.samples import rollout_files
+from gdpo_nemo.utils.errors import RunError
 
 
 def play(config, steps=range(1, 8), start: int = 0, status: str = "complete") -> None:
+    """A run of a few steps. With the status RESTARTING it is not drawn, which takes most of the time."""
     run = RunLog(config, config.run.dir, start)
     if start == 0:
         run.validation(demo_validation(0))
@@ -38,7 +39,7 @@ def play(config, steps=range(1, 8), start: int = 0, status: str = "complete") ->
 @pytest.fixture
 def patient(monkeypatch):
     """A busy machine's disk is not slow."""
-    monkeypatch.setattr(sample_writer, "_SLOW_S", 3600.0)
+    monkeypatch.setattr(samples, "_SLOW_S", 3600.0)
 
 
 def test_a_run_leaves_every_file_and_a_summary(config, run_dir, capsys, patient):
@@ -59,24 +60,24 @@ def test_a_run_leaves_every_file_and_a_summary(config, run_dir, capsys, patient)
 
 
 def test_a_resumed_run_leaves_the_rows_of_an_undisturbed_one(config, run_dir, tmp_path):
-    play(config, range(1, 6), status="stopped")
-    play(config, range(4, 8), start=3)
+    play(config, range(1, 6), status=RESTARTING)
+    play(config, range(4, 8), start=3, status=RESTARTING)
     resumed = read_metrics(run_dir)
     config.run.dir = str(tmp_path / "undisturbed")
-    play(config)
+    play(config, status=RESTARTING)
     assert resumed == read_metrics(config.run.dir)
     assert [s for s, _ in rollout_files(run_dir)] == list(range(1, 8))
 
 
 def test_a_run_that_starts_over_leaves_nothing_of_the_first_try(config, run_dir):
-    play(config, range(1, 3), status="failed")
-    play(config, range(1, 3))
+    play(config, range(1, 3), status=RESTARTING)
+    play(config, range(1, 3), status=RESTARTING)
     assert [row["step"] for row in read_metrics(run_dir)] == [0, 1, 2, 2]
 
 
 def test_the_record_of_a_run_that_starts_over_is_archived_and_said_so(config, run_dir):
     for end in (4, 3, 2):
-        play(config, range(1, end), status="failed")
+        play(config, range(1, end), status=RESTARTING)
     kept = {path.name: path for path in (run_dir / "archive").iterdir()}
     assert {name: len(read_metrics(path)) for name, path in kept.items()} == {"0001": 5, "0002": 4}
     assert [step for step, _ in rollout_files(kept["0001"])] == [1, 2, 3]
@@ -100,7 +101,7 @@ def test_a_run_whose_folder_is_anothers_records_nothing_more(config, run_dir):
     [
         (log, "_plot"),
         (log, "_report"),
-        (sample_writer, "write_rollouts"),
+        (samples, "write_rollouts"),
         (console.PlainConsole, "step"),
         (log, "_tensorboard"),
         (log, "TraceLog"),
@@ -150,7 +151,7 @@ def test_the_report_command_redraws_a_run_from_its_files(config, run_dir, capsys
     assert cli.main(["report", str(run_dir)]) == 0
     assert Path(capsys.readouterr().out.strip()) == run_dir / "report.html" and (run_dir / "report.html").exists()
     assert cli.main(["report", str(run_dir / "rollouts")]) == 1
-    assert "holds no metrics" in capsys.readouterr().err
+    assert "has no metrics" in capsys.readouterr().err
 
 
 def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir, patient):
@@ -172,13 +173,13 @@ def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir, p
 
 def test_a_drawing_under_way_is_not_begun_again_and_is_gone_after_the_end(run_dir, monkeypatch):
     program = (
-        "import sys, time; from gdpo_nemo.config.writing import whole_file; "
+        "import sys, time; from gdpo_nemo.utils.files import whole_file; "
         "unfinished = whole_file(sys.argv[1] + '/report.html'); unfinished.__enter__(); "
         "open(sys.argv[1] + '/started', 'a').write('x'); time.sleep(600)"
     )
-    monkeypatch.setattr(redraw, "_PROGRAM", program)
+    monkeypatch.setattr(report, "_COMMAND", (sys.executable, "-c", program))
     run_dir.mkdir()
-    drawing = redraw.Redraw(run_dir, 1, plot=True)
+    drawing = report.Redraw(run_dir, 1, plot=True)
     drawing.step(1)
     process = drawing._process
     deadline = time.monotonic() + 300
@@ -194,7 +195,7 @@ def test_a_drawing_under_way_is_not_begun_again_and_is_gone_after_the_end(run_di
 
 
 def test_a_drawing_that_fails_is_an_alert_and_no_end(config, run_dir, monkeypatch, patient):
-    monkeypatch.setattr(redraw, "_PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr(report, "_COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
     config.logger.report_period = 1
     run = RunLog(config, run_dir)
     run.step(demo_row(1))
@@ -202,7 +203,7 @@ def test_a_drawing_that_fails_is_an_alert_and_no_end(config, run_dir, monkeypatc
     run.step(demo_row(2))
     run.close("complete")
     (alert,) = read_alerts(run_dir)
-    assert "ended with status 3" in alert["text"] and (run_dir / "report.html").exists()
+    assert "exited with status 3" in alert["text"] and (run_dir / "report.html").exists()
 
 
 def test_a_report_of_one_bare_row_still_draws(run_dir):

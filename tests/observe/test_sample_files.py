@@ -13,10 +13,11 @@ import pytest
 from demo_run import NASTY, demo_groups
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from gdpo_nemo import cli
+from gdpo_nemo.commands import cli
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.observe import rollouts
-from gdpo_nemo.observe.rollouts import (
+from gdpo_nemo.observe import samples as sample_files
+from gdpo_nemo.observe.sample_columns import SCHEMA, table_of, values_of
+from gdpo_nemo.observe.samples import (
     iter_rollouts,
     read_columns,
     read_rollouts,
@@ -26,7 +27,6 @@ from gdpo_nemo.observe.rollouts import (
     write_rollouts,
     write_samples,
 )
-from gdpo_nemo.observe.sample_columns import SCHEMA, table_of, values_of
 
 float32s = st.floats(width=32)
 values = st.one_of(st.none(), st.floats())
@@ -76,7 +76,7 @@ def bits(column: pa.ChunkedArray | np.ndarray, kind: type) -> list[int]:
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(groups=batches(), data=st.data(), tokens=st.sampled_from([1, 3, 1 << 22]))
 def test_every_field_of_a_sample_reads_back_bit_for_bit(tmp_path_factory, monkeypatch, groups, data, tokens):
-    monkeypatch.setattr(rollouts, "_TOKENS_AT_ONCE", tokens)  # of one, several and all groups in a row group
+    monkeypatch.setattr(sample_files, "_TOKENS_AT_ONCE", tokens)  # of one, several and all groups in a row group
     samples = [(group, t) for group in groups for t in group.trajectories]
     column = st.lists(st.floats(), min_size=len(samples), max_size=len(samples)).map(np.array)
     advantages = data.draw(column)
@@ -160,7 +160,7 @@ def test_a_write_that_fails_leaves_the_step_as_it_was(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(rollouts.os, "fsync", full)
+    monkeypatch.setattr(sample_files.os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
         write_rollouts(tmp_path, 1, demo_groups(2))
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
@@ -196,7 +196,7 @@ def test_files_of_older_runs_have_the_same_columns(tmp_path):
 
 
 def test_the_first_rows_are_read_without_the_rest(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollouts, "_TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(sample_files, "_TOKENS_AT_ONCE", 1)
     path = write_rollouts(tmp_path, 1, demo_groups(prompts=5))
     assert pq.ParquetFile(path).num_row_groups == 5
     whole = path.read_bytes()
@@ -255,5 +255,5 @@ def test_an_export_that_fails_midway_leaves_no_file(tmp_path, capsys):
     write_rollouts(tmp_path, 1, demo_groups(1))
     (tmp_path / "rollouts" / "step_0002.parquet").write_bytes(b"torn")
     assert cli.main(["rollouts", str(tmp_path), "--out", str(tmp_path / "some")]) == 2
-    assert "step_0002.parquet: is not a file of rollouts" in capsys.readouterr().err
+    assert "step_0002.parquet: is not a rollout file (ValueError" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["rollouts"]

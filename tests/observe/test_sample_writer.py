@@ -10,14 +10,13 @@ import pytest
 from demo_run import demo_groups, demo_row
 from power_loss import SyncedDisk
 
-from gdpo_nemo import waits
-from gdpo_nemo.config.disk_sync import sync_folder
-from gdpo_nemo.observe import sample_writer
-from gdpo_nemo.observe.alerts import read_alerts
+from gdpo_nemo.observe import samples
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_files, validation_files
-from gdpo_nemo.observe.sample_writer import SampleWriter
+from gdpo_nemo.observe.run_files import read_alerts
+from gdpo_nemo.observe.samples import SampleWriter, read_rollouts, rollout_files, validation_files
+from gdpo_nemo.utils import waits
+from gdpo_nemo.utils.files import sync_folder
 
 
 class Disk:
@@ -28,9 +27,9 @@ class Disk:
         self.threads: set[str] = set()
         self.error: Exception | None = None
         self.free = threading.Event()
-        monkeypatch.setattr(sample_writer, "write_rollouts", self.write)
+        monkeypatch.setattr(samples, "write_rollouts", self.write)
 
-    def write(self, run_dir, step, *arguments):
+    def write(self, run_dir, step, *arguments, **columns):
         assert self.free.wait(120)
         self.threads.add(threading.current_thread().name)
         if self.error:
@@ -75,7 +74,7 @@ def test_steps_are_written_in_order_by_a_thread_of_their_own(writer, disk):
 
 
 def test_a_run_faster_than_its_disk_waits_and_says_so_once(writer, disk, complaints, monkeypatch):
-    monkeypatch.setattr(sample_writer, "_SLOW_S", 0.0)
+    monkeypatch.setattr(samples, "_SLOW_S", 0.0)
     writer.write(1, [])
     writer.write(2, [])
     third = waited_for(lambda: writer.write(3, []), "samples of step 3")
@@ -97,7 +96,7 @@ def test_flush_waits_for_the_steps_up_to_its_own_and_no_others(writer, disk):
     disk.free.clear()
     writer.write(2, [])
     writer.flush(1)  # step 2 hangs, which is no matter of step 1
-    second = waited_for(lambda: writer.flush(2), "samples to reach the disk")
+    second = waited_for(lambda: writer.flush(2), "samples to be written to disk")
     assert disk.written == [1]
     disk.free.set()
     second.join(120)

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 from demo_run import demo_groups
 
-from gdpo_nemo import cli
+from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.observe import trackers
 from gdpo_nemo.observe.log import RunLog
-from gdpo_nemo.observe.metric_aliases import ALIASES, alias_values
-from gdpo_nemo.observe.metric_registry import find_metric
+from gdpo_nemo.observe.metric_registry import ALIASES, alias_values, find_metric
 from gdpo_nemo.observe.trackers import MlflowLog, PrometheusLog, WandbLog
 
 ROWS = [{"step": step, "loss": step / 10, "reward/format/mean": 0.5 + step / 100} for step in (1, 2, 3)]
@@ -286,7 +285,8 @@ def test_prometheus_shows_the_newest_row_until_the_run_ends(config, tmp_path):
     shown = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120).read().decode()
     assert "# HELP gdpo_reward_function_mine reward_function/mine\n" in shown
     assert (
-        "# HELP gdpo_reward_format_mean Component format, mean over the batch's samples that have it [reward]" in shown
+        "# HELP gdpo_reward_format_mean Mean of component format over the samples of the batch that have it [reward]"
+        in shown
     )
     log.close("complete")
     with pytest.raises(OSError):

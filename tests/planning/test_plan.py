@@ -9,21 +9,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gdpo_nemo import cli
-from gdpo_nemo.config.layout import resolve_layout, samples_per_step
+from gdpo_nemo.commands import cli
+from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.prefixes import shared_layout
-from gdpo_nemo.errors import ConfigError
 from gdpo_nemo.planning.calibrate import Observation, fit
-from gdpo_nemo.planning.fit import best_split, changed, fits, smallest_change
-from gdpo_nemo.planning.footprint import engine_memory, policy_memory, resting_memory
+from gdpo_nemo.planning.fit import (
+    best_per_count,
+    best_split,
+    changed,
+    gpu_counts,
+    memory_shortage,
+    smallest_change,
+    sweep,
+)
 from gdpo_nemo.planning.hardware import CPU_RATES, Phase, Rates, device, host, load_rates, save_rates
-from gdpo_nemo.planning.plan_report import brief, full, worked_batch
-from gdpo_nemo.planning.shape import KNOWN, model_shape, shape_from
-from gdpo_nemo.planning.sharing import expected_saving
+from gdpo_nemo.planning.memory import engine_memory, policy_memory, resting_memory
+from gdpo_nemo.planning.report import batch_arithmetic, dry_run_lines, plan_lines
+from gdpo_nemo.planning.shape import KNOWN, expected_saving, model_shape, shape_from
 from gdpo_nemo.planning.speed import Lengths, Work, refit_bytes, step_time, training_work
-from gdpo_nemo.planning.sweep import best_per_count, gpu_counts, sweep
+from gdpo_nemo.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_CONFIG = ROOT / "configs" / "gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"
@@ -78,15 +85,18 @@ def test_memory_shrinks_with_what_shards_it():
     plain = config_of(
         "policy.megatron_cfg.use_distributed_optimizer=false", "policy.megatron_cfg.overlap_param_gather=false"
     )
-    memory = policy_memory(plain, shape)
+    memory = policy_memory(resolve(plain), shape)
     assert policy_memory(
-        changed(plain, megatron_cfg__use_distributed_optimizer=True), shape
+        resolve(changed(plain, megatron_cfg__use_distributed_optimizer=True)), shape
     ).optimizer * 4 == pytest.approx(memory.optimizer, rel=1e-6)
-    assert policy_memory(changed(plain, megatron_cfg__tensor_model_parallel_size=4), shape).weights == pytest.approx(
-        memory.weights / 4, rel=1e-3
+    assert policy_memory(
+        resolve(changed(plain, megatron_cfg__tensor_model_parallel_size=4)), shape
+    ).weights == pytest.approx(memory.weights / 4, rel=1e-3)
+    assert (
+        policy_memory(resolve(changed(plain, megatron_cfg__recompute="full")), shape).activations
+        < memory.activations / 10
     )
-    assert policy_memory(changed(plain, megatron_cfg__recompute="full"), shape).activations < memory.activations / 10
-    assert policy_memory(changed(plain, micro_batch_tokens=8192), shape).activations == pytest.approx(
+    assert policy_memory(resolve(changed(plain, micro_batch_tokens=8192)), shape).activations == pytest.approx(
         memory.activations / 2, rel=1e-6
     )
     engine = engine_memory(plain, shape, 80 * 10**9)
@@ -99,51 +109,55 @@ def test_a_teacher_takes_its_weights_on_every_rank_and_one_forward_pass():
     """Half of them at twice the tensor parallelism, and while colocated engines sample, too; nothing under another
     algorithm."""
     alone = config_of()
-    shape, teacher = model_shape(alone), shape_from(KNOWN["Qwen/Qwen2.5-7B"])
+    shape, teacher = model_shape(resolve(alone)), shape_from(KNOWN["Qwen/Qwen2.5-7B"])
     taught = config_of("algorithm.type=distillation", "teacher.model_name=Qwen/Qwen2.5-7B")
     for tensor in (1, 2):
         pair = [changed(c, megatron_cfg__tensor_model_parallel_size=tensor) for c in (alone, taught)]
-        before, after = (policy_memory(c, shape) for c in pair)
+        before, after = (policy_memory(resolve(c), shape) for c in pair)
         assert after.teacher == after.total - before.total
         assert after.teacher == pytest.approx(2 * teacher.parameters / tensor, rel=1e-3)
-        assert resting_memory(pair[1], shape) - resting_memory(pair[0], shape) == after.teacher
+        assert resting_memory(resolve(pair[1]), shape) - resting_memory(resolve(pair[0]), shape) == after.teacher
     gpu, lengths = device("h100"), Lengths(100.0, 100.0, 200.0)
-    seconds = [training_work(c, shape, gpu, lengths).ideal for c in (alone, taught)]
-    tokens = samples_per_step(alone) * 200 * expected_saving(alone, 100, 100).tokens
+    seconds = [training_work(resolve(c), shape, gpu, lengths).ideal for c in (alone, taught)]
+    tokens = resolve(alone).samples_per_step * 200 * expected_saving(resolve(alone), 100, 100).tokens
     arithmetic = 2 * teacher.active_parameters * tokens / (resolve_layout(alone).policy_ranks * gpu.compute)
     assert seconds[1] - seconds[0] == pytest.approx(arithmetic, rel=0.05)  # attention to short contexts besides
     forgotten = config_of("teacher.model_name=Qwen/Qwen2.5-7B")
-    assert policy_memory(forgotten, shape) == policy_memory(alone, shape)
+    assert policy_memory(resolve(forgotten), shape) == policy_memory(resolve(alone), shape)
 
 
 def test_under_lora_only_the_adapters_travel():
-    shape = model_shape(config_of())
+    shape = model_shape(resolve(config_of()))
     tensor = "policy.megatron_cfg.tensor_model_parallel_size=2"
-    assert refit_bytes(config_of(tensor), shape) == 2 * shape.parameters
+    assert refit_bytes(resolve(config_of(tensor)), shape) == 2 * shape.parameters
     # What PEFT counts as trainable in Qwen2.5-1.5B with rank 16 on all linear layers.
-    assert refit_bytes(config_of(tensor, "policy.lora.rank=16"), shape) == 2 * 18_464_768
+    assert refit_bytes(resolve(config_of(tensor, "policy.lora.rank=16")), shape) == 2 * 18_464_768
 
 
 def test_the_smallest_change_makes_it_fit_and_less_would_not():
     config = config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144")
-    shape = model_shape(config)
+    shape = model_shape(resolve(config))
     gpu = device("h100")
-    assert "needs" in fits(config, shape, gpu)
-    words = smallest_change(config, shape, gpu)
+    assert "needs" in memory_shortage(resolve(config), shape, gpu)
+    words = smallest_change(resolve(config), shape, gpu)
     keys = [word for word in words.split() if word.startswith("policy.")]
     assert (
         keys
-        and fits(config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144", *keys), shape, gpu)
+        and memory_shortage(
+            resolve(config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144", *keys)), shape, gpu
+        )
         == ""
     )
     for left_out in keys if len(keys) > 1 else []:
         fewer = [key for key in keys if key != left_out]
-        assert fits(
-            config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144", *fewer), shape, gpu
+        assert memory_shortage(
+            resolve(config_of("policy.model_name=Qwen/Qwen2.5-7B", "policy.micro_batch_tokens=6144", *fewer)),
+            shape,
+            gpu,
         )
     assert (
         smallest_change(
-            config_of("policy.model_name=meta-llama/Llama-3.1-70B"),
+            resolve(config_of("policy.model_name=meta-llama/Llama-3.1-70B")),
             shape_from(KNOWN["meta-llama/Llama-3.1-70B"]),
             device("a100"),
         )
@@ -155,9 +169,9 @@ def test_the_best_split_is_no_slower_than_any_other():
     config = config_of()
     rates = Rates()
     gpu = device("h200")
-    shape = model_shape(config)
-    engines, seconds = best_split(config, shape, gpu, rates)
-    others = [step_time(changed(config, generation__engines=n), shape, gpu, rates).step for n in range(1, 8)]
+    shape = model_shape(resolve(config))
+    engines, seconds = best_split(resolve(config), shape, gpu, rates)
+    others = [step_time(resolve(changed(config, generation__engines=n)), shape, gpu, rates).step for n in range(1, 8)]
     assert seconds == min(others) == others[engines - 1]
 
 
@@ -165,9 +179,9 @@ def test_generation_beside_training_hides_the_shorter_one():
     config = config_of()
     rates = Rates()
     gpu = device("h100")
-    shape = model_shape(config)
-    on_policy = step_time(config, shape, gpu, rates)
-    stale = step_time(replace(config, rollout=replace(config.rollout, max_staleness=1)), shape, gpu, rates)
+    shape = model_shape(resolve(config))
+    on_policy = step_time(resolve(config), shape, gpu, rates)
+    stale = step_time(resolve(replace(config, rollout=replace(config.rollout, max_staleness=1))), shape, gpu, rates)
     assert on_policy.step == pytest.approx(on_policy.generation + on_policy.training + on_policy.sync)
     assert stale.step == pytest.approx(max(stale.generation, stale.training) + stale.sync)
     assert on_policy.policy_idle == pytest.approx(on_policy.generation / on_policy.step)
@@ -183,43 +197,47 @@ def test_colocated_policy_and_engine_fill_one_gpu_in_turn():
     config = config_of(*shared)
     rates = Rates()
     gpu = device("h100")
-    shape = model_shape(config)
+    shape = model_shape(resolve(config))
     layout = resolve_layout(config)
     assert (layout.policy_ranks, layout.engine_ranks, layout.devices, layout.idle_gpus) == (8, 8, 8, 0)
-    time = step_time(config, shape, gpu, rates)
+    time = step_time(resolve(config), shape, gpu, rates)
     assert time.step == pytest.approx(time.generation + time.training + time.sync)
     assert time.idle(layout) == pytest.approx(0)
     half = config_of(*shared, "policy.generation.engines=4")
-    slower = step_time(half, shape, gpu, rates)
+    slower = step_time(resolve(half), shape, gpu, rates)
     assert slower.idle(resolve_layout(half)) == pytest.approx(slower.generation / 2 / slower.step)
 
-    for candidate in sweep(config, shape, gpu, rates, 8):
+    for candidate in sweep(resolve(config), shape, gpu, rates, 8):
         assert candidate.tensor * candidate.pipeline * candidate.data == candidate.gpus
         assert candidate.engines * candidate.engine_tensor == candidate.gpus and candidate.idle == pytest.approx(0)
 
-    stays = resting_memory(config, shape)
-    fullest = policy_memory(config, shape)
+    stays = resting_memory(resolve(config), shape)
+    fullest = policy_memory(resolve(config), shape)
     assert stays == fullest.weights + fullest.optimizer + fullest.reserve, "gradients are given back"
     least = replace(gpu, memory=stays / 0.2)  # what stays and 80 % of the device are then all of it
-    assert fits(config, shape, least) == ""
-    assert "while engines sample, a policy rank keeps" in fits(
-        config, shape, replace(least, memory=least.memory * 0.99)
+    assert memory_shortage(resolve(config), shape, least) == ""
+    assert "during sampling, a policy rank keeps" in memory_shortage(
+        resolve(config), shape, replace(least, memory=least.memory * 0.99)
     )
-    assert "beside 80% of the GPU" in dict(brief(config))["shared"] and "shared" not in dict(brief(config_of()))
+    assert "to 80% of the GPU" in dict(dry_run_lines(resolve(config)))["shared"] and "shared" not in dict(
+        dry_run_lines(resolve(config_of()))
+    )
     offloaded = changed(config, megatron_cfg__optimizer__offload=True)
-    assert stays - resting_memory(offloaded, shape) == fullest.optimizer
-    assert fits(offloaded, shape, replace(least, memory=least.memory * 0.99)) == ""
-    assert "optimizer.offload=true" in smallest_change(config, shape, replace(least, memory=least.memory * 0.99))
+    assert stays - resting_memory(resolve(offloaded), shape) == fullest.optimizer
+    assert memory_shortage(resolve(offloaded), shape, replace(least, memory=least.memory * 0.99)) == ""
+    assert "optimizer.offload=true" in smallest_change(
+        resolve(config), shape, replace(least, memory=least.memory * 0.99)
+    )
 
 
 def test_twice_the_bandwidth_and_arithmetic_take_half_the_ideal_time():
     config = config_of()
-    shape = model_shape(config)
+    shape = model_shape(resolve(config))
     gpu = device("h100")
     twice = replace(gpu, compute=2 * gpu.compute, bandwidth=2 * gpu.bandwidth, nvlink=2 * gpu.nvlink)
     ideal = Rates(generation=Phase(0.0, 1.0), training=Phase(0.0, 1.0), sync=Phase(0.0, 1.0))
-    assert step_time(config, shape, twice, ideal).step == pytest.approx(
-        step_time(config, shape, gpu, ideal).step / 2, rel=0.05
+    assert step_time(resolve(config), shape, twice, ideal).step == pytest.approx(
+        step_time(resolve(config), shape, gpu, ideal).step / 2, rel=0.05
     )
 
 
@@ -249,7 +267,7 @@ def test_batches_are_worked_out_in_one_line():
     config = config_of(
         "policy.train_global_batch_size=128", "gdpo.num_prompts_per_step=64", "policy.micro_batch_tokens=3072"
     )
-    assert worked_batch(config) == (
+    assert batch_arithmetic(resolve(config)) == (
         "64 prompts x 16 samples = 1024 samples = 8 optimizer updates of 128 = at most 16 micro-batches of at most "
         "3072 tokens on each of 4 data-parallel ranks"
     )
@@ -258,8 +276,8 @@ def test_batches_are_worked_out_in_one_line():
 def test_a_sweep_ranks_layouts_that_fit_up_to_1024_gpus():
     config = config_of("policy.model_name=Qwen/Qwen2.5-32B")
     gpu = device("h100")
-    shape = model_shape(config)
-    found = sweep(config, shape, gpu, Rates(), 1024)
+    shape = model_shape(resolve(config))
+    found = sweep(resolve(config), shape, gpu, Rates(), 1024)
     best = best_per_count(found)
     assert [c.gpus for c in best] == [n for n in gpu_counts(1024, 8) if n >= best[0].gpus] and best[0].gpus > 2
     assert all(c.time.step == min(o.time.step for o in found if o.gpus == c.gpus) for c in best)
@@ -288,9 +306,9 @@ def test_the_command_prints_the_plan_draws_the_sweep_and_refuses_in_one_line(tmp
     for arguments, named in (
         (["--gpu", "h1000"], "did you mean h100?"),
         (["--sweep", "4096"], "between 2 and 1024"),
-        (["policy.model_name=nobody/unknown"], "shape of nobody/unknown is not known"),
-        (["--calibration", str(tmp_path / "none.json")], "does not exist"),
-        (["--calibrate", str(tmp_path)], "holds no run"),
+        (["policy.model_name=nobody/unknown"], "shape of nobody/unknown is unknown"),
+        (["--calibration", str(tmp_path / "none.json")], "none.json not found"),
+        (["--calibrate", str(tmp_path)], "is not a run folder"),
     ):
         assert cli.main(["plan", "--config", str(GPU_CONFIG), *arguments]) == 2
         error = capsys.readouterr().err
@@ -300,11 +318,11 @@ def test_the_command_prints_the_plan_draws_the_sweep_and_refuses_in_one_line(tmp
 def test_a_dry_run_shows_arithmetic_and_memory(capsys):
     assert cli.main(["train", "--dry-run", "--config", str(GPU_CONFIG)]) == 0
     shown = capsys.readouterr().out
-    for subject, words in brief(config_of()):
+    for subject, words in dry_run_lines(resolve(config_of())):
         assert f"# {subject:<10} {words}" in shown
     assert (
-        dict(full(config_of(), model_shape(config_of()), device("h100"), Rates()))["arithmetic"]
-        == dict(brief(config_of()))["arithmetic"]
+        dict(plan_lines(resolve(config_of()), model_shape(resolve(config_of())), device("h100"), Rates()))["arithmetic"]
+        == dict(dry_run_lines(resolve(config_of())))["arithmetic"]
     )
 
 
@@ -315,17 +333,18 @@ def test_a_dry_run_shows_arithmetic_and_memory(capsys):
         (
             ["policy.generation.engines=500"],
             [
-                "policy.generation.engines: 501 ranks (policy 1, engines 500) take turns on 2 cores of this machine",
-                "policy.generation.engines: the run's processes need at least 387 GB of memory, this machine has 16 GB",
+                "policy.generation.engines: 501 ranks (policy 1, engines 500) share 2 cores of this machine",
+                "policy.generation.engines: the run's processes need at least 387 GB of memory, but this machine "
+                "has 16 GB",
             ],
         ),
         (
             ["rollout.env_workers=4000"],
-            ["rollout.env_workers: the run's processes need at least 121 GB of memory, this machine has 16 GB"],
+            ["rollout.env_workers: the run's processes need at least 121 GB of memory, but this machine has 16 GB"],
         ),
         (
             ["policy.megatron_cfg.data_parallel_size=2"],
-            ["policy.megatron_cfg: 3 ranks (policy 2, engines 1) take turns on 2 cores of this machine"],
+            ["policy.megatron_cfg: 3 ranks (policy 2, engines 1) share 2 cores of this machine"],
         ),
         (["policy.generation.engines=500", "cluster.num_nodes=2"], []),
         (["policy.generation.engines=500", "cluster.address=auto"], []),
@@ -345,9 +364,9 @@ def test_the_dry_run_names_what_the_machine_cannot_hold(overrides, notes, capsys
                                                     (4, ["cluster.address=auto"], False)])  # fmt: skip
 def test_the_dry_run_names_gpus_that_the_machine_does_not_have(gpus, overrides, noted, monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("gdpo_nemo.planning.fit._gpus_here", lambda: gpus)
-    note = ("note", f"cluster.gpus_per_node: the run needs 8 GPUs, this machine has {gpus}")
-    assert (note in brief(config_of(*overrides))) == noted
+    monkeypatch.setattr("gdpo_nemo.planning.fit._local_gpus", lambda: gpus)
+    note = ("note", f"cluster.gpus_per_node: the run requires 8 GPUs, but this machine has {gpus}")
+    assert (note in dry_run_lines(resolve(config_of(*overrides)))) == noted
 
 
 def test_prompts_that_are_computed_once_are_planned_by_what_is_laid_out():
@@ -365,21 +384,21 @@ def test_prompts_that_are_computed_once_are_planned_by_what_is_laid_out():
     pairs = sum((prompt + completion) ** 2 - n**2 for n in found.shared) / (len(batch) * (prompt + completion) ** 2)
     for sharing, expected in ((True, (computed, pairs)), ("auto", (computed, pairs)), (False, (1, 1))):
         config.policy.share_prompts = sharing
-        saving = expected_saving(config, prompt, completion)
+        saving = expected_saving(resolve(config), prompt, completion)
         assert (saving.tokens, saving.pairs) == pytest.approx(expected)
     config.gdpo.num_generations_per_prompt = 2
     for sharing, saved in ((True, 0.065), ("auto", 0)):
         config.policy.share_prompts = sharing
-        assert 1 - expected_saving(config, 15, 100).tokens == pytest.approx(saved, abs=1e-3)
+        assert 1 - expected_saving(resolve(config), 15, 100).tokens == pytest.approx(saved, abs=1e-3)
 
 
 def test_the_plan_says_what_sharing_prompts_saves_and_counts_on_it_where_it_is_on():
     ways = [[f"policy.share_prompts={way}", "policy.micro_batch_tokens=100000"] for way in ("auto", "false")]
     on, off = (load_config(CPU_CONFIG, way) for way in ways)
-    shape = model_shape(on)
+    shape = model_shape(resolve(on))
     lengths = Lengths(200, 50, 100)
-    fast, slow = (step_time(c, shape, host(), CPU_RATES, lengths).training for c in (on, off))
+    fast, slow = (step_time(resolve(c), shape, host(), CPU_RATES, lengths).training for c in (on, off))
     assert fast < 0.6 * slow
-    assert policy_memory(on, shape).total < policy_memory(off, shape).total
-    line = dict(full(off, shape, host(), replace(CPU_RATES, prompt_share=1.0)))["sharing"]
-    assert "for every sample (policy.share_prompts: false)" in line and " without " in line
+    assert policy_memory(resolve(on), shape).total < policy_memory(resolve(off), shape).total
+    line = dict(plan_lines(resolve(off), shape, host(), replace(CPU_RATES, prompt_share=1.0)))["sharing"]
+    assert "for every sample (policy.share_prompts: false)" in line and "; without: " in line

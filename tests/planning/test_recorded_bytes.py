@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.data.records import Group, Prompt, Trajectory
-from gdpo_nemo.observe.rollouts import write_rollouts
-from gdpo_nemo.planning.plan_report import brief
-from gdpo_nemo.planning.recorded_bytes import recorded_bytes
+from gdpo_nemo.observe.samples import write_rollouts
+from gdpo_nemo.planning.report import dry_run_lines
+from gdpo_nemo.planning.shape import recorded_bytes
 
 WORDS = "the of and to sum is four then add each number we get that so answer equals because first second".split()
 
@@ -40,7 +41,7 @@ def test_a_steps_file_has_the_announced_bytes_within_a_third(tmp_path, tokens, e
     path = write_rollouts(tmp_path, 1, groups, terms["a"], scored, terms, entropies=scored)
     config = load_config(None, [f"rollout.save_entropies={str(entropies).lower()}"])
     assert (config.gdpo.num_prompts_per_step, config.gdpo.num_generations_per_prompt) == (16, 8)
-    assert recorded_bytes(config, tokens) == pytest.approx(path.stat().st_size, rel=0.33)
+    assert recorded_bytes(resolve(config), tokens) == pytest.approx(path.stat().st_size, rel=0.33)
 
 
 def test_the_dry_run_says_how_many_samples_are_written_and_their_bytes_at_most():
@@ -50,10 +51,10 @@ def test_the_dry_run_says_how_many_samples_are_written_and_their_bytes_at_most()
             "policy.generation.max_new_tokens=100",
             "policy.max_total_sequence_length=150",
         ]
-        return dict(brief(load_config(None, [*limits, *overrides]))).get("samples")
+        return dict(dry_run_lines(resolve(load_config(None, [*limits, *overrides])))).get("samples")
 
-    assert said() == "128 of a step are written, at most 99.2 kB a step, 992 kB for 10 steps"
-    assert said("rollout.save_groups=2").startswith("16 of a step are written, at most 18.5 kB a step")
+    assert said() == "128 written per step, at most 99.2 kB per step, 992 kB for 10 steps"
+    assert said("rollout.save_groups=2").startswith("16 written per step, at most 18.5 kB per step")
     # Of two turns no more than the sequence has room for.
-    assert f"{(7000 + 128 * (20 + 150 * 7)) / 1e3:.3g} kB a step" in said("rollout.turns.max_turns=2")
+    assert f"{(7000 + 128 * (20 + 150 * 7)) / 1e3:.3g} kB per step" in said("rollout.turns.max_turns=2")
     assert said("rollout.save_samples=false") is None

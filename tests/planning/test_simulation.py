@@ -8,14 +8,15 @@ from time import process_time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gdpo_nemo.planning.simulated_engine import EngineRates, Sequence, SimulatedEngine
-from gdpo_nemo.planning.simulation import simulate
-from gdpo_nemo.planning.simulation_records import LogNormal, Measured, Scenario
+from gdpo_nemo.planning.calibrate import Measured
+from gdpo_nemo.planning.simulation.engine import EngineRates, Sequence, SimulatedEngine
+from gdpo_nemo.planning.simulation.records import LogNormal, Scenario
+from gdpo_nemo.planning.simulation.simulation import simulate
 from gdpo_nemo.rollouts.depth import outstanding_bound
 
 RATES = EngineRates(fixed=0.008, per_sequence=0.00005)
 LONG_TAILED = Scenario(
-    engines=8, rates=RATES, slots=64, groups=64, samples=8, lengths=LogNormal.of_mean(1000, 1.2, 8000), train_s=11.2,
+    engines=8, rates=RATES, slots=64, groups=64, samples=8, lengths=LogNormal.from_mean(1000, 1.2, 8000), train_s=11.2,
     steps=12, endless=False,
 )  # fmt: skip
 """512 samples of 1,000 tokens fill all slots, and a full batch takes an engine as long as the trainer: 11.2 s."""
@@ -62,7 +63,7 @@ def scenarios(draw) -> Scenario:
 @given(scenarios(), st.sampled_from(["continuous", "barrier"]))
 def test_every_group_is_trained_exactly_once(scenario, scheduler):
     result = simulate(scenario.changed(scheduler=scheduler))
-    trained = [position for step in result.steps for position in step.positions]
+    trained = [position for step in result.steps for position in step.prompt_indices]
     assert sorted(trained) == list(range(scenario.steps * scenario.groups))
 
 
@@ -73,10 +74,10 @@ def test_staleness_window_and_depth_are_kept(scenario, endless):
     bound = outstanding_bound(scenario.groups, scenario.max_staleness, scenario.window)
     assert result.staleness_max <= scenario.max_staleness
     assert all(step.outstanding <= bound for step in result.steps)
-    trained = [position for step in result.steps for position in step.positions]
+    trained = [position for step in result.steps for position in step.prompt_indices]
     for rank, position in enumerate(trained):  # those that overtook it
         assert sum(earlier > position for earlier in trained[:rank]) <= scenario.window - 1
-    assert all(list(step.positions) == sorted(step.positions) for step in result.steps)
+    assert all(list(step.prompt_indices) == sorted(step.prompt_indices) for step in result.steps)
 
 
 @settings(max_examples=30, deadline=None)
@@ -90,7 +91,7 @@ def test_equal_seeds_give_equal_results(scenario):
 def test_every_token_that_was_drawn_is_trained(scenario):
     scenario = scenario.changed(group_timeout_s=None)
     drawn = sum(
-        sum(scenario.lengths.of_group(scenario.seed, position, scenario.samples))
+        sum(scenario.lengths.sample_group(scenario.seed, position, scenario.samples))
         for position in range(scenario.steps * scenario.groups)
     )
     assert sum(step.tokens for step in simulate(scenario).steps) == pytest.approx(drawn, rel=1e-6)
@@ -160,7 +161,7 @@ def test_continuous_groups_gain_what_the_bound_allows():
 
 
 def test_a_thousand_gpus_are_simulated_in_seconds_and_near_the_earlier_table():
-    base = Scenario(384, RATES, 256, 512, 16, LogNormal.of_mean(4000, 1.0, 32000), train_s=8.6, endless=False)
+    base = Scenario(384, RATES, 256, 512, 16, LogNormal.from_mean(4000, 1.0, 32000), train_s=8.6, endless=False)
     start = process_time()
     seconds = [simulate(deepest(base, bound)).step_s for bound in (1, 4)]
     assert (process_time() - start) / 2 < 12
@@ -205,14 +206,14 @@ def test_a_deadline_cuts_the_tail_and_counts_what_it_aborts():
 
 def test_lengths_have_the_mean_that_was_asked_for():
     for mean, sigma, cap in ((1000, 1.2, 8000), (512, 0.8, 1024), (7900, 0.5, 8000)):
-        lengths = LogNormal.of_mean(mean, sigma, cap)
-        drawn = [tokens for position in range(400) for tokens in lengths.of_group(1, position, 64)]
+        lengths = LogNormal.from_mean(mean, sigma, cap)
+        drawn = [tokens for position in range(400) for tokens in lengths.sample_group(1, position, 64)]
         assert lengths.mean == pytest.approx(mean, rel=1e-6)
         assert sum(drawn) / len(drawn) == pytest.approx(mean, rel=0.03) and max(drawn) <= cap
     seen = Measured((3.0, 5.0))
-    assert seen.mean == 4 and set(seen.of_group(0, 0, 64)) == {3.0, 5.0}
+    assert seen.mean == 4 and set(seen.sample_group(0, 0, 64)) == {3.0, 5.0}
     with pytest.raises(ValueError, match="not between 0 and the cap"):
-        LogNormal.of_mean(2000, 1.0, 1024)
+        LogNormal.from_mean(2000, 1.0, 1024)
 
 
 @pytest.mark.parametrize(
@@ -222,12 +223,12 @@ def test_lengths_have_the_mean_that_was_asked_for():
         ({"train_s": -1.0}, "train_s: must not be negative"),
         ({"window": 2}, "a window of 2 leaves room"),
         ({"depth": 63}, "between 64 .a batch. and 64 groups"),
-        ({"depth": "deep"}, "neither auto nor a number"),
+        ({"depth": "deep"}, "must be auto or a number of groups"),
         ({"kv": "throw"}, "not one of drain, recompute, keep"),
         ({"scheduler": "fifo"}, "not one of continuous, barrier"),
         ({"group_timeout_s": 0.0}, "must be more than 0"),
         ({"warm_up": 12}, "between 0 and 11"),
-        ({"rates": EngineRates(0.0)}, "takes no time"),
+        ({"rates": EngineRates(0.0)}, "must take more than 0 s"),
         ({"lengths": LogNormal(0.0)}, "more than 0 tokens"),
     ],
 )

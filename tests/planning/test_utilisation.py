@@ -9,13 +9,21 @@ import pytest
 
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.planning.fit import changed
-from gdpo_nemo.planning.footprint import host_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.hardware import Rates, device
-from gdpo_nemo.planning.plan_report import full
+from gdpo_nemo.planning.memory import host_memory, policy_memory, resting_memory
+from gdpo_nemo.planning.report import plan_lines
 from gdpo_nemo.planning.shape import KNOWN, model_shape, shape_from
-from gdpo_nemo.planning.speed import expected_lengths, training_work
-from gdpo_nemo.planning.utilisation import BANDWIDTH_SHARE, LAUNCH_S, micro_batch, optimizer_seconds, utilisation
+from gdpo_nemo.planning.speed import (
+    BANDWIDTH_SHARE,
+    LAUNCH_S,
+    expected_lengths,
+    micro_batch,
+    optimizer_seconds,
+    training_work,
+    utilisation,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_CONFIG = ROOT / "configs" / "gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"
@@ -44,7 +52,7 @@ NOTED = replace(device("h200"), compute=990e12, bandwidth=4.3e12 / BANDWIDTH_SHA
 def test_activations_on_gpus_are_three_mlp_widths_and_what_fused_attention_keeps(size):
     hidden, layers, query, key_value, ffn, _ = SIZES[size]
     tokens = 8192
-    memory = policy_memory(config_of(size), shape_of(size), tokens)
+    memory = policy_memory(resolve(config_of(size)), shape_of(size), tokens)
     a_layer = 2 * 2 * hidden + (query + key_value) + query + 3 * ffn
     ends = 6 * hidden  # the final norm of bfloat16, and the rows that are evaluated
     assert memory.activations == 2 * tokens * (layers * a_layer + ends)
@@ -54,7 +62,7 @@ def test_a_fourth_mlp_width_would_be_8_7_gb_at_7b_and_no_gpu_layer_keeps_it():
     hidden, layers, query, key_value, ffn, _ = SIZES["7B"]
     assert 2 * 8192 * layers * ffn == pytest.approx(8.7e9, rel=2e-3)
     for switch in ("policy.megatron_cfg.transformer_engine=false", "policy.megatron_cfg.attention_backend=sdpa"):
-        local = policy_memory(config_of("7B", switch), shape_of("7B"), 8192).activations
+        local = policy_memory(resolve(config_of("7B", switch)), shape_of("7B"), 8192).activations
         attention = 1.15 * (2 * query + 2 * query)  # rectangles
         a_layer = 2 * 5 * hidden + attention + query + 3 * ffn
         assert local == pytest.approx(2 * 8192 * (layers * a_layer + 6 * hidden), rel=1e-6)
@@ -64,40 +72,49 @@ def test_a_fourth_mlp_width_would_be_8_7_gb_at_7b_and_no_gpu_layer_keeps_it():
 def test_pinned_host_memory_is_what_is_off_loaded_and_the_reference(size):
     shape = shape_of(size)
     plain = config_of(size, "loss_fn.reference_policy_kl_penalty=0")
-    assert host_memory(plain, shape) == 0
+    assert host_memory(resolve(plain), shape) == 0
     ranks = resolve_layout(plain).data
     offloaded = changed(plain, megatron_cfg__optimizer__offload=True)
-    assert host_memory(offloaded, shape) == 12 * shape.parameters // ranks
-    assert policy_memory(offloaded, shape).optimizer < policy_memory(plain, shape).optimizer
+    assert host_memory(resolve(offloaded), shape) == 12 * shape.parameters // ranks
+    assert policy_memory(resolve(offloaded), shape).optimizer < policy_memory(resolve(plain), shape).optimizer
     with_reference = config_of(size, "loss_fn.reference_policy_kl_penalty=0.01")
-    assert host_memory(with_reference, shape) == 2 * shape.parameters
-    assert host_memory(config_of(size, "policy.lora.rank=16", "loss_fn.reference_policy_kl_penalty=0.01"), shape) == 0
-    assert resting_memory(plain, shape) - resting_memory(offloaded, shape) == 12 * shape.parameters // ranks
+    assert host_memory(resolve(with_reference), shape) == 2 * shape.parameters
+    assert (
+        host_memory(resolve(config_of(size, "policy.lora.rank=16", "loss_fn.reference_policy_kl_penalty=0.01")), shape)
+        == 0
+    )
+    assert (
+        resting_memory(resolve(plain), shape) - resting_memory(resolve(offloaded), shape)
+        == 12 * shape.parameters // ranks
+    )
 
 
 def test_a_reference_that_stays_on_the_gpu_is_counted_there():
     shape = shape_of("1.5B")
     config = config_of("1.5B", "loss_fn.reference_policy_kl_penalty=0.01")
-    away = policy_memory(config, shape)
-    resting = resting_memory(config, shape)
+    away = policy_memory(resolve(config), shape)
+    resting = resting_memory(resolve(config), shape)
     config.policy.offload_reference = False
-    stays = policy_memory(config, shape)
+    stays = policy_memory(resolve(config), shape)
     assert (
-        stays.total - away.total == stays.reference == 2 * shape.parameters == resting_memory(config, shape) - resting
+        stays.total - away.total
+        == stays.reference
+        == 2 * shape.parameters
+        == resting_memory(resolve(config), shape) - resting
     )
-    assert host_memory(config, shape) == 0
+    assert host_memory(resolve(config), shape) == 0
 
 
 def test_what_is_off_loaded_travels_at_the_link_to_the_host():
     shape = shape_of("7B")
     plain = config_of("7B", "loss_fn.reference_policy_kl_penalty=0")
     gpu = device("h100")
-    lengths = expected_lengths(plain, Rates())
-    bare = training_work(plain, shape, gpu, lengths).ideal
+    lengths = expected_lengths(plain.policy, Rates())
+    bare = training_work(resolve(plain), shape, gpu, lengths).ideal
     offloaded = changed(plain, megatron_cfg__optimizer__offload=True)
-    more = training_work(offloaded, shape, gpu, lengths).ideal - bare
-    assert more == pytest.approx(2 * host_memory(offloaded, shape) / 64e9)
-    way = optimizer_seconds(offloaded, shape, gpu) - optimizer_seconds(plain, shape, gpu)
+    more = training_work(resolve(offloaded), shape, gpu, lengths).ideal - bare
+    assert more == pytest.approx(2 * host_memory(resolve(offloaded), shape) / 64e9)
+    way = optimizer_seconds(resolve(offloaded), shape, gpu) - optimizer_seconds(resolve(plain), shape, gpu)
     assert way == pytest.approx(more / BANDWIDTH_SHARE)
     assert device("a100").host_link == 32e9
 
@@ -108,14 +125,14 @@ def test_what_is_off_loaded_travels_at_the_link_to_the_host():
 def test_a_micro_batch_takes_what_was_read_off_the_kernels(size, tokens, half_peak_s, logprobs_s):
     """Without attention and without the fused kernel, which the figures leave out."""
     shape = shape_of(size)
-    batch = micro_batch(config_of(size, _CHUNKS), shape, NOTED, tokens, length=1e-9)
+    batch = micro_batch(resolve(config_of(size, _CHUNKS)), shape, NOTED, tokens, length=1e-9)
     head = 2 * shape.hidden * shape.vocabulary * tokens
     products = (batch.products * 0.7 * 990e12 - head) / (0.5 * 990e12)
     assert products == pytest.approx(6 * shape.active_parameters * tokens / (0.5 * 990e12), rel=1e-6)
     embedding = 0 if shape.tied else shape.vocabulary * shape.hidden
     assert 6 * (shape.active_parameters + embedding) * tokens / (0.5 * 990e12) == pytest.approx(half_peak_s, rel=0.01)
     assert batch.logprobs == pytest.approx(logprobs_s, rel=0.03)
-    fused = micro_batch(config_of(size), shape, NOTED, tokens, length=1e-9)
+    fused = micro_batch(resolve(config_of(size)), shape, NOTED, tokens, length=1e-9)
     assert fused.logprobs == pytest.approx(batch.logprobs * 6 / 156) and fused.products == batch.products
 
 
@@ -123,26 +140,27 @@ def test_a_micro_batch_takes_what_was_read_off_the_kernels(size, tokens, half_pe
 def test_moves_and_launches_of_a_micro_batch_by_hand(size):
     hidden, layers, query, key_value, ffn, _ = SIZES[size]
     floats = 22 * hidden + 4 * (query + key_value // 2) + 8 * ffn
-    batch = micro_batch(config_of(size), shape_of(size), NOTED, 8192, 1024)
+    batch = micro_batch(resolve(config_of(size)), shape_of(size), NOTED, 8192, 1024)
     assert batch.moves == pytest.approx(2 * floats * layers * 8192 / 4.3e12)
     assert batch.launches == 42 * layers and batch.host == batch.launches * LAUNCH_S
-    forward = micro_batch(config_of(size), shape_of(size), NOTED, 8192, 1024, backward=False)
+    forward = micro_batch(resolve(config_of(size)), shape_of(size), NOTED, 8192, 1024, backward=False)
     assert forward.moves == pytest.approx(batch.moves / 2) and forward.gradients == 0
     unfused = config_of(size, "policy.megatron_cfg.transformer_engine=false")
-    rotary = micro_batch(unfused, shape_of(size), NOTED, 16384, 1024).launches - 42 * layers
+    rotary = micro_batch(resolve(unfused), shape_of(size), NOTED, 16384, 1024).launches - 42 * layers
     assert rotary == 24 * 16 * 2 * layers
 
 
 def test_rotary_embedding_sequence_by_sequence_is_waited_for_at_small_models():
     """98 ms for 16 sequences of 28 layers: more than a small model's micro-batch computes."""
     unfused = config_of("0.5B", "policy.megatron_cfg.transformer_engine=false")
-    slow = micro_batch(unfused, shape_of("0.5B"), NOTED, 8192, 256)
-    fast = micro_batch(config_of("0.5B"), shape_of("0.5B"), NOTED, 8192, 256)
+    slow = micro_batch(resolve(unfused), shape_of("0.5B"), NOTED, 8192, 256)
+    fast = micro_batch(resolve(config_of("0.5B")), shape_of("0.5B"), NOTED, 8192, 256)
     assert slow.seconds == slow.host and fast.seconds > fast.host
     shape = shape_of("1.5B")
     config = config_of("1.5B", "policy.megatron_cfg.transformer_engine=false")
     more = (
-        micro_batch(config, shape, NOTED, 8192, 512).host - micro_batch(config_of("1.5B"), shape, NOTED, 8192, 512).host
+        micro_batch(resolve(config), shape, NOTED, 8192, 512).host
+        - micro_batch(resolve(config_of("1.5B")), shape, NOTED, 8192, 512).host
     )
     assert more == pytest.approx(0.098, rel=0.02)
 
@@ -152,18 +170,20 @@ def test_mfu_falls_with_the_size_and_stays_below_what_products_reach():
     found = {}
     for size in SIZES:
         config = config_of(size)
-        found[size] = utilisation(config, model_shape(config), gpu, Rates())
+        found[size] = utilisation(resolve(config), model_shape(resolve(config)), gpu, Rates())
     order = [found[size].training for size in ("0.5B", "1.5B", "7B")]
     assert order == sorted(order) and all(0.1 < value < 0.7 for value in order)
     assert all(value.generation < value.training for value in found.values())
     recomputed = changed(config_of("7B"), megatron_cfg__recompute="full")
-    assert utilisation(recomputed, shape_of("7B"), gpu, Rates()).training < order[2]
+    assert utilisation(resolve(recomputed), shape_of("7B"), gpu, Rates()).training < order[2]
 
 
 def test_the_plan_prints_mfu_and_host_memory_where_there_are_gpus():
     gpu = device("h100")
-    lines = dict(full(config_of("7B", "policy.megatron_cfg.optimizer.offload=true"), shape_of("7B"), gpu, Rates()))
+    lines = dict(
+        plan_lines(resolve(config_of("7B", "policy.megatron_cfg.optimizer.offload=true")), shape_of("7B"), gpu, Rates())
+    )
     assert lines["mfu"].startswith("training ") and "kernels in" in lines["mfu"]
-    assert "of pinned host memory for each policy rank" in lines["host"]
+    assert "of pinned host memory per policy rank" in lines["host"]
     cpu = load_config(ROOT / "configs" / "gdpo_tiny_cpu.yaml", [])
-    assert not {"mfu", "host"} & dict(full(cpu, shape_of("0.5B"), gpu, Rates())).keys()
+    assert not {"mfu", "host"} & dict(plan_lines(resolve(cpu), shape_of("0.5B"), gpu, Rates())).keys()

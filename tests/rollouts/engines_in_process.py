@@ -1,4 +1,4 @@
-"""Engines of a script, in threads of the test: what the real fleet, its lanes and the scheduler talk to here.
+"""Engines of a script, in threads of the test: what the real fleet, its clients and the scheduler talk to here.
 
 They have the interface of ``generation.engine.Engine``. Ray and vLLM are what is left out; tests/cluster has them.
 """
@@ -14,7 +14,7 @@ from typing import Any, Callable
 import numpy as np
 from ray.exceptions import ActorDiedError
 
-from gdpo_nemo.cluster import fleet as fleets, lane as lanes
+from gdpo_nemo.cluster import engine_client as clients, fleet as fleets
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest
 
@@ -180,7 +180,7 @@ class InProcessFleet(fleets.EngineFleet):
     def __init__(self, config: Config, script: Script):
         self.script = script
         super().__init__(config, "nowhere")
-        self.spawn(self.until(lambda: all(lane.samples for lane in self.lanes))).result(120)
+        self.spawn(self.until(lambda: all(client.can_sample for client in self.clients))).result(120)
 
     def _start(self, index: int) -> Any:
         return self.script.start(index)
@@ -191,9 +191,9 @@ class InProcessFleet(fleets.EngineFleet):
 
 
 def without_ray(monkeypatch) -> None:
-    """Let lanes and fleets end scripted engines instead of Ray's actors."""
+    """Let clients and fleets end scripted engines instead of Ray's actors."""
     end = SimpleNamespace(
         kill=lambda actor: setattr(actor.engine, "dead", True), exceptions=SimpleNamespace(RayError=ActorDiedError)
     )
-    monkeypatch.setattr(lanes, "ray", end)
+    monkeypatch.setattr(clients, "ray", end)
     monkeypatch.setattr(fleets, "ray", end)

@@ -1,4 +1,4 @@
-"""A scheduler, its fleet and its lanes as they are, over engines that follow a script."""
+"""A scheduler, its fleet and its clients as they are, over engines that follow a script."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from engines_in_process import InProcessFleet, Script
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Prompt, Verdict
+from gdpo_nemo.rollouts.ledger import RunPosition
 from gdpo_nemo.rollouts.scheduler import RolloutScheduler
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -51,7 +52,12 @@ class World:
         pool = SimpleNamespace(verify=self.verify, take_recoveries=self.take_recoveries)
         self.step = step
         self.scheduler = RolloutScheduler(
-            self.config, self, self.fleet, pool, Tokenizer(), saved or {}, position, step, limit, (step * 2, 10)
+            self.config,
+            RunPosition(saved or {}, position, step, limit, (step * 2, 10)),
+            prompts=self,
+            fleet=self.fleet,
+            pool=pool,
+            tokenizer=Tokenizer(),
         )
 
     def __len__(self) -> int:

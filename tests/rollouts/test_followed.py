@@ -57,7 +57,7 @@ def test_a_completion_that_nobody_follows_any_more_is_dropped_by_the_engine(flee
     with pytest.raises(CancelledError):
         answer.result(60)
     wait_until(lambda: fleet.script.now(0).aborted)
-    assert not fleet.lanes[0].pending
+    assert not fleet.clients[0].pending
 
 
 def test_a_completion_is_drawn_again_where_its_engine_dies_under_it(fleet):

@@ -13,9 +13,9 @@ from scheduler_world import places
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, Verdict
+from gdpo_nemo.rollouts.credit import advantages_of
 from gdpo_nemo.rollouts.group_maker import MadeGroup
 from gdpo_nemo.rollouts.group_signal import InFlight, has_signal, part_with_signal, siblings_of
-from gdpo_nemo.rollouts.learning import advantages_of
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 PROMPT = "gdpo.group_by=prompt"
@@ -88,7 +88,7 @@ N = {"correctness": None, "format": None, "logged": 1.0}
 def test_a_group_has_signal_if_and_only_if_a_comparison_gives_it_an_advantage(how, drawn):
     batch = [group(position, prompt, rows) for position, (prompt, rows) in enumerate(drawn)]
     chosen = SETTINGS[how]
-    found = [has_signal(one, chosen, siblings_of(one, batch, chosen)) for one in batch]
+    found = [has_signal(one, chosen, siblings_of(one, batch, chosen.gdpo)) for one in batch]
     assert found == [expected(batch, one, how) for one in batch]
     if any(expected([one], one, "batch") for one in batch):  # else there is no reward, which is refused
         rows = np.split(
@@ -113,7 +113,7 @@ def test_leave_one_out_compares_a_sample_with_the_siblings_of_its_group():
     chosen = config(PROMPT, "gdpo.dynamic_sampling={enabled: true, leave_one_out: true}")
     one, other = group(0, 0, [R, R, W]), group(1, 0, [W, R])
     alone = part_with_signal(one, chosen)
-    beside = part_with_signal(one, chosen, siblings_of(one, [one, other], chosen))
+    beside = part_with_signal(one, chosen, siblings_of(one, [one, other], chosen.gdpo))
     assert [t.sample_index for t in alone.trajectories] == [0, 1]
     assert [t.sample_index for t in beside.trajectories] == [0, 1, 2]
 

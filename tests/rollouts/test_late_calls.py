@@ -10,8 +10,8 @@ from engines_in_process import Script
 from scheduler_world import eventually, places
 
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.errors import RunError
-from gdpo_nemo.rollouts.accounts import LATE
+from gdpo_nemo.rollouts.ledger import LATE
+from gdpo_nemo.utils.errors import RunError
 
 FUNCTION = """
 import threading
@@ -66,7 +66,7 @@ def test_a_function_that_hangs_costs_its_own_group_which_is_dropped(world, funct
     assert places(rollout) == [0, 2, 3] and rollout.dropped == [(1, LATE)] and rollout.next_position == 4
     own.release.set()
     eventually(lambda: own.refused)  # it goes on, and draws nothing any more
-    assert isinstance(own.refused[0], RunError) and "the call was given up" in str(own.refused[0])
+    assert isinstance(own.refused[0], RunError) and "the call was abandoned" in str(own.refused[0])
 
 
 def test_draws_of_a_call_that_is_late_end_and_make_room(world, function):

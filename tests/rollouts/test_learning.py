@@ -9,17 +9,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gdpo_nemo.algorithm import GDPO
 from gdpo_nemo.algorithms import target_po_coefficients
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.data.results import UpdateResult
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, UpdateResult
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.rollouts.credit import advantages_of, log_ratios, reward_columns, updates_of
 from gdpo_nemo.rollouts.group_signal import has_signal, part_with_signal
-from gdpo_nemo.rollouts.learning import advantages_of, log_ratios, reward_columns, updates_of
-from gdpo_nemo.rollouts.step_metrics import check_failures, update_metrics
+from gdpo_nemo.rollouts.metrics import check_failures, update_metrics
+from gdpo_nemo.training.gdpo import GDPO
+from gdpo_nemo.utils.errors import RunError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 C = "correctness"

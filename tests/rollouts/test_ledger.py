@@ -209,5 +209,5 @@ def test_a_stage_never_goes_back():
     ledger = Ledger(1, 1, 1)
     ledger.admit(0)
     ledger.move(0, Stage.READY)
-    with pytest.raises(ValueError, match="position 0 cannot go from ready to drawing"):
+    with pytest.raises(ValueError, match="prompt index 0 cannot move from stage ready back to drawing"):
         ledger.move(0, Stage.DRAWING)

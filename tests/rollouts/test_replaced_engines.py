@@ -13,10 +13,10 @@ import pytest
 from engines_in_process import InProcessFleet, Script, without_ray
 from ray.exceptions import ActorDiedError
 
-from gdpo_nemo.cluster import lane as lanes
+from gdpo_nemo.cluster import engine_client as clients
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
+from gdpo_nemo.utils.errors import RunError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 REQUEST = SampleRequest(np.arange(3, dtype=np.int32), 5)
@@ -49,8 +49,8 @@ def raise_(error):
     raise error
 
 
-def test_the_probe_gets_an_answer_where_a_lane_learns_last_that_its_engine_died(fleet_of):
-    """The update finds the engine dead, and says that a replacement is wanted, before the lane's own poll does."""
+def test_the_sync_check_gets_an_answer_where_a_client_learns_last_that_its_engine_died(fleet_of):
+    """The update finds the engine dead, and says that a replacement is wanted, before the client's own poll does."""
     fleet = fleet_of()
     fleet.publish(0)
     engine = fleet.script.now(0)
@@ -59,10 +59,10 @@ def test_the_probe_gets_an_answer_where_a_lane_learns_last_that_its_engine_died(
     engine.dead = True
     eventually(lambda: len(fleet.script.engines) == 2)
     (found,) = fleet.spawn(fleet._score([np.arange(3, dtype=np.int32)])).result(LIMIT_S).items()
-    assert found[0] == 0 and fleet.lanes[0].version == fleet.script.now(0).version == 1
+    assert found[0] == 0 and fleet.clients[0].version == fleet.script.now(0).version == 1
 
 
-def test_the_probe_asks_a_replacement_where_every_engine_died_of_the_question(fleet_of):
+def test_the_sync_check_asks_a_replacement_where_every_engine_died_of_the_question(fleet_of):
     fleet = fleet_of()
     fleet.publish(0)
     engine = fleet.script.now(0)
@@ -90,27 +90,27 @@ def test_an_update_waits_for_no_replacement_of_an_engine_that_was_ready_for_it(f
     assert prepared.wait(LIMIT_S)
     fleet.script.unplaced = {1}
     first.dead = True
-    eventually(lambda: fleet.script.now(1) is not first and fleet.lanes[1].actor.engine is not first)
+    eventually(lambda: fleet.script.now(1) is not first and fleet.clients[1].actor.engine is not first)
     running = fleet.script.now(0)._running
     for name, (request, _, spans) in list(running.items()):
         running[name] = (request, 0.0, spans)
     update.join(LIMIT_S)
     assert not update.is_alive() and draining.result(LIMIT_S)[0].version == 0
-    assert [lane.version for lane in fleet.lanes] == [1, -1] and fleet.script.now(1).version == -1
+    assert [client.version for client in fleet.clients] == [1, -1] and fleet.script.now(1).version == -1
     fleet.script.unplaced = set()
-    eventually(lambda: fleet.lanes[1].version == fleet.script.now(1).version == 1)
+    eventually(lambda: fleet.clients[1].version == fleet.script.now(1).version == 1)
 
 
 def test_a_request_for_an_engine_that_dies_meanwhile_does_not_reach_a_replacement_without_weights(fleet_of):
     fleet = fleet_of(delay=lambda engine, request: 600.0)
     fleet.publish(0)
-    lane = fleet.lanes[0]
+    client = fleet.clients[0]
 
     async def submitted_and_replaced():
-        lane.submit(REQUEST, SAMPLING)
-        lane.enter(lane.state)
+        client.submit(REQUEST, SAMPLING)
+        client.enter(client.state)
         # After the turn of the loop that hands the requests over, and before any task that it starts.
-        fleet.loop.call_soon(lambda: setattr(lane, "actor", fleet.script.start(0)))
+        fleet.loop.call_soon(lambda: setattr(client, "actor", fleet.script.start(0)))
         await asyncio.sleep(0.05)
 
     fleet.spawn(submitted_and_replaced()).result(LIMIT_S)
@@ -127,7 +127,7 @@ def test_what_an_engine_refused_before_it_died_fails_no_request_of_its_replaceme
     def submit(requests):
         asked.set()
         late.wait(LIMIT_S)
-        raise RunError("the engine cannot sample: it sleeps")
+        raise RunError("the engine cannot sample: it is asleep")
 
     engine.submit = submit
     fleet.script.delay = lambda engine, request: 0.0 if late.is_set() else 600.0
@@ -137,37 +137,37 @@ def test_what_an_engine_refused_before_it_died_fails_no_request_of_its_replaceme
     eventually(lambda: fleet.script.now(0).batches == [[5]])
     late.set()
     running = fleet.script.now(0)._running
-    eventually(lambda: fleet.spawn(_tasks(fleet.lanes[0])).result(LIMIT_S) == 0)
+    eventually(lambda: fleet.spawn(_tasks(fleet.clients[0])).result(LIMIT_S) == 0)
     for name, (request, _, spans) in list(running.items()):
         running[name] = (request, 0.0, spans)
     assert drawn.result(LIMIT_S)[0].version == 0
 
 
-async def _tasks(lane) -> int:
-    return len(lane._tasks)
+async def _tasks(client) -> int:
+    return len(client._tasks)
 
 
 def test_a_replacement_has_room_though_the_engine_before_it_was_full(fleet_of):
     fleet = fleet_of()
     fleet.publish(0)
-    lane = fleet.lanes[0]
+    client = fleet.clients[0]
     fleet.script.now(0).full = True
-    eventually(lambda: lane.report.kv_used == 1.0)
+    eventually(lambda: client.report.kv_used == 1.0)
     placed = fleet.spawn(fleet.room(0, 1))
     fleet.script.now(0).dead = True
     eventually(lambda: len(fleet.script.engines) == 2)
     fleet.script.now(0).full = False
-    lane_wanted = fleet.spawn(fleet.sample(REQUEST, SAMPLING))
-    assert lane_wanted.result(LIMIT_S)[0].version == 0 and placed.result(LIMIT_S) == 0
+    client_wanted = fleet.spawn(fleet.sample(REQUEST, SAMPLING))
+    assert client_wanted.result(LIMIT_S)[0].version == 0 and placed.result(LIMIT_S) == 0
 
 
 def test_a_group_gets_room_as_soon_as_an_engine_says_that_it_has_some_again(fleet_of):
     """Nothing finishes in between: the requests that filled it were given up."""
     fleet = fleet_of()
     fleet.publish(0)
-    lane = fleet.lanes[0]
+    client = fleet.clients[0]
     fleet.script.now(0).full = True
-    eventually(lambda: lane.report.kv_used == 1.0)
+    eventually(lambda: client.report.kv_used == 1.0)
     placed = fleet.spawn(fleet.room(0, 1))
     fleet.script.now(0).full = False
     assert placed.result(LIMIT_S) == 0
@@ -177,7 +177,7 @@ def test_a_group_gets_the_room_of_one_that_was_given_up(fleet_of):
     fleet = fleet_of("policy.generation.vllm_cfg.max_num_seqs=1", delay=lambda engine, request: 600.0)
     fleet.publish(0)
     held = fleet.spawn(fleet.sample(REQUEST, SAMPLING))
-    eventually(lambda: fleet.lanes[0].load == 1)
+    eventually(lambda: fleet.clients[0].load == 1)
     placed = fleet.spawn(fleet.room(0, 1))
     held.cancel()
     assert placed.result(LIMIT_S) == 0
@@ -185,17 +185,17 @@ def test_a_group_gets_the_room_of_one_that_was_given_up(fleet_of):
 
 def test_an_engine_that_answers_no_more_is_replaced_like_one_that_died(fleet_of, monkeypatch):
     """It is stopped, or hangs: no connection breaks. Its answers so far say how long one may take."""
-    monkeypatch.setattr(lanes, "SILENT_S", 0.5)
+    monkeypatch.setattr(clients, "SILENT_S", 0.5)
     fleet = fleet_of("rollout.generation_timeout_s=100000", delay=lambda engine, request: 2.0)
     fleet.publish(0)
     engine = fleet.script.now(0)
-    eventually(lambda: fleet.lanes[0]._answering.limit_s < 100000)
+    eventually(lambda: fleet.clients[0]._answering.limit_s < 100000)
     stopped = threading.Event()
     poll = engine.poll
     engine.poll = lambda wait_s: stopped.wait(LIMIT_S) and poll(wait_s)
     drawn = fleet.spawn(fleet.sample(REQUEST, SAMPLING))
     assert drawn.result(LIMIT_S)[1] == 0 and len(fleet.script.engines) == 2
     (line,) = fleet.take_events()
-    assert "engine 0 has not answered for" in line and "it is replaced, and its samples are drawn again" in line
+    assert "engine 0 has not answered for" in line and "it is replaced, and its samples are generated again" in line
     assert fleet.measure()["engines/replaced"] == 1
     stopped.set()

@@ -7,11 +7,11 @@ from random import Random
 import numpy as np
 import pytest
 
-from gdpo_nemo.config.rollout_bounds import admission_bound
+from gdpo_nemo.config.rollout_checks import admission_bound
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.rollouts.ledger import Ledger, Stage
 from gdpo_nemo.rollouts.replay_buffer import ReplayBuffer, oldest_version
+from gdpo_nemo.utils.errors import RunError
 
 PER_STEP = 4
 
@@ -60,7 +60,7 @@ def test_the_age_of_a_group_is_that_of_its_oldest_trained_token():
     assert oldest_version(mixed) == 4
     masked = Group(mixed.prompt, [*mixed.trajectories, sample(1, outcome=Outcome.ABORTED)], 0)
     assert oldest_version(masked) == 4
-    with pytest.raises(ValueError, match="no sample that may be trained"):
+    with pytest.raises(ValueError, match="has no trainable sample"):
         oldest_version(group(0, 1, outcome=Outcome.ENV_FAILED))
 
 
@@ -107,7 +107,7 @@ def test_a_resumed_buffer_draws_what_an_undisturbed_one_does(saved_after):
 def test_a_group_that_cannot_be_read_back_ends_the_resume_with_its_place():
     buffer = ReplayBuffer(reuse=1, max_age=4, seed=0)
     buffer.add(3, trained_in(3))
-    with pytest.raises(RunError, match="samples of step 3 lack the groups of positions 13, which"):
+    with pytest.raises(RunError, match="samples of step 3 lack the groups with prompt indices 13, which"):
         ReplayBuffer(1, 4, 0).restore(buffer.state(), lambda *_: [g for g in trained_in(3) if g.position != 13])
 
 
@@ -123,9 +123,9 @@ def test_groups_that_train_nothing_are_not_kept_and_none_is_kept_twice():
     buffer = ReplayBuffer(reuse=1, max_age=4, seed=0)
     buffer.add(1, [group(0, 0, outcome=Outcome.ENV_FAILED), group(1, 0)])
     assert len(buffer) == 1
-    with pytest.raises(ValueError, match="position 1 cannot be kept, or is already"):
+    with pytest.raises(ValueError, match=r"is already in the replay buffer \(prompt index 1\)"):
         buffer.add(2, [group(1, 1)])
-    with pytest.raises(ValueError, match="position -1"):
+    with pytest.raises(ValueError, match="prompt index -1"):
         buffer.add(2, [group(-1, 1)])
 
 

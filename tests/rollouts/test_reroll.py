@@ -9,9 +9,8 @@ from random import Random
 
 import pytest
 
-from gdpo_nemo.config.rollout_bounds import admission_bound
-from gdpo_nemo.rollouts.ledger import Ledger, LedgerState, Stage
-from gdpo_nemo.rollouts.reroll import DealState, PromptDeal
+from gdpo_nemo.config.rollout_checks import admission_bound
+from gdpo_nemo.rollouts.ledger import DealState, Ledger, LedgerState, PromptDeal, Stage
 
 GROUPS, WINDOW = 4, 3
 

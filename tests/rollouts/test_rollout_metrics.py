@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Trajectory, UpdateResult, Verdict
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.observe.metric_registry import about_of, unknown_metrics
-from gdpo_nemo.rollouts.rollout_batch import apply_verdicts, decode, sample_seed, sampled
-from gdpo_nemo.rollouts.step_metrics import check_failures, rollout_metrics, update_metrics, validation_metrics
+from gdpo_nemo.rollouts.batches import apply_verdicts, decode, sample_seed, sampled
+from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics, validation_metrics
+from gdpo_nemo.utils.errors import RunError
 
 
 def sample(version: int = 0, tokens: int = 3, environment: str = "toy", **changes) -> Trajectory:

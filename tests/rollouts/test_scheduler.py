@@ -9,8 +9,8 @@ from engines_in_process import Script
 from scheduler_world import eventually, places
 
 from gdpo_nemo.data.records import TrainerState, Verdict
-from gdpo_nemo.rollouts.accounts import NO_SIGNAL, SURPLUS
-from gdpo_nemo.rollouts.rollout_batch import sample_seed
+from gdpo_nemo.rollouts.batches import sample_seed
+from gdpo_nemo.rollouts.ledger import NO_SIGNAL, SURPLUS
 
 
 def test_a_synchronous_step_is_submitted_at_once_in_order_with_its_own_seeds(world):
@@ -115,7 +115,7 @@ def test_who_watches_a_step_sees_its_samples_and_verdicts_as_they_come(world):
     w = world()
     w.hanging = {1}
     w.scheduler.schedule(0)
-    eventually(lambda: w.scheduler.progress() == "6 of 6 samples, 2 of 3 groups judged")
+    eventually(lambda: w.scheduler.progress() == "6 of 6 samples, 2 of 3 groups scored")
     w.release.set()
     assert places(w.scheduler.get_batch(0)) == [0, 1, 2]
     ahead = world("rollout.max_staleness=1", "rollout.depth=6")

@@ -15,8 +15,8 @@ from scheduler_world import eventually, places
 
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.rollouts import scheduler as schedulers
-from gdpo_nemo.rollouts.accounts import LATE, NO_SIGNAL
-from gdpo_nemo.rollouts.rollout_batch import sample_seed
+from gdpo_nemo.rollouts.batches import sample_seed
+from gdpo_nemo.rollouts.ledger import LATE, NO_SIGNAL
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
@@ -168,7 +168,9 @@ def test_groups_of_earlier_steps_are_used_again_and_a_resumed_run_draws_the_same
     saved = w.scheduler.ledger()
     assert {position: step for step, position, _ in saved["replay_buffer"]}.items() <= first_trained.items()
     monkeypatch.setattr(
-        schedulers, "recorded", lambda run_dir, step, positions: [originals[position] for position in positions]
+        schedulers,
+        "read_trained_groups",
+        lambda run_dir, step, positions: [originals[position] for position in positions],
     )
     resumed = world(*options, step=4, position=9, saved=json.loads(json.dumps(saved)))
     assert resumed.train().again == w.train().again != []
@@ -176,7 +178,7 @@ def test_groups_of_earlier_steps_are_used_again_and_a_resumed_run_draws_the_same
 
 def test_an_engine_that_missed_the_newest_weights_gets_no_group_admitted_under_them(world):
     w = world("rollout.max_staleness=1", "policy.generation.engines=2")
-    w.fleet.lanes[0].version = -5
+    w.fleet.clients[0].version = -5
     w.scheduler.schedule(0)
     assert places(w.scheduler.get_batch(0)) == [0, 1, 2]
     assert w.script.now(0).batches == []
@@ -190,7 +192,7 @@ def test_memory_stays_within_the_bound_over_500_steps(world):
         w.train()
         scheduler = w.scheduler
         assert scheduler.in_flight <= 9 and len(scheduler._made) <= 9 and len(scheduler._tasks) <= 9
-        assert len(w.fleet.lanes[0].pending) <= 18
+        assert len(w.fleet.clients[0].pending) <= 18
         if step in (150, 499):
             sizes.append(process.memory_info().rss)
     assert sizes[1] - sizes[0] < 20e6

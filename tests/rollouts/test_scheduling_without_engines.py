@@ -8,9 +8,9 @@ import pytest
 from engines_in_process import Script
 from scheduler_world import eventually, places
 
-from gdpo_nemo.cluster import lane as lanes
-from gdpo_nemo.errors import RunError
-from gdpo_nemo.rollouts.rollout_batch import sample_seed
+from gdpo_nemo.cluster import engine_client as clients
+from gdpo_nemo.rollouts.batches import sample_seed
+from gdpo_nemo.utils.errors import RunError
 
 
 def test_killing_one_of_two_engines_draws_its_samples_again_and_no_others(world):
@@ -24,7 +24,7 @@ def test_killing_one_of_two_engines_draws_its_samples_again_and_no_others(world)
     script.now(0).dead = True
     eventually(lambda: sum(map(len, w.submitted())) == 12 + len(before[0]))
     assert sorted(sum(script.engines[1].batches, [])) == sorted(before[0] + before[1])
-    eventually(lambda: w.fleet.lanes[0].state == "ready" and w.fleet.lanes[0].version == 0)
+    eventually(lambda: w.fleet.clients[0].state == "ready" and w.fleet.clients[0].version == 0)
     assert any("engine 0" in line for line in w.fleet.take_events())
 
 
@@ -34,7 +34,7 @@ def test_a_synchronous_steps_samples_are_drawn_again_beside_the_same_ones(world)
     script = Script(lambda engine, request: 0.0 if request.seed == first or len(script.engines) > 1 else 60.0)
     w = world(script=script)
     w.scheduler.schedule(0)
-    eventually(lambda: len(w.fleet.lanes[0].pending) == 5)  # one of six is done
+    eventually(lambda: len(w.fleet.clients[0].pending) == 5)  # one of six is done
     script.now(0).dead = True
     assert places(w.scheduler.get_batch(0)) == [0, 1, 2]
     first, again = w.submitted()
@@ -46,7 +46,7 @@ def test_a_replacement_is_given_the_newest_weights_before_it_samples(world):
     w.train()
     w.script.now(0).dead = True
     rollout = w.train()
-    eventually(lambda: len(w.script.engines) == 2 and w.fleet.lanes[0].version == w.script.now(0).version == 2)
+    eventually(lambda: len(w.script.engines) == 2 and w.fleet.clients[0].version == w.script.now(0).version == 2)
     assert {version for t in rollout.trajectories for version, _ in t.spans} <= {0, 1}
 
 
@@ -54,7 +54,7 @@ def test_an_engine_that_keeps_dying_is_given_up_and_the_others_go_on(world):
     w = world("rollout.max_staleness=1", "policy.generation.engines=2", "gdpo.max_num_steps=9")
     w.script.stillborn = {1}
     w.script.now(1).dead = True
-    eventually(lambda: w.fleet.lanes[1].state == "dead")
+    eventually(lambda: w.fleet.clients[1].state == "dead")
     assert [places(w.train()) for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
     assert any("died 4 times in a row" in line for line in w.fleet.take_events())
 
@@ -71,30 +71,30 @@ def test_a_run_without_any_engine_left_ends_at_once_and_says_why(world, stalenes
 
 
 def test_a_node_with_engines_alone_may_be_lost_and_come_back(world, monkeypatch):
-    monkeypatch.setattr(lanes, "_NODE_POLL_S", 0.05)
+    monkeypatch.setattr(clients, "_NODE_POLL_S", 0.05)
     w = world("rollout.max_staleness=1", "policy.generation.engines=2", "gdpo.max_num_steps=9")
-    monkeypatch.setattr(w.fleet, "lost_node", lambda lane: "10.0.0.2")
+    monkeypatch.setattr(w.fleet, "lost_node", lambda client: "10.0.0.2")
     w.script.unplaced = {1}
     w.script.now(1).dead = True
-    eventually(lambda: w.fleet.lanes[1].state == "lost")
+    eventually(lambda: w.fleet.clients[1].state == "lost")
     assert [places(w.train()) for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
     assert any("engine 1: its node 10.0.0.2 is no longer in the cluster" in line for line in w.fleet.take_events())
     w.script.unplaced = set()
-    eventually(lambda: w.fleet.lanes[1].state == "ready" and w.fleet.lanes[1].version == 2)
+    eventually(lambda: w.fleet.clients[1].state == "ready" and w.fleet.clients[1].version == 2)
     w.train()
     w.train()
     assert w.script.now(1).batches
 
 
 def test_a_run_ends_when_the_node_of_its_last_engine_is_lost(world, monkeypatch):
-    monkeypatch.setattr(lanes, "_NODE_POLL_S", 0.05)
+    monkeypatch.setattr(clients, "_NODE_POLL_S", 0.05)
     w = world(script=Script(lambda *_: 60.0))
-    monkeypatch.setattr(w.fleet, "lost_node", lambda lane: "10.0.0.2")
+    monkeypatch.setattr(w.fleet, "lost_node", lambda client: "10.0.0.2")
     w.scheduler.schedule(0)
     w.script.unplaced = {0}
     w.script.now(0).dead = True
     with pytest.raises(
-        RunError, match="no engine is left: engine 0: its node 10.0.0.2 is no longer in the cluster; start"
+        RunError, match="no engine is left: engine 0: its node 10.0.0.2 is no longer in the cluster; restart the run"
     ):
         w.scheduler.get_batch(0)
     w.script.unplaced = set()

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields
+from gdpo_nemo.algorithms.loss_selection import loss_import_paths
 from gdpo_nemo.algorithms.policy_loss import importance_weights, policy_loss
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.objects import load_functions
 from gdpo_nemo.data.records import Prompt, Trajectory
-from gdpo_nemo.rollouts.learning import token_staleness, updates_of
+from gdpo_nemo.rollouts.credit import token_staleness, updates_of
+from gdpo_nemo.utils.user_code import load_functions
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 BY_AGE = "examples/custom_correction.py:by_age"
@@ -59,7 +60,7 @@ def test_ages_are_made_only_where_loss_or_correction_may_read_them():
 
 def test_the_example_correction_halves_the_weight_of_old_tokens():
     settings = LossSettings(off_policy=OffPolicySettings(mode=BY_AGE, options={"half_life": 1}))
-    functions = load_functions("loss_fn", settings.places)
+    functions = load_functions("loss_fn", loss_import_paths(settings))
     logprobs = torch.full((4,), -1.0, requires_grad=True)
     fields = TokenFields(
         advantages=torch.ones(4),
@@ -79,7 +80,7 @@ def test_the_example_correction_halves_the_weight_of_old_tokens():
 
 def test_without_ages_a_function_of_ones_own_is_told_that_all_are_0():
     settings = LossSettings(off_policy=OffPolicySettings(mode=BY_AGE))
-    functions = load_functions("loss_fn", settings.places)
+    functions = load_functions("loss_fn", loss_import_paths(settings))
     logprobs = torch.full((3,), -1.0, requires_grad=True)
     fields = TokenFields(
         advantages=torch.ones(3),

@@ -11,27 +11,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from gdpo_nemo import cli
-from gdpo_nemo.algorithm import GDPO
+from gdpo_nemo.commands import cli
+from gdpo_nemo.commands.advantage_tables import read_step
 from gdpo_nemo.config.load import load_config, save_config
-from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
-from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.data.results import UpdateResult
-from gdpo_nemo.environments.verdicts import checked_verdicts
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, UpdateResult, Verdict
+from gdpo_nemo.environments.base import checked_verdicts
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.observe.journal import Journal, read_journal
 from gdpo_nemo.observe.metric_registry import unknown_metrics
-from gdpo_nemo.observe.rollouts import read_columns, read_rollouts, write_rollouts
-from gdpo_nemo.rollouts.advantage_tables import read_step
+from gdpo_nemo.observe.samples import read_columns, read_rollouts, write_rollouts
+from gdpo_nemo.rollouts.batches import Rollout, recorded_groups
 from gdpo_nemo.rollouts.context import Transcript
+from gdpo_nemo.rollouts.credit import advantages_of, turn_rows, updates_of
 from gdpo_nemo.rollouts.group_signal import has_signal
-from gdpo_nemo.rollouts.learning import advantages_of, updates_of
-from gdpo_nemo.rollouts.recorded_stream import recorded_groups
-from gdpo_nemo.rollouts.rollout_batch import Rollout
-from gdpo_nemo.rollouts.turn_credit import turn_rows
+from gdpo_nemo.training.gdpo import GDPO
+from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.user_code import load_object
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TURNS = REPOSITORY / "configs" / "gdpo_turns_cpu.yaml"
@@ -251,10 +248,10 @@ def test_a_verdict_may_say_what_each_turn_earned_and_is_held_to_it():
     (checked,) = checked_verdicts(("a", "b"), [t], [good])
     assert checked.turn_rewards == ({"a": 1.0}, {"a": None, "b": 0.0})
     for wrong, said in (
-        ([{"a": 1.0}], "turn_rewards of 1 turns for sample 0 of prompt p, which has 2"),
-        ([{"a": 1.0}, {"c": 1.0}], "'c', which is not in its reward_names"),
+        ([{"a": 1.0}], "turn_rewards for 1 turns of sample 0 of prompt p, which has 2"),
+        ([{"a": 1.0}, {"c": 1.0}], "'c', which is not in reward_names"),
         ([{"a": float("inf")}, {}], "reward 'a' of turn 1 of sample 0 of prompt p is infinite"),
-        ([{"b": 1.0}, {}], "turn_rewards of 'b' for sample 0 of prompt p, whose rewards do not have it"),
+        ([{"b": 1.0}, {}], "turn_rewards of 'b' for sample 0 of prompt p, whose rewards do not contain it"),
     ):
         with pytest.raises(RunError, match=said):
             checked_verdicts(("a", "b"), [t], [Verdict({"a": 1.0}, turn_rewards=wrong)])
@@ -309,7 +306,7 @@ def test_recorded_turns_give_the_same_advantages_in_a_replay_and_in_explain(tmp_
             np.testing.assert_array_equal(ours, theirs)
     np.testing.assert_array_equal(recorded, expected.values)
     assert cli.main(["explain-advantages", str(path)]) == 0
-    assert "The advantages recorded by the run are these." in capsys.readouterr().out
+    assert "The run recorded the same advantages." in capsys.readouterr().out
 
 
 def test_samples_hold_the_turns_and_their_advantages_and_those_of_one_turn_nothing(tmp_path):
@@ -420,12 +417,12 @@ def test_where_rewards_come_at_the_end_alone_credit_by_turn_gains_nothing():
         (["gdpo.credit=sequence", "gdpo.turn_baseline=group"], "gdpo.turn_baseline: has no effect"),
         (["gdpo.discount=1.5"], "gdpo.discount: must be 0 or more and at most 1, got 1.5"),
         (["gdpo.discount=-1"], "gdpo.discount: must be 0 or more and at most 1, got -1"),
-        (["gdpo.shaping=[{component: first, clip: [0, 1]}]"], "which gdpo.shaping works on"),
-        (["gdpo.kl_in_reward=0.1"], "which gdpo.kl_in_reward works on"),
-        (["loss_fn.type=target_po"], "which loss_fn.type target_po works on"),
+        (["gdpo.shaping=[{component: first, clip: [0, 1]}]"], "which gdpo.shaping requires"),
+        (["gdpo.kl_in_reward=0.1"], "which gdpo.kl_in_reward requires"),
+        (["loss_fn.type=target_po"], "which loss_fn.type target_po requires"),
         (
             ["loss_fn.off_policy.sequence_mask_threshold=0.5"],
-            "which loss_fn.off_policy.sequence_mask_threshold works on",
+            "which loss_fn.off_policy.sequence_mask_threshold requires",
         ),
     ],
 )

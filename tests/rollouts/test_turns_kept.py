@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.endpoint.conversations import History, Turn
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.rollouts.agents import BrokenEpisode, follow
 from gdpo_nemo.rollouts.context import Transcript
+from gdpo_nemo.rollouts.endpoint.conversations import History, Turn
+from gdpo_nemo.utils.errors import RunError
 
 
 def turn(number: int) -> Turn:
@@ -36,7 +36,7 @@ def test_a_forgotten_turn_ends_the_run_with_a_sentence_and_fails_no_sample():
     found = transcript()
     follow(found, reply(3), history)
     assert found.turns == 1
-    with pytest.raises(RunError, match="more than the 65,536 turns of a batch that are kept"):
+    with pytest.raises(RunError, match="more than 65,536 turns in a batch, the maximum that is stored"):
         follow(transcript(), reply(1), history)
     history.clear()
     with pytest.raises(BrokenEpisode, match="did not sample"):

@@ -167,8 +167,8 @@ def job_that_loses_processes(work: Path) -> None:
     print(output(logs), end="")
     check(f"job {job} is COMPLETED (it is {state(job)})", state(job) == "COMPLETED")
     said = [json.loads(line)["text"] for line in (folder / "alerts.jsonl").read_text().splitlines()]
-    check("the driver's end is told", any("was killed by SIGKILL; the run is started again" in text for text in said))
-    check("the rank's end is told", any("the policy is started again" in text for text in said))
+    check("the driver's end is told", any("was killed by SIGKILL; the run is restarted" in text for text in said))
+    check("the rank's end is told", any("the policy is restarted" in text for text in said))
     check("Slurm did not queue it again", "] queued again" not in output(logs) and not (logs / "1").exists())
     check("the curve and the weights are those of the run without Slurm, bit for bit", same(folder, work / "alone"))
 

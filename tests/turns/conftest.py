@@ -20,11 +20,11 @@ from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Trajectory
-from gdpo_nemo.endpoint.server import Endpoint
-from gdpo_nemo.endpoint.service import Budgets, Service
 from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.batches import sample_seed
 from gdpo_nemo.rollouts.context import RolloutContext
-from gdpo_nemo.rollouts.rollout_batch import sample_seed
+from gdpo_nemo.rollouts.endpoint.server import Endpoint
+from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 
 REPOSITORY = Path(__file__).resolve().parents[2]

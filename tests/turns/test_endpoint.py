@@ -13,12 +13,12 @@ import pytest
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Prompt
-from gdpo_nemo.endpoint import server
-from gdpo_nemo.endpoint.server import Endpoint
-from gdpo_nemo.endpoint.service import Budgets, Service
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.agents import BrokenEpisode, follow
 from gdpo_nemo.rollouts.context import Transcript
+from gdpo_nemo.rollouts.endpoint import server
+from gdpo_nemo.rollouts.endpoint.server import Endpoint
+from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 
 FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 # Shows an assistant's message in full only while it is the last one: what templates do that drop old reasoning.
@@ -135,7 +135,7 @@ def test_the_trajectory_of_an_agent_that_edits_its_history_is_not_trained(endpoi
     answers.append(said(endpoint, messages))
     assert endpoint.service.counts["edited"] == 1  # rendered anew: the model reads what the client means
     t = transcript()
-    with pytest.raises(BrokenEpisode, match=f"{NOT_CONTIGUOUS}: turn 3 departs from the turns before it at token"):
+    with pytest.raises(BrokenEpisode, match=f"{NOT_CONTIGUOUS}: turn 3 differs from the earlier turns at token"):
         follow(t, response_of(answers), endpoint.service.history)
     assert t.turns == 2  # what is left is the part that holds together, for the record
 
@@ -178,7 +178,7 @@ def test_tokens_that_were_not_sampled_here_are_refused_and_never_read_as_a_turn(
         ({"tools": "?"}, "tools"),
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "not text"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [3]}]}, "tool_calls"),
         ({"messages": [{"role": "assistant", "content": "x", "prompt_token_ids": [1.5]}]}, "token ids"),
         ({"messages": [{"role": "user", "content": "x" * 400}]}, "context length"),
@@ -239,6 +239,6 @@ def test_samples_of_one_prompt_are_the_same_set_in_every_run_of_a_batch(endpoint
             return sorted(tuple(a["generation_token_ids"]) for a in answers)
 
     first = batch()
-    endpoint.service._drawn.clear()
+    endpoint.service._request_counts.clear()
     assert batch() == first
     assert len({endpoint.service._seed(np.arange(3)) for _ in range(100)}) == 100  # one prompt, other seeds

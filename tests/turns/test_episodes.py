@@ -12,7 +12,7 @@ from gdpo_nemo.data.packing import TrainSequence, pack_rows
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.utils.errors import RunError
 
 PLUGINS = Path(__file__).with_name("episodes_for_tests.py")
 

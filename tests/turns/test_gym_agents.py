@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from real_nemo_gym import installed
 
-from gdpo_nemo.data.failures import FailureKind
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Outcome, Prompt
-from gdpo_nemo.endpoint.server import Endpoint
-from gdpo_nemo.endpoint.service import Budgets, Service
+from gdpo_nemo.data.server_replies import FailureKind
 from gdpo_nemo.environments.nemo_gym.agent_environment import NemoGymAgent
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.agents import play_with_agents
 from gdpo_nemo.rollouts.context import checked
+from gdpo_nemo.rollouts.endpoint.server import Endpoint
+from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
+from gdpo_nemo.utils.errors import RunError
 
 SERVERS = ("example_session_state_mgmt", "example_multi_step")
 SAMPLING = Sampling(0.5, 1.0, -1, 80)

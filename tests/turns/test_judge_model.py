@@ -5,9 +5,9 @@ from __future__ import annotations
 from environment_samples import trajectory
 
 from gdpo_nemo.data.records import Outcome
-from gdpo_nemo.endpoint.service import Budgets
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.endpoint.service import Budgets
 
 ANSWERS = [f"Dear reader, the answer is {n}." for n in range(32)]
 
@@ -34,5 +34,5 @@ def test_what_a_model_writes_is_a_score_where_it_holds_one_and_else_a_typed_fail
     for verdict in found:
         if verdict not in scored:
             assert (verdict.outcome, verdict.rewards) == (Outcome.ENV_FAILED, {})
-            assert verdict.detail == "polite: the judge wrote no score from 0 to 10"
+            assert verdict.detail == "polite: the judge's reply contains no score from 0 to 10"
     assert {verdict.detail for verdict in refused} == {"polite: the judge answered with HTTP 400"}

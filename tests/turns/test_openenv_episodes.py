@@ -13,8 +13,8 @@ from scripted_engines import TOKENIZER, completion_of
 
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Outcome, Prompt
-from gdpo_nemo.environments.execution.dispatch import EnvironmentPools
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
+from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 

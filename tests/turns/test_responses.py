@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.endpoint.conversations import Turn, fingerprint
-from gdpo_nemo.endpoint.parameters import Refused, read_object
-from gdpo_nemo.endpoint.responses import TOKEN_FIELDS, read_responses, response_of
-from gdpo_nemo.endpoint.service import Budgets
 from gdpo_nemo.generation.requests import Completion, Sampling
 from gdpo_nemo.rollouts.agents import follow
 from gdpo_nemo.rollouts.context import Transcript
+from gdpo_nemo.rollouts.endpoint.conversations import Turn, fingerprint
+from gdpo_nemo.rollouts.endpoint.requests import TOKEN_FIELDS, Refused, read_object, read_responses, response_of
+from gdpo_nemo.rollouts.endpoint.service import Budgets
 
 SAMPLING = Sampling(0.5, 1.0, -1, 80)
 TOOL = {
@@ -106,21 +105,27 @@ def test_dropped_token_fields_are_restored_unless_the_client_edits_its_history(e
         ({"stream": True}, "stream True"),
         ({"tool_choice": "required"}, "tool_choice required"),
         ({"max_output_tokens": 0}, "max_tokens"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id resp_1 is not supported: input must hold the whole"),
+        (
+            {"previous_response_id": "resp_1"},
+            "previous_response_id resp_1 is not supported: input must contain the whole",
+        ),
         ({"background": True}, "background True"),
         ({"truncation": "auto"}, "truncation auto"),
         ({"text": {"format": {"type": "json_object"}}}, "text {"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0] is no function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] is not a function"),
         ({"metadata": {"chat_template_kwargs": '{"enable_thinking": false}'}}, "metadata.chat_template_kwargs {"),
         ({"tools": 3}, "tools must be a list"),
         ({"instructions": 3}, "must be text"),
         ({"input": []}, "messages must be"),
         ({"input": 3}, "input must be a list"),
-        ({"input": ["x"]}, "input[0] is no object"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0] holds a part that is no text"),
+        ({"input": ["x"]}, "input[0] must be an object"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0] contains a part that is not text",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0] is of type 'item_reference'"),
-        ({"input": [{"type": "function_call_output", "output": 3}]}, "input[0] holds no text"),
-        ({"input": [{"role": "assistant", "content": "x"}, {"content": "y"}]}, "no object with a role"),
+        ({"input": [{"type": "function_call_output", "output": 3}]}, "input[0] contains no text"),
+        ({"input": [{"role": "assistant", "content": "x"}, {"content": "y"}]}, "must be an object with a role"),
         ({"input": [{"role": "assistant", "content": "x", "prompt_token_ids": [1.5]}]}, "token ids"),
     ],
 )

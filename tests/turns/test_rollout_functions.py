@@ -15,12 +15,12 @@ from scripted_engines import TOKENIZER, ScriptedEngines
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
-from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.observe.metric_registry import unknown_metrics
-from gdpo_nemo.observe.rollouts import read_rollouts, rollout_path
+from gdpo_nemo.observe.samples import read_rollouts, rollout_path
+from gdpo_nemo.rollouts.batches import sample_seed
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict, rollout_methods
-from gdpo_nemo.rollouts.rollout_batch import sample_seed
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = Path(__file__).with_name("own_rollouts.py")
@@ -75,11 +75,11 @@ def test_calls_of_several_threads_have_a_context_each_and_give_the_same(engines)
 @pytest.mark.parametrize(
     "function, fault",
     [
-        ("forgets_a_sample", "wants samples 0 to 1"),
-        ("drops_logprobs", "no finite number of at most 0"),
-        ("masks_everything", "the policy wrote nothing"),
-        ("claims_other_spans", "the spans of versions do not add up"),
-        ("asks_for_nothing", "asked for no completion at all"),
+        ("forgets_a_sample", "must return samples 0 to 1 in order"),
+        ("drops_logprobs", "must be finite and at most 0"),
+        ("masks_everything", "the policy wrote no token"),
+        ("claims_other_spans", "the version spans do not add up"),
+        ("asks_for_nothing", "requested no completion"),
         ("raises", "raises raised ZeroDivisionError"),
     ],
 )

@@ -16,11 +16,11 @@ from scripted_engines import TOKENIZER, ScriptedEngines
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.endpoint.server import Endpoint
-from gdpo_nemo.endpoint.service import Budgets, Service
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.endpoint.server import Endpoint
+from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob
+from gdpo_nemo.utils.errors import RunError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TALK = Conversation(TOKENIZER, chat=True)
@@ -89,7 +89,7 @@ def test_phases_that_sample_alike_are_open_together_and_others_wait_in_turn(endp
         assert order == []
     check.join()
     later.join()
-    assert order == [200, 200] and say(endpoint, "x").json()["message"] == "no rollout is under way"
+    assert order == [200, 200] and say(endpoint, "x").json()["message"] == "no rollout is in flight"
 
 
 @alone
@@ -280,6 +280,6 @@ def test_a_turn_that_was_asked_for_in_the_batch_before_is_not_kept_in_the_next(e
     with service.phase(WARM, 2):
         engines.gate.set()
         late.join(120)
-        assert [(reply.status_code, reply.json()["message"]) for reply in answers] == [(400, "no rollout is under way")]
+        assert [(reply.status_code, reply.json()["message"]) for reply in answers] == [(400, "no rollout is in flight")]
         assert service.history.count == 0 and not service.counts["turns"]
         assert ids(say(endpoint, "x"))

@@ -14,10 +14,10 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Outcome, Prompt
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
-from gdpo_nemo.errors import ConfigError, RunError
 from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.batches import apply_verdicts, sample_seed
 from gdpo_nemo.rollouts.functions import RolloutRunner, SamplingJob, rollout_methods
-from gdpo_nemo.rollouts.rollout_batch import apply_verdicts, sample_seed
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TRL = Path(__file__).with_name("trl_rollout_functions.py")
@@ -115,16 +115,22 @@ def test_tokens_that_were_not_drawn_where_they_stand_are_never_trained(engines, 
     """What TRL trains there has other log-probs than what was sampled."""
     for t in (t for group in called(engines, function) for t in group):
         assert t.outcome is Outcome.ENV_FAILED and not t.trains
-        assert t.detail.startswith(f"{NOT_CONTIGUOUS}: token {place} of completion_ids was not drawn")
+        assert t.detail.startswith(f"{NOT_CONTIGUOUS}: token {place} of completion_ids was not sampled")
 
 
 @pytest.mark.parametrize(
     "function, fault",
     [
-        ("hotter", "generation setting temperature 1.7: the trainer needs completions as policy.generation draws them"),
-        ("once_per_prompt", "returned 1 for prompt_ids, not 4: prompts come as often as they have samples"),
-        ("no_logprobs", "returned no logprobs"),
-        ("asks_too_much", "TRL's trainer has no 'model_wrapped' here; it has max_completion_length, temperature"),
+        ("hotter", "generation setting temperature 1.7: must equal policy.generation; only max_tokens may differ"),
+        (
+            "once_per_prompt",
+            "returned 1 values for prompt_ids, expected a list of 4: each prompt is repeated once per sample",
+        ),
+        ("no_logprobs", "did not return logprobs"),
+        (
+            "asks_too_much",
+            "TRL's trainer.model_wrapped is not supported; available: max_completion_length, temperature",
+        ),
         ("short_mask", "prompt a, sample 0: completion_ids, logprobs and env_mask differ in length"),
     ],
 )
@@ -138,7 +144,7 @@ def test_what_cannot_work_stops_the_run_with_a_sentence(engines, function, fault
     "function, fault",
     [
         ("of_long_ago", "has the signature (prompts, args, processing_class), which TRL had before 0.25"),
-        ("awaited", "is a coroutine function"),
+        ("awaited", "must not be a coroutine function"),
         ("Client.reset", "has no 'Client.reset'"),
     ],
 )

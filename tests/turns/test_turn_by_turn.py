@@ -12,9 +12,9 @@ from scripted_engines import TOKENIZER, completion_of, letters
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
-from gdpo_nemo.errors import RunError
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
+from gdpo_nemo.utils.errors import RunError
 
 PLUGINS = Path(__file__).with_name("episodes_for_tests.py")
 TALK = Conversation(TOKENIZER, chat=True)
@@ -132,7 +132,7 @@ def test_an_authors_mistake_ends_the_episode_with_a_sentence(pool):
 
 
 def test_a_prompt_of_reset_that_leaves_no_room_is_refused_with_a_sentence(pool):
-    with pytest.raises(RunError, match="environment 'guessing': prompt p, sample 0: the policy wrote nothing"):
+    with pytest.raises(RunError, match="environment 'guessing': prompt p, sample 0: the policy wrote no token"):
         played(prompt_of("guessing"), job(pool), Limits(4, 40, 10, 5))
 
 

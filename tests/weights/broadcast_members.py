@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights import broadcast_group
 
 CPU = torch.device("cpu")
@@ -46,7 +46,7 @@ def _serve(connection, workers: int) -> None:
                 elif what == "close":
                     answer = [arguments[0].close(worker) for worker in range(workers)]
                 else:
-                    answer = (*counts(), sorted(broadcast_group._standing))
+                    answer = (*counts(), sorted(broadcast_group._groups))
             except RunError as error:
                 answer = error
             connection.send(answer)

@@ -71,7 +71,7 @@ def test_what_was_queued_on_a_gpu_is_done_before_the_other_process_is_told(monke
     waited = []
     stream = SimpleNamespace(synchronize=lambda: waited.append(True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: waited.append(device) or stream)
-    ipc._settle(torch.device("cuda", 1))
+    ipc._synchronize(torch.device("cuda", 1))
     assert waited == [torch.device("cuda", 1), True]
-    ipc._settle(torch.device("cpu"))
+    ipc._synchronize(torch.device("cpu"))
     assert len(waited) == 2

@@ -9,9 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from gdpo_nemo.megatron.hf_files import write_model
+from gdpo_nemo.models.hf_folder import whole_or_nothing, write_model
 from gdpo_nemo.weights.adapters import Adapters, write_adapter
-from gdpo_nemo.weights.model_folder import whole_or_nothing
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -57,4 +56,4 @@ def test_the_first_of_two_processes_that_make_one_model_names_it_and_the_other_u
             (first / "config.json").write_text("first")
     assert [path.name for path in tmp_path.iterdir()] == ["model"], "the other copy is gone"
     assert (folder / "config.json").read_text() == "first"
-    assert "another process has made it in the meantime" in capsys.readouterr().out
+    assert "created by another process in the meantime" in capsys.readouterr().out

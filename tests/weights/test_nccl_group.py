@@ -15,8 +15,7 @@ from test_streams import CPU, Received, model, same
 
 from gdpo_nemo.weights import broadcast_group
 from gdpo_nemo.weights.broadcast_group import JOIN_S, BroadcastServer
-from gdpo_nemo.weights.buckets import PeerLost, divide, filled
-from gdpo_nemo.weights.manifest import weight_metadata
+from gdpo_nemo.weights.manifest import PeerLost, divide, filled, weight_metadata
 from gdpo_nemo.weights.transports.collective import CollectiveReceiver
 
 BUCKET = 700
@@ -69,17 +68,17 @@ def groups(monkeypatch):
     return RecordedNccl.made
 
 
-def update(server: BroadcastServer, joins: bool, version: int) -> None:
+def update(server: BroadcastServer, must_join: bool, version: int) -> None:
     """From this thread to the two processes of one engine, which are threads here."""
     manifest = weight_metadata(model(), version)
-    receiver = CollectiveReceiver(server.meeting, 0, 1, joins, BUCKET, 30)
+    receiver = CollectiveReceiver(server.meeting, 0, 1, must_join, BUCKET, 30)
     found = [Received(receiver, manifest, worker) for worker in range(2)]
     server.send(filled(manifest, iter(model()), BUCKET, CPU))
     assert all(same(each.get(), model()) for each in found)
 
 
 def test_both_ends_ask_nccl_for_the_same_in_the_same_order_update_after_update(groups):
-    server = BroadcastServer("127.0.0.1", 2, "nccl", stands=True)
+    server = BroadcastServer("127.0.0.1", 2, "nccl", persistent=True)
     update(server, True, 1)
     update(server, False, 2)
     sizes = [bucket.nbytes for bucket in divide(weight_metadata(model(), 1), BUCKET)]
@@ -111,7 +110,7 @@ def test_each_end_waits_as_long_as_it_was_told(groups, monkeypatch):
 
 def test_an_error_of_nccls_is_a_lost_member_on_every_end_and_all_leave(groups, monkeypatch):
     monkeypatch.setattr(RecordedNccl, "fails_at", 2)
-    server = BroadcastServer("127.0.0.1", 2, "nccl", stands=True)
+    server = BroadcastServer("127.0.0.1", 2, "nccl", persistent=True)
     manifest = weight_metadata(model(), 1)
     receiver = CollectiveReceiver(server.meeting, 0, 1, True, BUCKET, 30)
     found = [Received(receiver, manifest, worker) for worker in range(2)]
@@ -120,7 +119,7 @@ def test_an_error_of_nccls_is_a_lost_member_on_every_end_and_all_leave(groups, m
     for each in found:
         with pytest.raises(PeerLost, match="weight update 1: a member of the broadcast group was lost"):
             each.get()
-    assert server.ended and broadcast_group._standing == {} and [group.aborts for group in groups] == [1, 1, 1]
+    assert server.ended and broadcast_group._groups == {} and [group.aborts for group in groups] == [1, 1, 1]
 
 
 def test_the_recorded_group_has_the_signatures_of_torchs_own():

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.manifest import pack, unpack
 
 SHAPES = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([torch.float32, torch.bfloat16])), max_size=8)

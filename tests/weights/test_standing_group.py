@@ -10,10 +10,10 @@ import time
 import pytest
 from broadcast_members import Actor, Policy, counts
 
-from gdpo_nemo.weights.broadcast_group import Meeting, joined
-from gdpo_nemo.weights.buckets import PeerLost
+from gdpo_nemo.weights.broadcast_group import Meeting, joined_group
+from gdpo_nemo.weights.manifest import PeerLost
+from gdpo_nemo.weights.transports.base import TransportOptions
 from gdpo_nemo.weights.transports.collective import GlooTransport
-from gdpo_nemo.weights.transports.transport import TransportOptions
 
 BUCKET = 4096
 
@@ -52,7 +52,7 @@ class Run:
         """A version to all; returns the name of the group that it went through."""
         self.prepare()
         self.deliver(engines)
-        return self.transport._standing[0].meeting.name
+        return self.transport._persistent_receivers[0].meeting.name
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_updates_go_through_one_group_while_the_engines_are_the_same():
         engines = {0: run.engine(), 1: run.engine()}
         assert len({run.publish(engines) for _ in range(4)}) == 1
         for number, actor in engines.items():
-            assert [receiver.joins for receiver in actor.told] == [True, False, False, False]
+            assert [receiver.must_join for receiver in actor.told] == [True, False, False, False]
             assert actor.counts()[2] == [f"process {worker} of engine {number}" for worker in range(2)]
 
 
@@ -130,7 +130,8 @@ def test_an_update_that_broke_off_with_all_alive_is_followed_by_another_group(ru
     engines = {0: run.engine(), 1: run.engine()}
     first = run.publish(engines)
     run.prepare()
-    engines[0].close_receiver.remote(run.transport._standing[0])  # as if it had missed the end of the update before
+    # As if it had missed the end of the update before.
+    engines[0].close_receiver.remote(run.transport._persistent_receivers[0])
     engines[0].answer()
     (updates, sent) = run.start(engines)
     with pytest.raises(PeerLost):
@@ -175,5 +176,5 @@ def test_fifty_updates_and_five_replacements_leave_nothing_behind(run):
 
 def test_a_receiver_without_the_group_says_so_and_waits_for_nobody():
     meeting = Meeting("127.0.0.1", 1, 2, "gloo", True, "gone")
-    with pytest.raises(PeerLost, match="nobody is no longer in it"), joined(meeting, "nobody", 1, False, 600):
+    with pytest.raises(PeerLost, match="nobody is no longer in it"), joined_group(meeting, "nobody", 1, False, 600):
         pass

@@ -15,12 +15,10 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gdpo_nemo.errors import RunError
-from gdpo_nemo.weights import checksum as checksums
+from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.weights import manifest as checksums
 from gdpo_nemo.weights.broadcast_group import BroadcastServer
-from gdpo_nemo.weights.buckets import PeerLost, divide, filled
-from gdpo_nemo.weights.checksum import _BLOCK, checksum
-from gdpo_nemo.weights.manifest import weight_metadata
+from gdpo_nemo.weights.manifest import _BLOCK, PeerLost, checksum, divide, filled, weight_metadata
 from gdpo_nemo.weights.transports.collective import CollectiveReceiver
 from gdpo_nemo.weights.transports.ipc import IpcReceiver, IpcServer
 
@@ -46,7 +44,7 @@ def same(received, sent) -> bool:
 
 def reference(tensor: torch.Tensor) -> int:
     """The same sum in integers without bounds, from the formula in the module's docstring."""
-    from gdpo_nemo.weights.checksum import _CHAIN, _INTEGERS, _weights
+    from gdpo_nemo.weights.manifest import _CHAIN, _INTEGERS, _weights
 
     words = tensor.contiguous().flatten().view(_INTEGERS[tensor.element_size()]).tolist()
     assert len(words) <= _BLOCK
@@ -97,7 +95,7 @@ class Launches(TorchDispatchMode):
 def test_a_gpu_adds_many_blocks_at_once_to_the_same_checksum(dtype, elements, monkeypatch):
     drawn = torch.randint(0, 256, (elements * dtype.itemsize,), dtype=torch.uint8)
     here = int(checksum(drawn.view(dtype)))
-    monkeypatch.setattr(checksums, "_on_cpu", lambda words: False)
+    monkeypatch.setattr(checksums, "_is_on_cpu", lambda words: False)
     assert int(checksum(drawn.view(dtype))) == here
 
 

@@ -1,1 +1,1 @@
-"""Where verdicts are computed: worker processes, their pool, environments on other nodes."""
+"""Execution of environments in worker processes and process pools."""

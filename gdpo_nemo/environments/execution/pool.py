@@ -1,62 +1,55 @@
-"""Verification in worker processes, where a verifier that hangs, crashes or floods its output cannot harm the run.
-
-Built on pebble's ProcessPool, which kills a worker at the task's time limit and starts another. Workers are spawned,
-never forked: a fork would copy locks that other threads of the driver hold. Three things can happen to a shard of
-trajectories:
-
-* it is verified: its verdicts are returned;
-* it exceeds the time limit or its process dies: its members are tried once more one by one, and those that fail again
-  are ``env_failed``, which is never a reward;
-* the environment's code is wrong (it raises, returns too few values or an infinite one): RunError.
-
-Environments that are clients of servers elsewhere (``remote``) need no such protection; they run in threads of the
-driver.
-"""
+"""Verification in worker processes with time limits, and in threads for environments that call servers."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import threading
 from collections import Counter
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import groupby
-from typing import Any, Callable, Container, Mapping, Sequence
+from typing import Any, Callable, Container, Iterator, Mapping, Sequence, cast
 
 from pebble import ProcessExpired, ProcessPool
 
-from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
+from gdpo_nemo.environments.base import checked_verdicts, declared
+from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, RemoteEpisodes
 from gdpo_nemo.environments.execution import worker
-from gdpo_nemo.environments.execution.remote import RemoteEnvironments, is_remote
-from gdpo_nemo.environments.execution.spawning import Spawning
-from gdpo_nemo.errors import RunError, UserCodeFailed
-from gdpo_nemo.waits import WaitExpired, running, waiting
+from gdpo_nemo.environments.execution.worker import RecordingSpawnContext
+from gdpo_nemo.environments.registry import environment_class, load_environment
+from gdpo_nemo.utils.errors import ConfigError, RunError, UserCodeFailed, first_line
+from gdpo_nemo.utils.waits import WaitExpired, running, waiting
 
 SHARD_SIZE = 32
-"""Trajectories in one task: the time limit is per task, and a failed one is repeated member by member. A shard exceeds
-it only to keep the samples of one prompt together."""
+"""Maximum number of trajectories in one task. The time limit applies to a task. If a task fails, its trajectories are
+retried individually. A shard exceeds this size only to keep the samples of a prompt together."""
 RETRY_FAILURES = 3
-"""Members of a shard that may fail alone before the rest counts as failed: a verifier that always hangs costs a few
-time limits, not one per sample."""
+"""Number of individual retries of a shard that may fail before its remaining trajectories count as failed. It limits
+the time that a verifier can waste if it hangs on every sample."""
 _ATTEMPTS = 3
-"""Pools tried for one shard; see ``_replies``."""
+"""Maximum number of pools to which a shard is sent if pools break. See ``_replies``."""
 _POLL_S = 0.5
+
+type _Request = Trajectory | EpisodeStep
+type _Reply = list[Any] | worker.Fault
+type _Task = Callable[[str, Sequence[Any], float, int], _Reply]
+"""Type of ``worker.verify`` and ``worker.step``."""
 
 
 class EnvironmentPool:
-    """Worker processes that hold the environments of a config.
+    """Worker processes that run the environments of a config.
+
+    The workers start at the first ``verify``. ``verify`` may be called from several threads.
 
     Args:
-        environments: the config section ``env`` as plain dictionaries, options by environment name.
-        workers: worker processes.
-        timeout_s: seconds one verification task (a shard, or a single member of it) may take.
-        seed: seed of Python's and NumPy's global generators in the workers, renewed for every task.
-
-    Workers start at the first ``verify``. ``verify`` may be called from several threads.
+        environments: config section ``env`` as plain dictionaries, options by environment name.
+        workers: number of worker processes.
+        timeout_s: time limit in seconds of one task: a shard, or a single trajectory that is retried.
+        seed: base seed. Every task seeds Python's and NumPy's global generators with it and the prompt id.
     """
 
     def __init__(
@@ -67,8 +60,10 @@ class EnvironmentPool:
         seed: int = 0,
     ):
         sections = {name: dict(options or {}) for name, options in environments.items()}
-        self._remote = RemoteEnvironments({n: options for n, options in sections.items() if is_remote(n, options)})
-        self._environments = {n: options for n, options in sections.items() if n not in self._remote.names}
+        self._remote = RemoteEnvironments(
+            {name: options for name, options in sections.items() if is_remote(name, options)}
+        )
+        self._environments = {name: options for name, options in sections.items() if name not in self._remote.names}
         self._workers = max(1, workers)
         self._timeout_s = timeout_s
         self._seed = seed
@@ -76,84 +71,92 @@ class EnvironmentPool:
         self._closed = False
         self._last_progress = running.now()
         self._recovered: Counter[str] = Counter()
-        self._spawning = Spawning()
+        self._context = RecordingSpawnContext()
         self._pool = self._new_pool()
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory, in order.
+        """Return one verdict per trajectory, in order.
 
-        Trajectories are sharded by environment, the consecutive samples of a prompt staying together. Raises RunError
-        for an unknown environment, a mistake in an environment's code, workers that cannot start, or a closed pool.
+        Trajectories are sharded by environment; consecutive samples of a prompt stay together.
+
+        Raises:
+            RunError: if an environment is unknown, its code raises, the workers cannot start, or the pool is closed.
         """
         for trajectory in trajectories:
-            self._check_known(trajectory.prompt, also=self._remote.names)
-        with self._remote.verifying(trajectories) as elsewhere:
-            here = [t for t in trajectories if t.prompt.environment in self._environments]
-            verdicts = iter(self._run(worker.verify, here, _failed))
-            remote = elsewhere()
+            self._check_known(trajectory.prompt, remote_names=self._remote.names)
+        with self._remote.verifying(trajectories) as wait_for_remote:
+            local = [t for t in trajectories if t.prompt.environment in self._environments]
+            verdicts = iter(self._run(worker.verify, local, _failed))
+            remote = wait_for_remote()
         return [remote[i] if i in remote else next(verdicts) for i in range(len(trajectories))]
 
     def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
-        """One step of every episode, in order; time-outs, deaths and mistakes are treated as by ``verify``."""
+        """Run one step of every episode and return the replies, in order. Timeouts, dead workers and errors are handled
+        as in ``verify``."""
         for step in steps:
-            self._check_known(step.prompt, also=self._remote.names)
-        elsewhere = {i: step for i, step in enumerate(steps) if step.prompt.environment in self._remote.names}
-        wait_for_remote = self._remote.replies(elsewhere)
-        here = [step for i, step in enumerate(steps) if i not in elsewhere]
+            self._check_known(step.prompt, remote_names=self._remote.names)
+        remote_steps = {i: step for i, step in enumerate(steps) if step.prompt.environment in self._remote.names}
+        wait_for_remote = self._remote.replies(remote_steps)
+        local = [step for i, step in enumerate(steps) if i not in remote_steps]
         replies = iter(
-            self._run(worker.step, here, lambda detail: EpisodeReply(outcome=Outcome.ENV_FAILED, detail=detail))
+            self._run(worker.step, local, lambda detail: EpisodeReply(outcome=Outcome.ENV_FAILED, detail=detail))
         )
         remote = wait_for_remote()
         return [remote[i] if i in remote else next(replies) for i in range(len(steps))]
 
     async def step_one(self, step: EpisodeStep) -> EpisodeReply:
-        """As ``step`` for one episode. While a server does the step no thread waits for it; cancelled, the episode is
-        abandoned."""
+        """Run one step and return its reply. If a server runs the step, no thread waits for it. Cancelling the call
+        abandons the episode."""
         if step.prompt.environment in self._remote.names:
             return await self._remote.reply(step)
         return (await asyncio.to_thread(self.step, [step]))[0]
 
     def abandon(self, step: EpisodeStep) -> None:
-        """Release what a server holds for the episode, which nobody will step again."""
+        """Release the server resources of an episode that will not be stepped again."""
         if step.state and step.prompt.environment in self._remote.names:
             self._remote.abandon(step.prompt.environment, step.state)
 
     def take_recoveries(self) -> Counter[str]:
-        """What went wrong and was done again since the last call, and how often: a sentence each."""
+        """Return the retries and worker replacements since the last call, as counts by message."""
         with self._lock:
             self._note_deaths()
-            taken, self._recovered = self._recovered, Counter()
-        return taken
+            recovered, self._recovered = self._recovered, Counter()
+        return recovered
 
     def _note_deaths(self) -> None:
-        """Those of workers; one that had no task would pass unseen. Under the lock."""
-        self._recovered.update(f"a worker process ended {how} and was replaced" for how in self._spawning.take_deaths())
+        """Record deaths of workers. Without this, the death of an idle worker would not be reported. The caller must
+        hold the lock."""
+        self._recovered.update(f"a worker process ended {how} and was replaced" for how in self._context.take_deaths())
 
-    def _check_known(self, prompt: Prompt, also: Container[str] = ()) -> None:
-        if prompt.environment not in self._environments and prompt.environment not in also:
-            raise RunError(f"prompt {prompt.id} names the environment {prompt.environment!r}, which env does not have")
+    def _check_known(self, prompt: Prompt, remote_names: Container[str] = ()) -> None:
+        if prompt.environment not in self._environments and prompt.environment not in remote_names:
+            raise RunError(f"prompt {prompt.id}: its environment {prompt.environment!r} is not defined in env")
 
-    def _run(self, task: Callable, asked: Sequence[Trajectory | EpisodeStep], failed: Callable[[str], Any]) -> list:
-        """The workers' answer to each of ``asked``, in order; ``failed(line)`` for those without one."""
+    def _run(self, task: _Task, requests: Sequence[_Request], failed: Callable[[str], Any]) -> list[Any]:
+        """Run a task for all requests and return the answers, in order.
+
+        Args:
+            failed: makes the answer to a request that failed, from the reason in one line.
+        """
         answers: dict[int, Any] = {}
-        shards = _shards(asked, self._workers)
-        for shard, reply in zip(shards, self._replies(task, asked, shards)):
+        shards = _split_into_shards(requests, self._workers)
+        for shard, reply in zip(shards, self._replies(task, requests, shards)):
             if isinstance(reply, str):
                 with self._lock:
-                    self._recovered[f"{reply}: its samples were tried again one by one"] += 1
-                answers.update(self._one_by_one(task, asked, shard, reply, failed))
+                    self._recovered[f"{reply}; the samples of its shard were retried individually"] += 1
+                answers.update(self._retry_individually(task, requests, shard, reply, failed))
             else:
                 answers.update(zip(shard, reply))
-        return [answers[index] for index in range(len(asked))]
+        return [answers[index] for index in range(len(requests))]
 
     def close(self) -> None:
-        """End the workers. A ``verify`` under way in another thread raises RunError."""
+        """Stop the workers. A ``verify`` in flight in another thread raises RunError."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self._remote.close()
-        _end(self._pool)
+        _stop(self._pool)
 
     def __enter__(self) -> EnvironmentPool:
         return self
@@ -161,15 +164,19 @@ class EnvironmentPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _one_by_one(self, task, asked, shard: Sequence[int], reason: str, failed) -> dict[int, Any]:
-        """Answers of a shard that failed as a whole: each member in its own task."""
+    def _retry_individually(
+        self, task: _Task, requests: Sequence[_Request], shard: Sequence[int], reason: str, failed: Callable[[str], Any]
+    ) -> dict[int, Any]:
+        """Run each request of a failed shard as a separate task. Return the answers by request index."""
         answers: dict[int, Any] = {}
         failures = 0
         for index in shard:
             if failures >= RETRY_FAILURES:
-                answers[index] = failed(f"{reason}; not tried alone after {failures} other samples of its shard failed")
+                answers[index] = failed(
+                    f"{reason}; not retried individually, because {failures} other samples of its shard failed"
+                )
                 continue
-            [reply] = self._replies(task, asked, [[index]])
+            [reply] = self._replies(task, requests, [[index]])
             if isinstance(reply, str):
                 failures += 1
                 answers[index] = failed(reply)
@@ -177,36 +184,38 @@ class EnvironmentPool:
                 answers[index] = reply[0]
         return answers
 
-    def _replies(self, task, asked: Sequence, shards: Sequence[Sequence[int]]) -> list[list | str]:
-        """For each shard its answers, or one line with the reason why there are none.
+    def _replies(
+        self, task: _Task, requests: Sequence[_Request], shards: Sequence[Sequence[int]]
+    ) -> list[list[Any] | str]:
+        """Return the answers of each shard, or the reason in one line if the shard failed.
 
-        When a worker dies while it takes a task, pebble gives up the whole pool with all its tasks; the innocent ones
+        If a worker dies while it takes a task from the queue, pebble breaks the pool and fails all tasks. These tasks
         are sent to a new pool.
         """
-        replies: dict[int, list | str] = {}
-        open_shards = list(range(len(shards)))
+        replies: dict[int, list[Any] | str] = {}
+        unanswered = list(range(len(shards)))
         for _ in range(_ATTEMPTS):
-            pool, futures = self._schedule(task, [[asked[i] for i in shards[number]] for number in open_shards])
+            pool, futures = self._schedule(task, [[requests[i] for i in shards[number]] for number in unanswered])
             try:
                 outcomes = [self._result(future) for future in futures]
             except BaseException:
                 for future in futures:
                     future.cancel()
                 raise
-            replies.update((number, reply) for number, reply in zip(open_shards, outcomes) if reply is not None)
-            open_shards = [number for number in open_shards if number not in replies]
-            if not open_shards:
+            replies.update((number, reply) for number, reply in zip(unanswered, outcomes) if reply is not None)
+            unanswered = [number for number in unanswered if number not in replies]
+            if not unanswered:
                 return [replies[number] for number in range(len(shards))]
             self._replace(pool)
-        raise RunError(f"environment workers ({', '.join(self._environments)}) die while starting or idle")
+        raise RunError(f"environment workers ({', '.join(self._environments)}) die during startup or while idle")
 
-    def _schedule(self, task, shards: Sequence[Sequence]) -> tuple[ProcessPool, list[Future]]:
+    def _schedule(self, task: _Task, shards: Sequence[Sequence[_Request]]) -> tuple[ProcessPool, list[Future[_Reply]]]:
         pool = self._pool
-        futures: list[Future] = []
+        futures: list[Future[_Reply]] = []
         for shard in shards:
             name = shard[0].prompt.environment
             try:
-                future: Future = pool.schedule(
+                future: Future[_Reply] = pool.schedule(
                     task, [name, shard, self._timeout_s, self._seed], timeout=self._timeout_s
                 )
             except RuntimeError as error:  # the pool broke since it was last used
@@ -218,15 +227,19 @@ class EnvironmentPool:
         self._last_progress = running.now()
         return pool, futures
 
-    def _result(self, future: Future) -> list | str | None:
-        """The task's answers, one line why it failed, or None when the pool broke around it. Raises RunError."""
-        # pebble enforces the task's limit; silence beyond it and a worker's start means that pebble itself is stuck.
-        silence = worker.STARTUP_LIMIT_S + 2 * self._timeout_s + 30.0
+    def _result(self, future: Future[_Reply]) -> list[Any] | str | None:
+        """Return the answers of a task, the reason in one line if it failed, or None if the pool broke.
+
+        Raises RunError if the environment's code raised, or if the pool is closed.
+        """
+        # pebble enforces the time limit of a task. If no task ends within this limit plus the startup limit, pebble
+        # itself is stuck.
+        stall_limit_s = worker.STARTUP_LIMIT_S + 2 * self._timeout_s + 30.0
         with waiting(f"verdicts of {', '.join(self._environments)}", "environments", self._timeout_s):
             while not wait([future], timeout=_POLL_S).done:
                 self._check_open()
-                if running.now() - self._last_progress > silence:
-                    raise WaitExpired(f"environment workers made no progress for {silence:.0f} s")
+                if running.now() - self._last_progress > stall_limit_s:
+                    raise WaitExpired(f"environment workers made no progress for {stall_limit_s:.0f} s")
         error = None if future.cancelled() else future.exception()
         if future.cancelled() or isinstance(error, BrokenProcessPool):
             self._check_open()
@@ -234,7 +247,7 @@ class EnvironmentPool:
         if isinstance(error, TimeoutError):
             return f"verification exceeded {self._timeout_s:g} s"
         if isinstance(error, ProcessExpired):
-            if error.exitcode == worker.LEFT:
+            if error.exitcode == worker.EXIT_CALLED:
                 return "the verifier ended its process (os._exit(0))"
             return f"verification process died (exit code {error.exitcode})"
         if error is not None:
@@ -249,18 +262,18 @@ class EnvironmentPool:
             max_workers=self._workers,
             initializer=worker.start,
             initargs=(self._environments, os.getpid()),
-            context=self._spawning,
+            context=self._context,
         )
 
     def _replace(self, broken: ProcessPool) -> None:
         with self._lock:
             if self._pool is broken and not self._closed:
                 self._note_deaths()
-                self._spawning = Spawning()  # the others of the broken pool are ended here
+                self._context = RecordingSpawnContext()  # stopping the broken pool below must not count as deaths
                 self._pool = self._new_pool()
-                _end(broken)
+                _stop(broken)
 
-    def _note_progress(self, _: Future) -> None:
+    def _note_progress(self, _: Future[_Reply]) -> None:
         self._last_progress = running.now()
 
     def _check_open(self) -> None:
@@ -272,24 +285,131 @@ def _failed(detail: str) -> Verdict:
     return Verdict({}, Outcome.ENV_FAILED, detail)
 
 
-def _end(pool: ProcessPool) -> None:
-    pool.stop()
+def _stop(pool: ProcessPool) -> None:
+    pool.stop()  # type: ignore[no-untyped-call]  # pebble has no annotations
     pool.join()
 
 
-def _shards(trajectories: Sequence[Trajectory | EpisodeStep], workers: int) -> list[list[int]]:
-    """Indices of the trajectories by shard: one environment each, whole groups, about even between the workers."""
+def _split_into_shards(requests: Sequence[_Request], workers: int) -> list[list[int]]:
+    """Split requests into shards of about equal size, as lists of indices.
+
+    A shard contains requests of one environment. Consecutive requests of the same prompt stay in one shard.
+    """
     by_environment: dict[str, list[int]] = {}
-    for index, trajectory in enumerate(trajectories):
-        by_environment.setdefault(trajectory.prompt.environment, []).append(index)
+    for index, request in enumerate(requests):
+        by_environment.setdefault(request.prompt.environment, []).append(index)
     shards: list[list[int]] = []
     for indices in by_environment.values():
         target = min(SHARD_SIZE, math.ceil(len(indices) / workers))
         shard: list[int] = []
-        for _, group in groupby(indices, key=lambda index: trajectories[index].prompt.id):
+        for _, group in groupby(indices, key=lambda index: requests[index].prompt.id):
             if len(shard) >= target:
                 shards.append(shard)
                 shard = []
             shard = shard + list(group)
         shards.append(shard)
     return shards
+
+
+def is_remote(name: str, options: Mapping[str, Any]) -> bool:
+    """Return ``remote`` of the environment's class. False if the class cannot be imported; the worker then reports the
+    error."""
+    try:
+        return declared(environment_class(name, options)).remote
+    except ConfigError:
+        return False
+
+
+class RemoteEnvironments:
+    """The remote environments of a config, which run on the driver.
+
+    Args:
+        section: remote environments of the config section ``env``, options by environment name.
+    """
+
+    def __init__(self, section: Mapping[str, Mapping[str, Any]]):
+        self._environments = {name: load_environment(name, options) for name, options in section.items()}
+        self.names = frozenset(self._environments)
+
+    @contextlib.contextmanager
+    def verifying(self, trajectories: Sequence[Trajectory]) -> Iterator[Callable[[], dict[int, Verdict]]]:
+        """Start verifying the trajectories of remote environments, and yield a function that waits for the verdicts.
+
+        The function returns verdicts by index in ``trajectories``. It raises RunError for invalid verdicts.
+        """
+        indices = {
+            name: [i for i, trajectory in enumerate(trajectories) if trajectory.prompt.environment == name]
+            for name in self.names
+        }
+        indices = {name: chosen for name, chosen in indices.items() if chosen}
+        with ThreadPoolExecutor(max(1, len(indices)), thread_name_prefix="remote") as threads:
+            futures: dict[str, Future[list[Verdict]]] = {
+                name: threads.submit(self._verify, name, [trajectories[i] for i in chosen])
+                for name, chosen in indices.items()
+            }
+            yield lambda: {
+                i: verdict for name, future in futures.items() for i, verdict in zip(indices[name], future.result())
+            }
+
+    def replies(self, steps: Mapping[int, EpisodeStep]) -> Callable[[], dict[int, EpisodeReply]]:
+        """Start one step of each episode, and return a function that waits for all replies.
+
+        The function raises RunError if an option is invalid or the environment is closed during the step.
+        """
+        futures = {i: self._start_step(step) for i, step in steps.items()}
+        return lambda: {i: self._reply(steps[i], future) for i, future in futures.items()}
+
+    async def reply(self, step: EpisodeStep) -> EpisodeReply:
+        """Run one step and return its reply, without a waiting thread. Cancelling the call abandons the episode.
+
+        Raises RunError like ``replies``.
+        """
+        name = step.prompt.environment
+        try:
+            return await asyncio.wrap_future(self._start_step(step))
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise _closed(name) from None
+        except ConfigError as error:
+            raise RunError(f"environment {name!r}: {error}") from error
+
+    def abandon(self, name: str, state: bytes) -> None:
+        """Release an episode of the environment that will not be stepped again."""
+        self._episodes(name).abandon(state)
+
+    def _episodes(self, name: str) -> RemoteEpisodes:
+        return cast(RemoteEpisodes, self._environments[name])
+
+    def _start_step(self, step: EpisodeStep) -> Future[EpisodeReply]:
+        return self._episodes(step.prompt.environment).start_step(step)
+
+    def _reply(self, step: EpisodeStep, future: Future[EpisodeReply]) -> EpisodeReply:
+        name = step.prompt.environment
+        try:
+            return future.result()
+        except CancelledError:
+            raise _closed(name) from None
+        except ConfigError as error:
+            raise RunError(f"environment {name!r}: {error}") from error
+
+    def close(self) -> None:
+        """Cancel the work in flight."""
+        for environment in self._environments.values():
+            environment.close()
+
+    def _verify(self, name: str, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        environment = self._environments[name]
+        try:
+            verdicts = environment.verify(trajectories)
+            names: Sequence[str] = environment.reward_names
+            if environment.open_rewards:
+                names = [component for verdict in verdicts for component in verdict.rewards]
+            return checked_verdicts(names, trajectories, verdicts)
+        except (ConfigError, RunError) as error:
+            raise RunError(f"environment {name!r}: {error}") from error
+
+
+def _closed(name: str) -> RunError:
+    return RunError(f"environment {name!r} was closed during a step")

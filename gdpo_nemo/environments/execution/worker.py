@@ -1,8 +1,4 @@
-"""The side of the environment pool that runs in the worker process.
-
-A worker builds every environment once, verifies one shard at a time, and ends with the driver. It must not import
-torch: a killed worker has to be replaced within a second or two.
-"""
+"""Worker process of an environment pool. It is spawned without importing the parent's main module."""
 
 from __future__ import annotations
 
@@ -12,52 +8,59 @@ import hashlib
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.popen_spawn_posix import Popen
+from multiprocessing.process import BaseProcess
 from typing import Any, Iterator, Mapping, NoReturn, Sequence
 
 import numpy as np
 
-from gdpo_nemo.config.messages import first_line
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.environments.base import Environment, checked_verdicts
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, advance
 from gdpo_nemo.environments.registry import load_environment
-from gdpo_nemo.environments.verdicts import checked_verdicts
-from gdpo_nemo.errors import GdpoError
+from gdpo_nemo.utils.errors import GdpoError, first_line
 
 STARTUP_LIMIT_S = 300.0
-"""Seconds a worker may take to build its environments."""
+"""Seconds that a worker may take to build its environments."""
 _GRACE_S = 10.0
-"""Beyond the time limit: the driver kills first, and this timer only where there is no driver any more."""
+"""Seconds after the time limit after which a worker exits by itself. A living driver kills it earlier."""
 _POLL_S = 0.5
-# Signals that a verifier may handle; math-verify's time limit, for one, is a SIGALRM.
-LEFT = 96
+EXIT_CALLED = 96
 """Exit status of a worker whose verifier called ``os._exit(0)``."""
+# Signals whose handlers a verifier may change. For example, math-verify uses SIGALRM for its time limit.
 _SIGNALS = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake in an environment's code or configuration, as one line for the user. It stops the run."""
+    """Error in an environment's code or configuration. It stops the run."""
 
     message: str
+    """Error message for the user, in one line."""
 
 
 _environments: dict[str, Environment | Fault] = {}
 
 
 def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
-    """Prepare this process: build the environments of the config section ``env`` and tie its life to the driver's.
+    """Build the environments of the config section ``env`` in this process, and exit when the driver dies.
 
-    An environment that cannot be built is remembered as a Fault and reported by the first task that needs it: an
-    exception here would only break the pool without saying why.
+    If an environment cannot be built, a ``Fault`` is stored in its place. The first task of this environment returns
+    it. An exception would break the pool, and its reason would be lost.
+
+    Args:
+        section: options by environment name.
+        driver: process id of the driver.
     """
-    threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
-    # A terminal that closes signals every process of the group; the driver handles it and ends the workers itself.
+    threading.Thread(target=_exit_with_driver, args=(driver,), daemon=True).start()
+    # A closing terminal sends SIGHUP to the whole process group. The driver handles it and stops the workers.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    os.dup2(2, 1)  # what reward functions print must not reach the driver's console or a pipe on its output
+    os.dup2(2, 1)  # send prints of reward functions to stderr, so that they do not mix with the driver's output
     faulthandler.dump_traceback_later(STARTUP_LIMIT_S, exit=True)
     for name, options in section.items():
         try:
@@ -72,23 +75,23 @@ def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
 
 
 def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, seed: int) -> list[Verdict] | Fault:
-    """Return the checked verdicts of one environment on one shard, or the Fault that its author has to fix."""
+    """Return the checked verdicts of one environment for one shard, or a ``Fault`` if its code is faulty."""
     environment = _environments[name]
     if isinstance(environment, Fault):
         return environment
-    # The driver enforces the limit. This timer needs neither the driver nor the interpreter lock, so that even code
-    # stuck inside a C extension does not outlive a driver that was killed.
+    # The driver enforces the time limit. This additional timer works without the driver and without the interpreter
+    # lock, so code that hangs in a C extension does not outlive a killed driver.
     faulthandler.dump_traceback_later(time_limit_s + _GRACE_S, exit=True)
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     try:
         _seed(seed, name, trajectories)
-        with _leaving_named():
+        with _exit_status_marked():
             verdicts = environment.verify(trajectories)
         return checked_verdicts(tuple(environment.reward_names), trajectories, verdicts)
     except GdpoError as error:
         return Fault(f"environment {name!r}: {error}")
-    except BaseException as error:  # a reward function that calls sys.exit() is as wrong as one that raises
-        # __class__ and not type(): it is the author's class where an adapter stands around the object
+    except BaseException as error:  # also catches sys.exit() in a reward function
+        # ``__class__`` is the user's class even if a wrapper holds the object; ``type()`` would be the wrapper's class.
         return Fault(f"environment {name!r}: {environment.__class__.__name__}.verify raised {first_line(error)}")
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -96,24 +99,27 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
 
 
 @contextlib.contextmanager
-def _leaving_named() -> Iterator[None]:
-    """Have ``os._exit(0)`` of a verifier end this process with LEFT: the pool takes a worker that ended with 0 for one
-    that is at rest, and its task for one that is late."""
-    leave = os._exit
-    here = os.getpid()
+def _exit_status_marked() -> Iterator[None]:
+    """Change the exit status of ``os._exit(0)`` to ``EXIT_CALLED`` while a verifier runs.
 
-    def named(status: int) -> NoReturn:
-        leave(LEFT if status == 0 and os.getpid() == here else status)
+    The pool treats a worker that ends with status 0 as idle, so its task would run into the time limit.
+    """
+    original_exit = os._exit
+    worker_pid = os.getpid()
 
-    os._exit = named
+    def exit_marked(status: int) -> NoReturn:
+        original_exit(EXIT_CALLED if status == 0 and os.getpid() == worker_pid else status)
+
+    os._exit = exit_marked
     try:
         yield
     finally:
-        os._exit = leave
+        os._exit = original_exit
 
 
 def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Disarm the timer and restore the signal handlers that a verifier changed, so that none fires in the next one."""
+    """Disarm the alarm timer and restore signal handlers that a verifier changed, so that the next task is not
+    affected."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in handlers.items():
         if handler is not None and signal.getsignal(number) is not handler:
@@ -121,7 +127,7 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int) -> list[EpisodeReply] | Fault:
-    """Run one step of every episode; return the replies, or the Fault that the environment's author has to fix."""
+    """Run one step of every episode. Return the replies, or a ``Fault`` if the environment's code is faulty."""
     environment = _environments[name]
     if isinstance(environment, Fault):
         return environment
@@ -129,25 +135,26 @@ def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     replies = []
     try:
-        for asked in steps:
-            # A reset uses one seed for all samples of a prompt: a group must answer the same question.
-            _seed(seed, name, [asked], f"/{asked.turn}" if asked.turn else None)
-            with _leaving_named():
-                replies.append(advance(environment, asked))
+        for request in steps:
+            # All samples of a prompt are reset with the same seed, so that a group answers the same question.
+            _seed(seed, name, [request], f"/{request.turn}" if request.turn else None)
+            with _exit_status_marked():
+                replies.append(advance(environment, request))
         return replies
     except GdpoError as error:
         return Fault(f"environment {name!r}: {error}")
     except BaseException as error:
-        return Fault(f"environment {name!r}: its episode raised {first_line(error)}")
+        return Fault(f"environment {name!r}: the episode raised {first_line(error)}")
     finally:
         faulthandler.cancel_dump_traceback_later()
         _restore(handlers)
 
 
 def _seed(seed: int, name: str, trajectories: Sequence[Trajectory | EpisodeStep], turn: str | None = "") -> None:
-    """Seed Python's and NumPy's global generators, so that a random reward is the same again after a resume.
+    """Seed Python's and NumPy's global generators, so that random rewards are equal after a resume.
 
-    ``turn`` None leaves the sample's number out.
+    The seed depends on the prompt id, the sample index and ``turn``. If ``turn`` is None, it depends only on the
+    prompt id.
     """
     first = trajectories[0]
     sample = "" if turn is None else f"{first.sample_index}{turn}"
@@ -156,9 +163,58 @@ def _seed(seed: int, name: str, trajectories: Sequence[Trajectory | EpisodeStep]
     np.random.seed(int.from_bytes(digest[:4], "little"))
 
 
-def _end_with(driver: int) -> None:
-    """End this process soon after the driver, however that ended."""
-    # The parent changes to init or a subreaper when the driver dies, kill -9 included; no signal is needed.
+def _exit_with_driver(driver: int) -> None:
+    """Exit soon after the driver has ended, for any reason."""
+    # When the driver dies, even by SIGKILL, the parent of this process becomes init or a subreaper.
     while os.getppid() == driver:
         time.sleep(_POLL_S)
     os._exit(1)
+
+
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _main_program_hidden() -> Iterator[None]:
+    """Temporarily clear ``__file__`` and ``__spec__`` of ``__main__``, so that multiprocessing does not run the main
+    module in the new process."""
+    main: dict[str, Any] = vars(sys.modules["__main__"])
+    with _lock:
+        saved: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+        main.update(dict.fromkeys(saved))
+        try:
+            yield
+        finally:
+            main.update(saved)
+
+
+class _Process(SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Popen:
+        with _main_program_hidden():
+            return Popen(process_obj)
+
+
+class RecordingSpawnContext(SpawnContext):
+    """Multiprocessing context that keeps track of its processes, so that their exit codes can be reported."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._started: list[_Process] = []
+
+    def Process(self, *args: Any, **options: Any) -> _Process:  # type: ignore[override]  # noqa: N802
+        """Create a process and record it. pebble calls this method like the class ``Process``."""
+        process = _Process(*args, **options)
+        self._started.append(process)
+        return process
+
+    def take_deaths(self) -> list[str]:
+        """Describe how each process ended that exited with a nonzero status since the last call."""
+        ended = [process for process in self._started if process.pid is not None and process.exitcode is not None]
+        for process in ended:
+            self._started.remove(process)
+        return [_describe_exit(process.exitcode) for process in ended if process.exitcode]
+
+
+def _describe_exit(code: int) -> str:
+    return f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"

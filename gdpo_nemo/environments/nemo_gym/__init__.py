@@ -1,1 +1,1 @@
-"""Verdicts from NeMo Gym resource servers, over HTTP alone: nothing of NeMo Gym is imported."""
+"""Environments that use NeMo Gym servers over HTTP. NeMo Gym itself is not imported."""

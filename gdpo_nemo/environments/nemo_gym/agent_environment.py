@@ -1,4 +1,4 @@
-"""The ``nemo_gym_agent`` environment: NeMo Gym agents play whole episodes with the policy and return the verdict."""
+"""The ``nemo_gym_agent`` environment: NeMo Gym agents play whole episodes with the policy and return the rewards."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ import random
 from dataclasses import dataclass
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.config.messages import nearest
-from gdpo_nemo.data.failures import Failure, FailureKind
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.data.replies import check_measurement
-from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.data.server_replies import Failure, FailureKind, check_measurement
+from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.http_client import Cookies, HttpClient, api_key, base_url
-from gdpo_nemo.environments.nemo_gym.gym_rows import ROW, choose_server, read_row
-from gdpo_nemo.environments.nemo_gym.reward_mapping import read_rules, rewards_of
-from gdpo_nemo.environments.options import read_options
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.environments.nemo_gym.rows import ROW, choose_server, read_row
+from gdpo_nemo.environments.nemo_gym.settings import read_rules, rewards_of
+from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
@@ -25,31 +22,31 @@ _LONGEST_PAUSE_S = 8.0
 
 @dataclass(frozen=True)
 class Played:
-    """What an agent returned of one episode."""
+    """Result of one episode that an agent played."""
 
     response: Mapping[str, Any]
-    """Its response, whose output items carry the tokens of every turn. Not checked yet."""
+    """The agent's response, not checked yet. Its output items contain the tokens of every turn."""
     rewards: Mapping[str, float | None]
 
 
 class NemoGymAgent(Environment):
-    """Episodes of NeMo Gym agents (nemo-gym 0.4 to 0.7), by /run. Their model is the run's own endpoint
-    (``rollout.endpoint``): the agent's model server is given its URL as ``base_url`` and
-    ``return_token_id_information``.
+    """Environment whose episodes are played by NeMo Gym agents (nemo-gym 0.4 to 0.7), through their route /run.
+
+    The agents call the run's endpoint (``rollout.endpoint``) as their model. In the configuration of the agent's model
+    server, set ``base_url`` to the endpoint's URL and enable ``return_token_id_information``.
 
     Options:
-        agents: base URLs by the name in a row's ``agent_ref``; where there is one, all rows go to it.
-        rewards, check_sum, api_key_env: as of ``nemo_gym``.
-        concurrency (64): episodes under way. deadline_s (600): seconds one may take, retries included. retries (1):
-        further
-            attempts at an episode after a transport failure, a 5xx or a 429.
-        max_reply_bytes (64 MiB), max_json_depth (100): of a reply, which repeats all tokens in every turn.
+        agents: base URLs by the agent name in a row's ``agent_ref``. A single agent gets all rows.
+        rewards, check_sum, api_key_env: as for ``nemo_gym``.
+        concurrency (64): maximum number of episodes in flight.
+        deadline_s (600): time limit of one episode in seconds, including retries.
+        retries (1): maximum number of retries of an episode after a transport failure, a 5xx or a 429 reply.
+        max_reply_bytes (64 MiB), max_json_depth (100): limits of a reply. It repeats all tokens in every turn.
     """
 
     instant = True
 
     plays_with_endpoint = True
-    """Its episodes call ``rollout.endpoint``."""
 
     def __init__(self, options: Mapping[str, Any] | None = None):
         self._options = read_options(
@@ -66,40 +63,49 @@ class NemoGymAgent(Environment):
             max_json_depth=100,
         )
         if not self._options.agents:
-            raise ConfigError("agents: name at least one, {name: url}")
+            raise ConfigError("agents: must contain at least one agent, {name: url}")
         self.agents = {name: base_url(f"agents.{name}", url) for name, url in self._options.agents.items()}
         self.rules = read_rules(self._options.rewards)
         for rule in self.rules:
             for agent in (rule.servers or frozenset()) - self.agents.keys():
-                raise ConfigError(f"rewards.{rule.name}.servers: agents has no {agent!r}{nearest(agent, self.agents)}")
+                raise ConfigError(
+                    f"rewards.{rule.name}.servers: agents has no entry {agent!r}{nearest(agent, self.agents)}"
+                )
         self.open_rewards = not self.rules
         self.reward_names: tuple[str, ...] = tuple(rule.name for rule in self.rules) or ("reward",)
         for name in ("concurrency", "deadline_s", "max_reply_bytes", "max_json_depth"):
             if not getattr(self._options, name) > 0:
-                raise ConfigError(f"{name}: must be more than 0")
+                raise ConfigError(f"{name}: must be greater than 0")
 
     def read_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row of NeMo Gym's JSONL as prompts are made of. Raises ConfigError, also if no agent plays it."""
-        read = read_row(row)
+        """Convert a row of NeMo Gym's JSONL to prompt columns. Raises ConfigError if the row is invalid or matches no
+        agent."""
+        columns = read_row(row)
         choose_server(row, self.agents)
-        return read
+        return columns
 
     def preflight(self, prompts: Sequence[Prompt]) -> None:
-        """Reach every agent, and find one for every row. Raises ConfigError, RunError."""
+        """Check that every row matches an agent and every agent responds.
+
+        Raises:
+            ConfigError: if a row matches no agent.
+            RunError: if an agent does not respond.
+        """
         for prompt in prompts:
             self._agent(prompt)
         asyncio.run(self._reach())
 
     def play(self, prompts: Sequence[Prompt], sampling: Mapping[str, float]) -> list[Played | Failure]:
-        """One episode per prompt (a prompt may come several times), all at once as far as ``concurrency`` allows.
+        """Play one episode per prompt and return the results, in order.
 
         Args:
-            sampling: temperature and top_p, which replace those of the rows.
+            prompts: prompts of the episodes. A prompt may occur several times.
+            sampling: temperature and top_p, which override the values in the rows.
         """
         return asyncio.run(self._play(prompts, sampling))
 
     def close(self) -> None:
-        """Nothing is kept between batches."""
+        """Do nothing. Connections are closed after each call of ``play``."""
 
     async def _reach(self) -> None:
         client = self._client()
@@ -114,10 +120,10 @@ class NemoGymAgent(Environment):
     async def _play(self, prompts: Sequence[Prompt], sampling: Mapping[str, float]) -> list[Played | Failure]:
         client = self._client()
         slots = asyncio.Semaphore(self._options.concurrency)
-        times: dict[str, int] = {}
+        last_sample: dict[str, int] = {}
         episodes = []
         for index, prompt in enumerate(prompts):
-            sample = times[prompt.id] = times.get(prompt.id, -1) + 1
+            sample = last_sample[prompt.id] = last_sample.get(prompt.id, -1) + 1
             body = run_body(prompt, index, sample, sampling)
             episodes.append(self._episode(client, slots, prompt, body))
         try:
@@ -125,7 +131,9 @@ class NemoGymAgent(Environment):
         finally:
             await client.close()
 
-    async def _episode(self, client: HttpClient, slots, prompt: Prompt, body: bytes) -> Played | Failure:
+    async def _episode(
+        self, client: HttpClient, slots: asyncio.Semaphore, prompt: Prompt, body: bytes
+    ) -> Played | Failure:
         name = self._agent(prompt)
         loop = asyncio.get_running_loop()
         async with slots:
@@ -137,8 +145,10 @@ class NemoGymAgent(Environment):
                     reply = await client.post(f"{self.agents[name]}/run", body, Cookies(), deadline - loop.time())
                     return self._read(reply, name)
                 except Failure as failure:
-                    pause = random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempts)
-                    pause = pause if failure.retry_after_s is None else failure.retry_after_s
+                    if failure.retry_after_s is None:
+                        pause = random.uniform(0.5, 1.0) * min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempts)
+                    else:
+                        pause = failure.retry_after_s
                     if not failure.retried or attempts > self._options.retries or loop.time() + pause >= deadline:
                         return Failure(
                             failure.kind, f"{name}: {failure.detail} ({attempts} attempts)", status=failure.status
@@ -165,13 +175,15 @@ class NemoGymAgent(Environment):
 
 
 def run_body(prompt: Prompt, task: int, sample: int, sampling: Mapping[str, float]) -> bytes:
-    """What /run is sent: the row with the run's sampling settings, without nulls, which are refused where a key may be
-    absent."""
+    """Return the request body for /run: the row with the run's sampling settings.
+
+    Keys of ``responses_create_params`` with null are removed, because the server refuses null for optional keys.
+    """
     row = prompt.fields[ROW]
-    given = {key: value for key, value in row["responses_create_params"].items() if value is not None}
+    parameters = {key: value for key, value in row["responses_create_params"].items() if value is not None}
     body = {
         **row,
-        "responses_create_params": {**given, **sampling},
+        "responses_create_params": {**parameters, **sampling},
         "_ng_task_index": task,
         "_ng_rollout_index": sample,
     }

@@ -1,1 +1,1 @@
-"""Environments of OpenEnv: servers that hold one environment for each WebSocket connection."""
+"""Environments on OpenEnv servers, which run one environment per WebSocket connection."""

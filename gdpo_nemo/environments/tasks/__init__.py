@@ -1,1 +1,1 @@
-"""One task a file: the place to add an environment."""
+"""Built-in environments, one per file. Add new environments to this package."""

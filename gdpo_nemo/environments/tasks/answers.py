@@ -1,28 +1,31 @@
-"""Taking an answer out of a completion and comparing it with the gold answer. Nothing here evaluates model output."""
+"""Extraction of answers from completions, comparison with the gold answer, and format rewards.
+
+Model output is never executed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import signal
 from functools import lru_cache
-from typing import Any, Iterator
+from typing import Any, Iterator, Mapping, Sequence
 
-from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.utils.errors import RunError, nearest
 
 ANSWER_CHARACTERS = 4096
-"""Only this much of the end of an answer is compared; a longer one is no answer, only a load for the parser."""
+"""Maximum number of characters of an answer to parse. Of a longer answer only the end is used."""
 
-_MARKED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
-"""A mark of mathematics: ``$``, unless it is the currency ``\\$``, a box, ``\\(`` or ``\\[``."""
+_MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
+"""A LaTeX math delimiter or box: ``$`` (except an escaped ``\\$``), ``\\boxed``, ``\\(`` or ``\\[``."""
 _BLOCKS = re.compile(r"<think>.*?</think>\s*<answer>.*?</answer>", re.DOTALL)
 
 
 def column(prompt: Prompt, name: str) -> Any:
-    """The prompt's column ``name``. Raises RunError when the dataset lacks it or holds null there."""
+    """Return the prompt's column ``name``. Raises RunError if the column is missing or null."""
     value = prompt.fields.get(name)
     if value is None:
         raise RunError(f"prompt {prompt.id} has no column {name!r}{nearest(name, prompt.fields)}")
@@ -30,48 +33,51 @@ def column(prompt: Prompt, name: str) -> Any:
 
 
 def tagged_answer(text: str) -> str:
-    """What stands after the last ``<answer>`` up to the next ``</answer>``, stripped; without tags the whole text."""
+    """Return the text between the last ``<answer>`` and the next ``</answer>``, stripped. Without tags, return the
+    whole text."""
     return text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
 
 
 def has_think_and_answer(text: str) -> bool:
-    """Whether the text is one think block, white space, and one answer block, and nothing else."""
+    """Return whether the text consists of one think block, white space, and one answer block."""
     once = text.count("<answer>") == text.count("</answer>") == 1
     return once and _BLOCKS.fullmatch(text.strip()) is not None
 
 
 def prepare_math() -> None:
-    """Import math-verify (seconds), and keep its warnings about hopeless answers out of the log."""
+    """Import math-verify, which takes seconds, and suppress its warnings about answers that it cannot parse."""
     import math_verify  # noqa: F401
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 
 class Unfinished(Exception):
-    """The comparison took more time than it may; nothing is known of the answer."""
+    """Raised if a comparison exceeds its time limit. The result is then unknown."""
 
     def __init__(self, time_limit_s: float):
-        super().__init__(f"math-verify did not finish within {time_limit_s:g} s of computing")
+        super().__init__(f"math-verify did not finish within {time_limit_s:g} s of CPU time")
 
 
 class _OutOfTime(BaseException):
-    """Passes the handlers of Exception in what it interrupts."""
+    """Raised by the timer. A BaseException, so that ``except Exception`` in the interrupted code does not catch it."""
 
 
 @contextlib.contextmanager
 def _computing_at_most(time_limit_s: float) -> Iterator[None]:
-    """Interrupt the block after so many seconds of this process's computing: on a busy machine that is as much work as
-    on an idle one. Main thread only. Raises Unfinished."""
+    """Interrupt the block after ``time_limit_s`` seconds of CPU time. Raises Unfinished. Requires the main thread.
+
+    CPU time makes the limit independent of the load of the machine.
+    """
     expired = False
 
-    def end(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         nonlocal expired
         expired = True
         raise _OutOfTime
 
-    before = signal.signal(signal.SIGVTALRM, end)
+    previous_handler = signal.signal(signal.SIGVTALRM, interrupt)
     try:
-        # Again and again, as what is interrupted may catch everything.
+        # Repeat the signal, because the interrupted code may catch all exceptions.
         signal.setitimer(signal.ITIMER_VIRTUAL, time_limit_s, 0.5)
         try:
             yield
@@ -80,69 +86,146 @@ def _computing_at_most(time_limit_s: float) -> Iterator[None]:
     except _OutOfTime:
         pass
     finally:
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, previous_handler)
     if expired:
         raise Unfinished(time_limit_s)
 
 
-_ENDLESS = re.compile(r"(\^|\*\*)\s*[({]*\s*\d+\s*[)}]*\s*(\^|\*\*)|(\^|\*\*)\s*[({]*\s*\d{6,}|\d{6,}\s*[)}]*\s*!")
-"""A tower of powers, and a power or a factorial of millions: numbers that no parser finishes."""
+_HUGE_NUMBER = re.compile(r"(\^|\*\*)\s*[({]*\s*\d+\s*[)}]*\s*(\^|\*\*)|(\^|\*\*)\s*[({]*\s*\d{6,}|\d{6,}\s*[)}]*\s*!")
+"""A nested power, or a power or factorial with a large operand: numbers that take forever to evaluate."""
 
 
-def _is_hopeless(gold: str, answer: str) -> bool:
-    """Whether the answer is a number without an end and the gold one is not, which no clock is needed to decide."""
-    return bool(_ENDLESS.search(answer)) and not _ENDLESS.search(gold)
+def _is_too_large(gold: str, answer: str) -> bool:
+    """Return whether the answer, but not the gold answer, is a number too large to evaluate.
+
+    Such an answer is wrong without a comparison, so that it does not cost the time limit.
+    """
+    return bool(_HUGE_NUMBER.search(answer)) and not _HUGE_NUMBER.search(gold)
 
 
 def same_mathematics(gold: str, answer: str, time_limit_s: float) -> bool:
-    """Whether math-verify finds the answer equal to the gold one (``1/2`` and ``0.5`` are).
+    """Return whether math-verify considers the answer equal to the gold answer, as ``1/2`` and ``0.5``.
 
-    An answer that cannot be parsed is not equal: that is the verifier's decision about the answer and no failure. Equal
-    texts are equal, be they mathematics or not.
+    An answer that cannot be parsed is wrong. Equal texts are always equal, even if they are not mathematics. Requires
+    the main thread.
+
+    Args:
+        time_limit_s: CPU time in seconds for parsing, and the same again for comparing.
 
     Raises:
-        Unfinished: not within the limit, of seconds of computing in parsing and comparing each; main thread only.
+        Unfinished: if the time limit is exceeded.
     """
     from math_verify import parse, verify
 
     if answer.strip() == gold.strip():
         return True
     answer = answer[-ANSWER_CHARACTERS:]
-    if _is_hopeless(gold, answer):
+    if _is_too_large(gold, answer):
         return False
     expected = _parsed_gold(gold)
     with _computing_at_most(2 * time_limit_s):
-        same = verify(expected, parse(answer, parsing_timeout=None), timeout_seconds=None)
-    return bool(same)
+        is_equal = verify(expected, parse(answer, parsing_timeout=None), timeout_seconds=None)
+    return bool(is_equal)
 
 
 def hf_math_verify(gold: str, answer: str, time_limit_s: float) -> bool:
-    """What NeMo-RL's verifier of that name decides (``environments/math_environment.py``).
+    """Compare like NeMo-RL's verifier of the same name (``environments/math_environment.py``).
 
-    The gold answer is boxed and read as LaTeX alone, the whole answer is searched, and texts are not compared. Limit
-    and errors: as in ``same_mathematics``.
+    Differences from ``same_mathematics``: the gold answer is boxed and parsed as LaTeX only, the whole answer is
+    searched, and equal texts are not enough. The time limit and the exception are the same.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-    if _is_hopeless(gold, answer):
+    if _is_too_large(gold, answer):
         return False
     expected = _boxed_gold(gold)
-    ways = [ExprExtractionConfig(), LatexExtractionConfig()]
+    targets = [ExprExtractionConfig(), LatexExtractionConfig()]
     with _computing_at_most(2 * time_limit_s):
-        same = verify(expected, parse(answer, ways, parsing_timeout=None), timeout_seconds=None)
-    return bool(same)
+        is_equal = verify(expected, parse(answer, targets, parsing_timeout=None), timeout_seconds=None)
+    return bool(is_equal)
 
 
 @lru_cache(maxsize=4096)
 def _boxed_gold(gold: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    return parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()])
+    return list(parse(rf"\boxed{{{gold}}}", [LatexExtractionConfig()]))
 
 
 @lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> list[Any]:
     from math_verify import parse
 
-    # A bare `(0, 1]` or `3, 4` is only read as a whole when it is marked as mathematics.
-    return parse(gold if _MARKED.search(gold) else rf"\boxed{{{gold}}}") or parse(gold)
+    # Without a box or math delimiters, math-verify parses only a part of answers such as `(0, 1]` or `3, 4`.
+    return list(parse(gold if _MATH_DELIMITER.search(gold) else rf"\boxed{{{gold}}}") or parse(gold))
+
+
+JSON_CHARACTERS = 200_000
+"""Maximum length of a completion that is parsed as JSON. A longer completion counts as invalid."""
+
+
+def regex(completions: Sequence[Any], pattern: str, **_: Any) -> list[float]:
+    """Return 1 if ``pattern`` matches the whole stripped completion, else 0. A dot also matches line breaks."""
+    compiled = re.compile(pattern, re.DOTALL)
+    return [float(compiled.fullmatch(completion_text(completion).strip()) is not None) for completion in completions]
+
+
+def json_schema(
+    completions: Sequence[Any], schema: Mapping[str, Any] | Sequence[Any] | None = None, **_: Any
+) -> list[float]:
+    """Return 1 if the completion is JSON and valid under ``schema``, else 0.
+
+    Without a schema, any well-formed JSON is valid. A list contains one schema per completion, as from a dataset
+    column.
+    """
+    schemas = schema if isinstance(schema, (list, tuple)) else [schema] * len(completions)
+    return [
+        float(_is_valid_json(completion_text(completion), row_schema))
+        for completion, row_schema in zip(completions, schemas)
+    ]
+
+
+def length(
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    max_tokens: int,
+    cut_off: int | None = None,
+    **_: Any,
+) -> list[float]:
+    """Return 1 for completions of at most ``max_tokens`` tokens, including the end token.
+
+    Longer completions get 0. With ``cut_off``, the reward decreases linearly from ``max_tokens`` to 0 at ``cut_off``
+    tokens.
+    """
+    return [_length_reward(len(ids), max_tokens, cut_off) for ids in completion_ids]
+
+
+def completion_text(completion: Any) -> str:
+    """Return the text of a completion in either of TRL's formats: text, or a list of chat messages."""
+    return completion if isinstance(completion, str) else "".join(str(m.get("content") or "") for m in completion)
+
+
+def _is_valid_json(text: str, schema: Mapping[str, Any] | None) -> bool:
+    import jsonschema
+
+    if len(text) > JSON_CHARACTERS:
+        return False
+    try:
+        value = json.loads(text, parse_constant=_reject_constant)
+        if schema is not None:
+            jsonschema.validate(value, schema)
+    except (ValueError, RecursionError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def _reject_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is not valid JSON")
+
+
+def _length_reward(tokens: int, max_tokens: int, cut_off: int | None) -> float:
+    if tokens <= max_tokens:
+        return 1.0
+    if cut_off is None or tokens >= cut_off:
+        return 0.0
+    return (cut_off - tokens) / (cut_off - max_tokens)

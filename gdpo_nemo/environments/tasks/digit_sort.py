@@ -1,7 +1,7 @@
-"""Sort five digits: a task that a model of a million parameters learns from three rewards in a minute.
+"""Digit sorting: a task with three rewards that a model with a million parameters learns in a minute.
 
-The prompt ``39172=`` wants ``<t>BODY</t><a>12379</a>``, where the body is a place to think, best kept short.
-One prompt in ten is held out by arithmetic, so that no list of splits has to be kept.
+The answer to the prompt ``39172=`` is ``<t>BODY</t><a>12379</a>``. The body is for reasoning and should be short. One
+prompt in ten is held out for validation, selected by a checksum of its digits.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.answers import column
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 DIGITS = 5
 _WELL_FORMED = re.compile(r"<t>[^<>]*</t><a>[^<>]*</a>")
@@ -24,15 +23,16 @@ _DIGIT_RUN = re.compile(r"[0-9]+")
 
 
 def is_held_out(digits: str) -> bool:
-    """Whether a prompt belongs to validation: ``sum(d_i * 7**i) % 10 == 0``, true for exactly one in ten."""
-    return sum(int(digit) * 7**place for place, digit in enumerate(digits)) % 10 == 0
+    """Return whether a prompt belongs to validation: ``sum(d_i * 7**i) % 10 == 0``, true for exactly one in ten."""
+    total: int = sum(int(digit) * 7**exponent for exponent, digit in enumerate(digits))
+    return total % 10 == 0
 
 
 def digit_rows(split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
-    """The 90,000 training rows or the 10,000 held-out rows, in an order drawn from the seed, cut at ``size``."""
-    # `is_held_out` of all prompts at once: one by one they take half a CPU second of every start.
+    """Return at most ``size`` of the 90,000 training rows or the 10,000 held-out rows, shuffled with the seed."""
+    # Vectorized `is_held_out` for all prompts. A Python loop would add half a second of CPU time to every start.
     numbers = np.arange(10**DIGITS)
-    checksum = sum(numbers // 10 ** (DIGITS - 1 - place) % 10 * 7**place for place in range(DIGITS))
+    checksum = sum(numbers // 10 ** (DIGITS - 1 - exponent) % 10 * 7**exponent for exponent in range(DIGITS))
     held_out = checksum % 10 == 0
     chosen = [f"{number:0{DIGITS}d}" for number in numbers[held_out == (split != "train")].tolist()]
     random.Random(seed).shuffle(chosen)
@@ -42,13 +42,17 @@ def digit_rows(split: str, size: int | None, seed: int) -> list[Mapping[str, Any
 class DigitSort(Environment):
     """The digit-sorting environment.
 
-    Components: ``correctness`` (the last run of digits is the sorted prompt), ``format`` (tags in place), ``length``
-    (at most ``length_limit`` tokens with the end token) and ``all`` (the product of the three raw flags, meant for
-    reporting). Each needs a completion that ended by itself.
+    Components. A completion that was cut off at the token limit meets none of the conditions:
+        correctness: the last run of digits is the sorted prompt.
+        format: the completion has the form ``<t>BODY</t><a>DIGITS</a>``.
+        length: the completion has at most ``length_limit`` tokens, including the end token.
+        all: 1 if the three conditions are met, for reporting.
 
-    Options: ``length_limit`` (24 tokens), ``correctness_values`` ([0, 1]: reward of a wrong and of a right answer) and
-    ``length_if_correct`` (false: pay the length only when the answer is right; the raw flag is then reported as
-    ``length_flag``).
+    Options:
+        length_limit (24): maximum number of tokens for the component ``length``.
+        correctness_values ([0, 1]): rewards of a wrong and of a right answer.
+        length_if_correct (false): true to reward the length only if the answer is right. The additional component
+            ``length_flag`` then reports the condition itself.
     """
 
     instant = True
@@ -67,7 +71,7 @@ class DigitSort(Environment):
             self.reward_names += ("length_flag",)
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory; the prompt's ``digits`` column holds what was to be sorted."""
+        """Return one verdict per trajectory. The prompt's ``digits`` column contains the digits to sort."""
         return [self._verdict(trajectory) for trajectory in trajectories]
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
@@ -75,7 +79,7 @@ class DigitSort(Environment):
         return digit_rows(split, size, seed)
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
-        """What the task wants, and the same with everything wrong."""
+        """Return a right answer, and a completion that gets no reward."""
         return [f"<t></t><a>{''.join(sorted(row['digits']))}</a>", "<t>" + "." * self._length_limit]
 
     def _verdict(self, trajectory: Trajectory) -> Verdict:

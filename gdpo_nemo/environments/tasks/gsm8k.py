@@ -1,7 +1,7 @@
 """Grade-school mathematics (GSM8K) with three rewards: correctness, integer, format.
 
-The components are those of the GDPO authors' GSM8K demonstration and of NeMo-RL's ``math_multi_reward``; the option
-``strict`` reproduces them to the letter, including that a gold answer with a comma can never be met by an integer.
+The components are those of the GDPO authors' GSM8K demonstration and of NeMo-RL's ``math_multi_reward``. The option
+``strict`` reproduces them exactly. In this mode no integer can match a gold answer that contains a comma.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import re
 from typing import Any, Callable, Mapping, Sequence
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.answers import (
     Unfinished,
     column,
@@ -22,7 +21,7 @@ from gdpo_nemo.environments.tasks.answers import (
 )
 
 _STRICT_BLOCKS = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>\n?", re.DOTALL)
-"""`$` of the originals also matches before a line break at the end."""
+"""Allows a final line break, like `$` in the original pattern."""
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
@@ -31,20 +30,25 @@ _STRICT_PROMPT = (
     "integer. Reply in exactly this form, with all of the reasoning in the first block and only the integer in the "
     "second:\n<think>the reasoning, step by step</think>\n<answer>the integer</answer>"
 )
-"""Asks for the form that ``strict`` pays, the line break included."""
+"""System prompt that requests the format of ``strict``, including the line break."""
 
 
 class Gsm8k(Environment):
     """The GSM8K environment.
 
-    Components, each 0 or 1: ``correctness`` (the answer equals the part of the gold column behind ``####``),
-    ``integer`` (the answer is digits with at most a sign) and ``format`` (a think block and an answer block, nothing
-    else). Without answer tags the whole completion is the answer.
+    Components, each 0 or 1:
+        correctness: the answer equals the gold answer, which follows ``####`` in the gold column.
+        integer: the answer is an integer in digits, with an optional sign.
+        format: the completion consists of one think block and one answer block.
 
-    Options: ``gold_key`` (column with the solution, ``answer``), ``time_limit_s`` (2, of computing, for parsing and
-    comparing each; beyond, the sample has failed and is masked) and
-    ``strict`` (false; true: exact text comparison, commas kept, ``str.isdigit``, one line break between the blocks, and
-    a system prompt that shows this form).
+    The answer is the text between the answer tags. Without tags, it is the whole completion.
+
+    Options:
+        gold_key (answer): column with the solution.
+        time_limit_s (2): CPU time in seconds for parsing, and the same again for comparing. A sample that exceeds the
+            limit is masked.
+        strict (false): true to reproduce the original rewards. Texts must be equal, including commas. An integer must
+            satisfy ``str.isdigit``. One line break separates the blocks. The system prompt shows this format.
     """
 
     instant = True
@@ -64,23 +68,23 @@ class Gsm8k(Environment):
             self.system_prompt = _STRICT_PROMPT
 
     def prepare(self) -> None:
-        """Import the parser before the clock runs."""
+        """Import math-verify before the first time limit starts."""
         prepare_math()
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory."""
-        judge = self._strict_rewards if self._strict else self._rewards
-        return [self._verdict(judge, trajectory) for trajectory in trajectories]
+        """Return one verdict per trajectory."""
+        compute_rewards = self._strict_rewards if self._strict else self._rewards
+        return [self._verdict(compute_rewards, trajectory) for trajectory in trajectories]
 
-    def _verdict(self, judge: Callable[[str, str], dict[str, float]], trajectory: Trajectory) -> Verdict:
+    def _verdict(self, compute_rewards: Callable[[str, str], dict[str, float]], trajectory: Trajectory) -> Verdict:
         gold = str(column(trajectory.prompt, self._gold_key)).rpartition("####")[2].strip()
         try:
-            return Verdict(judge(trajectory.text, gold))
+            return Verdict(compute_rewards(trajectory.text, gold))
         except Unfinished as unfinished:
             return Verdict({}, Outcome.ENV_FAILED, str(unfinished))
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
-        """The right answer, well-formed."""
+        """Return the right answer in the right format."""
         gold = str(row.get(self._gold_key)).rpartition("####")[2].strip().replace(",", "")
         return [f"<think>...</think>\n<answer>{gold}</answer>"]
 

@@ -1,8 +1,9 @@
-"""A reward by URL: a server that is sent a call's prompts, completions and columns and answers with its rewards.
+"""Reward function that requests the rewards from an HTTP server.
 
-The request is a POST of ``{"prompts": [...], "completions": [...], "columns": {name: [...]}, "trainer_state": {...}}``,
-the reply a JSON list with one number or null (does not apply) for each completion, alone or as ``{"rewards": [...]}``.
-Whatever keeps the rewards from being had is a ``Failure``, which masks the samples; it is never a reward of 0.
+The request is a POST of ``{"prompts": [...], "completions": [...], "columns": {name: [...]}, "trainer_state": {...}}``.
+The reply is a JSON list with one number per completion, or null if the reward does not apply. The reply may also be
+``{"rewards": [...]}`` with such a list. If a request fails, its samples get a ``Failure``, which masks them. They never
+get a reward of 0.
 """
 
 from __future__ import annotations
@@ -12,35 +13,35 @@ import json
 from dataclasses import asdict
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.config.messages import nearest
-from gdpo_nemo.data import failures
+from gdpo_nemo.data import server_replies
 from gdpo_nemo.data.records import TrainerState
-from gdpo_nemo.environments.base import Failure
+from gdpo_nemo.environments.base import Failure, reward_value
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url, with_retries
-from gdpo_nemo.environments.tasks.function_calls import plain
-from gdpo_nemo.environments.verdicts import reward_value
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.environments.tasks.reward_functions import plain
+from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 
 _MAX_JSON_DEPTH = 8
 _NOT_COLUMNS = ("prompts", "completions", "completion_ids")
 
 
 class HttpReward:
-    """The rewards that a server gives.
+    """Reward function whose rewards come from a server.
 
-    Arguments:
-        url: where to post to.
-        columns: names of the columns to send along; None: all of them.
-        completion_ids: whether to send the tokens, too.
-        api_key_env: environment variable with a key that is sent as a bearer token.
-        time_limit_s: seconds for one call with all its completions and retries; keep it below rollout.env_timeout_s.
-        max_retries: further attempts after a transport error, a 5xx or a 429 reply. Other replies are final.
-        batch_size: completions in one request; None: all of the call.
-        concurrency: requests at a time.
-        max_reply_bytes: longer replies are refused.
+    Args:
+        url: URL for the POST requests.
+        columns: names of the dataset columns to send; None for all columns.
+        completion_ids: True to also send the token ids of the completions.
+        api_key_env: name of the environment variable with a key to send as a bearer token.
+        time_limit_s: time limit in seconds of one call, with all its completions and retries. It should be below
+            rollout.env_timeout_s.
+        max_retries: maximum number of retries after a transport error, a 5xx or a 429 reply. Other errors are not
+            retried.
+        batch_size: maximum number of completions per request; None for all completions of a call.
+        concurrency: maximum number of requests in flight.
+        max_reply_bytes: maximum size of a reply in bytes. Larger replies are rejected.
 
     Raises:
-        ConfigError: an argument that cannot be used, or a key that is not there.
+        ConfigError: if an argument is invalid, or the environment variable is not set.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class HttpReward:
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], trainer_state: TrainerState, **columns: Any
     ) -> list[float | Failure | None]:
-        """One reward, None or failure per completion, within ``time_limit_s`` altogether."""
-        sent = self._chosen(columns)
+        """Return one reward, None or ``Failure`` per completion, within ``time_limit_s``."""
+        sent = self._columns_to_send(columns)
         sent |= {"prompts": list(prompts), "completions": list(completions)}
         size = self._batch_size or max(1, len(completions))
         starts = range(0, len(completions), size)
@@ -82,20 +83,20 @@ class HttpReward:
         slots = asyncio.Semaphore(self._concurrency)
         client = HttpClient(self._concurrency, self._max_reply_bytes, _MAX_JSON_DEPTH, self._api_key)
         try:
-            asked = [self._rewards(client, slots, deadline, body, count) for body, count in zip(bodies, counts)]
-            return [reward for part in await asyncio.gather(*asked) for reward in part]
+            requests = [self._rewards(client, slots, deadline, body, count) for body, count in zip(bodies, counts)]
+            return [reward for part in await asyncio.gather(*requests) for reward in part]
         finally:
             await client.close()
 
-    def _chosen(self, columns: Mapping[str, Any]) -> dict[str, list[Any]]:
-        """The columns to send, with the tokens where they are wanted."""
-        own = {name: values for name, values in columns.items() if isinstance(values, list)}
-        ids = own.pop("completion_ids", [])
-        names = list(own) if self._columns is None else list(self._columns)
+    def _columns_to_send(self, columns: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """Return the columns to send, including the token ids if requested."""
+        available = {name: values for name, values in columns.items() if isinstance(values, list)}
+        ids = available.pop("completion_ids", [])
+        names = list(available) if self._columns is None else list(self._columns)
         for name in names:
-            if name not in own:
-                raise ValueError(f"columns: the rows have no column {name!r}{nearest(name, own)}")
-        return {name: own[name] for name in names} | ({"completion_ids": ids} if self._with_ids else {})
+            if name not in available:
+                raise ValueError(f"columns: the rows have no column {name!r}{nearest(name, available)}")
+        return {name: available[name] for name in names} | ({"completion_ids": ids} if self._with_ids else {})
 
     def _body(self, part: Mapping[str, list[Any]], state: TrainerState) -> bytes:
         columns = {name: values for name, values in part.items() if name not in _NOT_COLUMNS}
@@ -115,31 +116,36 @@ class HttpReward:
                     lambda: client.ask(self._url, body, time_left()), self._max_retries, time_left, limit
                 )
             return _read(reply, count)
-        except failures.Failure as failure:
+        except server_replies.Failure as failure:
             return [Failure(f"{failure.kind}: {failure.detail}")] * count
 
 
 def _read(reply: Any, count: int) -> list[float | Failure | None]:
-    """The rewards in a reply. Raises failures.Failure(BAD_REPLY) for anything but one number or null for each."""
+    """Return the rewards in a reply.
+
+    Raises server_replies.Failure(BAD_REPLY) if the reply does not have one number or null per completion.
+    """
     values = reply.get("rewards") if isinstance(reply, dict) else reply
     if not isinstance(values, list):
-        raise _bad("the reply is neither a list of rewards nor an object with rewards")
+        raise _bad("the reply must be a list of rewards or an object with the key rewards")
     if len(values) != count:
         raise _bad(f"the reply has {len(values)} rewards for {count} completions")
     for value in values:
         if isinstance(value, bool) or not (value is None or isinstance(value, (int, float))):
-            raise _bad(f"the reply holds {failures.printable(repr(value), 40)} where a number or null should be")
+            raise _bad(
+                f"a reward in the reply must be a number or null, not {server_replies.printable(repr(value), 40)}"
+            )
     try:
         return [reward_value(value, "a reward in the reply") for value in values]
-    except RunError as error:  # infinite, which is the server's mistake and not that of the user's code
+    except RunError as error:  # an infinite reward, which is an error of the server and not of the user's code
         raise _bad(str(error)) from None
 
 
-def _bad(detail: str) -> failures.Failure:
-    return failures.Failure(failures.FailureKind.BAD_REPLY, detail)
+def _bad(detail: str) -> server_replies.Failure:
+    return server_replies.Failure(server_replies.FailureKind.BAD_REPLY, detail)
 
 
-def _number(name: str, value: Any, least: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < float("inf"):
-        raise ConfigError(f"{name}: must be a number of at least {least:g}, not {value!r}")
+def _number(name: str, value: Any, minimum: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
+        raise ConfigError(f"{name}: must be a number of at least {minimum:g}, not {value!r}")
     return value

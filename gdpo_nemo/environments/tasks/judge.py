@@ -1,8 +1,8 @@
-"""A language model as judge: a reward function that asks any OpenAI-compatible endpoint for a score.
+"""LLM-as-a-judge reward function: requests a score from an OpenAI-compatible endpoint.
 
-What the judge writes is untrusted: its size is limited, and only a number inside the scale counts. Whatever keeps a
-score from being had is a ``Failure``, which masks the sample; it is never a reward of 0. The key never leaves the
-request's header: failures tell the kind of an error and never its text.
+The judge's reply is untrusted: its size is limited, and a score outside the scale is a failure. If a request fails, the
+sample gets a ``Failure``, which masks it. It never gets a reward of 0. The API key appears only in the request header.
+Failure messages never quote the server's text, because it might contain the key.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any, Sequence
+from typing import Any, Awaitable, Sequence
 
-from gdpo_nemo.data import failures
+from gdpo_nemo.data import server_replies
 from gdpo_nemo.environments.base import Failure
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url as checked_url, with_retries
-from gdpo_nemo.environments.tasks.formats import completion_text
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.environments.tasks.answers import completion_text
+from gdpo_nemo.utils.errors import ConfigError
 
 _MAX_JSON_DEPTH = 100
 _SCORE = re.compile(r"SCORE:\s*(-?[0-9]+(?:\.[0-9]+)?)(?![0-9.]*[0-9/])")
@@ -30,23 +30,25 @@ _INSTRUCTIONS = (
 
 
 class LlmJudge:
-    """The score of a judge model, scaled to 0 (worst) to 1 (best).
+    """Reward function that returns the score of a judge model, scaled to the range from 0 (worst) to 1 (best).
 
-    Arguments:
-        base_url: of the endpoint, up to and with ``/v1``.
-        model: name of the judge model there.
-        question: what the answer is graded by, in words.
-        scale: lowest and highest score that the judge is asked for; a score outside is none.
-        reference: column with a reference answer to show to the judge.
-        api_key_env: environment variable with the key; without it no key is sent.
-        time_limit_s: seconds for one call with all its completions and retries; keep it below rollout.env_timeout_s.
-        max_retries: further attempts after a transport error, a 5xx or a 429 reply. Other replies are final.
-        concurrency: requests at a time.
-        max_reply_bytes: longer replies are refused.
-        max_tokens, temperature: as the endpoint understands them.
+    Args:
+        base_url: URL of the endpoint, up to and including ``/v1``.
+        model: name of the judge model at the endpoint.
+        question: grading criterion, in words.
+        scale: lowest and highest score that the judge may give. A score outside the scale is a failure.
+        reference: column with a reference answer to show to the judge; None for no reference.
+        api_key_env: name of the environment variable with the API key; None to send no key.
+        time_limit_s: time limit in seconds of one call, with all its completions and retries. It should be below
+            rollout.env_timeout_s.
+        max_retries: maximum number of retries after a transport error, a 5xx or a 429 reply. Other errors are not
+            retried.
+        concurrency: maximum number of requests in flight.
+        max_reply_bytes: maximum size of a reply in bytes. Larger replies are rejected.
+        max_tokens, temperature: sampling parameters of the judge model.
 
     Raises:
-        ConfigError: an argument that cannot be used, or a key that is not there.
+        ConfigError: if an argument is invalid, or the environment variable is not set.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class LlmJudge:
         self._concurrency = int(concurrency)
         self._max_reply_bytes = int(max_reply_bytes)
         if self._time_limit_s <= 0 or self._concurrency < 1 or self._max_retries < 0:
-            raise ConfigError("time_limit_s and concurrency must be above 0, max_retries 0 or more")
+            raise ConfigError("time_limit_s and concurrency must be greater than 0, max_retries at least 0")
         self._system = _INSTRUCTIONS.format(question=question, low=self._low, high=self._high)
         self._sampling = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
         self._api_key = api_key(api_key_env)
@@ -80,7 +82,7 @@ class LlmJudge:
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
     ) -> list[float | Failure]:
-        """One score or failure per completion, within ``time_limit_s`` altogether."""
+        """Return one score or ``Failure`` per completion, within ``time_limit_s``."""
         if self._reference is not None and self._reference not in columns:
             raise ValueError(f"reference: the rows have no column {self._reference!r}")
         references = columns[self._reference] if self._reference else [None] * len(completions)
@@ -88,25 +90,25 @@ class LlmJudge:
         slots = asyncio.Semaphore(self._concurrency)
         client = HttpClient(self._concurrency, self._max_reply_bytes, _MAX_JSON_DEPTH, self._api_key)
         try:
-            asked = [
-                self._before(
+            scores = [
+                self._with_deadline(
                     deadline,
                     self._score(client, slots, deadline, completion_text(prompt), completion_text(answer), gold),
                 )
                 for prompt, answer, gold in zip(prompts, completions, references)
             ]
-            return await asyncio.gather(*asked)
+            return await asyncio.gather(*scores)
         finally:
             await client.close()
 
-    async def _before(self, deadline: float, score: Any) -> float | Failure:
+    async def _with_deadline(self, deadline: float, score: Awaitable[float | Failure]) -> float | Failure:
         try:
             async with asyncio.timeout_at(deadline):
                 return await score
         except TimeoutError:
             return Failure(f"no score within {self._time_limit_s:g} s")
-        except failures.Failure as failure:
-            return Failure(self._told(failure))
+        except server_replies.Failure as failure:
+            return Failure(self._description(failure))
 
     async def _score(
         self, client: HttpClient, slots: asyncio.Semaphore, deadline: float, prompt: str, answer: str, gold: Any
@@ -126,29 +128,29 @@ class LlmJudge:
             )
         return self._read(reply)
 
-    def _told(self, failure: failures.Failure) -> str:
-        """What went wrong in words of ours: those of the server may hold the key."""
+    def _description(self, failure: server_replies.Failure) -> str:
+        """Describe a failure without the server's text, which may contain the key."""
         if failure.status is not None:
             return f"the judge answered with HTTP {failure.status}"
         kinds = {
-            failures.FailureKind.TIMEOUT: f"no score within {self._time_limit_s:g} s",
-            failures.FailureKind.CONNECTION: "the judge cannot be reached",
-            failures.FailureKind.TOO_LARGE: f"the judge's reply is longer than {self._max_reply_bytes} bytes",
+            server_replies.FailureKind.TIMEOUT: f"no score within {self._time_limit_s:g} s",
+            server_replies.FailureKind.CONNECTION: "the judge cannot be reached",
+            server_replies.FailureKind.TOO_LARGE: f"the judge's reply is longer than {self._max_reply_bytes} bytes",
         }
-        return kinds.get(failure.kind, "the judge's reply is no chat completion")
+        return kinds.get(failure.kind, "the judge's reply is not a chat completion")
 
     def _read(self, reply: Any) -> float | Failure:
-        """The score in the reply: what follows the last ``SCORE:``, or a reply that is nothing but a number."""
+        """Return the scaled score in a reply: the number after the last ``SCORE:``, or the reply if it is a number."""
         try:
             content = reply["choices"][0]["message"]["content"]
         except (LookupError, TypeError):
-            return Failure("the judge's reply is no chat completion")
+            return Failure("the judge's reply is not a chat completion")
         if not isinstance(content, str):
-            return Failure("the judge's reply holds no text")
+            return Failure("the judge's reply contains no text")
         found = _SCORE.findall(content) or re.findall(r"\A\s*(-?[0-9]+(?:\.[0-9]+)?)\s*\Z", content)
         score = float(found[-1]) if found else None
         if score is None or not self._low <= score <= self._high:
-            return Failure(f"the judge wrote no score from {self._low:g} to {self._high:g}")
+            return Failure(f"the judge's reply contains no score from {self._low:g} to {self._high:g}")
         return (score - self._low) / (self._high - self._low)
 
 

@@ -1,14 +1,13 @@
-"""Mathematics with a gold answer of any form: fractions, intervals, expressions, compared by math-verify."""
+"""Mathematics problems whose answers math-verify compares: numbers, fractions, intervals or expressions."""
 
 from __future__ import annotations
 
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.answers import Unfinished, column, hf_math_verify, prepare_math, same_mathematics
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError
 
 _VERIFIERS = {"default": same_mathematics, "hf_math_verify": hf_math_verify}
 
@@ -16,12 +15,15 @@ _VERIFIERS = {"default": same_mathematics, "hf_math_verify": hf_math_verify}
 class Math(Environment):
     r"""The mathematics environment.
 
-    Components, each 0 or 1: ``correctness`` (the final answer equals the gold one; math-verify prefers what is in
-    ``\boxed{}``) and ``format`` (exactly one ``\boxed{``, with something in it).
+    Components, each 0 or 1:
+        correctness: the final answer equals the gold answer. math-verify prefers the content of ``\boxed{}``.
+        format: the completion contains exactly one ``\boxed{}``, which is not empty.
 
-    Options: ``gold_key`` (column with the gold answer, ``answer``), ``time_limit_s`` (2, of computing, for parsing and
-    comparing each; beyond, the sample has failed and is masked) and ``math_verify_impl`` (``default``, or
-    ``hf_math_verify``: to the letter as NeMo-RL's verifier of that name).
+    Options:
+        gold_key (answer): column with the gold answer.
+        time_limit_s (2): CPU time in seconds for parsing, and the same again for comparing. A sample that exceeds the
+            limit is masked.
+        math_verify_impl (default): default, or hf_math_verify for the behavior of NeMo-RL's verifier of that name.
     """
 
     instant = True
@@ -41,11 +43,11 @@ class Math(Environment):
         self._same = _VERIFIERS[chosen.math_verify_impl]
 
     def prepare(self) -> None:
-        """Import the parser before the clock runs."""
+        """Import math-verify before the first time limit starts."""
         prepare_math()
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory."""
+        """Return one verdict per trajectory."""
         return [self._verdict(trajectory) for trajectory in trajectories]
 
     def _verdict(self, trajectory: Trajectory) -> Verdict:
@@ -56,7 +58,7 @@ class Math(Environment):
         return Verdict({"correctness": float(correct), "format": float(_boxed_once(trajectory.text))})
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
-        """The right answer, boxed."""
+        """Return the right answer in a box."""
         return [rf"\boxed{{{row.get(self._gold_key)}}}"]
 
     def _correct(self, trajectory: Trajectory) -> bool:

@@ -1,7 +1,7 @@
-"""Questions whose answer is one number, for small pretrained models: right, to the point, and short.
+"""Questions whose answer is one number, for small pretrained models. The rewards are for right and short answers.
 
-Own questions ("Which number is larger, 42 or 17?") need no data set; rows of one, GSM8K's say, are judged in the same
-way. One pair of numbers in ten is held out by arithmetic, in whatever order a question names them.
+The built-in questions, such as "Which number is larger, 42 or 17?", need no dataset. Rows of a dataset such as GSM8K
+are scored in the same way. One pair of numbers in ten is held out for validation, in both orders.
 """
 
 from __future__ import annotations
@@ -13,12 +13,10 @@ from decimal import Decimal
 from itertools import permutations
 from typing import Any, Callable, Mapping, Sequence
 
-from gdpo_nemo.config.messages import nearest
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.answers import column
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 
 QUESTIONS = {
     "larger": "Which number is larger, {a} or {b}?",
@@ -32,26 +30,33 @@ _NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?"
 _NUMBERS = re.compile(rf"(?<![\w.])-?(?:{_NUMBER})|(?:{_NUMBER})")
 _ONLY = re.compile(rf"-?(?:{_NUMBER})\.?")
 _ENDS = re.compile(r"[0-9][.!*)\]}$%\s]*")
-"""What may follow the last digit of a reply that ends with its answer."""
+"""Last digit of a reply that ends with its answer, and the characters that may follow it."""
 
 
 def is_held_out(a: int, b: int) -> bool:
-    """Whether the pair belongs to validation: ``(smaller + 7 * larger) % 10 == 0``, about one pair in ten."""
+    """Return whether the pair belongs to validation: ``(smaller + 7 * larger) % 10 == 0``, about one pair in ten."""
     return (min(a, b) + 7 * max(a, b)) % 10 == 0
 
 
 class NumberAnswer(Environment):
-    """The environment.
+    """The environment for questions whose answer is one number.
 
-    Components, each 0 or 1 but the last: ``correct`` (the last number of the reply is the answer), ``only`` (the reply
-    is a number and nothing else), ``ends`` (the reply ended by itself, with a number) and ``brief`` (1 up to
-    ``brief_from`` characters, from there falling to 0 at ``brief_limit``).
+    Components, each 0 or 1 except ``brief``:
+        correct: the last number in the reply is the right answer.
+        only: the reply consists of a number, and was not cut off at the token limit.
+        ends: the reply ends with a number, and was not cut off at the token limit.
+        brief: 1 up to ``brief_from`` characters, then a linear decrease to 0 at ``brief_limit`` characters.
 
-    Options: ``question`` (larger; of its own prompts: larger, smaller or sum), ``numbers`` ([10, 98], the smallest and
-    the largest in a question), ``gold_key`` (column with the answer, ``answer``; of a text the part behind ``####``
-    counts), ``brief_from`` (0 characters: every one counts) and ``brief_limit`` (60). A group is normalised whatever
-    its spread: where every character counts, a digit left out is worth as much as a right answer to samples that differ
-    in nothing else. So ``brief_from`` should let the longest right answer pass.
+    Options:
+        question (larger): built-in question: larger, smaller or sum.
+        numbers ([10, 98]): smallest and largest number in a built-in question.
+        gold_key (answer): column with the answer. If the text contains ``####``, the answer is the part after it.
+        brief_from (0): length in characters up to which ``brief`` is 1. The length of the longest right answer is a
+            good value.
+        brief_limit (60): length in characters from which ``brief`` is 0.
+
+    Advantages are usually divided by the standard deviation of a group. With ``brief_from`` 0, a difference of one
+    character can therefore matter as much as a right answer if the samples of a group are otherwise equal.
     """
 
     instant = True
@@ -70,8 +75,7 @@ class NumberAnswer(Environment):
         )
         if chosen.question not in QUESTIONS:
             raise ConfigError(
-                f"environment number_answer: no question is called {chosen.question!r}"
-                f"{nearest(chosen.question, QUESTIONS)}"
+                f"environment number_answer: unknown question {chosen.question!r}{nearest(chosen.question, QUESTIONS)}"
             )
         if not _is_range(chosen.numbers):
             raise ConfigError(
@@ -82,7 +86,7 @@ class NumberAnswer(Environment):
             raise ConfigError("environment number_answer: brief_limit must be at least 1 character")
         if not 0 <= chosen.brief_from < chosen.brief_limit:
             raise ConfigError(
-                f"environment number_answer: brief_from must be at least 0 and less than brief_limit, "
+                "environment number_answer: brief_from must be at least 0 and less than brief_limit, "
                 f"{chosen.brief_limit}, not {chosen.brief_from}"
             )
         self._question: str = chosen.question
@@ -91,17 +95,17 @@ class NumberAnswer(Environment):
         self._brief: tuple[int, int] = chosen.brief_from, chosen.brief_limit
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory. Raises RunError for a row whose answer is no number."""
+        """Return one verdict per trajectory. Raises RunError for a row whose answer is not a number."""
         return [self._verdict(trajectory) for trajectory in trajectories]
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
-        """Every pair of two different numbers of the split, in both orders, shuffled by the seed, cut at ``size``."""
+        """Return at most ``size`` questions about ordered pairs of different numbers, shuffled with the seed."""
         pairs = [pair for pair in permutations(self._range, 2) if is_held_out(*pair) == (split != "train")]
         random.Random(seed).shuffle(pairs)
         return [self._row(a, b) for a, b in pairs[:size]]
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
-        """The answer alone, and in a sentence."""
+        """Return the answer as a number, and the answer in a sentence."""
         answer = _gold(row.get(self._gold_key))
         return [f"{answer}", f"Let me think. The answer is {answer}."]
 
@@ -119,7 +123,7 @@ class NumberAnswer(Environment):
             "correct": float(bool(numbers) and _value(numbers[-1]) == self._wanted(trajectory.prompt)),
             "only": float(ended and _ONLY.fullmatch(text) is not None),
             "ends": float(ended and bool(numbers) and _ends_with_number(text)),
-            "brief": _falling(len(text), *self._brief),
+            "brief": _linear_decrease(len(text), *self._brief),
         }
         return Verdict(rewards)
 
@@ -128,7 +132,7 @@ class NumberAnswer(Environment):
         try:
             return _value(_gold(gold))
         except ArithmeticError:
-            raise RunError(f"prompt {prompt.id}: its {self._gold_key} is no number: {str(gold)[-80:]!r}") from None
+            raise RunError(f"prompt {prompt.id}: {self._gold_key} is not a number: {str(gold)[-80:]!r}") from None
 
 
 def _gold(answer: Any) -> str:
@@ -136,21 +140,21 @@ def _gold(answer: Any) -> str:
 
 
 def _value(number: str) -> Decimal:
-    """Raises ArithmeticError for a text that is no number."""
+    """Convert text to a number. Raises ArithmeticError if it is not a number."""
     return Decimal(number.replace(",", ""))
 
 
-def _falling(length: int, start: int, end: int) -> float:
-    """1 up to ``start``, 0 from ``end`` on, a straight line between."""
+def _linear_decrease(length: int, start: int, end: int) -> float:
+    """Return 1 up to ``start``, 0 from ``end``, and a linear decrease between them."""
     return min(1.0, max(0.0, (end - length) / (end - start)))
 
 
 def _ends_with_number(text: str) -> bool:
-    digits = max((place for place, character in enumerate(text) if character in "0123456789"), default=None)
+    digits = max((index for index, character in enumerate(text) if character in "0123456789"), default=None)
     return digits is not None and _ENDS.fullmatch(text[digits:]) is not None
 
 
 def _is_range(numbers: Sequence[Any]) -> bool:
     if len(numbers) != 2 or any(isinstance(n, bool) or not isinstance(n, int) for n in numbers):
         return False
-    return 0 <= numbers[0] and numbers[1] - numbers[0] >= 9
+    return bool(0 <= numbers[0] and numbers[1] - numbers[0] >= 9)

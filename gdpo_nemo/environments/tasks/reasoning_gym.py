@@ -1,7 +1,7 @@
-"""Procedural tasks of the library reasoning-gym: it makes the prompts and scores the answers.
+"""Procedural tasks of the library reasoning-gym, which generates the prompts and scores the answers.
 
-Some of its scorers hand the answer to SymPy's parser. They run in the pool's worker processes under its time limit
-like every verifier, but that is a fence against accidents, not a sandbox.
+Some scorers of the library pass the answer to SymPy's parser. They run in worker processes with a time limit, like all
+verifiers. This protects against accidents, but it is not a sandbox.
 """
 
 from __future__ import annotations
@@ -11,31 +11,32 @@ import warnings
 from importlib.util import find_spec
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.config.messages import first_line, nearest
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.base import Environment, read_options, reward_value
 from gdpo_nemo.environments.tasks.answers import column, has_think_and_answer, tagged_answer
-from gdpo_nemo.environments.verdicts import reward_value
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
 
 DEFAULT_ROWS = 1000
 _ABSENT = (
-    "the package reasoning-gym is not installed: `uv sync --extra reasoning-gym` does it, and compiles its solver "
-    "(on Debian and Ubuntu: apt-get install gcc libc6-dev)"
+    "the package reasoning-gym is not installed; run `uv sync --extra reasoning-gym`, which requires a C compiler "
+    "(Debian, Ubuntu: apt-get install gcc libc6-dev)"
 )
 
 
 class ReasoningGym(Environment):
-    """One reasoning-gym task.
+    """Environment for a task of reasoning-gym.
 
-    Components: ``correctness`` (the library's score, mostly 0 to 1) and ``format`` (0 or 1: a think block and an answer
-    block, nothing else). Without answer tags the whole completion is the answer.
+    Components:
+        correctness: score of the library, usually from 0 to 1. Without answer tags, the whole completion is the answer.
+        format: 1 if the completion consists of one think block and one answer block, else 0.
 
-    Options: ``task`` (the library's name of it) and ``task_options`` (its parameters).
+    Options:
+        task: name of the task in the library.
+        task_options: parameters of the task.
 
     Raises:
-        ConfigError: the library is not installed (it is an extra, because it needs a compiler), or no task is named.
+        ConfigError: if the option ``task`` is not set, or the library is not installed. It is an optional dependency,
+            because its installation requires a C compiler.
     """
 
     instant = True
@@ -57,28 +58,28 @@ class ReasoningGym(Environment):
         self._scorer: Any = None
 
     def prepare(self) -> None:
-        """Import the library (seconds) and build the task that scores."""
+        """Import the library, which takes seconds, and create the scorer of the task."""
         self._scorer = self._make(size=1, seed=0)
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
-        """``size`` rows (1000 when None) with the columns prompt, answer and metadata; each split draws its own.
+        """Generate ``size`` rows (1000 if None) with the columns prompt, answer and metadata.
 
-        Raises ConfigError for an unknown task or parameters it refuses.
+        Each split has different rows. Raises ConfigError if the task is unknown or rejects its parameters.
         """
-        own_seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:4], "little")
-        entries = self._make(size=size or DEFAULT_ROWS, seed=own_seed)
+        split_seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:4], "little")
+        entries = self._make(size=size or DEFAULT_ROWS, seed=split_seed)
         return [
             {"prompt": entry["question"], "answer": entry["answer"], "metadata": entry["metadata"]} for entry in entries
         ]
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory. An answer on which the library's scorer stumbles is ``env_failed``."""
+        """Return one verdict per trajectory. If the library's scorer raises, the outcome is ``ENV_FAILED``."""
         if self._scorer is None:
             self.prepare()
         return [self._verdict(trajectory) for trajectory in trajectories]
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
-        """The task's own answer, well-formed."""
+        """Return the right answer in the right format."""
         return [f"<think>...</think>\n<answer>{row.get('answer')}</answer>"]
 
     def _verdict(self, trajectory: Trajectory) -> Verdict:
@@ -92,7 +93,7 @@ class ReasoningGym(Environment):
         return Verdict({"correctness": value, "format": float(has_think_and_answer(trajectory.text))})
 
     def _make(self, size: int, seed: int) -> Any:
-        with warnings.catch_warnings():  # a dependency of the library is written for an older Python
+        with warnings.catch_warnings():  # a dependency of the library causes SyntaxWarnings in recent Python versions
             warnings.simplefilter("ignore", SyntaxWarning)
             import reasoning_gym
             from reasoning_gym.factory import DATASETS
@@ -101,5 +102,5 @@ class ReasoningGym(Environment):
             raise ConfigError(f"reasoning-gym has no task {self._task!r}{nearest(self._task, DATASETS)}")
         try:
             return reasoning_gym.create_dataset(self._task, size=size, seed=seed, **self._task_options)
-        except Exception as error:  # each task checks its own parameters, by assertion
-            raise ConfigError(f"reasoning-gym task {self._task} refuses its options: {first_line(error)}") from error
+        except Exception as error:  # tasks check their parameters with assertions
+            raise ConfigError(f"reasoning-gym task {self._task} rejected its options: {first_line(error)}") from error

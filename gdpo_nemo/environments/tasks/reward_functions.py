@@ -1,32 +1,29 @@
-"""Reward functions as TRL users write them, one per component: ``f(prompts, completions, completion_ids, trainer_state,
-log_extra, log_metric, **columns) -> list[float | None]``."""
+"""Environment ``functions``: TRL-style reward functions, one per component."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Any, Callable, Mapping, Sequence
 
-from gdpo_nemo.config.messages import first_line, nearest
-from gdpo_nemo.config.objects import load_object
 from gdpo_nemo.data.records import Outcome, TrainerState, Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment, Failure
-from gdpo_nemo.environments.options import read_options
-from gdpo_nemo.environments.tasks.function_calls import CallLog, check_demands, is_async, parameters_of
-from gdpo_nemo.environments.verdicts import reward_value
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.environments.base import Environment, Failure, read_options, reward_value
+from gdpo_nemo.utils.errors import ConfigError, RunError, first_line, nearest
+from gdpo_nemo.utils.user_code import load_object
 
 BUILT_IN = {
-    "regex": "gdpo_nemo.environments.tasks.formats:regex",
-    "json_schema": "gdpo_nemo.environments.tasks.formats:json_schema",
-    "length": "gdpo_nemo.environments.tasks.formats:length",
+    "regex": "gdpo_nemo.environments.tasks.answers:regex",
+    "json_schema": "gdpo_nemo.environments.tasks.answers:json_schema",
+    "length": "gdpo_nemo.environments.tasks.answers:length",
     "llm_judge": "gdpo_nemo.environments.tasks.judge:LlmJudge",
     "http": "gdpo_nemo.environments.tasks.http_reward:HttpReward",
     "reward_model": "gdpo_nemo.environments.tasks.reward_model:Scorer",
 }
-"""Functions that may be named without their place."""
+"""Import paths of the built-in reward functions, by name."""
 
 
 @dataclass(frozen=True)
@@ -35,16 +32,17 @@ class _RewardFunction:
     reference: str
     call: Callable[..., Any]
     arguments: Mapping[str, Any]
-    """Arguments fixed in the config, which win over columns of the same name."""
+    """Arguments from the config. They take precedence over dataset columns of the same name."""
     is_async: bool
     parameters: frozenset[str] | None
-    """Parameters it takes; None: any (it has ``**kwargs``)."""
+    """Names of the accepted parameters; None if the function has ``**kwargs``."""
 
-    def bound(self, batch: _Batch) -> dict[str, Any]:
-        """The arguments of one call; lists are copies, so that a function cannot alter what the next one sees."""
+    def keyword_arguments(self, batch: _Batch) -> dict[str, Any]:
+        """Return the keyword arguments of one call. Columns are copied, so that functions cannot modify each other's
+        inputs."""
         arguments = {**batch.columns, **batch.log.arguments(str(self), batch.state), **self.arguments}
         if self.parameters is None:
-            arguments.pop("completion", None)  # a column that TRL keeps to itself
+            arguments.pop("completion", None)  # TRL does not pass this column to reward functions
         elif "id" in self.parameters:
             arguments.setdefault("id", batch.ids)
         if self.parameters is not None:
@@ -58,49 +56,64 @@ class _RewardFunction:
 
 @dataclass(frozen=True)
 class _Batch:
-    """What one call of the functions is about."""
+    """Inputs of the reward functions for one batch of trajectories."""
 
     columns: Mapping[str, Any]
     ids: list[str]
-    """Of the rows, for functions that name the argument ``id``."""
+    """Prompt ids, for functions with a parameter ``id``."""
     state: TrainerState | None
     log: CallLog
 
 
 class Functions(Environment):
-    """An environment made of reward functions.
+    """Environment that computes each reward component with a reward function.
 
     Options:
-        functions: component name to function, given by its place (``file.py:name``, ``package.module.name``), by a
-            built-in name (regex, json_schema, length, llm_judge, http, reward_model), by the URL of a server that
-            rewards (``HttpReward``), or as ``{function: ..., <argument>: <value>, ...}``. A class is built once in each
-            process, with these arguments, and its object called; a method ``prepare`` of it is called before.
-        system_prompt: put before the prompts.
+        functions: reward functions by component, in one of the forms below.
+        system_prompt: system prompt for the prompts of this environment.
 
-    As in TRL a function is called with ``prompts``, ``completions``, ``completion_ids`` and every further column of the
-    dataset, each a list with one entry per completion, and with ``trainer_state``, ``log_extra(column, values)`` and
-    ``log_metric(name, value)``. For rows that hold chat messages, prompts and completions are message lists, otherwise
-    text. Functions without ``**kwargs`` get only what they ask for. Async functions run concurrently. A ``Failure`` in
-    the place of a reward masks the sample. The completions of one call are some of the step's, but always all samples
-    of a prompt (except when a call that had failed is repeated for one sample at a time).
+    A function is specified by
+
+    * an import path (``file.py:name``, ``package.module.name``),
+    * a built-in name (regex, json_schema, length, llm_judge, http, reward_model),
+    * the URL of a reward server (``HttpReward``),
+    * or ``{function: ..., <argument>: <value>, ...}``.
+
+    A class is instantiated once per process with these arguments, and the instance is called. If the instance has a
+    method ``load``, it is called when the process starts.
+
+    As in TRL, a function is called with ``prompts``, ``completions``, ``completion_ids`` and every other column of the
+    dataset. Each is a list with one entry per completion. The function also gets ``trainer_state``,
+    ``log_extra(column, values)`` and ``log_metric(name, value)``. Prompts and completions are lists of messages if the
+    row contains chat messages, and text otherwise. Functions without ``**kwargs`` get only the arguments that they
+    declare. Async functions run concurrently.
+
+    A function may return a ``Failure`` in place of a reward, which masks the sample. A call contains a part of the
+    step's completions, but always all samples of a prompt. The exception: if a call fails, its samples are retried
+    individually.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None):
         chosen = read_options("functions", options, functions={}, system_prompt=None)
         if not chosen.functions:
-            raise ConfigError("functions: names no reward function; write functions: {component: file.py:name}")
+            raise ConfigError(
+                "functions: must name at least one reward function; write functions: {component: file.py:name}"
+            )
         self._functions = [_load(name, entry) for name, entry in chosen.functions.items()]
         self.reward_names = tuple(chosen.functions)
         self.system_prompt = chosen.system_prompt
 
     def prepare(self) -> None:
-        """Let the objects among the functions load what takes long."""
+        """Call the method ``load`` of all reward functions that have it."""
         for function in self._functions:
             if callable(load := getattr(function.call, "load", None)):
                 load()
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory. Raises RunError naming the function that raised or returned nonsense."""
+        """Return one verdict per trajectory.
+
+        Raises RunError if a function raises or returns an invalid value. The message names the function.
+        """
         log = CallLog(len(trajectories))
         ids = [trajectory.prompt.id for trajectory in trajectories]
         batch = _Batch(_columns(trajectories), ids, trajectories[0].trainer_state if trajectories else None, log)
@@ -130,47 +143,49 @@ def _load(name: str, entry: Any) -> _RewardFunction:
         arguments = {**arguments, "function": "http", "url": arguments["function"]}
     reference = arguments.pop("function", None)
     if not isinstance(reference, str):
-        raise ConfigError(f"functions.{name}: must name a function, such as file.py:name, not {entry!r}")
+        raise ConfigError(f"functions.{name}: must be a function such as file.py:name, not {entry!r}")
     if ":" not in reference and "." not in reference and reference not in BUILT_IN:
-        raise ConfigError(f"functions.{name}: no reward function is called {reference!r}{nearest(reference, BUILT_IN)}")
+        raise ConfigError(f"functions.{name}: unknown reward function {reference!r}{nearest(reference, BUILT_IN)}")
     call = load_object(BUILT_IN.get(reference, reference))
     if not callable(call):
         raise ConfigError(f"functions.{name}: {reference} is not callable")
     if inspect.isclass(call):
         _check_arguments(name, reference, arguments, parameters_of(call))
-        call = _built(name, reference, call, arguments)
+        call = _instantiate(name, reference, call, arguments)
         arguments = {}
     known = parameters_of(call)
     _check_arguments(name, reference, arguments, known)
-    check_demands(name, reference, call, arguments)
+    check_required_arguments(name, reference, call, arguments)
     return _RewardFunction(name, reference, call, arguments, is_async(call), known)
 
 
 def is_url(place: Any) -> bool:
-    """Whether a function is named by the address of a server that rewards."""
+    """Return whether a reward function is specified by the URL of a reward server."""
     return isinstance(place, str) and place.startswith(("http://", "https://"))
 
 
 def _check_arguments(name: str, reference: str, arguments: Mapping[str, Any], known: frozenset[str] | None) -> None:
     for argument in arguments:
         if known is not None and argument not in known:
-            raise ConfigError(f"functions.{name}: {reference} takes no argument {argument!r}{nearest(argument, known)}")
+            raise ConfigError(
+                f"functions.{name}: {reference} does not accept the argument {argument!r}{nearest(argument, known)}"
+            )
 
 
-def _built(name: str, reference: str, make: type, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+def _instantiate(name: str, reference: str, make: type, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     try:
-        function = make(**arguments)
+        function: object = make(**arguments)
     except ConfigError as error:
         raise ConfigError(f"functions.{name}.{error}") from error
-    except Exception as error:  # the constructor is the user's
+    except Exception as error:  # the constructor is user code
         raise ConfigError(f"functions.{name}: {reference} could not be built: {first_line(error)}") from error
     if not callable(function):
-        raise ConfigError(f"functions.{name}: objects of {reference} are not callable")
+        raise ConfigError(f"functions.{name}: instances of {reference} are not callable")
     return function
 
 
 def _columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """The arguments TRL passes, by name. A column that a row lacks is None there."""
+    """Return the arguments that TRL passes, by name. If a row lacks a column, its entry is None."""
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.prompt.fields)
     columns = {name: [trajectory.prompt.fields.get(name) for trajectory in trajectories] for name in names}
     columns["prompts"] = [_prompt(trajectory) for trajectory in trajectories]
@@ -194,23 +209,23 @@ def _completion(trajectory: Trajectory) -> Any:
 
 def _call(function: _RewardFunction, batch: _Batch) -> Any:
     try:
-        return function.call(**function.bound(batch))
-    except RunError:  # a logger's refusal, which names the function
+        return function.call(**function.keyword_arguments(batch))
+    except RunError:  # raised by log_extra or log_metric; it names the function
         raise
     except (Exception, SystemExit) as error:
         raise RunError(f"{function} raised {first_line(error)}") from error
 
 
 async def _call_all(functions: Sequence[_RewardFunction], batch: _Batch) -> dict[str, Any]:
-    async def one(function: _RewardFunction) -> Any:
+    async def call_one(function: _RewardFunction) -> Any:
         try:
-            return await function.call(**function.bound(batch))
+            return await function.call(**function.keyword_arguments(batch))
         except RunError:
             raise
         except (Exception, SystemExit) as error:
             raise RunError(f"{function} raised {first_line(error)}") from error
 
-    returned = await asyncio.gather(*(one(function) for function in functions))
+    returned = await asyncio.gather(*(call_one(function) for function in functions))
     return {function.name: value for function, value in zip(functions, returned)}
 
 
@@ -229,3 +244,103 @@ def _values(
         else reward_value(value, f"the value of {function} for sample {t.sample_index} of prompt {t.prompt.id}")
         for value, t in zip(values, trajectories)
     ]
+
+
+REFUSED = {
+    "environments": "TRL's instances of environment_factory are available in the environment tool_class "
+    "(docs/turns.md)",
+}
+"""Arguments of TRL's reward functions that are not supported, with a replacement for each."""
+
+
+@dataclass
+class CallLog:
+    """Extra columns and metrics that the reward functions log for one batch.
+
+    Args:
+        samples: number of completions in the batch.
+    """
+
+    samples: int
+    _columns: dict[str, list[Any]] = field(default_factory=dict)
+    _values: dict[str, list[float]] = field(default_factory=dict)
+
+    def arguments(self, function: str, state: TrainerState | None) -> dict[str, Any]:
+        """Return the arguments ``trainer_state``, ``log_extra`` and ``log_metric`` for one function.
+
+        Args:
+            function: description of the function, for error messages.
+        """
+        return {
+            "trainer_state": state or TrainerState(),
+            "log_extra": functools.partial(self._log_extra, function),
+            "log_metric": functools.partial(self._log_metric, function),
+        }
+
+    def extra(self, row: int) -> dict[str, Any]:
+        """Return the values of the extra columns for one completion."""
+        return {column: values[row] for column, values in self._columns.items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean of each metric over its logged values."""
+        return {name: math.fsum(values) / len(values) for name, values in self._values.items()}
+
+    def _log_extra(self, function: str, column: str, values: Sequence[Any]) -> None:
+        values = list(values)
+        if len(values) != self.samples:
+            raise RunError(f"{function}: log_extra({column!r}) got {len(values)} values for {self.samples} completions")
+        if column in self._columns:
+            raise RunError(f"{function}: log_extra({column!r}) was already called for these completions")
+        self._columns[str(column)] = [plain(value) for value in values]
+
+    def _log_metric(self, function: str, name: str, value: float) -> None:
+        number = reward_value(value, f"{function}: the value of log_metric({name!r})")
+        if number is not None:
+            self._values.setdefault(str(name), []).append(number)
+
+
+def is_async(call: Callable[..., Any]) -> bool:
+    """Return whether a call returns a coroutine. Supports functions, partials, and objects with an async
+    ``__call__``."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+
+
+def parameters_of(call: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the names of the accepted arguments. None if all names are accepted, or the signature is unknown."""
+    try:
+        parameters = inspect.signature(call).parameters.values()
+    except ValueError:  # builtins in C
+        return None
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return None if takes_all else frozenset(parameter.name for parameter in parameters)
+
+
+def check_required_arguments(name: str, reference: str, call: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a function requires an argument of TRL that is not supported (``REFUSED``)."""
+    try:
+        parameters = inspect.signature(call).parameters
+    except ValueError:
+        return
+    for argument, replacement in REFUSED.items():
+        parameter = parameters.get(argument)
+        if parameter is not None and parameter.default is parameter.empty and argument not in given:
+            raise ConfigError(
+                f"functions.{name}: {reference} requires the argument {argument}, which is not supported: {replacement}"
+            )
+
+
+def plain(value: Any) -> Any:
+    """Convert a value to JSON types. Arrays become lists, NaN and infinity become None, and other types become text."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return str(value)

@@ -1,22 +1,23 @@
-"""A reward model as a judge: the score that a Hugging Face sequence classifier of one label gives a conversation.
+"""Rewards from a reward model: a Hugging Face sequence classifier with one label, which scores a conversation.
 
-Such a folder is what ``algorithm.type: reward_model`` writes, and how others publish theirs. It is loaded in the worker
-processes, each of which has its own copy: give the environment one worker of its own (``num_workers: 1``). Whatever
-keeps a score from being had is a ``Failure``, which masks the sample; it is never a reward of 0.
+``algorithm.type: reward_model`` trains and writes such a model, and many published reward models have this format. Each
+worker process loads a copy of the model, so give the environment one dedicated worker (``num_workers: 1``). If a score
+cannot be computed, the sample gets a ``Failure``, which masks it. It never gets a reward of 0.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
-from gdpo_nemo.config.messages import first_line
-from gdpo_nemo.config.reading import parse_json, read_text
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment, Failure
-from gdpo_nemo.environments.options import read_options
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.environments.base import Environment, Failure, read_options
+from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
+from gdpo_nemo.utils.files import parse_json, read_text
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.tokenizer import Tokenizer
 
 _OPTIONS: dict[str, Any] = dict(
     device="cpu", batch_size=16, max_tokens=None, precision="float32", num_threads=1, local_files_only=False
@@ -25,22 +26,24 @@ _PRECISIONS = ("float32", "bfloat16")
 
 
 class Scorer:
-    """The score of a sequence classifier with one label, at the last token of prompt and completion together.
+    """Reward function that returns the score of a reward model at the last token of the conversation.
 
-    They are written with the chat template of the classifier's own tokenizer; without one, prompts of text stand before
-    their completion as they are. The tokenizer's end token follows where the template writes no end.
+    The conversation is formatted with the chat template of the reward model's tokenizer. Without a template, prompt and
+    completion must be text, and are concatenated. The tokenizer's end token is appended if the formatted conversation
+    does not end with a special token.
 
-    Arguments:
-        model: a folder, or a name on the hub.
-        device: cpu, or a GPU that neither policy nor engines use, such as ``cuda:7``.
-        batch_size: conversations that are computed at once.
-        max_tokens: longer conversations fail; null: those that have more than the model's positions.
-        precision: float32 or bfloat16.
-        num_threads: of a CPU.
-        local_files_only: ask no hub.
+    Args:
+        model: Hugging Face folder, or name of a model on the hub.
+        device: cpu, or a GPU that neither the policy nor the engines use, such as ``cuda:7``.
+        batch_size: maximum number of conversations in one forward pass.
+        max_tokens: maximum length of a conversation in tokens. A longer one gets a ``Failure``. None for the model's
+            maximum number of positions.
+        precision: dtype of the model, float32 or bfloat16.
+        num_threads: number of torch's CPU threads, if the device is cpu.
+        local_files_only: True to load the model without accessing the hub.
 
     Raises:
-        ConfigError: an argument that cannot be used, or a folder that holds no such classifier.
+        ConfigError: if an argument is invalid, or the folder is not a sequence classifier with one label.
     """
 
     def __init__(
@@ -54,25 +57,25 @@ class Scorer:
         local_files_only: bool = False,
     ):
         if not isinstance(model, str) or not model:
-            raise ConfigError(f"model: must name a folder or a model of the hub, not {model!r}")
+            raise ConfigError(f"model: must be a folder or a model of the Hugging Face Hub, not {model!r}")
         self._name = model
         self._device = _device(device)
         self._batch_size = _count("batch_size", batch_size)
         self._max_tokens = None if max_tokens is None else _count("max_tokens", max_tokens)
         if precision not in _PRECISIONS:
-            raise ConfigError(f"precision: unknown {precision!r}; known: {', '.join(_PRECISIONS)}")
+            raise ConfigError(f"precision: must be one of {', '.join(_PRECISIONS)}, not {precision!r}")
         self._precision = precision
         self._num_threads = _count("num_threads", num_threads)
         self._local = bool(local_files_only)
         self._model: Any = None
-        self._tokenizer: Any = None
+        self._tokenizer: Tokenizer
         if Path(model).is_dir():
             _check_classifier(model, parse_json(read_text(Path(model) / "config.json")))
         elif model.startswith((".", "/")) or model.count("/") > 1:
-            raise ConfigError(f"model: there is no folder {model}")
+            raise ConfigError(f"model: folder not found ({model})")
 
     def load(self) -> None:
-        """Load the model, once. Raises ConfigError where that fails."""
+        """Load the model if it is not loaded yet. Raises ConfigError if loading fails."""
         if self._model is not None:
             return
         import torch
@@ -80,54 +83,56 @@ class Scorer:
 
         if self._device == "cpu":
             torch.set_num_threads(self._num_threads)
-        how: dict[str, Any] = dict(local_files_only=self._local)
+        options: dict[str, Any] = dict(local_files_only=self._local)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self._name, **how)
+            self._tokenizer = AutoTokenizer.from_pretrained(self._name, **options)
             model = AutoModelForSequenceClassification.from_pretrained(
-                self._name, dtype=getattr(torch, self._precision), use_safetensors=True, **how
+                self._name, dtype=getattr(torch, self._precision), use_safetensors=True, **options
             )
             _check_classifier(self._name, model.config.to_dict())
             self._model = model.to(self._device).eval()
         except ConfigError:
             raise
-        except Exception as error:  # noqa: BLE001 - files, hub and driver raise many kinds
+        except Exception as error:  # noqa: BLE001 - files, hub and driver raise many types
             raise ConfigError(f"model: {self._name} could not be loaded: {first_line(error)}") from error
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | Failure]:
-        """One score or failure for each completion; text, or messages, as ``Functions`` gives them."""
+        """Return one score or ``Failure`` per completion. Prompts and completions are texts or lists of messages."""
         self.load()
-        texts = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
+        conversations = [self._tokens(prompt, completion) for prompt, completion in zip(prompts, completions)]
         limit = self._max_tokens or getattr(self._model.config, "max_position_embeddings", None) or math.inf
-        found: list[float | Failure] = [
-            Failure(f"the conversation has {len(ids)} tokens, the reward model takes {limit}") for ids in texts
+        scores: list[float | Failure] = [
+            Failure(f"the conversation has {len(ids)} tokens, more than the reward model's limit of {limit}")
+            for ids in conversations
         ]
-        fitting = sorted((i for i, ids in enumerate(texts) if len(ids) <= limit), key=lambda i: len(texts[i]))
+        fitting = [index for index, ids in enumerate(conversations) if len(ids) <= limit]
+        fitting.sort(key=lambda index: len(conversations[index]))
         for start in range(0, len(fitting), self._batch_size):
-            places = fitting[start : start + self._batch_size]
-            for place, score in zip(places, self._scores([texts[place] for place in places])):
-                found[place] = score if math.isfinite(score) else Failure(f"the reward model's score is {score}")
-        return found
+            batch = fitting[start : start + self._batch_size]
+            for index, score in zip(batch, self._scores([conversations[index] for index in batch])):
+                scores[index] = score if math.isfinite(score) else Failure(f"the reward model's score is {score}")
+        return scores
 
     def _tokens(self, prompt: Any, completion: Any) -> list[int]:
         tokenizer = self._tokenizer
         end = tokenizer.eos_token_id
         if getattr(tokenizer, "chat_template", None):
-            said = [*_messages("user", prompt), *_messages("assistant", completion)]
-            text = tokenizer.apply_chat_template(said, tokenize=False)
+            messages = [*_messages("user", prompt), *_messages("assistant", completion)]
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-            answer = str(said[-1]["content"]).strip()
-            behind = text.rpartition(answer)[2] if answer else text
-            closing = tuple(tokenizer.all_special_tokens)
-            ended = end is None or tokenizer.eos_token in behind or behind.rstrip().endswith(closing)
+            answer = str(messages[-1]["content"]).strip()
+            after_answer = text.rpartition(answer)[2] if answer else text
+            special_tokens = tuple(tokenizer.all_special_tokens)
+            ended = str(tokenizer.eos_token) in after_answer or after_answer.rstrip().endswith(special_tokens)
         elif isinstance(prompt, str) and isinstance(completion, str):
             ids = [*tokenizer(prompt)["input_ids"], *tokenizer(completion, add_special_tokens=False)["input_ids"]]
-            ended = end is None or ids[-1:] == [end]
+            ended = ids[-1:] == [end]
         else:
             raise RunError(f"{self._name} has no chat template, and the prompts are chat messages")
-        return ids if ended else [*ids, end]
+        return ids if ended or end is None else [*ids, end]
 
     def _scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """The scores of texts of any lengths, which are padded behind their last token."""
+        """Return the scores of tokenized conversations, which are padded on the right to a common length."""
         import torch
 
         lengths = torch.tensor([len(ids) for ids in texts])
@@ -135,7 +140,8 @@ class Scorer:
         for row, ids in zip(padded, texts):
             row[: len(ids)] = torch.tensor(ids)
         mask = torch.arange(padded.size(1)) < lengths[:, None]
-        # Not the classifier's own choice of a token: that goes by a padding token, which may be the end token.
+        # Score the last token explicitly. The classifier's forward finds it by the padding token, which may be equal to
+        # the end token.
         with torch.inference_mode():
             hidden = self._model.base_model(
                 padded.to(self._device), attention_mask=mask.to(self._device), use_cache=False
@@ -146,10 +152,14 @@ class Scorer:
 
 
 class RewardModel(Environment):
-    """The score of a reward model as an environment's only component.
+    """Environment whose only component is the score of a reward model.
 
-    Options: ``component`` (``score``: its name) and the arguments of ``Scorer``, ``model`` above all. To have it beside
-    other rewards, name it among the functions of a ``functions`` environment: ``{function: reward_model, model: ...}``.
+    To combine the score with other rewards, use the environment ``functions`` with the function ``{function:
+    reward_model, model: ...}``.
+
+    Options:
+        component (score): name of the component.
+        model and the other arguments of ``Scorer``: see there. ``model`` is required.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None):
@@ -162,7 +172,7 @@ class RewardModel(Environment):
         self._scorer.load()
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory."""
+        """Return one verdict per trajectory."""
         prompts = [t.prompt.text if t.prompt.messages is None else list(t.prompt.messages) for t in trajectories]
         return [
             Verdict({}, Outcome.ENV_FAILED, score.detail)
@@ -172,19 +182,21 @@ class RewardModel(Environment):
         ]
 
 
-def _messages(role: str, said: Any) -> list[Mapping[str, Any]]:
-    return [{"role": role, "content": said}] if isinstance(said, str) else [dict(message) for message in said]
+def _messages(role: str, content: Any) -> list[Mapping[str, Any]]:
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    return [dict(message) for message in content]
 
 
 def _check_classifier(name: str, config: Any) -> None:
-    """A configuration is that of a sequence classifier with one label. Raises ConfigError."""
+    """Raise ConfigError if a model configuration is not a sequence classifier with one label."""
     content = config if isinstance(config, Mapping) else {}
     kinds = content.get("architectures") or []
-    labels = content.get("id2label") or {0: "", 1: ""}  # without it transformers takes two
+    labels = content.get("id2label") or {0: "", 1: ""}  # transformers assumes two labels if it is absent
     if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
-        raise ConfigError(f"model: {name} is no sequence classifier (its architecture is {', '.join(map(str, kinds))})")
+        raise ConfigError(f"model: {name} is not a sequence classifier (architecture {', '.join(map(str, kinds))})")
     if len(labels) != 1:
-        raise ConfigError(f"model: {name} gives {len(labels)} labels, a reward model one")
+        raise ConfigError(f"model: expected one label, got {len(labels)} ({name})")
 
 
 def _device(name: Any) -> str:

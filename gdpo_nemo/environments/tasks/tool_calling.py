@@ -1,8 +1,8 @@
 """Tool calling with a format reward in {0, 1} and a correctness reward in [-3, 3], as in ToolRL and the GDPO paper.
 
-Reward definition: arXiv 2504.13958 (ToolRL) as its code has it, which matches calls greedily where the paper speaks of
-an optimal matching; GDPO (arXiv 2601.05242, appendix C) uses the same. Values compare as Python values of the JSON:
-``"1"`` is not ``1``, while ``1``, ``1.0`` and ``true`` are equal.
+The rewards follow the code of ToolRL (arXiv 2504.13958), which matches calls greedily. The paper describes an optimal
+matching. GDPO (arXiv 2601.05242, appendix C) uses the same rewards. Arguments are compared as parsed JSON in Python:
+``"1"`` differs from ``1``, but ``1``, ``1.0`` and ``true`` are equal.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections import Counter
 from typing import Any, Iterable, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.options import read_options
+from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.answers import column
 
 WORST = -3.0
@@ -27,12 +26,16 @@ Call = Mapping[str, Any]
 
 
 class ToolCalling(Environment):
-    """The tool-calling environment, for rows in the manner of RLLA (a chat prompt and a ``ground_truth``).
+    """The tool-calling environment, for rows in the format of RLLA: a chat prompt and a ``ground_truth``.
 
-    Components: ``format`` (the blocks the ground truth has, in order and on their own lines) and ``correctness``.
-    A RLLA Parquet file is read with ``columns: {messages: prompt, ground_truth: reward_model.ground_truth}``.
+    To read a Parquet file of RLLA, set ``columns: {messages: prompt, ground_truth: reward_model.ground_truth}``.
 
-    Option: ``gold_key`` (column with the ground truth, ``ground_truth``).
+    Components:
+        correctness: agreement of the tool calls with the ground truth, from -3 to 3. See ``correctness``.
+        format: 1 if the completion has the same blocks as the ground truth, in order and on separate lines, else 0.
+
+    Options:
+        gold_key (ground_truth): column with the ground truth.
     """
 
     instant = True
@@ -43,7 +46,7 @@ class ToolCalling(Environment):
         self._gold_key = read_options("tool_calling", options, gold_key="ground_truth").gold_key
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """One verdict per trajectory. Raises RunError for a row without ground truth."""
+        """Return one verdict per trajectory. Raises RunError for a row without ground truth."""
         verdicts = []
         for trajectory in trajectories:
             gold = str(column(trajectory.prompt, self._gold_key))
@@ -52,12 +55,12 @@ class ToolCalling(Environment):
         return verdicts
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
-        """The ground truth itself."""
+        """Return the ground truth."""
         return [str(row.get(self._gold_key))]
 
 
 def formatted(gold: str, text: str) -> float:
-    """1.0 if ``text`` has exactly the blocks that ``gold`` has, else 0.0. The blocks' contents are not looked at."""
+    """Return 1.0 if ``text`` consists of the same blocks as ``gold``, else 0.0. Their contents are not compared."""
     calls = "<tool_call>" in gold
     response = "<response>" in gold
     blocks = [_THINK] + [_CALLS] * calls + [_RESPONSE] * response
@@ -67,11 +70,11 @@ def formatted(gold: str, text: str) -> float:
 
 
 def correctness(gold: str, text: str) -> float | None:
-    """How well the tool calls of ``text`` meet those of ``gold``, in [-3, 3]; 0 where the gold has none.
+    """Compare the tool calls in ``text`` with the tool calls in ``gold``. Return a score from -3 to 3.
 
-    Linear in the matched names, parameter names and values. -3 for calls that are missing or cannot be read. None
-    when those of the gold cannot be read (some rows speak of ``<tool_call>`` in their thoughts): such a row would pay
-    every completion the same -3 and hide the fault.
+    The score is linear in the number of matching names, parameter names and parameter values. It is 0 if ``gold`` has
+    no calls, and -3 if the calls in ``text`` are missing or cannot be parsed. It is None if the calls in ``gold``
+    cannot be parsed. This occurs if the reasoning in a row mentions ``<tool_call>``.
     """
     if "<tool_call>" not in gold:
         return 0.0
@@ -88,11 +91,11 @@ def correctness(gold: str, text: str) -> float | None:
 
 
 class _Unreadable(Exception):
-    """Calls that are missing, are not one JSON object a line, or lack their name or parameters."""
+    """Raised if calls are missing, are not one JSON object per line, or lack a name or parameters."""
 
 
 def _read_calls(text: str) -> list[Call]:
-    """The calls of the first block, one JSON object a line."""
+    """Parse the calls in the first tool-call block, one JSON object per line."""
     if "<tool_call>" not in text or "</tool_call>" not in text:
         raise _Unreadable
     block = text.partition("<tool_call>")[2].partition("</tool_call>")[0].strip()
@@ -110,7 +113,7 @@ def _score(expected: Sequence[Call], made: Sequence[Call]) -> float:
         if not candidates:
             continue
         values = {index: _match(_parameters(call), _parameters(other)) for index, other in candidates}
-        best = max(values, key=lambda index: (values[index], -index))  # of equal ones the first
+        best = max(values, key=lambda index: (values[index], -index))  # the first of several best calls
         if values[best] > 0:
             score += values[best]
             del unused[best]
@@ -118,27 +121,29 @@ def _score(expected: Sequence[Call], made: Sequence[Call]) -> float:
 
 
 def _match(expected: Mapping[str, Any], made: Mapping[str, Any]) -> float:
-    """Agreement of the parameters' names (0 to 1) plus the number of equal values."""
+    """Return the Jaccard index of the parameter names, from 0 to 1, plus the number of equal values."""
     same = sum(1 for name, value in expected.items() if name in made and made[name] == value)
     return _jaccard(expected, made) + same
 
 
 def _jaccard(first: Iterable[str], second: Iterable[str]) -> float:
-    """Intersection over union of two multisets; 1 if both are empty."""
-    # a list: Counter would take a mapping for counts
-    one = Counter(list(first))
-    other = Counter(list(second))
-    union = (one | other).total()
-    return (one & other).total() / union if union else 1.0
+    """Return the Jaccard index (intersection over union) of two multisets; 1 if both are empty."""
+    # Convert to lists, because Counter interprets a mapping as counts.
+    first_counts = Counter(list(first))
+    second_counts = Counter(list(second))
+    union = (first_counts | second_counts).total()
+    return (first_counts & second_counts).total() / union if union else 1.0
 
 
 def _name(call: Any) -> str:
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str):
         raise _Unreadable
-    return call["name"]
+    return name
 
 
 def _parameters(call: Call) -> Mapping[str, Any]:
-    if not isinstance(call.get("parameters"), dict):
+    parameters = call.get("parameters")
+    if not isinstance(parameters, dict):
         raise _Unreadable
-    return call["parameters"]
+    return parameters

@@ -1,5 +1,7 @@
-"""TRL's ``environment_factory`` as an environment: the methods of an object are the policy's tools, one object for each
-trajectory, and reward functions judge the objects at the end."""
+"""Environment ``tool_class``, like TRL's ``environment_factory``: the policy calls the methods of an object as tools.
+
+Each trajectory uses one object. Reward functions score the objects at the end of the episodes.
+"""
 
 from __future__ import annotations
 
@@ -11,49 +13,47 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Mapping, Sequence, TypeVar
 
-from gdpo_nemo.config.messages import first_line
-from gdpo_nemo.config.objects import is_reference, load_object
-from gdpo_nemo.data.completions import has_call_block, split_calls
+from gdpo_nemo.data.conversation import has_call_block, split_calls
 from gdpo_nemo.data.records import Outcome, Prompt
-from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.environments.base import Environment, read_options, reward_value
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
-from gdpo_nemo.environments.loop_thread import LoopThread
-from gdpo_nemo.environments.options import read_options
-from gdpo_nemo.environments.tasks.tool_functions import error_text, tool_schemas
-from gdpo_nemo.environments.tasks.tools import MALFORMED, with_calls
-from gdpo_nemo.environments.verdicts import reward_value
-from gdpo_nemo.errors import ConfigError, RunError
+from gdpo_nemo.environments.http_client import LoopThread
+from gdpo_nemo.environments.tasks.tools import MALFORMED, error_text, tool_schemas, with_calls
+from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
+from gdpo_nemo.utils.user_code import is_reference, load_object
 
 _THREADS = 512
-"""Calls of objects that run at once; one that never returns keeps its thread."""
+"""Maximum number of concurrent calls. A call that never returns occupies its thread."""
 _NOT_TOOLS = ("reset", "get_reward")
 _T = TypeVar("_T")
 
 
 @dataclass
-class _Played:
+class _EpisodeState:
     """An episode in progress."""
 
     player: Any
     prompt: Prompt
-    left: int | None
+    turns_left: int | None
     messages: list[dict[str, Any]] = field(default_factory=list)
-    """Messages of the policy and of the tools, in TRL's form."""
+    """Messages of the policy and the tools so far, in TRL's format."""
 
 
 class ToolClass(Environment):
-    """Episodes in which the policy calls the public methods of an object of a class, as in TRL.
+    """Environment in which the policy calls the public methods of a user-defined object as tools, as in TRL.
 
     Options:
-        make: the class (``file.py:Class``), or a function without arguments that returns an object. The object's
-            ``reset(**columns)`` begins an episode, and returns text that is put behind the prompt, or None. Every other
-            public method is a tool, with type hints and a docstring.
-        functions: reward functions by component (``file.py:function``), which get ``environments``, the objects.
-        time_limit_s (60): seconds for the calls of one turn, or for a reset. The trajectory is masked after that.
-        max_tool_calling_iterations: turns whose calls are executed; null: as rollout.turns allows.
+        make: class (``file.py:Class``), or function without arguments that returns an object. The object's
+            ``reset(**columns)`` begins an episode and returns text to append to the prompt, or None. Every other public
+            method is a tool, except ``get_reward``. It must have type hints and a docstring.
+        functions: reward functions by component (``file.py:function``). They get the objects as ``environments``.
+        time_limit_s (60): time limit in seconds of a reset, or of all calls of one turn. If it is exceeded, the
+            trajectory is masked.
+        max_tool_calling_iterations: maximum number of turns whose calls are executed; null for the limit of
+            rollout.turns.
 
-    Objects live in threads of the driver, because they may hold connections. They are reset and used again. A call that
-    raises is answered with its error, which is text for the model; a reset that raises masks the trajectory.
+    The objects are used in threads of the driver, because they may hold connections. They are reset and reused. If a
+    call raises, the model gets the error message as the result. If a reset raises, the trajectory is masked.
     """
 
     remote = True
@@ -80,24 +80,27 @@ class ToolClass(Environment):
         self._loop = LoopThread("tool_class")
         self._threads = ThreadPoolExecutor(_THREADS, "tool_class")
         self._free: list[Any] = []
-        self._played: dict[bytes, _Played] = {}
+        self._played: dict[bytes, _EpisodeState] = {}
 
     @property
     def has_turns(self) -> bool:
-        """Its episodes are stepped by ``start_step``."""
+        """Always True. ``start_step`` steps the episodes."""
         return True
 
     def read_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the schemas of the tools to a row. Raises ConfigError if it has tools already."""
+        """Add the tool schemas to a row as the column ``tools``. Raises ConfigError if the row has this column."""
         if row.get("tools"):
-            raise ConfigError("has a column tools, which the environment fills; list it in remove_columns of the split")
+            raise ConfigError(
+                "has a column tools, which conflicts with the environment's tools; list it in "
+                "remove_columns of the split"
+            )
         if self._schemas is None:
             player = object.__new__(self._make) if isinstance(self._make, type) else self._make()
             self._schemas = tool_schemas(_tools(player))
         return {**row, "tools": self._schemas}
 
     def preflight(self, prompts: Sequence[Prompt]) -> None:
-        """Make an object and reset it with the first row. Raises RunError if that fails."""
+        """Create an object and reset it with the first row. Raises RunError if that fails."""
         for prompt in prompts[:1]:
             reply = self.start_step(EpisodeStep(prompt, 0, 0)).result()
             if reply.outcome is not Outcome.OK:
@@ -105,17 +108,17 @@ class ToolClass(Environment):
             self.abandon(reply.state)
 
     def start_step(self, step: EpisodeStep) -> Future[EpisodeReply]:
-        """Begin to reset, step or cut an episode. ``state`` of a reply is the number of the episode."""
+        """Start to reset, step or cut an episode, and return a future. ``state`` of a reply identifies the episode."""
         return self._loop.start(self._answer(step))
 
     def abandon(self, state: bytes) -> None:
-        """Reuse the object of an episode that is over."""
+        """Make the object of a finished episode available for another episode."""
         if (played := self._played.pop(state, None)) is not None:
             self._free.append(played.player)
 
     def close(self) -> None:
         """End all episodes."""
-        self._loop.close(_nothing())
+        self._loop.close(_no_cleanup())
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, step: EpisodeStep) -> EpisodeReply:
@@ -126,7 +129,7 @@ class ToolClass(Environment):
                 return await self._end(step.state)
             return await self._step(step.state, str(step.message["content"]))
         except TimeoutError:
-            self._played.pop(step.state or b"", None)  # its thread still has the object
+            self._played.pop(step.state or b"", None)  # do not reuse the object: a thread may still use it
             return EpisodeReply(outcome=Outcome.ENV_FAILED, detail=f"no answer within {self._limit_s:g} s")
         except asyncio.CancelledError:
             self._played.pop(step.state or b"", None)
@@ -134,58 +137,60 @@ class ToolClass(Environment):
 
     async def _begin(self, prompt: Prompt) -> EpisodeReply:
         try:
-            player, told = await self._timed(lambda: self._reset(prompt))
+            player, reset_text = await self._run_in_thread(lambda: self._reset(prompt))
         except _ResetFailed as error:
             return EpisodeReply(outcome=Outcome.ENV_FAILED, detail=str(error))
         state = secrets.token_bytes(16)
-        self._played[state] = _Played(player, prompt, self._rounds)
-        return EpisodeReply(state, _prompt(prompt, told), dict.fromkeys(self.reward_names))
+        self._played[state] = _EpisodeState(player, prompt, self._rounds)
+        return EpisodeReply(state, _prompt(prompt, reset_text), dict.fromkeys(self.reward_names))
 
     async def _step(self, state: bytes, text: str) -> EpisodeReply:
         played = self._played[state]
-        answers = [] if played.left == 0 else await self._timed(lambda: _turn(played.player, text))
+        answers = [] if played.turns_left == 0 else await self._run_in_thread(lambda: _turn(played.player, text))
         played.messages += [with_calls(text), *(dict(answer) for answer in answers)]
         if not answers:
             return await self._end(state)
-        if played.left is not None:
-            played.left -= 1
+        if played.turns_left is not None:
+            played.turns_left -= 1
         return EpisodeReply(state, answers, dict.fromkeys(self.reward_names))
 
-    async def _timed(self, call: Callable[[], _T]) -> _T:
-        """The value of a call in a thread. Raises TimeoutError."""
+    async def _run_in_thread(self, call: Callable[[], _T]) -> _T:
+        """Run a call in a thread and return its result. Raises TimeoutError after the time limit."""
         work = asyncio.get_running_loop().run_in_executor(self._threads, call)
         return await asyncio.wait_for(work, self._limit_s)
 
     def _reset(self, prompt: Prompt) -> tuple[Any, Any]:
-        """An object, and what its reset returns. Raises _ResetFailed."""
+        """Reset an object. Return the object and the result of the reset. Raises _ResetFailed."""
         columns = {key: value for key, value in prompt.fields.items() if key != "tools"}
         try:
-            player = self._taken() or self._make()
+            player = self._take_free_object() or self._make()
             return player, player.reset(**{**columns, "prompt": prompt.messages or prompt.text})
         except Exception as error:
             raise _ResetFailed(f"reset raised {first_line(error)}") from error
 
-    def _taken(self) -> Any:
-        """An object that no episode has; None if there is none."""
+    def _take_free_object(self) -> Any:
+        """Take an unused object from the pool; None if there is none."""
         try:
             return self._free.pop()
         except IndexError:
             return None
 
     async def _end(self, state: bytes) -> EpisodeReply:
-        """The rewards of an episode. Raises RunError: a function raised, or returned no reward."""
+        """Compute the rewards of an episode. Raises RunError if a function raises or returns an invalid value."""
         played = self._played[state]
-        rewards = await self._timed(lambda: {name: _reward(name, f, played) for name, f in self._functions.items()})
+        rewards = await self._run_in_thread(
+            lambda: {name: _reward(name, f, played) for name, f in self._functions.items()}
+        )
         self.abandon(state)
         return EpisodeReply(rewards=rewards, done=True)
 
 
 class _ResetFailed(Exception):
-    """An episode could not begin."""
+    """Raised if the reset of an episode fails."""
 
 
-async def _nothing() -> None:
-    """The loop has nothing to do at its end."""
+async def _no_cleanup() -> None:
+    """Do nothing. The event loop needs no cleanup."""
 
 
 def _function(name: str, place: Any) -> Callable[..., Any]:
@@ -196,7 +201,7 @@ def _function(name: str, place: Any) -> Callable[..., Any]:
 
 
 def _tools(player: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods of an object, by name."""
+    """Return the tools of an object by name: its public methods except ``reset`` and ``get_reward``."""
     members = inspect.getmembers(type(player), predicate=inspect.isfunction)
     return {name: getattr(player, name) for name, _ in members if not name.startswith("_") and name not in _NOT_TOOLS}
 
@@ -206,48 +211,48 @@ async def _awaited(found: Awaitable[Any]) -> Any:
 
 
 def _turn(player: Any, text: str) -> list[Mapping[str, Any]]:
-    """Execute the calls in what the policy wrote; a message of the role tool for each."""
-    said, calls = split_calls(text)
+    """Execute the calls in the policy's text. Return a message with the role tool for each call."""
+    content, calls = split_calls(text)
     tools = _tools(player)
     answers: list[Mapping[str, Any]] = [
-        {"role": "tool", "name": name, "content": _called(tools, name, given)} for name, given in calls
+        {"role": "tool", "name": name, "content": _call_tool(tools, name, arguments)} for name, arguments in calls
     ]
-    if has_call_block(said):
+    if has_call_block(content):
         answers.append({"role": "tool", "name": "unknown", "content": MALFORMED})
     return answers
 
 
-def _called(tools: Mapping[str, Callable[..., Any]], name: str, arguments: str) -> str:
+def _call_tool(tools: Mapping[str, Callable[..., Any]], name: str, arguments: str) -> str:
     if name not in tools:
         return error_text(f"Tool {name} not found.")
     try:
         found = tools[name](**json.loads(arguments))
         text = str(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
-    except Exception as error:  # text for the model, as in TRL
+    except Exception as error:  # the model gets the error as text, as in TRL
         text = error_text(str(error) or type(error).__name__)
     return text.encode("utf-8", "replace").decode()
 
 
-def _prompt(prompt: Prompt, told: Any) -> Any:
-    """The prompt with what reset returned behind it; None: the row's own."""
-    if not told:
+def _prompt(prompt: Prompt, reset_text: Any) -> Any:
+    """Append the text from the reset to the prompt. Return None, for the row's prompt, if the text is empty."""
+    if not reset_text:
         return None
     if prompt.messages is None:
-        return f"{prompt.text}{told}"
+        return f"{prompt.text}{reset_text}"
     *before, last = (dict(message) for message in prompt.messages)
-    return [*before, {**last, "content": f"{last['content']}{told}"}]
+    return [*before, {**last, "content": f"{last['content']}{reset_text}"}]
 
 
-def _reward(name: str, function: Callable[..., Any], played: _Played) -> float | None:
+def _reward(name: str, function: Callable[..., Any], played: _EpisodeState) -> float | None:
     prompt = played.prompt
-    given: dict[str, Any] = {key: [value] for key, value in prompt.fields.items() if key != "tools"}
-    asked = prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
-    given |= {"prompts": [asked], "completions": [played.messages], "environments": [played.player]}
+    arguments: dict[str, Any] = {key: [value] for key, value in prompt.fields.items() if key != "tools"}
+    prompt_content = prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
+    arguments |= {"prompts": [prompt_content], "completions": [played.messages], "environments": [played.player]}
     parameters = inspect.signature(function).parameters
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        given = {key: value for key, value in given.items() if key in parameters}
+        arguments = {key: value for key, value in arguments.items() if key in parameters}
     try:
-        found = function(**given)
+        found = function(**arguments)
         [value] = asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
     except Exception as error:
         raise RunError(f"reward function {name!r} raised {first_line(error)}") from error

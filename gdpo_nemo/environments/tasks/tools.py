@@ -1,44 +1,201 @@
-"""Tools in place of an environment: the policy calls Python functions over several turns, reward functions judge the
-conversation."""
+"""Environment ``tools``: the policy calls Python functions as tools.
+
+Names and formats follow TRL 1.16 (``GRPOTrainer`` with ``tools=``). Schemas come from ``get_json_schema`` of
+transformers. The text of a result is ``str(result)``, and the text of an error is ``str({"error": message})``.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import signal
+import time
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Iterator, Mapping, NoReturn, Sequence
 
-from gdpo_nemo.data.completions import has_call_block, split_calls
+from gdpo_nemo.data.conversation import has_call_block, split_calls
 from gdpo_nemo.data.records import Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment
-from gdpo_nemo.environments.options import read_options
-from gdpo_nemo.environments.tasks.reward_functions import Functions
-from gdpo_nemo.environments.tasks.tool_functions import Tool, call_tools, error_text, is_error, load_tools, tool_schemas
-from gdpo_nemo.errors import ConfigError
+from gdpo_nemo.environments.base import Environment, read_options
+from gdpo_nemo.environments.tasks.reward_functions import Functions, is_async
+from gdpo_nemo.utils.errors import ConfigError, first_line
+from gdpo_nemo.utils.user_code import is_reference, load_object
+
+MAX_RESULT_CHARACTERS = 2**16
+"""Maximum total length of the results of one turn. A result that exceeds it is replaced by an error message."""
+_ERROR = "{'error': "
+"""Prefix of the result text of a failed call."""
+
+Tool = Callable[..., Any]
+
+
+class _TimeLimitReached(BaseException):
+    """Raised in a tool call at the time limit. A BaseException, so that ``except Exception`` does not catch it."""
+
+
+def load_tools(references: Any) -> dict[str, Tool]:
+    """Import functions by their import paths. Return them by name.
+
+    Raises:
+        ConfigError: if the list is empty, an object cannot be imported or is not a function, or two functions have the
+            same name.
+    """
+    if not isinstance(references, (list, tuple)) or not references:
+        raise ConfigError(f"tools: expected a list of functions such as [file.py:function], got {references!r}")
+    tools: dict[str, Tool] = {}
+    for index, reference in enumerate(references):
+        tool = _load(f"tools[{index}]", reference)
+        name = tool.__name__
+        if name in tools:
+            raise ConfigError(f"tools[{index}]: the name {name!r} is already in use ({reference}); rename the function")
+        tools[name] = tool
+    return tools
+
+
+def _load(key: str, reference: Any) -> Tool:
+    if not isinstance(reference, str) or not is_reference(reference):
+        raise ConfigError(f"{key}: expected a function such as file.py:function, got {reference!r}")
+    try:
+        tool: Tool = load_object(reference)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if isinstance(tool, type) or not callable(tool) or not hasattr(tool, "__name__"):
+        raise ConfigError(f"{key}: must be a function ({reference})")
+    return tool
+
+
+def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+    """Generate the JSON schemas of functions from their signatures and docstrings, in the format for chat templates.
+
+    Raises:
+        ConfigError: if a function lacks a type hint, a docstring, or the description of an argument.
+    """
+    # Import transformers only here, because worker processes do not need schemas.
+    from transformers.utils import get_json_schema
+
+    schemas = []
+    for name, tool in tools.items():
+        try:
+            schemas.append(get_json_schema(tool))
+        except Exception as error:  # transformers raises two types, and evaluating type hints may raise any
+            raise ConfigError(
+                f"tools: the schema of {name} cannot be generated ({first_line(error)}); write type hints and a "
+                "docstring with Args"
+            ) from error
+    return schemas
+
+
+def is_error(text: str) -> bool:
+    """Return whether the text of a tool message reports a failed call."""
+    return text.startswith(_ERROR)
+
+
+def error_text(message: str) -> str:
+    """Format an error message as the result text of a tool call."""
+    return str({"error": message})
+
+
+def call_tools(tools: Mapping[str, Tool], calls: Sequence[tuple[str, str]], limit_s: float) -> list[dict[str, str]]:
+    """Execute the tool calls of one turn in order. Return a message with the role tool for each call.
+
+    If a call fails, its message contains the error. Failures are unknown tools, invalid arguments, exceptions, results
+    that are too long, and exceeding the time limit. Requires the main thread.
+
+    Args:
+        tools: functions by name.
+        calls: function name and JSON text of the arguments of each call.
+        limit_s: time limit in seconds of all calls together.
+    """
+    deadline = time.monotonic() + limit_s
+    characters_left = MAX_RESULT_CHARACTERS
+    messages = []
+    for name, arguments in calls:
+        text = _answer(tools, name, arguments, deadline, limit_s)
+        if len(text) > characters_left:
+            text = error_text(f"The result has {len(text)} characters, of which at most {characters_left} are shown.")
+        characters_left -= min(characters_left, len(text))
+        messages.append({"role": "tool", "name": name, "content": text})
+    return messages
+
+
+def _answer(tools: Mapping[str, Tool], name: str, arguments: str, deadline: float, limit_s: float) -> str:
+    if name not in tools:
+        return error_text(f"Tool {name} not found.")
+    try:
+        values = json.loads(arguments)
+    except (ValueError, RecursionError):
+        values = None
+    if not isinstance(values, dict):
+        return error_text(f"The arguments of {name} must be a JSON object.")
+    try:
+        with _alarm(deadline - time.monotonic()):
+            return _clean(str(_result(tools[name], values)))
+    except _TimeLimitReached:
+        return error_text(f"{name} exceeded the time limit of {limit_s:g} s.")
+    except (Exception, SystemExit) as error:
+        return _clean(error_text(_error_message(error)))
+
+
+def _result(tool: Tool, arguments: Mapping[str, Any]) -> Any:
+    return asyncio.run(tool(**arguments)) if is_async(tool) else tool(**arguments)
+
+
+def _error_message(error: BaseException) -> str:
+    """Return the message of an exception, or the name of its class if the message is empty."""
+    try:
+        return str(error) or type(error).__name__
+    except Exception:  # __str__ may be user code
+        return type(error).__name__
+
+
+def _clean(text: str) -> str:
+    """Return the text without lone surrogates, which no tokenizer accepts."""
+    return text.encode("utf-8", "replace").decode()
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise ``_TimeLimitReached`` in the block after ``seconds``, even while it sleeps or waits for a socket."""
+
+    def raise_time_limit(*_: object) -> NoReturn:
+        raise _TimeLimitReached
+
+    if seconds <= 0:
+        raise _TimeLimitReached
+    previous_handler = signal.signal(signal.SIGALRM, raise_time_limit)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous_handler)
+
 
 Message = Mapping[str, Any]
 MALFORMED = error_text("A tool call must be a JSON object with name and arguments between <tool_call> tags.")
-"""Answer to a block that does not hold a call."""
+"""Reply to a ``<tool_call>`` block without a valid call."""
 
 
 class Tools(Environment):
-    """Episodes in which the policy calls functions, rewarded by reward functions.
+    """Environment in which the policy calls Python functions as tools. Reward functions score the conversations.
 
     Options:
         tools: functions by import path (``file.py:function``, ``package.module.function``), sync or async, with type
-            hints and a docstring that describes every argument. The chat template shows the model their schemas.
-        functions: reward functions by component, as of the environment ``functions``.
-        system_prompt: put before the prompts.
-        time_limit_s (10): seconds for all calls of one turn; keep it below rollout.env_timeout_s.
-        max_tool_calling_iterations: turns whose calls are executed, as in TRL; null: as rollout.turns allows.
+            hints and a docstring that describes every argument. The chat template shows their schemas to the model.
+        functions: reward functions by component, as in the environment ``functions``.
+        system_prompt: system prompt for the prompts of this environment.
+        time_limit_s (10): time limit in seconds of all calls of one turn. It should be below rollout.env_timeout_s.
+        max_tool_calling_iterations: maximum number of turns whose calls are executed, as in TRL; null for the limit of
+            rollout.turns.
 
-    A turn with calls, ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` as Hermes and Qwen write them, is
-    answered with a message of the role tool for each call. A turn without calls ends the episode. A call that fails is
-    answered with its error, which is text for the model and never a reward.
+    Calls have the format of Hermes and Qwen, ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. For each
+    call the environment adds a message with the role tool. A turn without calls ends the episode. If a call fails, the
+    message contains the error. A failed call does not affect the reward by itself.
 
-    A reward function gets the conversation behind the prompt as its completion, in TRL's form: messages of the
-    assistant, with ``tool_calls`` where it made some, and of the tools. Tools run in a worker process, each turn in any
-    that is free, so they must not depend on state in Python that an earlier call left.
+    As in TRL, the completion of a reward function is the conversation after the prompt: messages of the assistant, with
+    ``tool_calls`` if it made calls, and messages of the tools. Tools run in any free worker process, which may differ
+    between turns. They must not depend on Python state from earlier calls.
     """
 
     offers_tools = True
@@ -65,13 +222,16 @@ class Tools(Environment):
         self.system_prompt = chosen.system_prompt
 
     def prepare(self) -> None:
-        """Let reward functions load models before the first time limit."""
+        """Load the models of reward functions before the first time limit starts."""
         self._functions.prepare()
 
     def read_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Add the schemas of the tools to a row. Raises ConfigError if it has tools already."""
+        """Add the tool schemas to a row as the column ``tools``. Raises ConfigError if the row has this column."""
         if row.get("tools"):
-            raise ConfigError("has a column tools, which the environment fills; list it in remove_columns of the split")
+            raise ConfigError(
+                "has a column tools, which conflicts with the environment's tools; list it in "
+                "remove_columns of the split"
+            )
         if self._schemas is None:
             self._schemas = tool_schemas(self._tools)
         return {**row, "tools": self._schemas}
@@ -81,46 +241,46 @@ class Tools(Environment):
         return ToolEpisode(self._references, self._limit_s, self._rounds)
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """Return the reward functions' rewards of whole conversations. Raises RunError as ``Functions.verify``."""
-        spoken = [conversation(trajectory) for trajectory in trajectories]
-        judged = [replace(t, messages=tuple(messages)) for t, messages in zip(trajectories, spoken)]
-        results = [message for messages in spoken for message in messages if message["role"] == "tool"]
+        """Score whole conversations with the reward functions. Raises RunError like ``Functions.verify``."""
+        conversations = [conversation(trajectory) for trajectory in trajectories]
+        with_messages = [replace(t, messages=tuple(messages)) for t, messages in zip(trajectories, conversations)]
+        results = [message for messages in conversations for message in messages if message["role"] == "tool"]
         failed = sum(is_error(message["content"]) for message in results)
-        counted = {
-            "tools/call_frequency": len(results) / max(1, len(spoken)),
+        tool_metrics = {
+            "tools/call_frequency": len(results) / max(1, len(conversations)),
             "tools/failure_frequency": failed / max(1, len(results)),
         }
-        verdicts = self._functions.verify(judged)
-        return [replace(verdict, metrics={**verdict.metrics, **counted}) for verdict in verdicts]
+        verdicts = self._functions.verify(with_messages)
+        return [replace(verdict, metrics={**verdict.metrics, **tool_metrics}) for verdict in verdicts]
 
 
 class ToolEpisode:
-    """One conversation. Pickled between turns with the import paths of its tools, not with the functions.
+    """One conversation with tools. Its pickle contains the import paths of the tools, not the functions.
 
     Args:
         references: import paths of the tools.
-        limit_s: seconds for all calls of one turn.
-        rounds: turns whose calls are executed; None: no limit.
+        limit_s: time limit in seconds of all calls of one turn.
+        rounds: maximum number of turns whose calls are executed; None for no limit.
     """
 
     def __init__(self, references: Sequence[str], limit_s: float, rounds: int | None):
         self._references = tuple(references)
         self._limit_s = limit_s
-        self._left = rounds
+        self._turns_left = rounds
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Begin with the row's own prompt."""
+        """Use the row's prompt as the first prompt."""
 
     def step(self, message: Message) -> tuple[list[dict[str, str]] | None, None, bool]:
-        """Answer the calls in the policy's message. Without calls the episode is done."""
-        if self._left == 0:
+        """Execute the calls in the policy's message and return their results. Without calls, the episode is done."""
+        if self._turns_left == 0:
             return None, None, True
-        said, calls = split_calls(message["content"])
+        content, calls = split_calls(message["content"])
         answers = call_tools(_loaded(self._references), calls, self._limit_s)
-        if has_call_block(said):
+        if has_call_block(content):
             answers.append({"role": "tool", "name": "unknown", "content": MALFORMED})
-        if self._left is not None:
-            self._left -= 1
+        if self._turns_left is not None:
+            self._turns_left -= 1
         return answers or None, None, not answers
 
 
@@ -130,7 +290,7 @@ def _loaded(references: tuple[str, ...]) -> dict[str, Tool]:
 
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
-    """Return the messages behind the prompt, calls of the assistant as ``tool_calls``."""
+    """Return the messages after the prompt in TRL's format, with parsed ``tool_calls``."""
     return [
         with_calls(message["content"]) if message["role"] == "assistant" else dict(message)
         for message in trajectory.messages or ({"role": "assistant", "content": trajectory.text},)
@@ -138,9 +298,9 @@ def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
 
 
 def with_calls(text: str) -> dict[str, Any]:
-    """Return what the policy wrote as a message of the assistant, with its calls as ``tool_calls``."""
-    said, calls = split_calls(text)
-    message: dict[str, Any] = {"role": "assistant", "content": said}
+    """Convert the policy's text to an assistant message, with its calls as ``tool_calls``."""
+    content, calls = split_calls(text)
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     if calls:
         functions = [{"name": name, "arguments": _arguments(arguments)} for name, arguments in calls]
         message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
@@ -148,7 +308,7 @@ def with_calls(text: str) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments as values; as the policy wrote them if that is not JSON."""
+    """Parse the arguments of a call. Return the text unchanged if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,1 +1,1 @@
-"""Translation of axolotl's configs."""
+"""Translation of axolotl configs."""

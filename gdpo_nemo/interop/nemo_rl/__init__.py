@@ -1,1 +1,1 @@
-"""NeMo-RL's recipes into configs of ours: translate.py is the entry, keys.py the table of every key."""
+"""Translation of NeMo-RL recipes: ``translate.py`` is the entry point, and ``keys.py`` has a rule for every key."""

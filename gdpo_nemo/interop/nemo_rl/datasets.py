@@ -1,6 +1,6 @@
-"""The environment, the data, the prompts and the folders of a recipe, and how many steps its epochs are.
+"""Translation of a recipe's environment, datasets, prompts, folders and number of steps.
 
-Held against NeMo-RL's classes in ``data/datasets/response_datasets`` and ``math_hf_data_processor``.
+Compared with NeMo-RL's classes in ``data/datasets/response_datasets`` and ``math_hf_data_processor``.
 """
 
 from __future__ import annotations
@@ -8,20 +8,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gdpo_nemo.config.reading import read_text, real_path
-from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
+from gdpo_nemo.interop.translation import Findings
+from gdpo_nemo.utils.files import read_text, real_path
 
 
 class _Dataset(NamedTuple):
-    """A data set that NeMo-RL knows by name."""
+    """A dataset that NeMo-RL knows by name."""
 
     path: str
+    """Name on the Hub."""
     split: str = "train"
     prompt: str | None = None
+    """Column of the prompt; None uses the default columns."""
     answer: str = "answer"
+    """Column of the reference answer."""
     rows: int | None = None
-    """Rows of the split, where known."""
+    """Number of rows in the split; None if unknown."""
 
 
 _DATASETS = {
@@ -34,30 +37,32 @@ _DATASETS = {
     "AIME2024": _Dataset("HuggingFaceH4/aime_2024", "train", "problem"),
     "gsm8k": _Dataset("openai/gsm8k:main", "train", "question", rows=7_473),
 }
-"""Their names of data sets -> where they are on the hub, and their columns."""
+"""NeMo-RL's name of a dataset -> its name on the Hub and its columns."""
 
 _MATH = ("math", "math_default")
 _PUZZLE = "sliding_puzzle_game"
-"""Environment of ``run_grpo_sliding_puzzle.py``, which makes its own prompts whatever ``data`` says."""
+"""Environment of ``run_grpo_sliding_puzzle.py``, which generates its prompts and ignores the section ``data``."""
 _OF_DATA = ("data.default.*", "grpo.val_*generations_per_prompt", "grpo.val_batch_size", "grpo.max_val_samples",
             "policy.generation.val_temperature")  # fmt: skip
-"""Keys that work on data, and not without."""
+"""Recipe keys without effect if the dataset cannot be translated."""
 
 
 def env_name(recipe: Recipe) -> str:
-    """The environment that verifies."""
+    """Return NeMo-RL's name of the environment that verifies the samples."""
     named = recipe.get("data.train.env_name") or recipe.get("data.default.env_name") or recipe.get("data.env_name")
     if recipe.get("env.should_use_nemo_gym"):
         return "nemo_gym"
-    own = {key.split(".")[1] for key in recipe.flat if key.startswith("env.") and key.count(".") > 1}
-    if _PUZZLE in own:
+    sections = {key.split(".")[1] for key in recipe.flat if key.startswith("env.") and key.count(".") > 1}
+    if _PUZZLE in sections:
         return _PUZZLE
-    return named or next(iter(sorted(own)), "math")
+    return named or next(iter(sorted(sections)), "math")
 
 
 def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | None:
-    """(our environment, its options, its components that count, sorted by name as their weights are); None: none is
-    like theirs."""
+    """Return (environment of this project, its options, its reward components), or None without an equivalent.
+
+    The components are sorted by name, which is also the order of NeMo-RL's weights.
+    """
     name = env_name(recipe)
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
     if name == "math_multi_reward" or (name in _MATH and "gdpo" in processor):
@@ -66,186 +71,198 @@ def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | 
         return None
     if recipe.get("data.train.dataset_name") == "gsm8k":
         return "gsm8k", {}, ("correctness",)
-    # The limit is that of math-verify, which NeMo-RL leaves as it is.
+    # The time limit is math-verify's default, which NeMo-RL uses.
     return "math", {"math_verify_impl": "hf_math_verify", "time_limit_s": 5}, ("correctness",)
 
 
-def data(recipe: Recipe, account: Account) -> None:
-    """Fill the account with data, prompts, folders and the length of the run."""
+def data(recipe: Recipe, findings: Findings) -> None:
+    """Add the settings of datasets, prompts, folders and the length of the run to the findings."""
     found = components(recipe)
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
     if processor.startswith("vlm"):
-        account.blocks("data.default.processor", f"{processor} is of prompts with images; models here read text")
+        findings.blocks(
+            "data.default.processor", f"{processor} is for prompts with images; only text models are supported"
+        )
     for split in ("train", "validation"):
-        _split(recipe, account, split, found[0] if found else env_name(recipe))
-    _held_out(recipe, account)
-    _length(recipe, account)
-    _folders(recipe, account)
-    _validation(recipe, account)
+        _split(recipe, findings, split, found[0] if found else env_name(recipe))
+    _held_out(recipe, findings)
+    _length(recipe, findings)
+    _folders(recipe, findings)
+    _validation(recipe, findings)
 
 
-def _split(recipe: Recipe, account: Account, split: str, environment: str) -> None:
+def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> None:
     section = f"data.{split}"
     if isinstance(recipe.get(section), list):
-        account.blocks(
+        findings.blocks(
             section,
-            f"names {len(recipe.get(section))} data sets, and one is one file here; write them into one",
+            f"contains {len(recipe.get(section))} datasets, only one is supported; combine them in one file",
             *_OF_DATA,
         )
         return
     name = recipe.get(f"{section}.dataset_name")
-    path = recipe.get(f"{section}.data_path") or recipe.get(
-        f"data.{'val' if split == 'validation' else split}_data_path"
-    )
+    short = "val" if split == "validation" else split
+    path = recipe.get(f"{section}.data_path") or recipe.get(f"data.{short}_data_path")
     if not (path or name):
         if split == "train":
-            account.set("data.train.environment", environment, "the recipe names no training data")
-            account.blocks("data.train", "the recipe names no training data; give its file", "data.default.*")
+            findings.set("data.train.environment", environment, "the recipe has no training data")
+            findings.blocks("data.train", "the recipe has no training data; set a data file", "data.default.*")
         return
     known = _DATASETS.get(name or "")
     if known is None and not path:
-        account.blocks(
-            f"{section}.dataset_name", f"the data set {name} is not known here; name its file or its place on the hub"
+        findings.blocks(
+            f"{section}.dataset_name", f"the dataset {name} is unknown; set its file or its name on the Hub"
         )
     subset = recipe.get(f"{section}.subset")
     where = path or (known.path if known else f"unknown/{name}")
-    where = f"{where.partition(':')[0]}:{subset}" if subset else where
-    account.set(f"{section}.path", where, "its file" if path else f"where {name} is on the hub")
-    account.set(f"{section}.environment", environment, "who verifies")
+    if subset:
+        where = f"{where.partition(':')[0]}:{subset}"
+    findings.set(f"{section}.path", where, "the recipe's file" if path else f"Hub name of {name}")
+    findings.set(f"{section}.environment", environment, "environment that verifies the rows")
     wanted = recipe.get(f"{section}.split") or (known.split if known else None)
     if wanted:
-        account.set(f"{section}.split", wanted, "split")
-    prompt, answer = (_own(recipe, split, key) for key in ("input_key", "output_key"))
-    prompt = prompt or (known.prompt if known else None)
-    answer = answer or (known.answer if known else None)
-    if path and not known:
+        findings.set(f"{section}.split", wanted, "split")
+    _columns(recipe, findings, split, known, bool(path))
+    _prompts(recipe, findings, split)
+
+
+def _columns(recipe: Recipe, findings: Findings, split: str, known: _Dataset | None, is_file: bool) -> None:
+    """Set the columns of prompt and answer, from the recipe, the known dataset, or NeMo-RL's defaults for files."""
+    section = f"data.{split}"
+    prompt = _data_setting(recipe, split, "input_key")
+    answer = _data_setting(recipe, split, "output_key")
+    if known:
+        prompt = prompt or known.prompt
+        answer = answer or known.answer
+    elif is_file:
         prompt = prompt or "input"
         answer = answer or "output"
     if prompt:
-        account.set(f"{section}.prompt_key", prompt, "the column of the prompt")
+        findings.set(f"{section}.prompt_key", prompt, "prompt column")
     if answer and answer != "answer":
-        account.set(f"{section}.columns", {"answer": answer}, "the column of the gold answer")
-    _prompts(recipe, account, split)
+        findings.set(f"{section}.columns", {"answer": answer}, "reference answer column")
 
 
-def _own(recipe: Recipe, split: str, key: str) -> Any:
-    places = (f"data.{split}.{key}", f"data.default.{key}", f"data.{key}")
-    return next((recipe.get(place) for place in places if recipe.get(place)), None)
+def _data_setting(recipe: Recipe, split: str, key: str) -> Any:
+    """Return a setting of the split, or else of ``data.default`` or ``data``; None if it is not set."""
+    names = (f"data.{split}.{key}", f"data.default.{key}", f"data.{key}")
+    return next((recipe.get(name) for name in names if recipe.get(name)), None)
 
 
-def _prompts(recipe: Recipe, account: Account, split: str) -> None:
-    """System message and the text around the problem; none where the recipe has none, whatever our environment
-    brings."""
+def _prompts(recipe: Recipe, findings: Findings, split: str) -> None:
+    """Set the system message and the prompt template. Without a system message in the recipe, set an empty one."""
     if env_name(recipe) == "nemo_gym":
         return
-    system, around = (_own(recipe, split, key) for key in ("system_prompt_file", "prompt_file"))
+    system, template_file = (_data_setting(recipe, split, key) for key in ("system_prompt_file", "prompt_file"))
     text = _text(recipe, system) if system else ""
     if text is None:
-        account.differs(f"data.{split}.system_prompt_file", f"{system} was not found, so there is no system message")
-    account.set(f"data.{split}.system_prompt", text or "", f"the text of {system}" if text else "none there")
-    if not around:
+        findings.differs(f"data.{split}.system_prompt_file", f"{system} was not found; prompts have no system message")
+    findings.set(
+        f"data.{split}.system_prompt", text or "", f"text of {system}" if text else "NeMo-RL uses no system message"
+    )
+    if not template_file:
         return
-    text = _text(recipe, around)
+    text = _text(recipe, template_file)
     try:
         template = text.format("{prompt}") if text is not None else None
     except (IndexError, KeyError, ValueError):
         template = None
     if template is None or "{prompt}" not in template:
-        account.differs(
-            f"data.{split}.prompt_file", f"{around} was not found or cannot be filled in, so prompts are bare"
+        findings.differs(
+            f"data.{split}.prompt_file",
+            f"{template_file} was not found or is not a valid template; prompts are used unchanged",
         )
     else:
-        account.set(f"data.{split}.prompt_template", template, f"the text of {around}")
+        findings.set(f"data.{split}.prompt_template", template, f"text of {template_file}")
 
 
 def _text(recipe: Recipe, name: str) -> str | None:
-    """The text of a file, looked up in the working directory, beside the recipe, and above it."""
+    """Search a file in the working directory, the recipe's folder and its parents. Return its text, or None."""
     for folder in (Path.cwd(), *real_path(recipe.path).parents):
         if (folder / name).is_file():
             return read_text(folder / name)
     return None
 
 
-def _held_out(recipe: Recipe, account: Account) -> None:
-    """Rows cut off the training data for validation, as slices of the split, which hub data sets have."""
+def _held_out(recipe: Recipe, findings: Findings) -> None:
+    """Set the training rows that are held out for validation, as slices of the split of a Hub dataset."""
     size = recipe.held_out
-    path = account.values.get("data.train.path")
+    path = findings.values.get("data.train.path")
     if not size or path is None:
         return
     if recipe.names_validation:
-        account.differs(
-            "data.train.split_validation_size", "validation has its own data alone; there the held-out rows join it"
+        findings.differs(
+            "data.train.split_validation_size", "validation uses only its dataset; NeMo-RL also adds the held-out rows"
         )
         return
     cut = recipe.cut
     if not cut:
-        what = (
-            f"{size} of the training rows are not held out, so nothing is validated: write them to a file of their own"
-        )
-        account.differs("data.train.split_validation_size", what)
+        what = f"{size} of the training rows are not held out, so validation has no data; write them to a separate file"
+        findings.differs("data.train.split_validation_size", what)
         return
-    base = account.values.get("data.train.split", ("train", ""))[0]
+    base = findings.values.get("data.train.split", ("train", ""))[0]
     for key in ("path", "environment", "prompt_key", "columns", "system_prompt", "prompt_template"):
-        if f"data.train.{key}" in account.values:
-            account.set(f"data.validation.{key}", account.values[f"data.train.{key}"][0], "that of data.train")
-    account.set("data.train.split", f"{base}[:{cut}]", f"without the held-out rows (split_validation_size {size})")
-    account.set(
-        "data.validation.split", f"{base}[{cut}:]", f"split_validation_size {size}; the last rows, there random ones"
+        if f"data.train.{key}" in findings.values:
+            findings.set(f"data.validation.{key}", findings.values[f"data.train.{key}"][0], "same as data.train")
+    findings.set("data.train.split", f"{base}[:{cut}]", f"without the held-out rows (split_validation_size {size})")
+    findings.set(
+        "data.validation.split",
+        f"{base}[{cut}:]",
+        f"split_validation_size {size}; the last rows instead of random ones",
     )
 
 
-def _length(recipe: Recipe, account: Account) -> None:
-    """max_num_steps, or the steps of max_num_epochs where those are fewer; both where the steps of an epoch are not
-    known."""
+def _length(recipe: Recipe, findings: Findings) -> None:
+    """Set max_num_steps, limited to the steps in max_num_epochs. If these are unknown, set both keys."""
     steps = recipe.get("grpo.max_num_steps")
     epochs = recipe.get("grpo.max_num_epochs")
     known = _DATASETS.get(recipe.get("data.train.dataset_name") or "")
     size = recipe.held_out
     if known is None or known.rows is None:
-        account.set("gdpo.max_num_steps", steps, "max_num_steps")
+        findings.set("gdpo.max_num_steps", steps, "max_num_steps")
         if not recipe.stale or steps >= 100_000:
-            account.set("gdpo.max_num_epochs", epochs, "max_num_epochs")
+            findings.set("gdpo.max_num_epochs", epochs, "max_num_epochs")
         return
-    if recipe.get("grpo.use_dynamic_sampling"):  # how many batches a step takes is not known
-        account.set("gdpo.max_num_steps", steps, "max_num_steps")
-        account.set("gdpo.max_num_epochs", epochs, "max_num_epochs")
+    if recipe.get("grpo.use_dynamic_sampling"):  # the number of batches per step is unknown
+        findings.set("gdpo.max_num_steps", steps, "max_num_steps")
+        findings.set("gdpo.max_num_epochs", epochs, "max_num_epochs")
         return
     rows = known.rows - int(-(-known.rows * size // 1) if size < 1 else size)
     limit = epochs * (rows // recipe.get("grpo.num_prompts_per_step"))
-    why = f"max_num_epochs {epochs} of {rows} rows" if limit < steps else "max_num_steps"
-    account.set("gdpo.max_num_steps", min(steps, limit), why)
+    why = f"max_num_epochs {epochs} with {rows} rows" if limit < steps else "max_num_steps"
+    findings.set("gdpo.max_num_steps", min(steps, limit), why)
 
 
-def _folders(recipe: Recipe, account: Account) -> None:
+def _folders(recipe: Recipe, findings: Findings) -> None:
     folder = recipe.get("checkpointing.checkpoint_dir")
     if folder:
-        account.set("run.dir", folder, "checkpoint_dir; checkpoints are in its folder checkpoints")
-        account.set("run.name", Path(folder).name, "the last part of checkpoint_dir")
+        findings.set("run.dir", folder, "checkpoint_dir; checkpoints are in its subfolder checkpoints")
+        findings.set("run.name", Path(folder).name, "last component of checkpoint_dir")
     found = components(recipe)
     if recipe.get("checkpointing.metric_name") and found and recipe.validates:
-        why = f"in place of {recipe.get('checkpointing.metric_name')}"
-        account.set("checkpointing.metric_name", f"validation/{found[2][0]}", why)
+        why = f"instead of {recipe.get('checkpointing.metric_name')}"
+        findings.set("checkpointing.metric_name", f"validation/{found[2][0]}", why)
 
 
-def _validation(recipe: Recipe, account: Account) -> None:
-    if not any(key.startswith("data.validation.path") for key in account.values):
+def _validation(recipe: Recipe, findings: Findings) -> None:
+    if not any(key.startswith("data.validation.path") for key in findings.values):
         return
     repeat = recipe.get("data.validation.repeat", 1)
     samples = recipe.get("grpo.val_num_generations_per_prompt", 1) * repeat
-    account.set("gdpo.val_generations_per_prompt", samples, "repeat and val_num_generations_per_prompt")
+    findings.set("gdpo.val_generations_per_prompt", samples, "repeat and val_num_generations_per_prompt")
     most = recipe.get("grpo.max_val_samples")
     if most:
         batch = recipe.get("grpo.val_batch_size", 256)
         if most < batch:
-            account.differs(
+            findings.differs(
                 "grpo.val_batch_size",
-                f"{most} held-out prompts are asked; there none, as they fill no batch of {batch}",
+                f"{most} validation prompts are used; NeMo-RL uses none, because they do not fill a batch of {batch}",
             )
-        most = most // batch * batch or most  # whole batches alone
-        account.set(
+        most = most // batch * batch or most  # only whole batches
+        findings.set(
             "gdpo.val_prompts",
             max(1, -(-most // repeat)),
-            "max_val_samples" + (f", {repeat} of each prompt" if repeat > 1 else ""),
+            "max_val_samples" + (f", {repeat} samples per prompt" if repeat > 1 else ""),
         )
     temperature = recipe.get("policy.generation.val_temperature", recipe.get("policy.generation.temperature", 1.0))
-    account.set("gdpo.val_temperature", float(temperature), "val_temperature")
+    findings.set("gdpo.val_temperature", float(temperature), "val_temperature")

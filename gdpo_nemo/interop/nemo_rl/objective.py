@@ -1,34 +1,34 @@
-"""What several keys of a recipe make together: estimator, rewards and their shaping, the loss, the learning rate."""
+"""Translation of recipe keys that depend on each other: estimator, rewards, shaping, loss and learning rate."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from gdpo_nemo.config.families import FAMILIES, linear_layers
-from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.nemo_rl.datasets import components, env_name
 from gdpo_nemo.interop.nemo_rl.keys import adapted
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
+from gdpo_nemo.interop.translation import Findings
+from gdpo_nemo.models.architectures import FAMILIES, linear_layers
 
 _MEGATRON = "policy.megatron_cfg"
 _KV = {
-    "drain": "without in_flight_weight_updates engines finish what they have first",
-    "recompute": "weights arrive in flight, and recompute_kv_cache_after_weight_updates",
-    "keep": "weights arrive in flight, and without recompute_kv_cache_after_weight_updates the cache stays",
+    "drain": "without in_flight_weight_updates, engines finish their samples before a weight update",
+    "recompute": "in-flight weight updates with recompute_kv_cache_after_weight_updates",
+    "keep": "in-flight weight updates without recompute_kv_cache_after_weight_updates keep the KV cache",
 }
 
 
-def learning(recipe: Recipe, account: Account) -> None:
-    """Fill the account with everything that the update is made of."""
-    _estimator(recipe, account)
-    _rewards(recipe, account)
-    _loss(recipe, account)
-    _off_policy(recipe, account)
-    _schedule(recipe, account)
-    _lora(recipe, account)
+def learning(recipe: Recipe, findings: Findings) -> None:
+    """Add the settings that define the training result to the findings."""
+    _estimator(recipe, findings)
+    _rewards(recipe, findings)
+    _loss(recipe, findings)
+    _off_policy(recipe, findings)
+    _schedule(recipe, findings)
+    _lora(recipe, findings)
 
 
-def _estimator(recipe: Recipe, account: Account) -> None:
+def _estimator(recipe: Recipe, findings: Findings) -> None:
     def setting(name: str) -> Any:
         return recipe.get(f"grpo.adv_estimator.{name}", recipe.get(f"grpo.{name}", True))
 
@@ -37,35 +37,39 @@ def _estimator(recipe: Recipe, account: Account) -> None:
     leave_one_out = setting("use_leave_one_out_baseline")
     options: dict[str, Any] = {"leave_one_out": True} if leave_one_out else {}
     if name == "gdpo":
-        account.set("gdpo.estimator", "gdpo", "adv_estimator.name")
-        account.set("gdpo.preset", "nemo_rl", "its numerics, dead groups in the batch's standard deviation included")
+        findings.set("gdpo.estimator", "gdpo", "adv_estimator.name")
+        findings.set(
+            "gdpo.preset", "nemo_rl", "NeMo-RL's numerics; zero-variance groups count in the batch's standard deviation"
+        )
         if not normalize:
             if leave_one_out:
-                what = "leave_one_out divides by the others' deviation"
-                account.differs("grpo.adv_estimator.normalize_rewards", what)
+                what = "with leave_one_out, rewards are always divided by the other samples' standard deviation"
+                findings.differs("grpo.adv_estimator.normalize_rewards", what)
             else:
                 options = {"scale_rewards": "none"}
     elif name == "reinforce_plus_plus":
-        _reinforce_plus_plus(recipe, account)
+        _reinforce_plus_plus(recipe, findings)
         return
     elif name == "grpo" and normalize:
-        account.set("gdpo.estimator", "grpo", "normalize_rewards")
+        findings.set("gdpo.estimator", "grpo", "normalize_rewards")
     elif name == "grpo":
-        account.set(
-            "gdpo.estimator", "rloo" if leave_one_out else "dr_grpo", "rewards less their baseline, not divided"
+        findings.set(
+            "gdpo.estimator", "rloo" if leave_one_out else "dr_grpo", "rewards minus their baseline, without division"
         )
         return
     else:
-        account.set("gdpo.estimator", "grpo", f"in place of {name!r}")
-        account.blocks("grpo.adv_estimator.name", f"there is no estimator {name!r}")
+        findings.set("gdpo.estimator", "grpo", f"instead of {name!r}")
+        findings.blocks("grpo.adv_estimator.name", f"the estimator {name!r} is not supported")
     if leave_one_out:
-        account.set("gdpo.options", options, "use_leave_one_out_baseline: mean and deviation of the other members")
+        findings.set(
+            "gdpo.options", options, "use_leave_one_out_baseline: mean and standard deviation are of the other samples"
+        )
     elif options:
-        account.set("gdpo.options", options, "normalize_rewards false: not divided by their group's deviation")
+        findings.set("gdpo.options", options, "normalize_rewards false: not divided by the group's standard deviation")
 
 
-def _reinforce_plus_plus(recipe: Recipe, account: Account) -> None:
-    """(r - group mean, or r), standardised over the tokens of the batch with the population's deviation."""
+def _reinforce_plus_plus(recipe: Recipe, findings: Findings) -> None:
+    """Set reinforce_plus_plus: rewards, optionally minus the group's mean, standardized over the batch's tokens."""
     options: dict[str, Any] = {
         "batch_unit": "token",
         "batch_rows": "scored",
@@ -74,77 +78,78 @@ def _reinforce_plus_plus(recipe: Recipe, account: Account) -> None:
         "residue": 0.0,
     }
     if recipe.get("grpo.adv_estimator.minus_baseline", True):
-        account.set("gdpo.estimator", "dr_grpo", "reinforce_plus_plus: rewards less their group's mean")
-        account.set("gdpo.batch_norm", True, "reinforce_plus_plus standardises over the batch")
+        findings.set("gdpo.estimator", "dr_grpo", "reinforce_plus_plus: rewards minus their group's mean")
+        findings.set("gdpo.batch_norm", True, "reinforce_plus_plus standardizes over the batch")
     else:
-        account.set("gdpo.estimator", "reinforce_plus_plus", "adv_estimator.name")
+        findings.set("gdpo.estimator", "reinforce_plus_plus", "adv_estimator.name")
         options["minus_baseline"] = False
-    account.set("gdpo.options", options, "reinforce_plus_plus weighs the batch by tokens")
+    findings.set("gdpo.options", options, "reinforce_plus_plus weights the batch by tokens")
     if recipe.get("grpo.overlong_filtering"):
-        account.differs(
-            "grpo.overlong_filtering", "truncated samples count in the batch's mean and deviation; there they do not"
+        findings.differs(
+            "grpo.overlong_filtering", "truncated samples are included in the batch statistics; NeMo-RL excludes them"
         )
     if recipe.get("loss_fn.use_kl_in_reward") and recipe.get("loss_fn.reference_policy_kl_penalty"):
-        account.differs(
-            "loss_fn.use_kl_in_reward", "no KL of single tokens in the advantages, and there none in the loss"
+        findings.differs(
+            "loss_fn.use_kl_in_reward",
+            "a token-level KL penalty in the advantages is not supported; NeMo-RL moves it there from the loss",
         )
 
 
 # -- rewards ----------------------------------------------------------------------------------------------------
 
 
-def _rewards(recipe: Recipe, account: Account) -> None:
+def _rewards(recipe: Recipe, findings: Findings) -> None:
     found = components(recipe)
     if found is None:
-        _no_environment(recipe, account)
+        _no_environment(recipe, findings)
         return
     plugin, options, names = found
     weights = recipe.get("grpo.adv_estimator.reward_weights") or [1.0] * len(names)
     if len(weights) != len(names):
-        account.blocks(
+        findings.blocks(
             "grpo.adv_estimator.reward_weights", f"{len(weights)} weights for the components {', '.join(names)}"
         )
         weights = [1.0] * len(names)
     rewards = {name: float(weight) for name, weight in zip(names, weights)}
-    account.set("env", {plugin: options}, f"in place of {env_name(recipe)}")
+    findings.set("env", {plugin: options}, f"replaces {env_name(recipe)}")
     if plugin == "gsm8k" and not options:
-        account.differs(
+        findings.differs(
             f"env.{env_name(recipe)}.math_verify_impl",
-            "the answer in the tags is compared; there the whole text is searched",
+            "only the answer in the tags is compared; NeMo-RL searches the whole text",
         )
-    rules = [*_scaling(recipe, names), *_lengths(recipe, account, names)]
+    rules = [*_scaling(recipe, names), *_lengths(recipe, findings, names)]
     if rules:
-        account.set("gdpo.shaping", rules, "reward_scaling and reward_shaping")
+        findings.set("gdpo.shaping", rules, "reward_scaling and reward_shaping")
     workers = recipe.get(f"env.{env_name(recipe)}.num_workers")
     if workers:
-        account.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")
-    account.set("gdpo.rewards", rewards, f"components of {env_name(recipe)}")
-    account.set("gdpo.group_by", "prompt", "NeMo-RL's groups are samples of equal prompt tokens")
+        findings.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")
+    findings.set("gdpo.rewards", rewards, f"components of {env_name(recipe)}")
+    findings.set("gdpo.group_by", "prompt", "NeMo-RL groups samples with equal prompt tokens")
     if recipe.get("grpo.use_dynamic_sampling"):
         multiple = float(recipe.get("grpo.batch_multiplier", 1.0))
-        account.set(
-            "gdpo.dynamic_sampling.batch_multiplier", multiple, "batch_multiplier; every round is a whole batch"
+        findings.set(
+            "gdpo.dynamic_sampling.batch_multiplier", multiple, "batch_multiplier; each round is a whole batch"
         )
         if recipe.get("grpo.use_leave_one_out_baseline"):
-            account.set(
+            findings.set(
                 "gdpo.dynamic_sampling.leave_one_out",
                 True,
-                "grpo.use_leave_one_out_baseline judges samples, not groups",
+                "grpo.use_leave_one_out_baseline filters samples, not groups",
             )
     if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule or "truncated" in rule for rule in rules):
-        account.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL judges unshaped_total_reward")
+        findings.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL filters by unshaped_total_reward")
 
 
-def _no_environment(recipe: Recipe, account: Account) -> None:
+def _no_environment(recipe: Recipe, findings: Findings) -> None:
     name = env_name(recipe)
-    why = f"there is no environment {name!r}: name yours under env and its components under gdpo.rewards"
+    why = f"the environment {name!r} is not supported; set a custom one in env, and its components in gdpo.rewards"
     if name == "nemo_gym":
-        why = "NeMo Gym's servers have to be started and named under env.nemo_gym.servers; the rewards come from them"
+        why = "start the NeMo Gym servers, which provide the rewards, and list them in env.nemo_gym.servers"
         weights = recipe.get("grpo.adv_estimator.reward_weights")
         if weights:
             why += f"; gdpo.rewards gets reward_weights {weights}, in the order of the components' names"
     keys = ("data.*env_name", "data.*processor", "env.should_use_nemo_gym", "grpo.adv_estimator.reward_weights")
-    account.blocks(f"env.{name}", why, *keys)
+    findings.blocks(f"env.{name}", why, *keys)
 
 
 def _scaling(recipe: Recipe, names: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -162,8 +167,8 @@ def _scaling(recipe: Recipe, names: tuple[str, ...]) -> list[dict[str, Any]]:
     ]
 
 
-def _lengths(recipe: Recipe, account: Account, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What long samples lose. NeMo-RL shapes the sum of the rewards, so its gdpo sees nothing of it."""
+def _lengths(recipe: Recipe, findings: Findings, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Return the shaping rules for long samples. None apply to gdpo, because NeMo-RL shapes only the sum of rewards."""
     section = "grpo.reward_shaping"
     if recipe.get("grpo.adv_estimator.name") == "gdpo":
         return []
@@ -174,52 +179,58 @@ def _lengths(recipe: Recipe, account: Account, names: tuple[str, ...]) -> list[d
     if scale == 0:
         return [{"component": name, "truncated": {"value": 0.0}} for name in names]
     if scale is not None:
-        account.differs(f"{section}.stop_properly_penalty_coef", "a truncated sample's reward is not scaled")
+        findings.differs(
+            f"{section}.stop_properly_penalty_coef", "scaling the reward of truncated samples is not supported"
+        )
         return []
     if not buffer:
-        account.differs(section, "no overlong_buffer_length, so nothing is shaped")
+        findings.differs(section, "rewards are not shaped without overlong_buffer_length")
         return []
     options = {"buffer": buffer, "penalty": recipe.get(f"{section}.overlong_buffer_penalty", 1.0)}
     if recipe.get(f"{section}.max_response_length"):
         options["max_length"] = recipe.get(f"{section}.max_response_length")
     longest = recipe.get("policy.max_total_sequence_length", 0)
     if min(longest, recipe.get("policy.generation.max_new_tokens", longest)) > options.get("max_length", longest):
-        account.differs(section, "the penalty stops growing at max_response_length; there it goes on beyond it")
+        findings.differs(section, "beyond max_response_length the penalty is constant; in NeMo-RL it keeps growing")
     return [{"component": names[0], "overlong": options}]
 
 
 # -- loss -------------------------------------------------------------------------------------------------------
 
 
-def _loss(recipe: Recipe, account: Account) -> None:
+def _loss(recipe: Recipe, findings: Findings) -> None:
     if recipe.get("loss_fn.use_cispo"):
-        account.set("loss_fn.type", "cispo", "use_cispo")
+        findings.set("loss_fn.type", "cispo", "use_cispo")
     if recipe.get("loss_fn.sequence_level_importance_ratios"):
-        account.set("loss_fn.type", "gspo", "sequence_level_importance_ratios")
+        findings.set("loss_fn.type", "gspo", "sequence_level_importance_ratios")
     if recipe.get("loss_fn.use_kl_in_reward"):
-        account.set("loss_fn.reference_policy_kl_penalty", 0.0, "use_kl_in_reward takes the KL out of the loss")
+        findings.set("loss_fn.reference_policy_kl_penalty", 0.0, "use_kl_in_reward removes the KL from the loss")
     if recipe.kl_in_loss:
         on_policy = recipe.get("loss_fn.use_on_policy_kl_approximation")
-        why = "use_on_policy_kl_approximation" if on_policy else "there every KL estimate has the score's gradient, too"
-        account.set("loss_fn.reference_policy_kl_gradient", "importance" if on_policy else "score", why)
+        why = (
+            "use_on_policy_kl_approximation"
+            if on_policy
+            else "NeMo-RL's KL estimates include the score-function gradient"
+        )
+        findings.set("loss_fn.reference_policy_kl_gradient", "importance" if on_policy else "score", why)
     if recipe.stale:
-        account.set("rollout.max_staleness", recipe.staleness, "how old a trajectory may be")
-        account.set("rollout.kv", recipe.kv, _KV[recipe.kv])
+        findings.set("rollout.max_staleness", recipe.staleness, "maximum age of a trajectory")
+        findings.set("rollout.kv", recipe.kv, _KV[recipe.kv])
         if recipe.sampler in ("in_order", "weight_fifo"):
-            account.set("rollout.window", 1, "a step trains the groups of its own prompts, or the oldest")
-        account.set("loss_fn.old_logprobs", "trainer", "the ratio starts from the trainer's log-probs there")
+            findings.set("rollout.window", 1, "groups are trained in prompt order")
+        findings.set("loss_fn.old_logprobs", "trainer", "NeMo-RL takes the old log-probs from the trainer")
 
     for name, all_tokens in (("top_p", 1.0), ("top_k", -1)):
         if recipe.get(f"policy.generation.{name}", all_tokens) != all_tokens:
-            what = "the trainer's log-probs are of the whole distribution; there they are of the one that is sampled"
-            account.differs(f"policy.generation.{name}", what)
+            what = "the trainer's log-probs are of the full distribution; NeMo-RL's are of the truncated distribution"
+            findings.differs(f"policy.generation.{name}", what)
 
 
-def _off_policy(recipe: Recipe, account: Account) -> None:
-    """exp(trainer - sampler) as a weight of the policy term: as it is, cut, or 0 outside the bounds."""
+def _off_policy(recipe: Recipe, findings: Findings) -> None:
+    """Set the importance weight exp(trainer - sampler log-prob): unchanged, truncated, or 0 outside the bounds."""
     if not recipe.get("loss_fn.use_importance_sampling_correction"):
         if recipe.stale:
-            account.set("loss_fn.off_policy.mode", "none", "use_importance_sampling_correction is false")
+            findings.set("loss_fn.off_policy.mode", "none", "use_importance_sampling_correction is false")
         return
     prefix = "loss_fn.truncated_importance_sampling"
     sequences = recipe.get("loss_fn.sequence_level_importance_ratios")
@@ -232,53 +243,61 @@ def _off_policy(recipe: Recipe, account: Account) -> None:
     if kind == "seq-mask-tis":
         mode = "icepop"
         level = "geometric"
-    account.set("loss_fn.off_policy.mode", mode, f"use_importance_sampling_correction, {kind or 'not truncated'}")
-    account.set(
-        "loss_fn.off_policy.level", level, "seq-mask-tis judges sequences" if level == "geometric" else "of the weights"
+    findings.set("loss_fn.off_policy.mode", mode, f"use_importance_sampling_correction, {kind or 'not truncated'}")
+    findings.set(
+        "loss_fn.off_policy.level",
+        level,
+        "seq-mask-tis masks sequences" if level == "geometric" else "level of the importance weights",
     )
-    account.set(
+    findings.set(
         "loss_fn.off_policy.ratio_max", float("inf" if kind is None else high), "truncated_importance_sampling_ratio"
     )
     if low and mode != "truncate":
-        account.set("loss_fn.off_policy.ratio_min", float(low), "truncated_importance_sampling_ratio_min")
+        findings.set("loss_fn.off_policy.ratio_min", float(low), "truncated_importance_sampling_ratio_min")
     if low and kind == "tis":
-        account.differs(f"{prefix}_ratio_min", "truncate has no lower bound")
+        findings.differs(f"{prefix}_ratio_min", "the mode truncate has no lower bound")
 
 
 # -- learning rate and adapters ---------------------------------------------------------------------------------
 
 
-def _schedule(recipe: Recipe, account: Account) -> None:
-    """Write the learning-rate schedule. NeMo-RL ticks behind all updates of a step (``MegatronPolicyWorker.train``),
-    ours in front of each update; a rate counts from the first update on."""
+def _schedule(recipe: Recipe, findings: Findings) -> None:
+    """Set the learning-rate schedule.
+
+    NeMo-RL advances the schedule after all updates of a step (``MegatronPolicyWorker.train``). This project advances it
+    before each update, and a rate applies from the first update.
+    """
     section = f"{_MEGATRON}.scheduler"
     style = "constant"
     if recipe.megatron:
         style = recipe.get(f"{section}.lr_decay_style", "constant")
-        account.set(f"{section}.lr_decay_style", style, "lr_decay_style")
+        findings.set(f"{section}.lr_decay_style", style, "lr_decay_style")
         if recipe.get(f"{section}.lr_decay_iters"):
             updates = recipe.get(f"{section}.lr_decay_iters") * recipe.updates
-            account.set(f"{section}.lr_decay_steps", updates, _ticks("lr_decay_iters", recipe))
+            findings.set(f"{section}.lr_decay_steps", updates, _ticks("lr_decay_iters", recipe))
         warmup = recipe.get(f"{section}.lr_warmup_iters", 0)
         start = recipe.get(f"{section}.lr_warmup_init", 0.0)
     else:
-        account.set(f"{_MEGATRON}.scheduler.lr_decay_style", "constant", "policy.scheduler, once it is warm")
-        warmup, start = _torch_warmup(recipe, account)
+        findings.set(f"{_MEGATRON}.scheduler.lr_decay_style", "constant", "policy.scheduler after the warmup")
+        warmup, start = _torch_warmup(recipe, findings)
     if warmup:
-        account.set(f"{section}.lr_warmup_steps", warmup * recipe.updates, _ticks("the warm-up", recipe))
-        account.set(f"{section}.lr_warmup_init", float(f"{start:.12g}"), "rate of the first update")
+        findings.set(f"{section}.lr_warmup_steps", warmup * recipe.updates, _ticks("the warmup", recipe))
+        findings.set(f"{section}.lr_warmup_init", float(f"{start:.12g}"), "learning rate of the first update")
     elif style != "constant":
-        account.differs(f"{section}.lr_decay_style", "without a warm-up the decay begins one update earlier")
+        findings.differs(f"{section}.lr_decay_style", "without a warmup the decay begins one update earlier")
     if recipe.updates > 1 and (warmup or style != "constant"):
-        account.set(f"{section}.lr_hold_updates", recipe.updates, "the updates of a step share a rate there")
+        findings.set(
+            f"{section}.lr_hold_updates", recipe.updates, "NeMo-RL uses one learning rate for all updates of a step"
+        )
 
 
 def _ticks(what: str, recipe: Recipe) -> str:
-    return f"{what}, in steps there" + (f", and {recipe.updates} updates a step" if recipe.updates > 1 else "")
+    return f"{what}, converted from steps" + (f" with {recipe.updates} updates each" if recipe.updates > 1 else "")
 
 
-def _torch_warmup(recipe: Recipe, account: Account) -> tuple[int, float]:
-    """(updates, first rate) of torch's LinearLR followed by a constant rate; other schedules are named as different."""
+def _torch_warmup(recipe: Recipe, findings: Findings) -> tuple[int, float]:
+    """Return (warmup steps, first learning rate) of LinearLR with a constant rate afterwards. Report other schedules as
+    different."""
     parts = recipe.get("policy.scheduler", [])
     lr = recipe.get("policy.optimizer.kwargs.lr", 0.0)
     parts = [parts] if isinstance(parts, dict) else parts
@@ -295,39 +314,39 @@ def _torch_warmup(recipe: Recipe, account: Account) -> tuple[int, float]:
         or any(k.get("factor", 1 / 3) != 1.0 for _, k in named[1:])
         or (milestones and milestones[0] != steps)
     ):
-        account.differs("policy.scheduler", f"the learning rate is constant; there it follows {', '.join(kinds)}")
+        findings.differs("policy.scheduler", f"the learning rate is constant instead of following {', '.join(kinds)}")
         return 0, 0.0
     return steps, lr * first.get("start_factor", 1 / 3)
 
 
-def _every_linear_layer(recipe: Recipe, account: Account, key: str) -> None:
+def _every_linear_layer(recipe: Recipe, findings: Findings, key: str) -> None:
     tied = recipe.model.tied
     if tied is not False:
-        why = "is the embedding" if tied else "may be the embedding"
-        account.differs(key, f"the output layer, which {why} in this model, has no adapter; there it has one")
+        why = "shares the embedding's weights" if tied else "may share the embedding's weights"
+        findings.differs(key, f"the output layer {why} and has no adapter; in NeMo-RL it has one")
         return
     every = list(linear_layers(FAMILIES.get(recipe.model.model_type, FAMILIES["llama"])))
-    account.set("policy.lora.target_modules", every, "match_all_linear, the output layer too")
+    findings.set("policy.lora.target_modules", every, "match_all_linear, including the output layer")
 
 
-def _lora(recipe: Recipe, account: Account) -> None:
+def _lora(recipe: Recipe, findings: Findings) -> None:
     section = recipe.lora
     if not section:
         return
-    account.set("policy.lora.rank", recipe.get(f"{section}.dim", 8), "adapters, and their dim")
+    findings.set("policy.lora.rank", recipe.get(f"{section}.dim", 8), f"{section}.dim")
     if recipe.get(f"{section}.alpha") is None:
-        account.set("policy.lora.alpha", 32.0, "NeMo-RL's default")
+        findings.set("policy.lora.alpha", 32.0, "NeMo-RL's default")
     names = recipe.get(f"{section}.target_modules")
     if recipe.megatron and names == []:
-        _every_linear_layer(recipe, account, f"{section}.target_modules")
+        _every_linear_layer(recipe, findings, f"{section}.target_modules")
     if recipe.megatron and (not names or {"linear_qkv", "linear_fc1"} & {name.rpartition(".")[2] for name in names}):
-        account.set("policy.lora.share_a", True, "linear_qkv and linear_fc1 have one A")
+        findings.set("policy.lora.share_a", True, "one A for each fused layer, linear_qkv and linear_fc1")
     if not recipe.megatron and recipe.get(f"{section}.match_all_linear"):
-        _every_linear_layer(recipe, account, f"{section}.match_all_linear")
+        _every_linear_layer(recipe, findings, f"{section}.match_all_linear")
     elif names:
-        account.set("policy.lora.target_modules", adapted(names, recipe.model.model_type), "target_modules")
+        findings.set("policy.lora.target_modules", adapted(names, recipe.model.model_type), "target_modules")
     key = f"{section}.lora_A_init" + ("_method" if recipe.megatron else "")
     kind = recipe.get(key, "xavier")
-    account.set("policy.lora.init", "xavier" if kind == "xavier" else "uniform", key)
+    findings.set("policy.lora.init", "xavier" if kind == "xavier" else "uniform", key)
     if kind not in ("xavier", "uniform", "kaiming"):
-        account.differs(key, f"A starts from a uniform distribution, there from {kind}")
+        findings.differs(key, f"A is initialized from a uniform distribution instead of {kind}")

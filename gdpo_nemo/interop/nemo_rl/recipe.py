@@ -1,8 +1,4 @@
-"""Reading a NeMo-RL recipe: its parents, its interpolations, and the defaults that NeMo-RL fills in.
-
-Held against NVIDIA-NeMo/RL at 7ea279ab: ``utils/config.py`` (inheritance, resolvers), ``GRPOConfig``,
-``ClippedPGLossConfig``.
-"""
+"""Reading of NeMo-RL recipes with their parents, interpolations and defaults, and facts about the recipe's model."""
 
 from __future__ import annotations
 
@@ -12,18 +8,17 @@ import re
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Callable, Iterator, cast
+from typing import Any, Callable, Iterator, NamedTuple, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from gdpo_nemo.config.interpolation_bound import check_interpolations
 from gdpo_nemo.config.load import MOST_FILES
-from gdpo_nemo.config.messages import message_line
-from gdpo_nemo.config.reading import check_yaml, parse_yaml, read_text
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.interop.nemo_rl.known_models import KnownModel, known_model
+from gdpo_nemo.config.model_checks import may_be_on_the_hub, read_model_config
+from gdpo_nemo.models.architectures import FAMILIES, check_model_content, num_experts
+from gdpo_nemo.utils.errors import ConfigError, message_line
+from gdpo_nemo.utils.files import check_interpolations, check_yaml, parse_yaml, read_text
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "mul": lambda a, b: a * b,
@@ -33,13 +28,13 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "max": max,
     "min": min,
 }
-"""Functions that recipes call inside ``${...}``; they exist while a recipe is read, and in no config of ours."""
-_KEEPING = {"${oc.env:": "${gdpo_env:", "${oc.decode:": "${gdpo_decode:"}
-"""OmegaConf's resolvers, and those in their place, so that no value of the environment gets into a translation."""
+"""Functions that recipes may call in ``${...}``. They are registered only while a recipe is read."""
+_RESOLVERS = {"${oc.env:": "${gdpo_env:", "${oc.decode:": "${gdpo_decode:"}
+"""OmegaConf resolver -> replacement, which keeps the values of environment variables out of the translation."""
 
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
-_KEPT = re.compile("\x00(.*?)\x00")
-"""An interpolation of the environment, with \\x01 for its dollar signs, while the others are resolved."""
+_UNRESOLVED = re.compile("\x00(.*?)\x00")
+"""Matches a reference to an environment variable that is left unresolved. Its dollar signs are written as \\x01."""
 
 DEFAULTS: dict[str, Any] = {
     "grpo.num_prompts_per_step": 32,
@@ -60,52 +55,54 @@ DEFAULTS: dict[str, Any] = {
     "loss_fn.token_level_loss": True,
     "policy.precision": "bfloat16",
 }
-"""What NeMo-RL takes where a recipe says nothing, for keys whose default here is another."""
+"""Defaults of NeMo-RL that differ from the defaults of this project."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A resolved recipe: its leaves by dotted key, and the file."""
+    """A resolved recipe: values by dotted key, and the path of its file."""
 
     flat: dict[str, Any]
     path: Path
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value at ``key``; ``default`` where it is absent, null or still to be given (``???``)."""
+        """Return the value at ``key``, or ``default`` if it is absent, null or unset (``???``)."""
         value = self.flat.get(key)
         return default if value is None or value == "???" else value
 
     @property
     def megatron(self) -> bool:
-        """Whether Megatron trains in this recipe; the alternative is DTensor."""
+        """True if the training backend is Megatron; False for DTensor."""
         return bool(self.get("policy.megatron_cfg.enabled", False))
 
     @property
     def staleness(self) -> int:
-        """Steps that generation may run ahead of training."""
+        """Number of steps that generation may run ahead of training."""
         if self.get("grpo.async_grpo.enabled"):
-            return self.get("grpo.async_grpo.max_trajectory_age_steps", 1)
+            steps: int = self.get("grpo.async_grpo.max_trajectory_age_steps", 1)
+            return steps
         if not self.single_controller:
             return 0
         key = "max_lookahead_versions" if self.sampler == "in_order" else "max_staleness_versions"
-        return self.get(f"async_rl.sampler.{key}", 1)
+        steps = self.get(f"async_rl.sampler.{key}", 1)
+        return steps
 
     @property
     def single_controller(self) -> bool:
-        """Whether ``run_grpo_single_controller.py`` runs it, which has async_rl in place of grpo.async_grpo."""
+        """True for a recipe of ``run_grpo_single_controller.py``, which reads async_rl instead of grpo.async_grpo."""
         return any(key.startswith("async_rl.") for key in self.flat) and not self.get("grpo.async_grpo.enabled")
 
     @property
     def sampler(self) -> str:
-        """The single controller's choice of groups for a step; ``InOrderSamplerConfig`` where a recipe names none."""
+        """Sampler that selects a step's groups in the single controller. ``InOrderSamplerConfig`` is the default."""
         return str(self.get("async_rl.sampler.name", "in_order"))
 
     @property
     def kv(self) -> str:
-        """``rollout.kv`` of a recipe whose generation runs ahead.
+        """Value of ``rollout.kv`` for a recipe whose generation runs ahead of training.
 
-        ``AsyncTrajectoryCollector.prepare_for_refit`` waits for what is under way unless weights arrive in flight;
-        ``SingleControllerActor._sync_weights`` never waits.
+        NeMo-RL's ``AsyncTrajectoryCollector.prepare_for_refit`` waits for samples in flight unless
+        in_flight_weight_updates is on. ``SingleControllerActor._sync_weights`` never waits.
         """
         section = "async_rl" if self.single_controller else "grpo.async_grpo"
         if not (self.single_controller or self.get(f"{section}.in_flight_weight_updates")):
@@ -114,34 +111,35 @@ class Recipe:
 
     @property
     def stale(self) -> bool:
-        """Whether generation may run ahead of training."""
+        """True if generation may run ahead of training."""
         return self.staleness > 0
 
     @property
     def updates(self) -> int:
-        """Optimizer updates in a step."""
-        samples = self.get("grpo.num_prompts_per_step") * self.get("grpo.num_generations_per_prompt")
-        return max(1, round(samples / self.get("policy.train_global_batch_size", samples)))
+        """Optimizer updates per step."""
+        samples: int = self.get("grpo.num_prompts_per_step") * self.get("grpo.num_generations_per_prompt")
+        size: int = self.get("policy.train_global_batch_size", samples)
+        return max(1, round(samples / size))
 
     @property
     def kl_in_loss(self) -> bool:
-        """Whether the loss has a KL penalty; ``use_kl_in_reward`` takes it out."""
+        """True if the loss has a KL penalty, which ``use_kl_in_reward`` removes."""
         return bool(self.get("loss_fn.reference_policy_kl_penalty")) and not self.get("loss_fn.use_kl_in_reward")
 
     @property
     def model(self) -> KnownModel:
-        """What is known of the model."""
+        """Facts about the model."""
         return known_model(str(self.get("policy.model_name", "")))
 
     @property
     def lora(self) -> str:
-        """The section of the adapters that are on; empty where there are none."""
+        """Section of the enabled adapters; empty if adapters are disabled."""
         section = "policy.megatron_cfg.peft" if self.megatron else "policy.dtensor_cfg.lora_cfg"
         return section if self.get(f"{section}.enabled") else ""
 
     @property
     def packed_tokens(self) -> int:
-        """Tokens of a micro-batch that packs or batches sequences by length; 0: it has a number of sequences."""
+        """Maximum tokens of a micro-batch with packing or dynamic batching. 0 if the number of sequences is fixed."""
         for section in ("policy.sequence_packing", "policy.dynamic_batching"):
             if self.get(f"{section}.enabled") and self.get(f"{section}.train_mb_tokens"):
                 return int(self.get(f"{section}.train_mb_tokens"))
@@ -149,7 +147,7 @@ class Recipe:
 
     @property
     def gathers_ahead(self) -> bool:
-        """Return whether Megatron gathers parameters while it computes, which needs two other switches."""
+        """True if Megatron overlaps parameter gathering with computation. This requires two other switches."""
         section = "policy.megatron_cfg"
         switches = (f"{section}.distributed_data_parallel_config.overlap_grad_reduce",
                     f"{section}.distributed_data_parallel_config.overlap_param_gather",
@@ -158,19 +156,22 @@ class Recipe:
 
     @property
     def held_out(self) -> float | int:
-        """Share (below 1) or number of the training rows that the data set's class holds out; 0: none.
+        """Fraction (below 1) or number of training rows that NeMo-RL's dataset class holds out; 0 if it holds out none.
 
-        ``OpenMathInstruct2Dataset`` and ``ResponseDataset`` do; most other classes take the key and ignore it.
+        Only ``OpenMathInstruct2Dataset`` and ``ResponseDataset`` hold out rows. Most other classes ignore the key.
         """
         if self.get("data.train.dataset_name") not in (None, "OpenMathInstruct-2", "ResponseDataset"):
             return 0
         default = 0.05 if self.get("data.train.dataset_name") == "OpenMathInstruct-2" else 0
-        return self.get("data.train.split_validation_size", default)
+        size: float | int = self.get("data.train.split_validation_size", default)
+        return size
 
     @property
     def cut(self) -> str:
-        """Where ``held_out`` cuts the training rows, as a slice of a hub data set's split has it; empty: no such
-        slice."""
+        """Index of the first held-out row, in the slice syntax of a Hub dataset's split.
+
+        Empty if no rows are held out, or if a slice cannot express it.
+        """
         size = self.held_out
         if not size or self.get("data.train.data_path"):
             return ""
@@ -181,39 +182,39 @@ class Recipe:
 
     @property
     def names_validation(self) -> bool:
-        """Whether the recipe names held-out data."""
+        """True if the recipe has a validation dataset."""
         names = ("data.validation.dataset_name", "data.validation.data_path", "data.val_data_path")
         return any(self.get(name) for name in names)
 
     @property
     def validates(self) -> bool:
-        """Whether there is held-out data here: named, or cut off the training data."""
+        """True if the translated config can validate: on a validation dataset, or on held-out training rows."""
         return self.names_validation or bool(self.cut)
 
 
 def open_recipe(path: str | Path) -> Recipe:
-    """The recipe at ``path``.
+    """Read the recipe at ``path``.
 
     Raises:
-        ConfigError: the recipe or one of its parents cannot be read, or is no GRPO or GDPO recipe.
+        ConfigError: if the recipe or one of its parents cannot be read, or it is not a GRPO or GDPO recipe.
     """
     path = Path(path)
     flat = dict(_leaves(read_recipe(path)))
     if not any(key.startswith("grpo.") for key in flat):
-        raise ConfigError(f"{path}: has no section grpo; only GRPO and GDPO recipes can be translated")
+        raise ConfigError(f"{path}: section grpo not found; only GRPO and GDPO recipes are supported")
     return Recipe({**DEFAULTS, **flat}, path)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The recipe with its parents merged in (a section with ``_override_: true`` replaces the parents') and resolved.
+    """Read a recipe, merge it with its parents, and resolve its interpolations.
 
-    ``${oc.env:NAME}`` stays as it is: the recipe is another person's, and may ask for any secret of the environment.
-    A number in the environment counts as one where the recipe computes with it.
+    A section with ``_override_: true`` replaces the parents' section. ``${oc.env:NAME}`` is not resolved, because an
+    untrusted recipe could read any secret. The exception is a numeric variable that the recipe computes with.
 
     Raises:
-        ConfigError: names the file, and for a missing parent the file that asks for it.
+        ConfigError: if a file cannot be read or is invalid, or an interpolation fails.
     """
-    merged = _map_texts(_merged(path, (), count()), _with_own_resolvers)
+    merged = _map_texts(_merged(path, (), count()), _replace_resolvers)
     resolvers = {name: _computed(function) for name, function in _ARITHMETIC.items()}
     resolvers |= {"gdpo_env": _kept_variable, "gdpo_decode": _decoded}
     for name, function in resolvers.items():
@@ -222,7 +223,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
         check_interpolations(merged)
         config = OmegaConf.create(merged)
         OmegaConf.resolve(config)
-        return _map_texts(OmegaConf.to_container(config), _as_written)
+        resolved: dict[str, Any] = _map_texts(OmegaConf.to_container(config), _as_written)
+        return resolved
     except (OmegaConfBaseException, TypeError, ValueError, ZeroDivisionError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {_as_written(message_line(error))}") from None
     finally:
@@ -230,14 +232,15 @@ def read_recipe(path: Path) -> dict[str, Any]:
             OmegaConf.clear_resolver(name)
 
 
-def _with_own_resolvers(text: str) -> str:
-    for name, own in _KEEPING.items():
-        text = text.replace(name, own)
+def _replace_resolvers(text: str) -> str:
+    for name, replacement in _RESOLVERS.items():
+        text = text.replace(name, replacement)
     return text
 
 
 def _as_written(text: str) -> str:
-    return _KEPT.sub(lambda found: found[1].replace("\x01", "$"), text)
+    """Return the text with unresolved references in their original form."""
+    return _UNRESOLVED.sub(lambda found: found[1].replace("\x01", "$"), text)
 
 
 def _kept_variable(name: str, *default: Any) -> str:
@@ -246,29 +249,28 @@ def _kept_variable(name: str, *default: Any) -> str:
 
 
 def _decoded(text: Any) -> Any:
-    variable = _KEPT.fullmatch(text) if isinstance(text, str) else None
+    variable = _UNRESOLVED.fullmatch(text) if isinstance(text, str) else None
     if variable:
         return f"\x00\x01{{oc.decode:{variable[1]}}}\x00"
     return parse_yaml(text) if isinstance(text, str) else text
 
 
 def _computed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of numbers in place of variables of the environment."""
+    """Return a function that reads environment variables among its arguments as numbers, and calls ``function``."""
     return lambda *values: function(*map(_number_of, values))
 
 
 def _number_of(value: Any) -> Any:
-    kept = _KEPT.fullmatch(value) if isinstance(value, str) else None
-    if kept is None:
+    if not isinstance(value, str) or _UNRESOLVED.fullmatch(value) is None:
         return value
     number = parse_yaml(str(OmegaConf.create({"it": _as_written(value)}).it))
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise ValueError(f"computes with {_as_written(value)}, which is not a number here")
+        raise ValueError(f"uses {_as_written(value)} in a computation, but it is not a number")
     return number
 
 
 def variables_of(value: Any) -> set[str]:
-    """Environment variables that the text still asks for, at any depth."""
+    """Return the names of environment variables that a value refers to, including nested values."""
     if isinstance(value, dict):
         return set().union(*(variables_of(v) for v in value.values())) if value else set()
     if isinstance(value, list):
@@ -276,7 +278,7 @@ def variables_of(value: Any) -> set[str]:
     return set(_FROM_ENVIRONMENT.findall(value)) if isinstance(value, str) else set()
 
 
-def _map_texts(node: Any, change) -> Any:
+def _map_texts(node: Any, change: Callable[[str], str]) -> Any:
     if isinstance(node, dict):
         return {key: _map_texts(value, change) for key, value in node.items()}
     if isinstance(node, list):
@@ -288,18 +290,18 @@ def _merged(path: Path, children: tuple[Path, ...], read: Iterator[int]) -> dict
     if Path(os.path.realpath(path)) in children:
         raise ConfigError(f"{path}: inherits from itself")
     if next(read) == MOST_FILES:
-        raise ConfigError(f"{children[0]}: inherits from more than {MOST_FILES} files, repetitions counted")
+        raise ConfigError(f"{children[0]}: inherits from more than {MOST_FILES} files, including repetitions")
     try:
         text = read_text(path)
         check_yaml(text)
         content = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
-        asked = f", which {children[-1].name} names under defaults" if children else ""
-        raise ConfigError(f"{path}: no such recipe{asked}") from None
+        parent_of = f", listed under defaults in {children[-1].name}" if children else ""
+        raise ConfigError(f"{path}: recipe not found{parent_of}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: cannot be read as YAML ({message_line(error)})") from None
     if not isinstance(content, DictConfig):
-        raise ConfigError(f"{path}: expected sections, found a list")
+        raise ConfigError(f"{path}: expected a mapping of sections, got a list")
     own = cast(dict[str, Any], OmegaConf.to_container(content))  # of a DictConfig
     parents = own.pop("defaults", None) or []
     result: dict[str, Any] = {}
@@ -309,7 +311,7 @@ def _merged(path: Path, children: tuple[Path, ...], read: Iterator[int]) -> dict
 
 
 def _over(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """``new`` laid over ``base``."""
+    """Return ``base`` with the values of ``new``, which take precedence. Sections are merged recursively."""
     if new.get("_override_"):
         base = {}
     out = dict(base)
@@ -325,10 +327,92 @@ def _over(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; an empty mapping and a list are values."""
+    """Yield (dotted key, value) for every leaf. Lists and empty mappings are leaves."""
     for name, value in node.items():
         key = f"{prefix}{name}"
         if isinstance(value, dict) and value:
             yield from _leaves(value, key + ".")
         else:
             yield key, value
+
+
+class KnownModel(NamedTuple):
+    """Facts about a model, as far as its name or folder determines them."""
+
+    model_type: str
+    """``model_type`` of config.json; empty if the name does not determine it."""
+    mixture: bool = False
+    """True for a mixture-of-experts model."""
+    refusal: str = ""
+    """Reason for which the model is not supported; empty if it is supported."""
+    tied: bool | None = None
+    """True if the output layer shares the weights of the embedding; None if this is unknown."""
+    question: str = ""
+    """Question about an unknown Hub name that its config.json answers; empty for a known model."""
+
+
+_MULTIMODAL = re.compile(r".*(VL|Omni|Vision|Audio)(?![a-z]).*", re.IGNORECASE)
+_UNSUPPORTED = (
+    (r"Qwen/Qwen3\.5-.*", "qwen3_5", False),
+    (r"Qwen/Qwen3-Next-.*", "qwen3_next", True),
+    (r"Qwen/(Qwen1\.5-MoE|Qwen2-57B-A14B).*", "qwen2_moe", True),
+    (r"deepseek-ai/DeepSeek-.*", "deepseek_v3", True),
+    (r"moonshotai/Moonlight-.*", "deepseek_v3", True),
+    (r"meta-llama/Llama-4-.*", "llama4", True),
+    (r"mistralai/.*", "a newer Mistral family", False),
+    (r"google/gemma-.*", "gemma", False),
+    (r"openai/gpt-oss-.*", "gpt_oss", True),
+    (r"((openai-community/)?gpt2|distilbert/distilgpt2|distilgpt2)(-(medium|large|xl))?", "gpt2", False),
+    (r"nvidia/(NVIDIA-)?Nemotron-.*", "nemotron_h", True),
+    (r"zai-org/GLM-.*", "glm", True),
+    (r"MiniMaxAI/.*", "minimax", True),
+    (r"microsoft/Phi-4-mini-.*", "phi3 with partial rotary embeddings", False),
+)
+"""(pattern of the Hub name, model_type, True for MoE) of models that are not supported. The first match applies."""
+
+_TIED = (
+    (r"Qwen/Qwen3-(0\.6|1\.7|4)B.*", True),
+    (r"Qwen/Qwen3-(8|14|30|32|235)B.*", False),
+    (r"Qwen/Qwen2\.5-(0\.5|1\.5|3)B.*", True),
+    (r"Qwen/Qwen2\.5-(7|14|32|72)B.*", False),
+    (r"meta-llama/Llama-3\.2-[13]B.*", True),
+    (r"meta-llama/(Meta-)?Llama-3(\.[13])?-(8|70|405)B.*", False),
+    (r"mistralai/.*", False),
+)
+"""(pattern of the Hub name, True if config.json has tie_word_embeddings). The first match applies."""
+
+
+def known_model(name: str) -> KnownModel:
+    """Return the facts about a model, given its folder or its name on the Hub."""
+    if (Path(name) / "config.json").is_file():
+        return _of_folder(Path(name))
+    if _MULTIMODAL.fullmatch(name):
+        return _unsupported(name, "an image or audio model")
+    for family in FAMILIES.values():
+        if re.fullmatch(family.hub_names, name):
+            tied = next((tied for pattern, tied in _TIED if re.fullmatch(pattern, name)), None)
+            return KnownModel(family.model_type, family.experts is not None, tied=tied)
+    for pattern, kind, mixture in _UNSUPPORTED:
+        if re.fullmatch(pattern, name):
+            return _unsupported(name, kind, mixture)
+    supported = f"supported: {', '.join(sorted(FAMILIES))}"
+    if may_be_on_the_hub(name):
+        question = (
+            f"the family of {name} is unknown until its config.json is read; a dense model is assumed; {supported}"
+        )
+        return KnownModel("", question=question)
+    return KnownModel("", refusal=f"{name!r} is not a local folder or a name on the Hub; {supported}")
+
+
+def _unsupported(name: str, kind: str, mixture: bool = False) -> KnownModel:
+    supported = ", ".join(sorted(FAMILIES))
+    return KnownModel(kind, mixture, f"{name!r} is {kind}, which is not supported; supported: {supported}")
+
+
+def _of_folder(folder: Path) -> KnownModel:
+    try:
+        content = read_model_config(folder / "config.json")
+        check_model_content(content)
+    except ConfigError as error:
+        return KnownModel("", refusal=str(error).removeprefix("policy.model_name: "))
+    return KnownModel(content["model_type"], num_experts(content) > 0, tied=bool(content.get("tie_word_embeddings")))

@@ -1,10 +1,9 @@
-"""NeMo-RL's GRPO and GDPO recipes as configs of this project, with what became of every key.
+"""Translation of NeMo-RL's GRPO and GDPO recipes to configs of this project, with a report on every key.
 
-A recipe's ``defaults:`` chain and its ``${...}`` are resolved first (``recipe.py``); then each leaf meets the
-first rule of the table (``keys.py``) whose pattern fits. Keys that only make sense together are worked out in
-``objective.py``, ``datasets.py`` and ``machines.py``. What comes out is one of three things: the same run, a run that
-differs in named ways that change the result, or no run, with the reason. A key that no rule knows counts as a
-difference.
+First, ``recipe.py`` resolves the recipe's parents (``defaults:``) and interpolations. Then the first matching rule in
+``keys.py`` translates each key. Keys that depend on each other are translated in ``objective.py``, ``datasets.py`` and
+``machines.py``. The report states whether the run is the same, differs in its result, or cannot run. A key without a
+rule counts as a difference.
 """
 
 from __future__ import annotations
@@ -13,51 +12,50 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gdpo_nemo.config.reading import read_text, real_path
-from gdpo_nemo.interop.account import Account
 from gdpo_nemo.interop.nemo_rl.datasets import data
 from gdpo_nemo.interop.nemo_rl.keys import result_of
 from gdpo_nemo.interop.nemo_rl.machines import machines
 from gdpo_nemo.interop.nemo_rl.objective import learning
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe, open_recipe, variables_of
-from gdpo_nemo.interop.rules import RuleResult
-from gdpo_nemo.interop.translation import Translation, assembled
+from gdpo_nemo.interop.translation import Findings, RuleResult, Translation, assemble
+from gdpo_nemo.utils.files import read_text, real_path
 
 
 def translate(path: str | Path) -> Translation:
     """Translate the recipe at ``path``.
 
     Raises:
-        ConfigError: the recipe or one of its parents cannot be read, or is no GRPO or GDPO recipe.
+        ConfigError: if the recipe or one of its parents cannot be read, or it is not a GRPO or GDPO recipe.
     """
     recipe = open_recipe(path)
-    translation = assembled(*worked_out(recipe), "NeMo-RL", "from-nemo-rl")
+    translation = assemble(*apply_rules(recipe), "NeMo-RL", "from-nemo-rl")
     translation.variables = sorted(variables_of(translation.content))
     return translation
 
 
-def worked_out(recipe: Recipe) -> tuple[dict[str, tuple[Any, RuleResult | None]], Account]:
-    """Return what the rules answer for each key (key -> (value, answer)), and what keys make together."""
-    account = Account()
+def apply_rules(recipe: Recipe) -> tuple[dict[str, tuple[Any, RuleResult | None]], Findings]:
+    """Return (key -> (value, result of its rule), findings on keys that depend on each other)."""
+    findings = Findings()
     for part in (data, learning, machines, program):
-        part(recipe, account)
-    return {key: (value, result_of(key, value, recipe)) for key, value in recipe.flat.items()}, account
+        part(recipe, findings)
+    return {key: (value, result_of(key, value, recipe)) for key, value in recipe.flat.items()}, findings
 
 
 _TRAINS_BY_GRPO = re.compile(r"\w*grpo_train\w*|SingleController\w*")
-"""NeMo-RL's functions and actors that train by GRPO."""
+"""Matches NeMo-RL's functions and actors that train with GRPO."""
 
 
-def program(recipe: Recipe, account: Account) -> None:
-    """Block a recipe of a project whose own programs do not train by GRPO, although the recipe has the section.
+def program(recipe: Recipe, findings: Findings) -> None:
+    """Record a blocker if the recipe belongs to a project whose programs do not train with GRPO.
 
-    A project is the nearest folder above the recipe that has a ``pyproject.toml``. NeMo-RL itself is not one.
+    The project is the nearest folder above the recipe with a ``pyproject.toml``. Recipes of NeMo-RL itself are
+    accepted.
     """
     folders = real_path(recipe.path).parents
     project = next((folder for folder in folders if (folder / "pyproject.toml").is_file()), None)
     if project is None or (project / "nemo_rl").is_dir():
         return
     programs = {file.name: read_text(file) for file in sorted(project.glob("*.py")) if file.is_file()}
-    own = [name for name, text in programs.items() if "nemo_rl" in text]
-    if own and not any(_TRAINS_BY_GRPO.search(programs[name]) for name in own):
-        account.blocks("program", f"{', '.join(own)} of its project {project.name} does not train by NeMo-RL's GRPO")
+    using = [name for name, text in programs.items() if "nemo_rl" in text]
+    if using and not any(_TRAINS_BY_GRPO.search(programs[name]) for name in using):
+        findings.blocks("program", f"{', '.join(using)} in project {project.name} does not train with NeMo-RL's GRPO")

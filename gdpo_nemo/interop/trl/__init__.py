@@ -1,1 +1,1 @@
-"""TRL: its GRPO scripts and arguments as configs of this project."""
+"""Translation of TRL scripts and their arguments to configs of this project."""

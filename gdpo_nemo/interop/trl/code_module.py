@@ -1,7 +1,7 @@
-"""A module with those parts of a script that a run needs: its reward functions, and how its rows are made.
+"""Extraction of reward functions and data code from a script into a module that a run can import.
 
-Needed where the script cannot be imported because it trains when it is, or where what is wanted has no name in it.
-Statements are taken as they stand, with what they use, in their order; nothing is run.
+This is needed if importing the script would start training, or if a required object has no name at module level.
+Statements are copied in order, with their dependencies. Nothing is executed.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import ast
 from dataclasses import dataclass, field
 from typing import Sequence
 
-from gdpo_nemo.errors import ConfigError
-from gdpo_nemo.interop.trl.static_names import Resolver, stored, used
-from gdpo_nemo.interop.trl.trl_trainers import TRAINERS
+from gdpo_nemo.interop.trl.names import Resolver, stored, used
+from gdpo_nemo.interop.trl.trainers import TRAINERS
+from gdpo_nemo.utils.errors import ConfigError
 
 TRAINING = (*TRAINERS, "parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
-"""Calls that no part may make: they train, or read the command line."""
+"""Functions that extracted code must not call, because they train or read the command line."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
 @dataclass
 class CodeModule:
-    """The module while it is put together.
+    """Module under construction.
 
     Args:
-        source: text of the script.
-        title: its name, for the heading.
+        source: source text of the script.
+        title: name of the script, for the module's docstring.
     """
 
     source: str
@@ -38,19 +38,19 @@ class CodeModule:
         return bool(self._wanted or self._added)
 
     def add_name(self, name: str) -> None:
-        """Take a name of the script's module in."""
+        """Add a module-level name of the script with its dependencies. Raises ConfigError if they start training."""
         self._check(self._slice({name}))
         self._wanted.add(name)
 
     def add_value(self, name: str, expression: ast.expr) -> None:
-        """Add ``name = expression``; what the expression uses of a function comes before it."""
+        """Add ``name = expression``, preceded by the local statements that the expression needs."""
         expression = self.resolver.constants(expression)
         local, outer = self._local(expression)
         lines = [*(ast.unparse(statement) for statement in local), f"{name} = {ast.unparse(expression)}"]
         self._add(lines, outer)
 
     def add_function(self, name: str, expression: ast.expr) -> None:
-        """Add a function ``name()`` that returns the expression, worked out when it is called."""
+        """Add a function ``name()`` that evaluates the expression and returns its value."""
         expression = self.resolver.constants(expression)
         local, outer = self._local(expression)
         body = [line for statement in local for line in ast.unparse(statement).splitlines()]
@@ -58,7 +58,7 @@ class CodeModule:
         self._add(lines, outer)
 
     def text(self) -> str:
-        """The module."""
+        """Return the source text of the module."""
         kept = self._slice(self._wanted)
         future = [s for s in self.resolver.module.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"]
         parts = [self._source(statement) for statement in [*future, *kept]]
@@ -71,30 +71,31 @@ class CodeModule:
         self._added.append("\n".join(lines))
 
     def _local(self, expression: ast.expr) -> tuple[list[ast.stmt], set[str]]:
-        """Statements of the function that the expression needs, and the names that these take from the module.
+        """Return the local statements that the expression needs, and the module-level names that they use.
 
-        In the module itself all but definitions and imports count as such: they are worked out where they are needed.
+        For an expression at module level, all statements except definitions and imports count as local, so that only
+        the needed ones are copied.
         """
         inside = self.resolver.function
         body = (
             [s for s in self.resolver.module.body if not isinstance(s, _DEFINITIONS)] if inside is None else inside.body
         )
         plain = [self.resolver.constants(s) for s in body]
-        local = _backwards(plain, used(expression), expression.lineno)
+        local = _dependencies(plain, used(expression), expression.lineno)
         self._check(local)
         outer = used(expression).union(*(used(statement) for statement in local))
         return local, outer - {name for statement in local for name in _bound(statement) if not _completes(statement)}
 
-    def _slice(self, wanted: set[str]) -> list[ast.stmt]:
-        """Statements of the module that bind the names and what these need."""
-        return _backwards(self.resolver.module.body, wanted)
+    def _slice(self, names: set[str]) -> list[ast.stmt]:
+        """Return the module-level statements that bind the names, with their dependencies."""
+        return _dependencies(self.resolver.module.body, names)
 
     def _check(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
             called = {ast.unparse(n.func).rpartition(".")[2] for n in ast.walk(statement) if isinstance(n, ast.Call)}
-            own = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            if called & set(TRAINING) and not own:
-                raise ConfigError(f"it needs line {statement.lineno}, which {_says(called)}")
+            is_definition = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            if called & set(TRAINING) and not is_definition:
+                raise ConfigError(f"it depends on line {statement.lineno}, which {_reason(called)}")
 
     def _source(self, statement: ast.stmt) -> str:
         if statement.col_offset:
@@ -103,31 +104,35 @@ class CodeModule:
         return "\n".join(self.source.splitlines()[first - 1 : statement.end_lineno])
 
 
-def _says(called: set[str]) -> str:
+def _reason(called: set[str]) -> str:
     return "builds the trainer" if called & set(TRAINERS) else "reads the command line"
 
 
-def _backwards(body: Sequence[ast.stmt], wanted: set[str], before: int | None = None) -> list[ast.stmt]:
-    """The statements that bind what is wanted, and what those use, in their order.
+def _dependencies(body: Sequence[ast.stmt], names: set[str], before: int | None = None) -> list[ast.stmt]:
+    """Return the statements that bind the names, with their dependencies, in order.
 
-    Uses may come before what they use (functions call each other), so this goes on until nothing is added.
+    A name may be used before its definition, for example in functions that call each other. The search is therefore
+    repeated until no statement is added.
+
+    Args:
+        before: line number. Only statements above this line are considered.
     """
     kept: set[int] = set()
-    needed = set(wanted)
+    needed = set(names)
     while True:
         new = [
-            place
-            for place, statement in enumerate(body)
-            if place not in kept and (before is None or statement.lineno < before) and _bound(statement) & needed
+            index
+            for index, statement in enumerate(body)
+            if index not in kept and (before is None or statement.lineno < before) and _bound(statement) & needed
         ]
         if not new:
-            return [body[place] for place in sorted(kept)]
+            return [body[index] for index in sorted(kept)]
         kept |= set(new)
-        needed = needed.union(*(used(body[place]) for place in new))
+        needed = needed.union(*(used(body[index]) for index in new))
 
 
 def _completes(statement: ast.stmt) -> bool:
-    """Return whether a statement changes a part of what a name stands for, which is bound elsewhere."""
+    """Return whether a statement assigns to an attribute or an item of an object."""
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     return bool(targets) and isinstance(targets[0], (ast.Attribute, ast.Subscript))
 

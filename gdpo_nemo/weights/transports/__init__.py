@@ -1,2 +1,1 @@
-"""The ways of new weights from the policy to the engines, one file each; the names in a config are in
-``config/transports.py``."""
+"""Weight transports. ``config/transports.py`` maps the values of ``weights.transport`` to their classes."""

@@ -1,10 +1,12 @@
-"""Weights by broadcast from the policy's first rank to all processes of all engines at once, bucket by bucket.
+"""Transports that broadcast the weights from the policy's first rank to all processes of all engines.
 
-NCCL carries them from GPU to GPU; gloo, which needs no GPU, over TCP from host to host. The sender is rank 0 of a group
-and keeps the store where it meets, the processes of the engines are ranks 1 and up. The group stands: the next update
-goes through it again as long as its engines are the same actors and nothing broke. Otherwise a new one is made. What an
-engine gets alone, because it was replaced or lost an update, comes through a group that ends with it. Both ends work on
-one bucket while another is on its way, so that neither holds more than two.
+NCCL transfers from GPU to GPU. gloo works without GPUs and transfers over TCP from host to host. The sender is rank 0
+of a process group and hosts its store. The engine processes have the ranks from 1 on.
+
+The group is persistent: the next update reuses it if the engines are the same actors and no update failed. Otherwise a
+new group is created. A replaced engine, or an engine that missed an update, gets the weights through a temporary group.
+Weights are sent in buckets. Sender and receivers process one bucket while another is in transfer, so that each holds at
+most two.
 """
 
 from __future__ import annotations
@@ -15,40 +17,41 @@ from typing import Any, ClassVar, Iterable, Iterator, Mapping
 
 import torch
 
-from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, joined, leave
-from gdpo_nemo.weights.buckets import Bucket, PeerLost, divide, filled
-from gdpo_nemo.weights.manifest import Manifest
-from gdpo_nemo.weights.transports.transport import Receiver, Sender, StreamingTransport, Tensors
+from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, joined_group, leave
+from gdpo_nemo.weights.manifest import Bucket, Manifest, PeerLost, divide, filled
+from gdpo_nemo.weights.transports.base import Receiver, Sender, StreamingTransport, Tensors
 
 
 class CollectiveTransport(StreamingTransport):
-    """A broadcast from rank 0 to every process of the engines, bucket by bucket, while the policy's ranks gather.
+    """Broadcast from rank 0 to every process of the engines, while the policy's ranks gather the weights.
 
-    With ``TransportOptions.keep`` rank 0 keeps what it sent in host memory, for an engine that has to start again.
+    With ``TransportOptions.keep`` rank 0 keeps the sent weights in host memory, for an engine that restarts later.
     """
 
     backend: ClassVar[str]
     _sent = False
+    """True if the prepared version has been sent."""
     _engines: tuple[tuple[int, Any], ...] = ()
-    """Number and actor of the members of the group that stands. Their handles are kept to tell an engine from its
-    replacement."""
+    """(number, actor) of the persistent group's engines. The actor distinguishes an engine from its replacement."""
     _members = ""
-    """What rank 0 knows this membership by."""
-    _standing: tuple[CollectiveReceiver, ...] = ()
-    """What these engines were told last."""
+    """Identifier of this set of engines on rank 0."""
+    _persistent_receivers: tuple[CollectiveReceiver, ...] = ()
+    """Newest receivers of these engines."""
 
     def prepare(self, version: int) -> None:
-        """Name the version; nothing of it was sent yet."""
+        """Set the version to send."""
         super().prepare(version)
         self._sent = False
 
     def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """The first delivery of a version goes through the group that stands, or a new one if its engines are others.
+        """Start a delivery.
 
-        Any other one has a group of its own, and sends what was kept if that is so.
+        The first delivery of a version uses the persistent group, or a new persistent group if the engines have
+        changed. Any later delivery uses a temporary group. With ``TransportOptions.keep`` it sends the weights that
+        rank 0 has kept.
         """
-        stands = not self._sent
-        receivers = self._receivers(engines, stands)
+        persistent = not self._sent
+        receivers = self._receivers(engines, persistent)
         updates = [
             engine.update_weights.remote(self.manifest, receiver)
             for engine, receiver in zip(engines.values(), receivers)
@@ -57,84 +60,91 @@ class CollectiveTransport(StreamingTransport):
         if self._sent and self.options.keep:
             return updates, policy.start_sender(CollectiveSender, "broadcast_kept", ranks=[0])
         self._sent = True
-        what = (self.manifest, self.options.bucket_bytes, self.options.keep)
-        return updates, policy.start_sender(CollectiveSender, "broadcast", *what)
+        options = self.options
+        sent = policy.start_sender(CollectiveSender, "broadcast", self.manifest, options.bucket_bytes, options.keep)
+        return updates, sent
 
-    def _receivers(self, engines: Mapping[int, Any], stands: bool) -> tuple[CollectiveReceiver, ...]:
+    def _receivers(self, engines: Mapping[int, Any], persistent: bool) -> tuple[CollectiveReceiver, ...]:
         policy = self.policy
-        each = policy.engine_processes
-        if stands and tuple(engines.items()) != self._engines:
+        processes = policy.engine_processes
+        if persistent and tuple(engines.items()) != self._engines:
             self._engines = tuple(engines.items())
             self._members = secrets.token_hex(8)
-        members = self._members if stands else ""
-        opened = policy.start_sender(CollectiveSender, "open", self.backend, each * len(engines), members, ranks=[0])
-        ((meeting, new),) = policy.wait(opened, "opening the weights' sender")
-        told = tuple(
-            CollectiveReceiver(meeting, number, 1 + place * each, new, self.options.bucket_bytes, policy.timeout_s)
-            for place, number in enumerate(engines)
+        members = self._members if persistent else ""
+        count = processes * len(engines)
+        opened = policy.start_sender(CollectiveSender, "open", self.backend, count, members, ranks=[0])
+        ((meeting, must_join),) = policy.wait(opened, "opening the weights' sender")
+        bucket_bytes = self.options.bucket_bytes
+        receivers = tuple(
+            CollectiveReceiver(meeting, number, 1 + index * processes, must_join, bucket_bytes, policy.timeout_s)
+            for index, number in enumerate(engines)
         )
-        if stands:
-            self._standing = told
-        return told
+        if persistent:
+            self._persistent_receivers = receivers
+        return receivers
 
     def close(self) -> None:
-        """Let every member leave the group that stands. Waits for nobody: some may be dead."""
-        if self._standing:
+        """Make every member leave the persistent group. Do not wait for the members, because some may be dead."""
+        if self._persistent_receivers:
             self.policy.start_sender(CollectiveSender, "close", self._members, ranks=[0])
-        for (_, engine), receiver in zip(self._engines, self._standing):
+        for (_, engine), receiver in zip(self._engines, self._persistent_receivers):
             engine.close_receiver.remote(receiver)
         self._engines = ()
-        self._standing = ()
+        self._persistent_receivers = ()
 
 
 class NcclTransport(CollectiveTransport):
-    """From GPU to GPU."""
+    """Broadcast with NCCL, from GPU to GPU."""
 
     backend = "nccl"
     refuses = {
-        "cpu": "needs GPUs (cluster.gpus_per_node); gloo is the same broadcast between hosts",
-        "colocated": "cannot join two processes on one GPU (cluster.placement colocated)",
+        "cpu": "requires GPUs (cluster.gpus_per_node); use gloo for the same broadcast without GPUs",
+        "colocated": "does not support two processes on one GPU (cluster.placement colocated)",
     }
 
 
 class GlooTransport(CollectiveTransport):
-    """From host to host."""
+    """Broadcast with gloo, from host to host."""
 
     backend = "gloo"
 
 
 class CollectiveSender(Sender):
-    """Rank 0 sends; the others only gather along."""
+    """Sender on rank 0. The other ranks only take part in gathering the weights."""
 
     _server: BroadcastServer
-    """Of the next broadcast."""
-    _standing: BroadcastServer | None = None
+    """Server for the next broadcast."""
+    _persistent_server: BroadcastServer | None = None
+    """Server of the persistent group."""
     _members = ""
+    """Identifier of the persistent group's receivers."""
 
     def open(self, backend: str, receivers: int, members: str) -> tuple[Meeting, bool]:
-        """Where the receivers of the next broadcast find this rank, and whether they have to come together there.
+        """Prepare the next broadcast. Return the receivers' meeting, and whether they must join it.
 
         Args:
-            members: which ones they are; those of the broadcast before are in a group already, unless it broke. Empty:
-                make a group for one broadcast.
+            receivers: number of receiving processes.
+            members: identifier of the set of receivers. If it is that of the persistent group, this group is reused,
+                unless it failed. If it is empty, a group for a single broadcast is created.
         """
         if not members:
             self._server = BroadcastServer(self.host, receivers, backend)
             return self._server.meeting, True
-        standing = self._standing
-        if standing is not None and not standing.ended and members == self._members:
-            self._server = standing
-            return standing.meeting, False
+        server = self._persistent_server
+        if server is not None and not server.ended and members == self._members:
+            self._server = server
+            return server.meeting, False
         self.close(self._members)
-        self._server = BroadcastServer(self.host, receivers, backend, stands=True)
-        self._standing = self._server
+        self._server = BroadcastServer(self.host, receivers, backend, persistent=True)
+        self._persistent_server = self._server
         self._members = members
         return self._server.meeting, True
 
     def broadcast(self, manifest: Manifest, bucket_bytes: int, keep: bool) -> None:
-        """Broadcast the current weights from rank 0, as they are gathered, to receivers that were told of ``open``.
+        """Broadcast the current weights from rank 0 while they are gathered. Call ``open`` before.
 
-        ``keep``: rank 0 keeps them in host memory for ``broadcast_kept``.
+        Args:
+            keep: True to keep the weights in rank 0's host memory for ``broadcast_kept``.
         """
         with self.gathered() as tensors:
             if self.rank == 0:
@@ -143,15 +153,15 @@ class CollectiveSender(Sender):
                 self._send(self._keeping(buckets, keep))
 
     def broadcast_kept(self) -> None:
-        """Broadcast what was kept, from this rank alone."""
+        """Broadcast the weights that ``broadcast`` has kept. Only rank 0 takes part."""
         device = self._device()
         self._send(bucket.to(device) for bucket in self._kept)
 
     def close(self, members: str) -> None:
-        """End the group of ``members``, if it stands."""
-        if self._standing is not None and members == self._members:
-            self._standing.end()
-            self._standing = None
+        """End the persistent group if its receivers are ``members``."""
+        if self._persistent_server is not None and members == self._members:
+            self._persistent_server.end()
+            self._persistent_server = None
 
     def _device(self) -> Any:
         return self.policy.runtime.device if self._server.meeting.backend == "nccl" else "cpu"
@@ -168,42 +178,44 @@ class CollectiveSender(Sender):
         try:
             server.send(buckets)
         finally:
-            for _ in buckets:  # what is kept is kept whole
+            for _ in buckets:  # keep all weights even after a failure
                 pass
 
 
 @dataclass(frozen=True)
 class CollectiveReceiver(Receiver):
-    """What the processes of one engine are told: where the group meets, and which ranks they are."""
+    """Receiver that joins the sender's group and receives its broadcasts."""
 
     meeting: Meeting
     engine: int
+    """Number of the engine."""
     rank: int
-    """Of the engine's first process; the others follow it."""
-    joins: bool
-    """Whether the group comes together for this update; otherwise they stand in it."""
+    """Rank in the group of the engine's first process; its other processes have the following ranks."""
+    must_join: bool
+    """True if the processes must join the group for this update; False if they are already members."""
     bucket_bytes: int
     timeout_s: float
-    """How long to wait for the sender, which may be training."""
+    """Time limit of the wait for the sender, which may be training."""
 
     def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
-        """Receive the tensors of an update on ``device``, as process ``worker`` (0 ..) of the engine.
+        """Yield the verified tensors of an update on ``device``, in process ``worker`` (from 0) of the engine.
 
         Raises:
-            PeerLost: the sender or another receiver was lost. RunError: a tensor is not what was sent.
+            PeerLost: if the sender or another receiver was lost.
+            RunError: if the checksum of a tensor differs.
         """
-        # gloo ends the process when the ends disagree on a size; both take it from the manifest.
-        group = joined(self.meeting, self._member(worker), self.rank + worker, self.joins, self.timeout_s)
+        # gloo ends the process if the sizes at sender and receiver differ. Both compute them from the manifest.
+        joining = joined_group(self.meeting, self._member(worker), self.rank + worker, self.must_join, self.timeout_s)
         buckets = divide(manifest, self.bucket_bytes)
         try:
-            with group as entered:
-                for bucket, buffer in _received(entered, buckets, device):
+            with joining as group:
+                for bucket, buffer in _received(group, buckets, device):
                     yield from bucket.open(buffer)
         except PeerLost as error:
             raise PeerLost(f"weight update {manifest.version}: {error}") from error
 
     def close(self, worker: int) -> None:
-        """Leave the group."""
+        """Leave the persistent group."""
         leave(self._member(worker), self.meeting)
 
     def _member(self, worker: int) -> str:
@@ -213,15 +225,15 @@ class CollectiveReceiver(Receiver):
 def _received(
     group: BroadcastGroup, buckets: list[Bucket], device: torch.device
 ) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """Every bucket with its bytes; the next one is on its way already when one is handed out."""
-    under_way = None
+    """Yield (bucket, buffer) of every bucket, while the next bucket is already in transfer."""
+    in_transfer = None
     for bucket in buckets:
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
         operation = group.broadcast(buffer)
-        if under_way:
-            under_way[2].finish()
-            yield under_way[:2]
-        under_way = bucket, buffer, operation
-    if under_way:
-        under_way[2].finish()
-        yield under_way[:2]
+        if in_transfer:
+            in_transfer[2].finish()
+            yield in_transfer[:2]
+        in_transfer = bucket, buffer, operation
+    if in_transfer:
+        in_transfer[2].finish()
+        yield in_transfer[:2]

@@ -1,6 +1,6 @@
-"""Weights through a folder that all nodes see: safetensors files, written whole, read back by every engine.
+"""Transport by safetensors files in a folder that all nodes share. Every engine reads all files.
 
-Adapters alone are a folder that PEFT loads.
+PEFT can load the folder of an update of adapters.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from typing import Any, Iterator, Mapping
 import numpy as np
 import torch
 
-from gdpo_nemo.errors import RunError
+from gdpo_nemo.models.hf_folder import save_tensors
+from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.adapters import write_adapter
-from gdpo_nemo.weights.buckets import neighbours
-from gdpo_nemo.weights.manifest import Manifest, pack, unpack
-from gdpo_nemo.weights.model_folder import save_tensors
+from gdpo_nemo.weights.manifest import Manifest, group_entries, pack, unpack
+from gdpo_nemo.weights.transports.base import Receiver, Sender, Tensors, Transport
 from gdpo_nemo.weights.transports.memory import MemoryReceiver
-from gdpo_nemo.weights.transports.transport import Receiver, Sender, Tensors, Transport
 
 
 class FolderTransport(Transport):
-    """safetensors files in a folder that all nodes see; the newest version stays until the next one is prepared."""
+    """Transport by safetensors files in a shared folder. The newest version remains until the next ``prepare``."""
 
     _version: Path | None = None
 
     def prepare(self, version: int) -> None:
-        """Write the weights from rank 0."""
-        before = self._version
+        """Write the weights from rank 0, and remove the previous version."""
+        previous = self._version
         self._version = self.options.folder / f"version_{version}"
         staged = self.policy.start_sender(FolderSender, "stage_weights", version)
         self.policy.wait(staged, "exporting weights")
@@ -39,26 +38,31 @@ class FolderTransport(Transport):
             FolderSender, "write", str(self._version), self.options.bucket_bytes, ranks=[0]
         )
         self.policy.wait(written, f"writing {self._version}")
-        if before not in (None, self._version):
-            shutil.rmtree(before, ignore_errors=True)
+        if previous not in (None, self._version):
+            shutil.rmtree(previous, ignore_errors=True)
 
     def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Each engine reads the files; the policy is free."""
+        """Make each engine read the files. The policy is not involved."""
         receiver = FolderReceiver(str(self._version))
         return [engine.update_weights.remote(self.manifest, receiver) for engine in engines.values()], []
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the folder with the files."""
         shutil.rmtree(self.options.folder, ignore_errors=True)
 
 
 class FolderSender(Sender):
-    """Rank 0 holds the weights until they are written, so that the other ranks need not wait for the disk."""
+    """Sender that packs the weights on rank 0 before it writes them. Other ranks do not wait for the disk."""
 
     _staged: tuple[Manifest, np.ndarray] | None = None
+    """Packed weights of the newest version on rank 0."""
 
     def stage_weights(self, version: int) -> Manifest | None:
-        """Pack the weights on rank 0, where they stay until the next version; returns their manifest there."""
+        """Pack the weights on rank 0, and keep them until the next version.
+
+        Returns:
+            The manifest on rank 0, None on other ranks.
+        """
         with self.gathered() as tensors:
             if self.rank:
                 return None
@@ -67,10 +71,10 @@ class FolderSender(Sender):
         return self._staged[0]
 
     def write(self, folder: str, bucket_bytes: int) -> None:
-        """Write the staged weights.
+        """Write the weights of ``stage_weights``.
 
         Raises:
-            RunError: none are staged, or they could not be written.
+            RunError: if ``stage_weights`` was not called, or if the weights could not be written.
         """
         if self._staged is None:
             raise RunError("no weights were staged for the folder")
@@ -78,13 +82,13 @@ class FolderSender(Sender):
 
 
 def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_bytes: int) -> None:
-    """Write an update as ``00000.safetensors``, ``00001.safetensors`` ...; a file takes tensors up to ``bucket_bytes``;
-    adapters make one file whatever their size.
+    """Write an update as ``00000.safetensors``, ``00001.safetensors`` and so on.
 
-    The folder appears under its name when it is complete.
+    A file contains tensors of at most ``bucket_bytes``, or a single larger tensor. Adapters are written to one file.
+    The folder is renamed to ``folder`` when it is complete.
 
     Raises:
-        RunError: it could not be written.
+        RunError: if the update could not be written.
     """
     final = Path(folder)
     temporary = Path(f"{folder}.writing")
@@ -96,7 +100,7 @@ def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_byt
         if manifest.adapters is not None:
             write_adapter(temporary, tensors, manifest.adapters)
         else:
-            for number, bucket in enumerate(neighbours(manifest.entries, bucket_bytes)):
+            for number, bucket in enumerate(group_entries(manifest.entries, bucket_bytes)):
                 save_tensors({e.name: tensors[e.name] for e in bucket}, temporary / f"{number:05d}.safetensors")
         temporary.rename(final)
     except OSError as error:
@@ -105,42 +109,44 @@ def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_byt
 
 @dataclass(frozen=True)
 class FolderReceiver(Receiver):
-    """What an engine is told: where the files are."""
+    """Receiver that reads the files."""
 
     path: str
+    """Folder with the files of the version."""
 
     @contextlib.contextmanager
     def opened(self, manifest: Manifest, in_process: bool, *data: Any) -> Iterator[Receiver]:
-        """Read the files once an engine; its workers load from memory."""
-        with MemoryReceiver().opened(manifest, in_process, self.read(manifest)) as inside:
-            yield inside
+        """Read the files once per engine, and provide a receiver that reads from memory."""
+        with MemoryReceiver().opened(manifest, in_process, self.read(manifest)) as receiver:
+            yield receiver
 
     def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
-        """The tensors as the files have them."""
+        """Yield the verified tensors in the files."""
         return unpack(manifest, self.read(manifest))
 
     def read(self, manifest: Manifest) -> np.ndarray:
-        """Read uint8 [bytes] of an update, laid out as the manifest says.
+        """Read an update into a buffer with the layout of the manifest, uint8 [bytes].
 
         Raises:
-            RunError: files or tensors are missing, as where the folder is not shared.
+            RunError: if files or tensors are missing, for example because the node does not share the folder.
         """
         from safetensors import SafetensorError, safe_open
 
         buffer = np.zeros(manifest.nbytes, np.uint8)
-        wanted = {entry.name: entry for entry in manifest.entries}
+        unread = {entry.name: entry for entry in manifest.entries}
         try:
             for file in sorted(Path(self.path).glob("*.safetensors")):
                 with safe_open(file, framework="pt") as shard:
                     for name in shard.keys():
-                        entry = wanted.pop(name)
+                        entry = unread.pop(name)
                         data = shard.get_tensor(name).contiguous().flatten().view(torch.uint8).numpy()
                         buffer[entry.offset : entry.offset + entry.nbytes] = data
         except (OSError, KeyError, ValueError, SafetensorError) as error:
             raise RunError(f"weight update {manifest.version}: {self.path} cannot be read ({error})") from error
-        if wanted:
-            some = ", ".join(sorted(wanted)[:3])
+        if unread:
+            examples = ", ".join(sorted(unread)[:3])
             raise RunError(
-                f"weight update {manifest.version}: {len(wanted)} tensors are not in {self.path}, for instance {some}"
+                f"weight update {manifest.version}: {len(unread)} tensors are not in {self.path}, for instance "
+                f"{examples}"
             )
         return buffer

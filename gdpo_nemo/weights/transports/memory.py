@@ -1,5 +1,7 @@
-"""Weights through Ray's object store: one flat buffer, mapped without a copy on the node of rank 0, pulled once by
-every other node."""
+"""Transport by Ray's object store: one flat buffer, which engines on rank 0's node map without a copy.
+
+Every other node fetches the buffer once.
+"""
 
 from __future__ import annotations
 
@@ -13,34 +15,34 @@ import numpy as np
 import torch
 
 from gdpo_nemo.weights.manifest import Manifest, pack, unpack
-from gdpo_nemo.weights.transports.transport import Receiver, Sender, Tensors, Transport
+from gdpo_nemo.weights.transports.base import Receiver, Sender, Tensors, Transport
 
 
 class MemoryTransport(Transport):
-    """The whole model in the object store, from the moment it is prepared to the next."""
+    """Transport that stores the complete update in the object store until the next ``prepare``."""
 
     uses_buckets = False
 
     def prepare(self, version: int) -> None:
-        """Pack the weights into ``manifest`` and ``buffer``, references both."""
+        """Pack the weights, and set ``manifest`` and ``buffer`` to references to the result."""
         packed = self.policy.start_sender(MemorySender, "pack", version, num_returns=2)
         self.policy.wait([manifest for manifest, _ in packed], "exporting weights")
         self.manifest, self.buffer = packed[0]
 
     def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Each engine loads from the buffer; the policy is free."""
+        """Make each engine load from the buffer. The policy is not involved."""
         receiver = MemoryReceiver()
         return [e.update_weights.remote(self.manifest, receiver, self.buffer) for e in engines.values()], []
 
 
 class MemorySender(Sender):
-    """Packs the weights."""
+    """Sender that packs the weights."""
 
     _memory: np.ndarray | None = None
-    """Of the last update. Ray has copied it into its store when ``pack`` is called again."""
+    """Buffer of the last update, to be reused. Ray has copied it to its store before ``pack`` is called again."""
 
     def pack(self, version: int) -> tuple[Manifest, np.ndarray] | tuple[None, None]:
-        """(manifest, flat buffer) on rank 0; the other ranks gather along and return nothing."""
+        """Return (manifest, flat buffer) on rank 0. Other ranks take part in gathering and return (None, None)."""
         with self.gathered() as tensors:
             if self.rank:
                 return None, None
@@ -50,14 +52,19 @@ class MemorySender(Sender):
 
 @dataclass(frozen=True)
 class MemoryReceiver(Receiver):
-    """A flat buffer in the engine's process; where workers have processes of their own, a file in shared memory."""
+    """Receiver that reads the flat buffer of an update.
+
+    Set ``buffer`` for an engine whose only worker is its main process, and ``path`` for separate worker processes.
+    """
 
     buffer: np.ndarray | None = None
+    """uint8 [bytes], the flat buffer."""
     path: str | None = None
+    """File in shared memory with the flat buffer."""
 
     @contextlib.contextmanager
     def opened(self, manifest: Manifest, in_process: bool, *data: Any) -> Iterator[Receiver]:
-        """Put the one buffer of ``data`` where the workers find it, for as long as they load."""
+        """Make the buffer in ``data`` available to the workers in the block."""
         (buffer,) = data
         if in_process:
             yield MemoryReceiver(buffer)
@@ -69,11 +76,11 @@ class MemoryReceiver(Receiver):
             os.unlink(path)
 
     def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
-        """Views of the buffer; every worker reads all of it."""
+        """Yield the verified tensors as views of the buffer. Every worker reads the complete buffer."""
         if self.path is not None:
             return unpack(manifest, np.memmap(self.path, np.uint8, "r"))
         if self.buffer is None:
-            raise ValueError("a receiver without a buffer was asked for weights")
+            raise ValueError("the receiver has no buffer for the weights")
         return unpack(manifest, self.buffer)
 
 

@@ -1,0 +1,272 @@
+"""Cleanup process: ends processes that a dead driver has left running.
+
+The driver starts this file as a small separate process and holds the write end of its standard input. This end closes
+when the driver ends, even after kill -9. Then every process with the run's mark in its environment gets a few seconds
+to exit, and is killed. Ray's servers, agents, actors and the verifiers inherit the mark. Finally the cleanup process
+removes their temporary folder and their named shared memory.
+
+An engine's actor also starts this file, as a guard for vLLM's processes. These would outlive a killed actor, and its
+replacement could not use their GPU memory. An actor with environment workers starts it too, because the workers'
+semaphores would remain on the node.
+
+This file uses only the standard library and reads /proc, so it starts in milliseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterable
+
+MARK = "GDPO_NEMO_RUN"
+"""Environment variable that marks the processes of a run."""
+GUARD_MARK = "GDPO_NEMO_GUARDED"
+"""Environment variable that marks the descendants of a guarded process."""
+_GRACE_S = 3.0
+"""Time for processes to exit before they are killed."""
+_SCAN_INTERVAL_S = 1.0
+_SCANS_PER_MEMORY_SCAN = 10
+"""Number of process scans between two scans of memory maps, which take longer."""
+_SHARED = re.compile(rb"(/dev/shm/(?:sem\.mp-|psm_|vllm_dist_|gdpo_nemo_)\S+)$", re.MULTILINE)
+"""Names of shared memory of multiprocessing, vLLM and this project. It remains when its process is killed."""
+# -S: it starts faster without site-packages. -E: the user's PYTHON* environment variables cannot break it.
+_COMMAND = (sys.executable, "-S", "-E", os.path.abspath(__file__))
+
+
+class CleanupProcess:
+    """Driver side of the cleanup process. The constructor marks this process and its future children, and starts it.
+
+    Args:
+        scratch: temporary folder that the cleanup process removes at the end.
+    """
+
+    def __init__(self, scratch: str):
+        self.mark = uuid.uuid4().hex
+        os.environ[MARK] = self.mark
+        self._scratch = scratch
+        self._lock = threading.Lock()
+        self._closed = False
+        self._process = self._start()
+        threading.Thread(target=self._restart_if_ended, name="cleanup process", daemon=True).start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # The cleanup process must not have the mark, because it would end itself.
+        environment = {k: v for k, v in os.environ.items() if k != MARK}
+        return subprocess.Popen(
+            [*_COMMAND, "run", f"{MARK}={self.mark}", self._scratch],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # Ctrl-C in the terminal must not end it
+        )
+
+    def _restart_if_ended(self) -> None:
+        """Restart the cleanup process whenever it ends before ``close``."""
+        while True:
+            self._process.wait()
+            with self._lock:
+                if self._closed:
+                    return
+                self._process = self._start()
+
+    def close(self) -> None:
+        """Make the cleanup process end the remaining processes, and wait for it."""
+        os.environ.pop(MARK, None)
+        with self._lock:
+            self._closed = True
+            process = self._process
+        if process.stdin is not None:
+            process.stdin.close()
+        process.wait()
+
+
+def guard_children() -> None:
+    """Start a guard for this process's future descendants.
+
+    When this process ends, the guard kills them and removes their named shared memory.
+
+    Raises:
+        CalledProcessError: if the guard could not be started.
+    """
+    mark = f"{GUARD_MARK}={uuid.uuid4().hex}"
+    environment = {name: value for name, value in os.environ.items() if name != GUARD_MARK}
+    os.environ[GUARD_MARK] = mark.partition("=")[2]
+    pid = os.getpid()
+    subprocess.run(
+        [*_COMMAND, "guard", mark, str(pid), str(_start_time(pid))],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+        check=True,
+    )
+
+
+def marked(mark: str) -> set[int]:
+    """Return the ids of all processes with ``mark`` (NAME=value) in their environment.
+
+    This process and its parent are excluded.
+    """
+    variable = mark.encode()
+    pids = set()
+    for pid in _pids() - {os.getpid(), os.getppid()}:
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                if variable in file.read().split(b"\0"):
+                    pids.add(pid)
+        except OSError:
+            continue  # the process has ended, or belongs to another user
+    return pids
+
+
+def _pids() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}
+
+
+def _stat(pid: int) -> tuple[int, int] | None:
+    """Return (parent's id, start time) of a running process; None if it has ended or is a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # Split after the last ")". The command's name is in parentheses and may contain spaces and parentheses.
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] == b"Z" else (int(fields[1]), int(fields[19]))
+
+
+def _start_time(pid: int) -> int | None:
+    """Return a process's start time, which distinguishes it from a later process with its id; None if it has ended."""
+    stat = _stat(pid)
+    return stat and stat[1]
+
+
+def marked_tree(mark: str) -> dict[int, int]:
+    """Return the start times of the marked processes and all their descendants, by process id.
+
+    Descendants are included because a process may lose the mark: Ray's agents write their title over their environment.
+    """
+    stats = {pid: stat for pid in _pids() if (stat := _stat(pid))}
+    members = marked(mark)
+    while more := {pid for pid, (parent, _) in stats.items() if parent in members and pid not in members}:
+        members |= more
+    return {pid: stats[pid][1] for pid in members - {os.getpid()} if pid in stats and not _is_resource_tracker(pid)}
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    """Return whether a process is multiprocessing's resource tracker.
+
+    It must not be killed: it cleans up after its last user and then exits.
+    """
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"multiprocessing.resource_tracker" in file.read()
+    except OSError:
+        return False
+
+
+def shared_memory(pids: Iterable[int]) -> set[tuple[str, int]]:
+    """Return (path, inode) of the named shared memory that these processes have mapped."""
+    shared = set()
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                paths = {path.decode() for path in _SHARED.findall(file.read())}
+        except OSError:
+            continue  # the process has ended
+        shared |= {(path, inode) for path in paths if (inode := inode_of(path))}
+    return shared
+
+
+def inode_of(path: str) -> int | None:
+    """Return the inode of a file, or None if it does not exist."""
+    try:
+        return os.stat(path).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _remove(shared: set[tuple[str, int]]) -> None:
+    for path, inode in shared:
+        if inode_of(path) == inode:  # not removed, and not a newer file with the same name
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _watch(mark: str, scratch: str) -> None:
+    known: dict[int, int] = {}
+    shared: set[tuple[str, int]] = set()
+    scans = 0
+    while not select.select([sys.stdin], [], [], _SCAN_INTERVAL_S)[0]:
+        known.update(marked_tree(mark))
+        scans += 1
+        if scans % _SCANS_PER_MEMORY_SCAN == 0:
+            shared |= shared_memory(known)
+    known.update(marked_tree(mark))
+    shared |= shared_memory(known)
+    _end(mark, known, _GRACE_S)
+    _remove(shared)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _guard(mark: str, pid: int, start_time: int) -> None:
+    # Ray kills the children of an actor that it ends. Fork and exit the parent, so that the guard is not such a child.
+    if os.fork():
+        os._exit(0)
+    known: dict[int, int] = {}
+    shared: set[tuple[str, int]] = set()
+    scans = 0
+    while _start_time(pid) == start_time:
+        new = marked_tree(mark)
+        # Scan the memory of new processes at once. Ray kills them with their actor, and their mappings are then lost.
+        if new.keys() - known.keys() or scans % _SCANS_PER_MEMORY_SCAN == 0:
+            shared |= shared_memory(new)
+        known.update(new)
+        scans += 1
+        time.sleep(_SCAN_INTERVAL_S)
+    _end(mark, known, 0.0)
+    _remove(shared)
+
+
+def _end(mark: str, known: dict[int, int], grace_s: float) -> None:
+    """Wait for the marked and the known processes to exit, and kill the remaining ones.
+
+    Args:
+        known: start times by process id; updated in place.
+        grace_s: maximum wait in seconds before processes are killed.
+    """
+
+    def remaining() -> list[int]:
+        known.update(marked_tree(mark))
+        return [pid for pid, start_time in known.items() if _start_time(pid) == start_time]
+
+    deadline = time.monotonic() + grace_s
+    while remaining() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    while pids := remaining():
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.1)
+
+
+def _main(mode: str, mark: str, *arguments: str) -> None:
+    # A signal to the process group must not end the cleanup process before the processes that it watches.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    if mode == "run":
+        _watch(mark, arguments[0])
+    else:
+        _guard(mark, int(arguments[0]), int(arguments[1]))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,435 @@
+"""Client of one engine: it polls the engine, stores the unanswered requests, and replaces the engine after a death.
+
+All code in this module runs on the fleet's event loop. A request stays in ``pending`` until its completion arrives, so
+that a replacement can receive it again with the same seed.
+
+    request     submit > adopt > _outbox > (next loop iteration) _flush > _send > actor.submit
+    completion  serve > _poll: actor.poll > _take: sets ``PendingRequest.answer``
+    death       _poll raises WorkerDied > _replace > owner.reassign > owner.awake > new actor > _begin > _send
+
+    state     entered when                                      next state
+    --------  ------------------------------------------------  -----------------------------------------------
+    STARTING  an actor is created (``__init__``, ``_replace``)  LOADED; LOST if the node left the cluster
+    LOADED    the actor answers ``__ray_ready__``               READY after ``owner.deliver``. In an exact run a
+                                                                replacement first waits for a request or update
+    READY     the engine has the newest weights                 UPDATING, ASLEEP
+    UPDATING  ``EngineFleet.update`` begins                     READY
+    ASLEEP    ``EngineFleet.sleep`` is done                     READY after ``wake("kv_cache")``
+    LOST      the node left while the engine started            LOADED when the actor runs on another node
+    DEAD      more than ``REPLACEMENTS`` deaths in a row        none
+
+A death leads from every state except DEAD to STARTING or DEAD. Any other error ends ``serve`` and the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import uuid
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Callable, Protocol, Sequence
+
+from gdpo_nemo.cluster.session import WorkerDied, answer, answered, ray
+from gdpo_nemo.generation.requests import Completion, EngineReport, SampleRequest, Sampling
+from gdpo_nemo.utils.errors import GdpoError, RunError
+from gdpo_nemo.utils.waits import Patience, WaitExpired, running, waiting
+
+START_S = 900.0
+"""Time limit for an engine to start. vLLM loads the model, profiles memory and captures graphs before it answers."""
+REPLACEMENTS = 3
+"""Maximum number of consecutive replacements of an engine that returns no completion in between."""
+POLL_S = 0.5
+"""Maximum duration of a poll if there is nothing to report."""
+SILENT_S = 120.0
+"""Minimum time without an answer after which an engine is considered stopped or stuck.
+
+A healthy engine answers every poll.
+"""
+_LISTEN_S = 0.1
+"""Interval between two reads of the tokens of an unfinished completion."""
+_NODE_POLL_S = 2.0
+"""Interval between two checks of a starting engine's node."""
+FULL_KV = 0.9
+"""Used fraction of the KV cache above which an engine with waiting requests gets no new group.
+
+vLLM would preempt requests.
+"""
+
+_NO_REPORT = EngineReport([], -1, 0, 0, 0.0, 0.0, 0, 0)
+
+# An engine may report requests of an earlier client of its process, so request names must be unique. Each fleet creates
+# names in a separate thread. ``count`` is thread-safe; a generator is not (ValueError: generator already executing).
+_PROCESS = uuid.uuid4().hex
+_numbers = itertools.count()
+
+
+class EngineState(StrEnum):
+    """State of an engine."""
+
+    STARTING = "starting"
+    """The engine's process loads the model."""
+    LOADED = "loaded"
+    """The model is loaded, but the newest weights are not."""
+    READY = "ready"
+    UPDATING = "updating"
+    ASLEEP = "asleep"
+    LOST = "lost"
+    """The engine's node has left the cluster. The engine restarts when another node joins."""
+    DEAD = "dead"
+    """The engine died too often and is not replaced again."""
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """Request whose completion has not arrived."""
+
+    name: str
+    request: SampleRequest
+    sampling: Sampling
+    answer: asyncio.Future[Completion]
+    client: EngineClient = field(repr=False)
+    """Client of the engine that samples the request. It may change if the engine dies."""
+
+    async def follow(self, on_tokens: Callable[[Sequence[int]], None]) -> Completion:
+        """Wait for the completion and return it. Cancelling this coroutine drops the request.
+
+        If an engine dies, the request is repeated and the tokens start over.
+
+        Args:
+            on_tokens: function called several times a second with the tokens that were sampled so far.
+        """
+        try:
+            while not (await asyncio.wait([self.answer], timeout=_LISTEN_S))[0]:
+                if self.client.state is EngineState.READY:
+                    with contextlib.suppress(WorkerDied):  # the client also notices the death, and repeats the request
+                        on_tokens(await self.client.drawn(self))
+        except asyncio.CancelledError:
+            self.client.abort(self)
+            raise
+        return self.answer.result()
+
+
+class ClientOwner(Protocol):
+    """Interface of the fleet that its clients use."""
+
+    exact: bool
+    """True if a request must stay on its engine, for reproducible samples.
+
+    The last digits of log-probs may depend on which requests an engine batches together.
+    """
+    awake: asyncio.Event
+    """Event that is set while engines may start. On shared devices it is cleared while the policy uses the memory."""
+
+    async def deliver(self, client: EngineClient) -> None:
+        """Send the newest weights to a replacement, if the policy has sent weights before."""
+
+    def note(self, line: str) -> None:
+        """Record an event of the run as a sentence for the user."""
+
+    def reassign(self, client: EngineClient, reason: str) -> None:
+        """Move the requests of a client whose engine is dead or lost to other clients, if any can sample."""
+
+    def changed(self) -> None:
+        """Notify waiting tasks that the state or the load of a client has changed."""
+
+    def lost_node(self, client: EngineClient) -> str | None:
+        """Return the address of the engine's node if the node has left the cluster, else None. This call blocks."""
+
+
+class EngineClient:
+    """Client of one engine of a fleet.
+
+    Args:
+        index: number of the engine.
+        start: function that starts the actor of the engine with a given number.
+        slots: maximum number of requests that the engine samples concurrently.
+        timeout_s: time limit for the next completion in seconds.
+        owner: fleet of the client.
+    """
+
+    def __init__(self, index: int, start: Callable[[int], Any], slots: int, timeout_s: float, owner: ClientOwner):
+        self.index = index
+        self.slots = slots
+        self.version = -1
+        """Version of the engine's weights; -1 for the weights in the model's folder."""
+        self.deaths = 0
+        """Number of deaths since the last completion."""
+        self.replaced = 0
+        """Total number of replacements."""
+        self.report = _NO_REPORT
+        """Latest report of the engine."""
+        self._busy_s = 0.0
+        self.pending: dict[str, PendingRequest] = {}
+        self.promised = 0
+        """Number of samples for which a slot is reserved, but which are not submitted yet."""
+        self._cohort: list[PendingRequest] = []
+        """All requests since the engine was last idle, including finished requests."""
+        self._outbox: list[PendingRequest] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._start = start
+        self._timeout_s = timeout_s
+        self._owner = owner
+        self._state = EngineState.STARTING
+        self._needed = asyncio.Event()
+        """Event that makes a replacement load the newest weights: its first request or a weight update."""
+        self._progress = running.now()
+        self._answering = Patience(timeout_s, SILENT_S)
+        self._wait = contextlib.ExitStack()
+        self.actor = start(index)
+        self.location = self.actor.process_location.remote()
+
+    @property
+    def state(self) -> EngineState:
+        """State of the engine."""
+        return self._state
+
+    def enter(self, state: EngineState) -> None:
+        """Change the state, and notify the fleet."""
+        self._state = state
+        self._owner.changed()
+
+    @property
+    def can_sample(self) -> bool:
+        """True if the engine samples requests now, or will do so after the weight update in progress."""
+        return self._state in (EngineState.READY, EngineState.UPDATING)
+
+    def has_room(self, version: int) -> bool:
+        """Return whether the engine can accept another group, with weights of ``version`` or newer."""
+        current = self._state is EngineState.READY and self.version >= version
+        return current and self.load < self.slots and not self._full
+
+    @property
+    def _full(self) -> bool:
+        return self.report.kv_used > FULL_KV and self.report.waiting > 0
+
+    @property
+    def load(self) -> int:
+        """Number of pending requests and reserved slots."""
+        return len(self.pending) + self.promised
+
+    def keep_promise(self) -> None:
+        """Release a reserved slot, because its sample was submitted or cancelled."""
+        self.promised -= 1
+        self._owner.changed()
+
+    def busy_since(self) -> float:
+        """Return the time that the engine has spent in decode steps since the last call, in seconds."""
+        before = self._busy_s
+        self._busy_s = self.report.busy_s
+        return max(0.0, self._busy_s - before)  # negative after a replacement, which starts at 0
+
+    def submit(self, request: SampleRequest, sampling: Sampling) -> PendingRequest:
+        """Send a request to the engine. Requests of one event-loop iteration are sent together, in order."""
+        pending = PendingRequest(
+            f"{_PROCESS}/{next(_numbers)}", request, sampling, asyncio.get_running_loop().create_future(), self
+        )
+        self.adopt(pending)
+        return pending
+
+    def adopt(self, pending: PendingRequest) -> None:
+        """Add a new request, or a request of another client."""
+        pending.client = self
+        if not self.pending:
+            self._progress = running.now()
+            self._begin_wait()
+        self.pending[pending.name] = pending
+        self._cohort.append(pending)
+        self._needed.set()
+        if self.can_sample:
+            if not self._outbox:
+                asyncio.get_running_loop().call_soon(self._flush)
+            self._outbox.append(pending)
+
+    async def drawn(self, pending: PendingRequest) -> list[int]:
+        """Return the tokens that an unfinished request has so far. Raises WorkerDied if the engine died."""
+        tokens: list[int] = await answer(self.actor.drawn.remote(pending.name), f"engine {self.index}", self._timeout_s)
+        return tokens
+
+    def abort(self, pending: PendingRequest) -> None:
+        """Drop a request that is no longer needed."""
+        if self.pending.pop(pending.name, None) is None:
+            return
+        if self.can_sample:
+            self.actor.abort.remote([pending.name])
+        self._reset_if_idle()
+        self._owner.changed()
+
+    def take_pending(self) -> list[PendingRequest]:
+        """Remove and return all unanswered requests."""
+        taken = list(self.pending.values())
+        self.pending.clear()
+        self._outbox.clear()
+        self._reset_if_idle()
+        return taken
+
+    def request_weights(self) -> None:
+        """Make a replacement load the newest weights now, even if it waits for its first request."""
+        self._needed.set()
+
+    def fail(self, error: GdpoError) -> None:
+        """Raise an error in every task that waits for a completion."""
+        for pending in self.take_pending():
+            if not pending.answer.done():
+                pending.answer.set_exception(error)
+
+    async def serve(self) -> None:
+        """Start the engine, poll it, and replace it when it dies. Return after too many deaths (``REPLACEMENTS``).
+
+        Raises:
+            RunError: for any error other than a death. It ends the run.
+        """
+        while True:
+            try:
+                await self._begin()
+                while True:
+                    self._take(await self._poll())
+            except WorkerDied as error:
+                if not await self._replace(error):
+                    return
+
+    async def _begin(self) -> None:
+        self.version = -1
+        self.report = _NO_REPORT
+        self.enter(EngineState.STARTING)
+        await self._wait_for_start()
+        self.enter(EngineState.LOADED)
+        if self._owner.exact and self.replaced and not self.pending:
+            # Wait until the engine is needed, for a request or a weight update. The policy may be training, and some
+            # transports gather the weights from it again.
+            await self._needed.wait()
+        await self._owner.deliver(self)
+        self.enter(EngineState.READY)
+        self._progress = running.now()
+        # In an exact run also repeat finished requests, because the engine must batch the same requests together.
+        repeated = list(self._cohort) if self._owner.exact else list(self.pending.values())
+        if self.pending:
+            self._send(repeated)
+
+    async def _wait_for_start(self) -> None:
+        ready = self.actor.__ray_ready__.remote()
+        deadline = running.now() + START_S
+        while True:
+            try:
+                await answer(ready, f"starting engine {self.index}", _NODE_POLL_S)
+                return
+            except WaitExpired:
+                if self._state is EngineState.STARTING:
+                    lost = await asyncio.to_thread(self._owner.lost_node, self)
+                    if lost is not None:
+                        # Ray starts the actor when another node joins, without a time limit.
+                        self.enter(EngineState.LOST)
+                        reason = f"its node {lost} is no longer in the cluster"
+                        self._owner.note(f"engine {self.index}: {reason}; the other engines continue")
+                        self._owner.reassign(self, reason)
+                if self._state is EngineState.STARTING and running.now() > deadline:
+                    raise
+
+    async def _poll(self) -> EngineReport:
+        if not self.pending:
+            self._progress = running.now()
+        start = running.now()
+        remaining = max(0.0, self._progress + self._timeout_s - start)
+        limit = self._answering.limit_s
+        polled = self.actor.poll.remote(min(POLL_S, remaining))
+        try:
+            report: EngineReport = await answer(polled, f"engine {self.index}", min(remaining + POLL_S, limit))
+        except WaitExpired:
+            if limit >= remaining + POLL_S:
+                raise
+            # The engine does not answer, although it must do so even during long samples.
+            self._kill_unresponsive()
+            raise WorkerDied(f"engine {self.index} has not answered for {limit:.0f} s") from None
+        self._answering.took(running.now() - start)
+        if self.pending and not report.finished and remaining <= 0:
+            raise WaitExpired(f"engine {self.index} finished no sample within {self._timeout_s:.0f} s")
+        return report
+
+    def _take(self, report: EngineReport) -> None:
+        was_full = self._full
+        self.report = report
+        for finished in report.finished:
+            pending = self.pending.pop(finished.name, None)
+            if pending is not None and not pending.answer.done():
+                pending.answer.set_result(finished.completion)
+        if report.finished:  # only a completion proves that the engine works
+            self.deaths = 0
+            self._progress = running.now()
+            self._begin_wait()
+            self._reset_if_idle()
+        if report.finished or was_full:
+            self._owner.changed()
+
+    def _begin_wait(self) -> None:
+        """Register a wait for this engine that begins now, so that it can be displayed."""
+        self._wait.close()
+        self._wait.enter_context(waiting("sampling", f"engine {self.index}", self._timeout_s))
+
+    def _reset_if_idle(self) -> None:
+        if not self.pending:
+            self._cohort.clear()
+            self._wait.close()
+            self._needed.clear()
+
+    def _flush(self) -> None:
+        taken = [pending for pending in self._outbox if pending.name in self.pending]
+        self._outbox = []
+        if taken and self.can_sample:
+            self._send(taken)
+
+    def _send(self, requests: list[PendingRequest]) -> None:
+        by_name = {pending.name: (pending.request, pending.sampling) for pending in requests}
+        # Call the actor now. In the next loop iteration it may be a replacement without the newest weights.
+        submitted = self.actor.submit.remote(by_name)
+        task = asyncio.get_running_loop().create_task(self._wait_for_submit(submitted, self.actor, requests))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _wait_for_submit(self, ref: Any, actor: Any, requests: list[PendingRequest]) -> None:
+        try:
+            await answer(ref, f"engine {self.index}", self._timeout_s)
+        except WorkerDied:
+            return  # the poll also notices the death, and the replacement gets all requests again
+        except GdpoError as error:
+            if self.actor is not actor:
+                return  # the replacement has received them
+            for pending in requests:
+                if self.pending.pop(pending.name, None) is not None and not pending.answer.done():
+                    pending.answer.set_exception(error)
+            self._reset_if_idle()
+            self._owner.changed()
+
+    def _kill_unresponsive(self) -> None:
+        """Kill the engine's process if it runs on this host. A stopped process ignores Ray's request to exit."""
+        host, process = answered({self.index: self.location}).get(self.index, ("", 0))
+        if host == socket.gethostname():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    async def _replace(self, error: WorkerDied) -> bool:
+        """Replace a dead engine. Return False if it died too often and is not replaced."""
+        self.deaths += 1
+        self.replaced += 1
+        self._outbox.clear()
+        if not self.pending:
+            self._needed.clear()
+        with contextlib.suppress(RunError, ray.exceptions.RayError):
+            ray.kill(self.actor)  # the actor may be alive, but unreachable
+        if self.deaths > REPLACEMENTS:
+            self.enter(EngineState.DEAD)
+            reason = f"it died {self.deaths} times in a row, last: {error}"
+            self._owner.note(f"engine {self.index} is given up: {reason}")
+            self._owner.reassign(self, reason)
+            return False
+        self.enter(EngineState.STARTING)
+        self._owner.note(f"{error}; it is replaced, and its samples are generated again")
+        if not self._owner.exact:
+            self._owner.reassign(self, str(error))
+        await self._owner.awake.wait()
+        self.actor = self._start(self.index)
+        self.location = self.actor.process_location.remote()
+        return True

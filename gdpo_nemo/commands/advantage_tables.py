@@ -1,0 +1,269 @@
+"""Output of ``gdpo-nemo explain-advantages``: a step's rewards and advantages, compared with those of summed rewards.
+
+The training code recomputes the advantages from the recorded rewards, so the effect of another config can be seen.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Sequence
+
+import numpy as np
+from rich.console import Group as Lines, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gdpo_nemo.algorithms import Advantages
+from gdpo_nemo.algorithms.loss_selection import is_import_path
+from gdpo_nemo.algorithms.rewards import rule_name
+from gdpo_nemo.config.algorithm_choice import spec_of
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.objective_checks import kl_in_reward
+from gdpo_nemo.config.rollout_checks import saves_all_groups
+from gdpo_nemo.config.schema import Config, GdpoConfig
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.observe.sample_columns import values_of
+from gdpo_nemo.observe.samples import read_columns
+from gdpo_nemo.rollouts.credit import TurnAdvantages, advantages_of, reward_columns
+from gdpo_nemo.utils.errors import ConfigError, nearest
+from gdpo_nemo.utils.files import real_path
+
+_EQUAL = 1e-5
+"""Tolerance for equal advantages, relative to the largest one. Differences caused by epsilon are smaller."""
+_PAIRS_SHOWN = 3
+_COLUMNS = (
+    "prompt_id", "sample_index", "environment", "prompt", "completion", "rewards", "outcome", "finish_reason",
+    "policy_version", "prompt_ids", "completion_ids", "logprobs", "turns", "loss_mask", "advantage", "turn_tokens",
+    "turn_rewards",
+)  # fmt: skip
+"""Columns of a rollout file that are needed to compute and show advantages."""
+
+
+def explain_step(
+    path: str | Path, config_path: str | Path | None, overrides: Sequence[str], shown: int
+) -> RenderableType:
+    """Explain the advantages in one file of ``rollouts/``. Returns a renderable for a rich console.
+
+    Args:
+        config_path: config file; None: the config.yaml of the run that contains the file.
+        overrides: ``section.key=value`` changes to that config.
+        shown: number of groups to show as tables. Groups in which the sum hides the most differences come first.
+
+    Raises:
+        ConfigError: if the file or config does not exist, the file is not a rollout file, or the config next to the
+            file names custom code.
+    """
+    path = Path(path)
+    groups, recorded = read_step(path)
+    config = load_config(config_path or _run_config_path(path), overrides)
+    if config_path is None:
+        _refuse_custom_code(config.gdpo, overrides, _run_config_path(path))
+    if kl_in_reward(config.gdpo):
+        raise ConfigError("gdpo.kl_in_reward: requires log-probs of the initial model, which rollouts do not record")
+    if spec_of(config).head == "value":
+        raise ConfigError(
+            f"algorithm.type: {config.algorithm.type}'s advantages come from a value head, which rollouts do not record"
+        )
+    if shown < 0:
+        raise ConfigError(f"--groups: must be 0 or more, got {shown}")
+    _check_components(groups, config.gdpo, path)
+    step = _Step(groups, config)
+    parts: list[RenderableType] = [
+        _heading(path, step),
+        Text(step.advantages.diagnostics.describe()),
+        Text(_agreement(step, recorded)),
+    ]
+    parts += [Text(line) for line in _collapse_lines(step)]
+    by_interest = sorted(range(len(groups)), key=lambda g: (-len(step.collapsed_pairs(g)), -step.spread(g), g))
+    for group_index in by_interest[:shown]:
+        parts += [Text(""), _group_table(step, group_index), *(Text(line) for line in _pair_lines(step, group_index))]
+    return Lines(*parts)
+
+
+def _refuse_custom_code(gdpo: GdpoConfig, overrides: Sequence[str], beside: Path) -> None:
+    """Raise ConfigError if only the config next to the samples names a custom function.
+
+    Viewing the samples of an untrusted folder must not run its code.
+    """
+    names_by_key = {"gdpo.estimator": [gdpo.estimator], "gdpo.shaping": list(map(rule_name, gdpo.shaping))}
+    for key, names in names_by_key.items():
+        chosen = any(override.startswith(key + "=") for override in overrides)
+        code = [] if chosen else [name for name in names if is_import_path(name)]
+        if code:
+            raise ConfigError(f"{key}: {beside} names code ({code[0]}); pass --config {beside} to run it")
+
+
+def _check_components(groups: Sequence[Group], gdpo: GdpoConfig, path: Path) -> None:
+    recorded = {name for group in groups for t in group.trajectories for name in t.rewards}
+    for name, weight in gdpo.rewards.items():
+        if weight and name not in recorded:
+            raise ConfigError(f"gdpo.rewards.{name}: {path} has no such component{nearest(name, recorded)}")
+
+
+def read_step(path: Path) -> tuple[list[Group], np.ndarray]:
+    """Return the groups of a recorded step and its recorded advantages, which are NaN if they were not recorded.
+
+    A new group starts when the prompt changes or the sample index does not increase. A prompt that was sampled twice in
+    a step thus gives two groups.
+
+    Raises:
+        ConfigError: if the file cannot be read or is not a rollout file.
+    """
+    groups: list[Group] = []
+    try:
+        table = read_columns(path, _COLUMNS)
+        for row in zip(*(values_of(table.column(name)) for name in _COLUMNS)):
+            trajectory = _trajectory(dict(zip(_COLUMNS, row)))
+            last = groups[-1].trajectories[-1] if groups else None
+            if last is None or last.prompt.id != trajectory.prompt.id or last.sample_index >= trajectory.sample_index:
+                groups.append(Group(trajectory.prompt, []))
+            groups[-1].trajectories.append(trajectory)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: is not a rollout file ({type(error).__name__}: {error})") from None
+    if not groups:
+        raise ConfigError(f"{path}: contains no trajectories")
+    return groups, table.column("advantage").to_numpy().astype(np.float64)
+
+
+def _trajectory(record: dict[str, Any]) -> Trajectory:
+    for name in ("prompt_ids", "completion_ids", "rewards"):
+        if record[name] is None:
+            raise ValueError(f"{name} is null")
+    return Trajectory(
+        prompt=Prompt(record["prompt_id"], record["prompt_ids"], record["prompt"], record["environment"]),
+        sample_index=record["sample_index"],
+        completion_ids=record["completion_ids"],
+        logprobs=record["logprobs"],
+        policy_version=record["policy_version"],
+        text=record["completion"],
+        finish_reason=record["finish_reason"],
+        rewards=record["rewards"],
+        outcome=Outcome(record["outcome"]),
+        loss_mask=record["loss_mask"],
+        turns=record["turns"],
+        turn_tokens=tuple(map(int, record["turn_tokens"] if record["turn_tokens"] is not None else ())),
+        turn_rewards=tuple(json.loads(record["turn_rewards"] or "[]")),
+    )
+
+
+def _run_config_path(path: Path) -> Path:
+    config = real_path(path).parent.parent / "config.yaml"
+    if not config.is_file():
+        raise ConfigError(f"{path}: config.yaml not found in its run folder {config.parent}; specify one with --config")
+    return config
+
+
+class _Step:
+    """Shaped rewards of a step, its advantages, and the advantages that GRPO computes from summed rewards."""
+
+    def __init__(self, groups: list[Group], config: Config):
+        self.config = config
+        self.groups = groups
+        self.trajectories = [t for group in groups for t in group.trajectories]
+        self.advantages: Advantages | TurnAdvantages = advantages_of(groups, config)
+        summing = replace(config.gdpo, estimator="grpo", preset=None, options={}, batch_norm=None, epsilon=1e-6)
+        self.summed = advantages_of(groups, replace(config, gdpo=summing)).values.numpy()
+        self.values, self.terms = self.advantages.values.numpy(), self.advantages.components.numpy()
+        columns = reward_columns(self.trajectories, config)
+        self.weighted = [name for name, weight in config.gdpo.rewards.items() if weight]
+        self.rewards = np.stack([columns[name] for name in self.weighted], axis=1)
+        ends = np.cumsum([len(group.trajectories) for group in groups])
+        self._rows = [range(end - len(group.trajectories), end) for end, group in zip(ends, groups)]
+
+    def rows(self, group_index: int) -> range:
+        """Return the row indices of one group."""
+        return self._rows[group_index]
+
+    def spread(self, group_index: int) -> float:
+        """Return the largest difference between two advantages of a group."""
+        return float(np.ptp(self.values[self.rows(group_index)]))
+
+    def collapsed_pairs(self, group_index: int) -> list[tuple[int, int]]:
+        """Return pairs of rows whose rewards and advantages differ, but not their advantages from summed rewards."""
+        trained = [i for i in self.rows(group_index) if self.trajectories[i].trains]
+        return [
+            (i, j)
+            for i, j in combinations(trained, 2)
+            if not np.array_equal(self.rewards[i], self.rewards[j], equal_nan=True)
+            and _same(self.summed, i, j)
+            and not _same(self.values, i, j)
+        ]
+
+
+def _same(values: np.ndarray, i: int, j: int) -> bool:
+    return bool(abs(values[i] - values[j]) <= _EQUAL * max(np.abs(values).max(), 1e-12))
+
+
+def _heading(path: Path, step: _Step) -> Text:
+    gdpo = step.config.gdpo
+    weights = " + ".join(f"{gdpo.rewards[name]:g} {name}" for name in step.weighted)
+    variant = f", preset {gdpo.preset}" if gdpo.preset else ""
+    counts = f"{len(step.groups)} group{'s' * (len(step.groups) > 1)}, {len(step.trajectories)} samples"
+    return Text(f"{path.name}: {counts}; {weights} by {gdpo.estimator}{variant}\n", style="bold")
+
+
+def _agreement(step: _Step, recorded: np.ndarray) -> str:
+    """Return a sentence on whether the recorded advantages agree with the recomputed ones."""
+    known = np.isfinite(recorded)
+    if not known.any():
+        return "The file does not contain advantages; these are computed from its rewards."
+    gap = np.abs(step.values - recorded)[known].max()
+    if gap <= 1e-6:
+        return "The run recorded the same advantages."
+    if saves_all_groups(step.config):
+        reason = "the run used another config"
+    else:
+        reason = "the file has only some groups of the batch"
+    return f"The advantages recorded by the run differ by up to {gap:.3g}: {reason}."
+
+
+def _collapse_lines(step: _Step) -> list[str]:
+    pairs = [len(step.collapsed_pairs(group_index)) for group_index in range(len(step.groups))]
+    if not any(pairs):
+        return ["Summing the rewards would distinguish the same pairs of samples as these advantages."]
+    return [
+        f"Summing the rewards would give the same advantage to {sum(pairs)} pairs of samples that these distinguish, "
+        f"in {sum(map(bool, pairs))} of {len(pairs)} groups."
+    ]
+
+
+def _group_table(step: _Step, group_index: int) -> Table:
+    """Return a table of rewards, weighted terms and advantage for each sample of a group."""
+    table = Table(title=f"prompt {step.groups[group_index].prompt.id}", title_justify="left", title_style="bold")
+    table.add_column("sample", justify="right")
+    for name in step.weighted:
+        table.add_column(name, justify="right")
+    for name in step.weighted:
+        table.add_column(f"{name}\nterm", justify="right")
+    table.add_column("advantage", justify="right", style="bold")
+    table.add_column("if summed", justify="right")
+    table.add_column("outcome")
+    columns = [step.advantages.names.index(name) for name in step.weighted]
+    for i in step.rows(group_index):
+        trajectory = step.trajectories[i]
+        rewards = ["-" if np.isnan(value) else f"{value:g}" for value in step.rewards[i]]
+        terms = [f"{step.terms[i, k]:+.3f}" for k in columns]
+        ends = [f"{step.values[i]:+.4f}", f"{step.summed[i]:+.4f}", str(trajectory.outcome)]
+        table.add_row(str(trajectory.sample_index), *rewards, *terms, *ends)
+    return table
+
+
+def _pair_lines(step: _Step, group_index: int) -> list[str]:
+    """Return lines on the first few pairs of samples that the sum would not distinguish."""
+    pairs = step.collapsed_pairs(group_index)
+    lines = [
+        f"  samples {step.trajectories[i].sample_index} ({_rewards(step, i)}) and {step.trajectories[j].sample_index} "
+        f"({_rewards(step, j)}): {step.values[i]:+.4f} and {step.values[j]:+.4f}; summed, both {step.summed[i]:+.4f}"
+        for i, j in pairs[:_PAIRS_SHOWN]
+    ]
+    return lines + [f"  and {len(pairs) - _PAIRS_SHOWN} more pairs"] * (len(pairs) > _PAIRS_SHOWN)
+
+
+def _rewards(step: _Step, row: int) -> str:
+    values = ("missing" if np.isnan(value) else f"{value:g}" for value in step.rewards[row])
+    return ", ".join(f"{name} {value}" for name, value in zip(step.weighted, values))

@@ -1,0 +1,1 @@
+"""``gdpo-nemo chat``: a conversation with the policy of a run or with a model."""

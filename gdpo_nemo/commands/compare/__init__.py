@@ -1,0 +1,1 @@
+"""``gdpo-nemo compare``: tables and plots that compare runs."""

@@ -1,0 +1,307 @@
+"""Comparison of several runs: their settings, results after equal effort, and significance of the differences.
+
+Runs whose settings differ only in the seed form one variant. Curves are trailing means over ``metrics.WINDOW`` steps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.observe.metrics import WINDOW, History, read_metrics
+from gdpo_nemo.observe.run_files import read_run_config
+from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.files import real_path
+
+AXES = {"steps": "optimizer steps", "samples": "trained samples", "time": "seconds of training"}
+"""Measures of training effort with their units."""
+_IGNORED_SECTIONS = ("run.", "logger.", "checkpointing.")
+"""Config sections that do not affect training."""
+_LABEL = 48
+"""Maximum length of a label that lists settings, in characters."""
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Config and history of a run folder."""
+
+    folder: Path
+    settings: Settings
+    """Flattened config: ``section.key`` -> value."""
+    history: History
+
+    @classmethod
+    def read(cls, folder: str | Path) -> RunRecord:
+        """Read a run, finished or not.
+
+        Raises:
+            ConfigError: if the folder has no readable config.
+            RunError: if the run has no training steps.
+        """
+        folder = Path(folder)
+        config = read_run_config(folder)
+        history = History.of(read_metrics(folder))
+        if not history.training:
+            raise RunError(f"{folder}: no training steps to compare")
+        # A config of an older version may lack a key. That version behaved like the current default.
+        return cls(folder, dict(_flat(asdict(Config()))) | dict(_flat(config)), history)
+
+    @property
+    def seed(self) -> Any:
+        """Value of ``run.seed``."""
+        return self.settings.get("run.seed")
+
+    def effort(self, axis: str, steps: Sequence[int]) -> np.ndarray:
+        """Return the total effort of the run after each of these steps: float [steps]."""
+        if axis == "steps":
+            return np.asarray(steps, float)
+        if axis == "samples":
+            counts = [self.settings.get(f"gdpo.num_{name}") for name in ("prompts_per_step", "generations_per_prompt")]
+            if not all(isinstance(count, int) for count in counts):
+                raise ConfigError(f"{self.folder}/config.yaml: the number of samples per step is not specified")
+            return np.asarray(steps, float) * counts[0] * counts[1]
+        spent = {row["step"]: row.get("time/step", 0.0) for row in self.history.training}
+        ends = dict(zip(spent, itertools.accumulate(spent.values())))
+        return np.array([ends.get(step, 0.0) for step in steps], float)
+
+    def curve(self, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return (effort, trailing mean) of a metric. The arrays are empty if the metric was not measured."""
+        steps, values = self.history.trailing(metric, 1 if metric.startswith("validation/") else WINDOW)
+        return self.effort(axis, steps), np.asarray(values, float)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Runs that differ only in their seed, sorted by seed."""
+
+    label: str
+    runs: tuple[RunRecord, ...]
+    settings: Settings
+    """Values of the settings that differ between variants."""
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Difference of a metric between a variant and the baseline, for each seed."""
+
+    variant: str
+    metric: str
+    seeds: tuple[Any, ...]
+    at_end: np.ndarray
+    """float [seeds]: differences of the trailing means after an equal number of steps."""
+    over_run: np.ndarray
+    """float [seeds]: differences of the means over all these steps."""
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Flatten a section to dotted keys. Lists are not flattened."""
+    found: list[tuple[str, Any]] = []
+    for key, value in section.items():
+        if isinstance(value, dict) and value:
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", value))
+    return found
+
+
+def differences(runs: Sequence[RunRecord], ignored: Sequence[str] = ()) -> list[str]:
+    """Return the keys whose values differ between runs.
+
+    Keys that do not affect training or that depend on the seed are excluded.
+
+    Args:
+        ignored: additional keys to ignore, or sections with a trailing dot.
+    """
+    excluded = tuple(key for key in ignored if key.endswith(".")) + _IGNORED_SECTIONS
+    keys = dict.fromkeys(key for run in runs for key in run.settings if not key.startswith(excluded))
+    seed_repeats = max(Counter(repr(run.seed) for run in runs).values()) > 1
+    found = []
+    for key in keys:
+        values = _values(runs, key)
+        # True if the value depends on the seed only. This cannot be determined if each seed has only one run.
+        with_seed = seed_repeats and len({(repr(run.seed), value) for run, value in zip(runs, values)}) == len(
+            {repr(run.seed) for run in runs}
+        )
+        if len(set(values)) > 1 and not with_seed and key not in ignored:
+            found.append(key)
+    return found
+
+
+def _values(runs: Sequence[RunRecord], key: str) -> list[str]:
+    """Return the value of a key for each run. A path like ``models/small_${run.seed}`` is the same for all seeds."""
+    raw = [run.settings.get(key) for run in runs]
+    exact = [repr(value) for value in raw]
+    masked = [repr(v.replace(str(r.seed), "${run.seed}") if isinstance(v, str) else v) for r, v in zip(runs, raw)]
+    return min(
+        exact, masked, key=lambda values: len(set(values))
+    )  # masking is wrong for a seed of 0, which occurs in many paths
+
+
+def variants_of(runs: Sequence[RunRecord], ignored: Sequence[str] = ()) -> list[Variant]:
+    """Group runs by their settings, in the order of ``runs``. A folder that is specified twice counts once.
+
+    If two runs of a group have the same seed, each run becomes a separate variant.
+    """
+    runs = list({real_path(run.folder): run for run in runs}.values())
+    keys = differences(runs, ignored)
+    groups: dict[tuple[str, ...], list[RunRecord]] = {}
+    for run, *values in zip(runs, *(_values(runs, key) for key in keys)):
+        groups.setdefault(tuple(values), []).append(run)
+    members = list(groups.values())
+    if any(len({repr(run.seed) for run in group}) < len(group) for group in members):
+        members = [[run] for run in runs]
+    labels = _labels(members, keys)
+    return [
+        Variant(
+            label, tuple(sorted(group, key=lambda run: repr(run.seed))), {k: group[0].settings.get(k) for k in keys}
+        )
+        for label, group in zip(labels, members)
+    ]
+
+
+def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[str]:
+    """Return a distinct label for each variant.
+
+    Labels are the settings if these are short and distinct, else the common prefixes of folder names, else folders.
+    """
+    settings = [
+        ", ".join(f"{key.split('.')[-1]}={shown(group[0].settings.get(key))}" for key in keys) for group in groups
+    ]
+    names = [_common_name([real_path(run.folder).name for run in group]) for group in groups]
+    for labels in (settings, names):
+        if len(set(labels)) == len(labels) and all(0 < len(label) <= _LABEL for label in labels):
+            return labels
+    return [str(group[0].folder) for group in groups]
+
+
+def _common_name(names: Sequence[str]) -> str:
+    """Return the common prefix of names, without partial numbers, for example ``gdpo`` for gdpo_42 and gdpo_43."""
+    prefix = os.path.commonprefix(names)
+    if any(name[len(prefix) : len(prefix) + 1].isdigit() for name in names):
+        prefix = prefix.rstrip("0123456789")
+    return prefix.rstrip("_-. ")
+
+
+def shown(value: Any) -> str:
+    """Format the value of a setting."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def components(variants: Sequence[Variant]) -> list[str]:
+    """Return the metric keys of all reward components in any run, in order of first appearance."""
+    names = dict.fromkeys(name for variant in variants for run in variant.runs for name in run.history.components)
+    return [f"reward/{name}/mean" for name in names]
+
+
+def common_effort(variants: Sequence[Variant], axis: str) -> float:
+    """Return the largest effort that all runs have reached."""
+    ends = []
+    for variant in variants:
+        for run in variant.runs:
+            last = run.history.training[-1]["step"]
+            ends.append(float(run.effort(axis, [last])[0]))
+    return min(ends)
+
+
+def values_at(variant: Variant, metric: str, axis: str, effort: float) -> np.ndarray:
+    """Return the trailing mean of a metric for each run after ``effort``: float [runs].
+
+    It is the value of the last step that finished within this effort. Without such a step it is NaN.
+    """
+    found = []
+    for run in variant.runs:
+        spent, values = run.curve(metric, axis)
+        reached_values = values[spent <= effort * (1 + 1e-9)]
+        found.append(reached_values[-1] if len(reached_values) else np.nan)
+    return np.array(found)
+
+
+def steps_to(variant: Variant, metric: str, goal: float, last_step: float) -> np.ndarray:
+    """Return the first step at which the full-window trailing mean reaches ``goal``: float [runs].
+
+    The value is ``last_step`` + 1 if the run did not reach the goal by ``last_step``, and NaN without the metric.
+    """
+    found = []
+    for run in variant.runs:
+        steps, values = run.history.trailing(metric, 1 if metric.startswith("validation/") else WINDOW)
+        full = 0 if metric.startswith("validation/") else WINDOW - 1
+        reached = (step for step, value in list(zip(steps, values))[full:] if value >= goal and step <= last_step)
+        found.append(next(reached, last_step + 1) if steps else np.nan)
+    return np.array(found, float)
+
+
+def band(variant: Variant, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return (effort, mean over the runs, standard error) of a metric.
+
+    The range of effort is that for which all runs with the metric have values. The error is 0 for a single run.
+    """
+    curves = [curve for run in variant.runs if len((curve := run.curve(metric, axis))[0])]
+    if not curves:
+        return np.zeros(0), np.zeros(0), np.zeros(0)
+    end = min(x[-1] for x, _ in curves)
+    grid = np.unique(np.concatenate([x for x, _ in curves]))
+    grid = grid[(grid >= max(x[0] for x, _ in curves)) & (grid <= end)]
+    rows = np.stack([np.interp(grid, x, y) for x, y in curves])
+    return grid, rows.mean(axis=0), np.nan_to_num(standard_error(rows))
+
+
+def standard_error(values: np.ndarray) -> np.ndarray:
+    """Return the standard error of the mean over axis 0; NaN for a single run."""
+    if len(values) < 2:
+        return np.full(values.shape[1:], np.nan)
+    spread: np.ndarray = values.std(axis=0, ddof=1) / np.sqrt(len(values))
+    return spread
+
+
+def gaps(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Gap]:
+    """Compare each variant with the first one, after an equal number of steps, for each common seed."""
+    effort = common_effort(variants, "steps")
+    baseline, *others = variants
+    found = []
+    for variant in others:
+        baseline_runs = {repr(run.seed): run for run in baseline.runs}
+        pairs = [(run, baseline_runs[repr(run.seed)]) for run in variant.runs if repr(run.seed) in baseline_runs]
+        for metric in metrics:
+            ends, means, seeds = [], [], []
+            for run, other in pairs:
+                (a, b), (c, d) = (_end_and_mean(r, metric, effort) for r in (run, other))
+                if not np.isnan([a, b, c, d]).any():
+                    ends.append(a - c)
+                    means.append(b - d)
+                    seeds.append(run.seed)
+            if seeds:
+                found.append(Gap(variant.label, metric, tuple(seeds), np.array(ends), np.array(means)))
+    return found
+
+
+def _end_and_mean(run: RunRecord, metric: str, steps: float) -> tuple[float, float]:
+    values = [value for step, value in zip(*run.history.curve(metric)) if step <= steps]
+    if not values:
+        return float("nan"), float("nan")
+    window = 1 if metric.startswith("validation/") else WINDOW
+    return float(np.mean(values[-window:])), float(np.mean(values))
+
+
+def sign_flip_p(gap: np.ndarray) -> float:
+    """Return the p-value of the exact two-sided paired randomization test.
+
+    It is the probability of a mean at least as far from 0 if the sign of each seed's difference were random. With n
+    seeds it is at least 2 / 2**n. It is NaN for a single seed. Only the first 16 seeds are used.
+    """
+    gap = gap[:16]
+    if len(gap) < 2:
+        return float("nan")
+    signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(gap))))
+    means = np.abs(signs @ gap)
+    return float(np.mean(means >= abs(gap.sum()) - 1e-12 * np.abs(gap).sum()))

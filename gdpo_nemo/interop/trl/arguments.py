@@ -1,0 +1,181 @@
+"""Command-line arguments of a script: parsing of their values, and detection of their declarations."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from difflib import get_close_matches
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
+
+from gdpo_nemo.utils.errors import ConfigError
+
+ARGPARSE = "argparse.Namespace"
+"""Name that represents the ``argparse`` namespace in lists of classes."""
+_PARSE = ("parse_args", "parse_args_and_config", "parse_args_into_dataclasses", "parse_known_args")
+_NUMBER = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
+_WORDS = {"true": True, "false": False, "none": None, "null": None}
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` for the known name closest to ``name``; empty if none is close."""
+    match = get_close_matches(name, known, n=1)
+    return f"; did you mean {match[0]!r}?" if match else ""
+
+
+def read_command_line(words: Sequence[str]) -> dict[str, Any]:
+    """Parse a command line into option -> value. Dashes in names become underscores.
+
+    An option without a value is true, and an option with several values is a list. ``--no_NAME`` sets NAME to false.
+
+    Raises:
+        ConfigError: if an argument does not belong to an option.
+    """
+    found: dict[str, list[Any]] = {}
+    name = None
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            option, equals, value = word[2:].partition("=")
+            name = option.replace("-", "_")
+            found[name] = [_typed(value)] if equals else []
+        elif name is None:
+            raise ConfigError(f"{word}: expected a script option (--NAME VALUE)")
+        else:
+            found[name].append(_typed(word))
+    options: dict[str, Any] = {}
+    for name, values in found.items():
+        if name.startswith("no_") and not values:
+            options[name.removeprefix("no_")] = False
+        elif not values:
+            options[name] = True
+        else:
+            options[name] = values[0] if len(values) == 1 else values
+    return options
+
+
+def _typed(word: str) -> Any:
+    """Convert a command-line word to a number, boolean, None or JSON value if possible."""
+    if word.lower() in _WORDS:
+        return _WORDS[word.lower()]
+    if _NUMBER.fullmatch(word):
+        number = float(word)
+        return int(word) if re.fullmatch(r"[-+]?\d{1,18}", word) else number
+    if word[:1] in ("{", "["):
+        try:
+            return json.loads(word)
+        except (ValueError, RecursionError):
+            return word  # text that begins like JSON
+    return word
+
+
+def declared(tree: ast.Module, value: Callable[[ast.expr], Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``argparse`` fields of a script -> their values on the command line, or else their defaults.
+
+    Args:
+        value: function that evaluates an expression of the script.
+        given: values of the command line, by option.
+    """
+    fields: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        if node.func.attr == "add_argument" and (names := option_names(node)):
+            values = [given[name] for name in names if name in given]
+            fields[names[0]] = values[0] if values else _default(node, value)
+    return fields
+
+
+def options_of(tree: ast.Module) -> set[str]:
+    """Return the names of all ``argparse`` options and fields in a script."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name(node) == "add_argument"]
+    return {name for call in calls for name in option_names(call)}
+
+
+def option_names(call: ast.Call) -> list[str]:
+    """Return the name of the field that ``add_argument`` fills, followed by the names of its options."""
+    names = [str(node.value) for node in call.args if isinstance(node, ast.Constant)]
+    long = [name for name in names if name.startswith("--")]
+    options = [name.lstrip("-").replace("-", "_") for name in (*long, *names)]
+    for keyword in call.keywords:
+        if keyword.arg == "dest" and isinstance(keyword.value, ast.Constant):
+            return [str(keyword.value.value), *options]
+    return options
+
+
+def _default(call: ast.Call, value: Callable[[ast.expr], Any]) -> Any:
+    keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
+    if "default" in keywords:
+        return value(keywords["default"])
+    action = keywords.get("action")
+    if isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
+        return action.value == "store_false"
+    return None
+
+
+def parsed_kinds(node: ast.expr, follow: Callable[[str], ast.expr | ast.stmt | None]) -> list[str]:
+    """Return the classes that an expression fills from the command line, in order.
+
+    The expression calls a parser's method, or a function of the script that does this. For any other expression the
+    list is empty.
+
+    Args:
+        follow: function that returns the definition of a name, or the expression assigned to it.
+    """
+    if not isinstance(node, ast.Call):
+        return []
+    if isinstance(node.func, ast.Name):
+        function = follow(node.func.id)
+        calls = _returned(function) if isinstance(function, ast.FunctionDef) else iter(())
+        return next((kinds for call in calls if (kinds := _classes(call, function, follow))), [])
+    return _classes(node, None, follow)
+
+
+def _returned(function: ast.FunctionDef) -> Iterator[ast.expr]:
+    for node in ast.walk(function):
+        if isinstance(node, ast.Return) and node.value is not None:
+            yield node.value
+
+
+def _classes(node: ast.expr, inside: Any, follow: Callable[[str], ast.expr | ast.stmt | None]) -> list[str]:
+    """Return the classes that ``parser.parse_...()`` fills. ``inside`` is the function with this call, if any."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PARSE):
+        return []
+    maker: Any = node.func.value
+    if isinstance(maker, ast.Name):
+        maker = _assigned(inside, maker.id) or follow(maker.id)
+    if isinstance(maker, ast.Call) and isinstance(maker.func, ast.Name):
+        function = follow(maker.func.id)
+        if isinstance(function, ast.FunctionDef):
+            inside = function
+            made = [n for n in ast.walk(function) if isinstance(n, ast.Call) and _name(n).endswith("Parser")]
+            maker = made[-1] if made else None
+    if not isinstance(maker, ast.Call) or not _name(maker).endswith("Parser"):
+        return []
+    if _name(maker) == "ArgumentParser":
+        return [ARGPARSE]
+    return _listed(maker, inside)
+
+
+def _listed(maker: ast.Call, inside: Any) -> list[str]:
+    """Return the names of the classes that are passed to a parser's constructor."""
+    classes: ast.expr | None = maker.args[0] if maker.args else None
+    for keyword in maker.keywords:
+        classes = keyword.value if keyword.arg == "dataclass_types" else classes
+    if isinstance(classes, ast.Name):
+        classes = _assigned(inside, classes.id) or classes
+    if classes is None:
+        return []
+    elements = classes.elts if isinstance(classes, (ast.Tuple, ast.List)) else [classes]
+    return [ast.unparse(kind).rpartition(".")[2] for kind in elements]
+
+
+def _name(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _assigned(inside: Any, name: str) -> ast.expr | None:
+    """Return the expression that a function assigns to a name."""
+    for statement in ast.walk(inside) if inside is not None else ():
+        if isinstance(statement, ast.Assign) and any(ast.unparse(target) == name for target in statement.targets):
+            return statement.value
+    return None

@@ -1,0 +1,245 @@
+"""Read and write checkpoints of Megatron-core's GPTModel, with Hugging Face names.
+
+Tensors are read layer by layer. The reading process may not have imported Megatron yet, so each function imports it
+after ``runtime.prepare``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from gdpo_nemo.models.architectures import Family, check_model_content, mixture_layers, num_experts
+from gdpo_nemo.models.hf_folder import copy_companions
+from gdpo_nemo.models.sources import COMPANION, Source
+from gdpo_nemo.models.torch_dist import EMBEDDING, Held, model_tensors, read_dist_metadata
+from gdpo_nemo.utils.errors import ConfigError, first_line
+
+_FINAL_NORMS = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
+
+
+class _Slice:
+    """Slice of a stored tensor, given by indices of its leading dimensions (layer, expert).
+
+    Args:
+        stored: shape and data type of the stored tensor.
+        indices: index of each leading dimension; empty for the complete tensor.
+    """
+
+    def __init__(self, name: str, stored: Held, indices: tuple[int, ...] = ()):
+        self.name = name
+        self.stored = stored
+        self.indices = indices
+
+
+def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (Hugging Face name, tensor) for every tensor of a checkpoint, in the checkpoint's data type.
+
+    Args:
+        config: transformers' configuration of the model.
+        key: config key or option that specifies the source, for messages.
+
+    Raises:
+        ConfigError: if the checkpoint is damaged or belongs to another model.
+    """
+    from gdpo_nemo.megatron import runtime
+
+    metadata = read_dist_metadata(source.path, key)  # before Megatron opens the same file
+    runtime.prepare()
+    from gdpo_nemo.megatron.conversion import family_of, fields_of, separate, top_weights
+
+    fields = fields_of(config)
+    family = check_model_content(fields)
+    tensors = model_tensors(metadata, fields, source.path, key)
+    embedding = next(name for name in metadata if name.endswith(EMBEDDING) and not name.startswith("optimizer"))
+    read = _reader(source, embedding.removesuffix(EMBEDDING), key)
+    unread = set(tensors)
+    top = top_weights(family_of(config).model_type)
+    names = [(EMBEDDING,), _FINAL_NORMS, *([] if config.tie_word_embeddings else [("output_layer.weight",)])]
+    weights = [top[EMBEDDING], top["decoder.final_norm.weight"], top["output_layer.weight"]]
+    with _single_process_group():
+        for options, weight in zip(names, weights):
+            name = _first_stored(options, tensors, source, key)
+            unread.discard(name)
+            (tensor,) = read([_Slice(name, tensors[name])])
+            yield weight.sources[0], tensor[: config.vocab_size] if weight.vocabulary else tensor
+        for layer, is_moe in enumerate(mixture_layers(fields)):
+            slices = list(_layer_slices(layer, is_moe, family, fields, tensors, source, key))
+            unread -= {part.name for part, _ in slices}
+            loaded = read([part for part, _ in slices])
+            for (_, weight), tensor in zip(slices, loaded, strict=True):
+                for name, part in zip(weight.sources, separate(tensor, weight, config), strict=True):
+                    yield family.modules.layer.format(layer) + name, part.contiguous()
+    if unread:
+        raise ConfigError(
+            f"{key}: {source.path} has {len(unread)} tensors that do not belong to {family.model_type}, for example "
+            f"{min(unread)}"
+        )
+
+
+def _first_stored(names: tuple[str, ...] | list[str], tensors: Mapping[str, Held], source: Source, key: str) -> str:
+    """Return the first of ``names`` that the checkpoint contains. Raises ConfigError if it contains none of them."""
+    stored = next((name for name in names if name in tensors), None)
+    if stored is None:
+        raise ConfigError(f"{key}: {source.path} lacks {names[0]}")
+    return stored
+
+
+def _layer_slices(
+    layer: int,
+    is_moe: bool,
+    family: Family,
+    fields: dict[str, Any],
+    tensors: Mapping[str, Held],
+    source: Source,
+    key: str,
+) -> Iterator[tuple[_Slice, Any]]:
+    """Yield (slice, weight) for each tensor of one layer."""
+    from gdpo_nemo.megatron.conversion import dense_weights, layer_weight
+
+    # The checkpoint stores either a tensor per layer, or one tensor with a leading dimension for all layers.
+    separate_layers = any(name.startswith(f"decoder.layers.{layer}.") for name in tensors)
+    prefix = f"decoder.layers.{layer}." if separate_layers else "decoder.layers."
+    layer_index = () if separate_layers else (layer,)
+
+    def part(names: list[str], weight: Any, *expert: int) -> tuple[_Slice, Any]:
+        name = _first_stored([prefix + name for name in names], tensors, source, key)
+        return _Slice(name, tensors[name], (*layer_index, *expert)), weight
+
+    options: dict[tuple[str, ...], list[str]] = {}
+    dense = dense_weights(family.model_type)
+    for name, weight in dense.items():
+        if _has_weight(name, is_moe, family, fields):
+            options.setdefault(weight.sources, []).append(name)
+    for names in options.values():
+        yield part(names, dense[names[0]])
+    if not is_moe:
+        return
+    yield part(["mlp.router.weight"], layer_weight(family, "mlp.router.weight"))
+    for expert in range(num_experts(fields)):
+        for half in ("linear_fc1", "linear_fc2"):
+            weight = layer_weight(family, f"mlp.experts.local_experts.{expert}.{half}.weight")
+            named = type(weight)(weight.split, tuple(name.format(expert) for name in weight.sources))
+            yield part([f"mlp.experts.experts.{half}.weight"], named, expert)
+
+
+def _has_weight(name: str, is_moe: bool, family: Family, fields: dict[str, Any]) -> bool:
+    """Return whether a dense or MoE layer of this model has the weight ``name`` of ``dense_weights``."""
+    from gdpo_nemo.models.architectures import has_qkv_bias
+
+    if name.endswith("linear_qkv.bias"):
+        return has_qkv_bias(fields)
+    if "_layernorm.weight" in name and name.startswith("self_attention."):
+        return family.qk_norm
+    return not is_moe or not name.startswith("mlp.") or name.endswith("layer_norm_weight")
+
+
+def _reader(source: Source, prefix: str, key: str) -> Callable[[list[_Slice]], list[torch.Tensor]]:
+    """Return a function that reads slices of tensors with Megatron-core's loader. It raises ConfigError.
+
+    Args:
+        prefix: prefix of the names of all tensors in the checkpoint.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+        CachedMetadataFileSystemReader,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    CachedMetadataFileSystemReader.clear_metadata_cache()
+    strategy = TorchDistLoadShardedStrategy(cache_metadata=True)
+
+    def read(slices: list[_Slice]) -> list[torch.Tensor]:
+        requested = {}
+        for number, part in enumerate(slices):
+            shape = part.stored.shape
+            axes = len(part.indices)
+            data = torch.empty((1,) * axes + shape[axes:], dtype=getattr(torch, part.stored.dtype))
+            offsets = [(axis, index, shape[axis]) for axis, index in enumerate(part.indices)]
+            requested[str(number)] = ShardedTensor.from_rank_offsets(prefix + part.name, data, *offsets)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns about Megatron-core's use of a deprecated API.
+                loaded = strategy.load(requested, source.path)
+        except (Exception, CheckpointException) as error:  # torch's exception derives directly from BaseException
+            raise ConfigError(f"{key}: {source.path} cannot be read ({_reason(error)})") from error
+        return [
+            loaded[str(number)].reshape(part.stored.shape[len(part.indices) :]) for number, part in enumerate(slices)
+        ]
+
+    return read
+
+
+def _reason(error: BaseException) -> str:
+    first = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
+    # torch's message advises to load the file with an unpickler that executes it.
+    return "it is not a tensor of the checkpoint" if isinstance(first, pickle.UnpicklingError) else first_line(first)
+
+
+@contextlib.contextmanager
+def _single_process_group() -> Iterator[None]:
+    """Provide a process group of one process, because Megatron-core's loader asks for the rank."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+_RELEASE = "release"
+"""Megatron-LM's name for a checkpoint of weights without an iteration number, which it loads with --finetune."""
+
+
+def save_megatron(policy: Any, folder: str | Path) -> None:
+    """Write the policy's weights as a checkpoint of Megatron-core's GPTModel; collective.
+
+    The weights are written to ``folder``/release. Next to it are the file that names this release, and a folder ``hf``
+    with config.json and the tokenizer. Each layer of the policy consists of two Hybrid layers, attention and MLP.
+    Megatron-core merges each pair.
+
+    Raises:
+        ConfigError: if the model has both dense and MoE layers, which GPTModel's format does not support.
+        OSError: if the folder cannot be written.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+        gpt_compatible_layer_maps,
+        retarget_sharded_state_dict_to_gpt_checkpoint,
+    )
+
+    from gdpo_nemo.megatron.checkpoint import sharded_weights
+    from gdpo_nemo.megatron.conversion import layer_symbols
+
+    folder = Path(folder)
+    try:
+        maps = gpt_compatible_layer_maps("".join(layer_symbols(policy.built.hf_config)))
+    except ValueError as error:
+        raise ConfigError(
+            f"--to megatron: the model cannot be converted to Megatron-core's GPTModel ({error})"
+        ) from None
+    state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": 0}
+    for number, (_, chunk) in enumerate(sharded_weights(policy)):
+        retarget_sharded_state_dict_to_gpt_checkpoint(chunk, maps)
+        state[f"chunk{number}"] = chunk
+    release = folder / _RELEASE
+    if dist.get_rank() == 0:
+        release.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(state, str(release), async_strategy="mcore")
+    if dist.get_rank() == 0:
+        companion = folder / COMPANION
+        companion.mkdir()
+        policy.built.hf_config.save_pretrained(companion)
+        copy_companions(policy.folder, companion)
+        (folder / "latest_checkpointed_iteration.txt").write_text(_RELEASE)
+    dist.barrier()

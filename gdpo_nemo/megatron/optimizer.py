@@ -1,0 +1,315 @@
+"""Optimizer on one rank: Adam, offloading of its state to host memory, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import contextlib
+from inspect import unwrap
+from typing import Any, Iterable, Iterator, Sequence
+
+import torch
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.optim.adam import adam
+from torch.optim.adamw import adamw
+
+from gdpo_nemo.config.schema import MegatronConfig
+
+# Size of a block of pinned memory in bytes. torch rounds pinned allocations up to a power of two, so separate tensors
+# could waste half of the memory.
+_BLOCK = 1 << 30
+_ALIGNMENT = 256
+
+
+def host_memory_like(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
+    """Return uninitialised host tensors with the shapes and data types of ``tensors``, packed into a few blocks."""
+    sizes = [-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for t in tensors]
+    used: list[int] = []
+    locations = []
+    for size in sizes:
+        index = next((i for i, nbytes in enumerate(used) if nbytes + size <= _BLOCK), len(used))
+        if index == len(used):
+            used.append(0)
+        locations.append((index, used[index]))
+        used[index] += size
+    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in used]
+    return [
+        blocks[index][start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
+        for (index, start), t in zip(locations, tensors)
+    ]
+
+
+class OptimizerOffload:
+    """Offloading of an optimizer's main weights and moments to host memory between updates.
+
+    Copies run on a separate stream. ``send`` releases the memory of each tensor when its copy is done, without blocking
+    the process. The copies of ``fetch`` overlap with the work that is queued until ``wait``.
+
+    Args:
+        optimizer: Megatron's optimizer.
+        parameters: parameters of the model. A parameter that is also a main weight (float32) is not offloaded.
+    """
+
+    def __init__(self, optimizer: Any, parameters: Iterable[torch.nn.Parameter], device: torch.device):
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        self._optimizers = [part.optimizer for part in parts if not getattr(part, "is_stub_optimizer", False)]
+        self._parameters = list(parameters)
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._host: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
+        """Host tensors by parameter and name of its state; the name is empty for the parameter itself."""
+        self._offloaded: list[tuple[dict[str, Any] | None, torch.Tensor, str]] = []
+        """(state dictionary, parameter, name) of every tensor in host memory; see ``_device_tensors``."""
+
+    def send(self) -> None:
+        """Start moving all tensors to host memory. Return before the copies are done."""
+        tensors = list(self._device_tensors())
+        new = {(owner, name): tensor for _, owner, name, tensor in tensors if (owner, name) not in self._host}
+        self._host.update(zip(new, host_memory_like(list(new.values()), pinned=self._stream is not None)))
+        with self._copy_stream():
+            for state, owner, name, tensor in tensors:
+                host = self._host[owner, name]
+                host.copy_(tensor, non_blocking=True)
+                if self._stream is not None:
+                    tensor.record_stream(self._stream)  # its memory must not be reused during the copy
+                _assign(state, owner, name, host)
+                self._offloaded.append((state, owner, name))
+
+    def fetch(self) -> None:
+        """Start moving all tensors back to the device. Queue work that reads them after ``wait``."""
+        # Allocate on the compute stream. torch caches memory per stream, so the copy stream could not reuse the memory
+        # of freed activations.
+        host_tensors = [self._host[owner, name] for _, owner, name in self._offloaded]
+        on_device = [torch.empty_like(tensor, device=self._device) for tensor in host_tensors]
+        with self._copy_stream():
+            for tensor, (state, owner, name) in zip(on_device, self._offloaded):
+                tensor.copy_(self._host[owner, name], non_blocking=True)
+                _assign(state, owner, name, tensor)
+        self._offloaded = []
+
+    def wait(self) -> None:
+        """Make work that is queued later wait for the copies."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def _device_tensors(self) -> Iterator[tuple[dict[str, Any] | None, torch.Tensor, str, torch.Tensor]]:
+        """Yield (state dictionary, parameter, name, tensor) of every tensor to offload.
+
+        For a main weight the dictionary is None and the name is empty.
+        """
+        model = {p.untyped_storage()._cdata for p in self._parameters}
+        for optimizer in self._optimizers:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = None  # gradient and parameter must not be on different devices
+                if p.untyped_storage()._cdata not in model:
+                    yield None, p, "", p.data
+                state = optimizer.state.get(p, {})
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.device == self._device:
+                        yield state, p, name, value
+
+    @contextlib.contextmanager
+    def _copy_stream(self) -> Iterator[None]:
+        """Queue the copies in the block on the copy stream, after all work that is queued so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+
+def _assign(state: dict[str, Any] | None, owner: torch.Tensor, name: str, value: torch.Tensor) -> None:
+    if state is None:
+        owner.data = value
+    else:
+        state[name] = value
+
+
+class Reference:
+    """Weights of the reference model. They start as a copy of the policy's weights; ``follow`` moves them.
+
+    Args:
+        parameters: parameters of the policy, with the starting weights.
+        on_host: True to store the reference in host memory and copy it to the device for every pass. False to store it
+            on the device.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], on_host: bool):
+        self._parameters = list(parameters)
+        live = [p.detach() for p in self._parameters]
+        # On a CPU host memory and device memory are the same.
+        self._on_host = on_host and any(value.is_cuda for value in live)
+        if self._on_host:
+            self._weights = host_memory_like(live, pinned=True)
+            for weight, value in zip(self._weights, live):
+                weight.copy_(value)
+        else:
+            self._weights = [value.clone() for value in live]
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Tensors of the reference, in the order of the parameters."""
+        return self._weights
+
+    @torch.no_grad()
+    def follow(self, alpha: float) -> None:
+        """Set the reference to alpha * policy + (1 - alpha) * reference (arXiv 2404.09656 eq. 7)."""
+        for weight, p in zip(self._weights, self._parameters):
+            weight.mul_(1.0 - alpha).add_(p.detach().to(weight.device), alpha=alpha)
+
+    @contextlib.contextmanager
+    def as_parameters(self) -> Iterator[None]:
+        """Use the reference as the model's parameters in the block. Afterwards restore the policy's weights."""
+        live = [p.data for p in self._parameters]
+        try:
+            for p, weight in zip(self._parameters, self._weights):
+                p.data = weight.to(p.device, non_blocking=True) if self._on_host else weight
+            yield
+        finally:
+            for p, value in zip(self._parameters, live):
+                p.data = value
+
+
+class GroupStepAdam(torch.optim.Optimizer):
+    """AdamW (``adam_w_mode``) or Adam with L2 decay, with one step count per parameter group.
+
+    The state of a parameter consists of ``exp_avg`` and ``exp_avg_sq``. ``step`` is an entry of the group.
+    """
+
+    # torch wraps these methods to exclude them from compilation. The first call imports torch's compiler, which takes
+    # 1 s of CPU time on every rank. This optimizer is never compiled.
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    state_dict = unwrap(torch.optim.Optimizer.state_dict)
+    load_state_dict = unwrap(torch.optim.Optimizer.load_state_dict)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+
+    def __init__(
+        self,
+        params,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adam_w_mode: bool = True,
+        bias_correction: bool = True,
+        **unused,
+    ):
+        self._update = adamw if adam_w_mode else adam
+        defaults = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction)
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            step = int(group.get("step", 0))
+            group["step"] = step + 1
+            for p in params:
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+            self._update(
+                params,
+                [p.grad for p in params],
+                [self.state[p]["exp_avg"] for p in params],
+                [self.state[p]["exp_avg_sq"] for p in params],
+                [],
+                # torch adds 1 to these step counts. They are created on the device, because a copy from the host would
+                # wait for it.
+                list(torch.full((len(params),), float(step), device=params[0].device).unbind()),
+                fused=True,
+                foreach=False,
+                amsgrad=False,
+                maximize=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+            )
+
+
+class UpdateSchedule(OptimizerParamScheduler):
+    """Megatron's schedule, advanced once per update.
+
+    NeMo-RL advances its schedule once after all updates of a step (``MegatronPolicyWorker.train``), so that these
+    updates share one learning rate.
+
+    Args:
+        hold: number of consecutive updates that use the learning rate of the first of them.
+    """
+
+    num_steps: int
+    """Number of ticks so far."""
+
+    def __init__(self, *arguments: Any, hold: int = 1, **options: Any):
+        self._hold = hold
+        super().__init__(*arguments, **options)
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Return the learning rate of the current update for a parameter group of the optimizer."""
+        ticks = self.num_steps
+        if ticks:
+            self.num_steps = ticks - (ticks - 1) % self._hold
+        try:
+            return float(super().get_lr(param_group))
+        finally:
+            self.num_steps = ticks
+
+    def tick(self, skipped: bool) -> None:
+        """Count an update and set the learning rate.
+
+        A skipped update counts only if several updates share a learning rate (``hold``). Otherwise the shared rates
+        would no longer begin with the first update of a step.
+        """
+        if not skipped or self._hold > 1:
+            self.step(increment=1)
+
+    def next_rate(self) -> float:
+        """Return the learning rate of the next update."""
+        self.num_steps += 1
+        try:
+            return self.get_lr(self.optimizer.param_groups[0])
+        finally:
+            self.num_steps -= 1
+
+
+def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) -> UpdateSchedule:
+    """Create the schedule that the config section ``scheduler`` specifies.
+
+    Args:
+        optimizer: optimizer of Megatron or torch. Its ``param_groups`` may override the learning rates by ``max_lr``
+            and ``min_lr``.
+        total_updates: number of updates of the complete run, the default end of a decay.
+    """
+    o = layout.optimizer
+    s = layout.scheduler
+    warmup = s.lr_warmup_steps
+    decay_steps = s.lr_decay_steps or max(total_updates, warmup + 1)
+    init = 0.0
+    if warmup and s.lr_warmup_init is not None:
+        # The first update is tick 1 and must use lr_warmup_init; lr follows `warmup` updates later. So the warmup is
+        # extended by one tick at its start.
+        init = s.lr_warmup_init - (o.lr - s.lr_warmup_init) / warmup
+        warmup = warmup + 1
+        decay_steps = decay_steps + 1
+    return UpdateSchedule(
+        optimizer,
+        init_lr=init,
+        max_lr=o.lr,
+        min_lr=o.lr if s.lr_decay_style == "constant" else o.min_lr,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=decay_steps,
+        lr_decay_style=s.lr_decay_style,
+        start_wd=o.weight_decay,
+        end_wd=o.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+        # Load only the number of updates from a checkpoint. The other values always come from the config.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+        hold=s.lr_hold_updates,
+    )

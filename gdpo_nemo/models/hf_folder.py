@@ -1,0 +1,198 @@
+"""Reading and writing of Hugging Face model folders, one tensor at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, Mapping
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from gdpo_nemo.utils.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+
+
+@contextlib.contextmanager
+def whole_or_nothing(folder: str | Path) -> Iterator[Path]:
+    """Create a model folder atomically. Yield a temporary folder, which is renamed to ``folder`` after the block.
+
+    A killed process therefore leaves no incomplete model. If two processes create the same model concurrently, the
+    folder of the first to finish is used, and the other is discarded.
+
+    Raises:
+        ConfigError: if ``folder`` exists and is not an empty folder.
+    """
+    folder = Path(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} already exists; remove it to create the model again")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as private:
+        model_folder = Path(private) / "model"  # a subfolder, because a temporary folder is readable only by its owner
+        model_folder.mkdir()
+        yield model_folder
+        try:
+            model_folder.rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            print(f"{folder}: created by another process in the meantime; using that model", flush=True)
+
+
+def save_tensors(
+    tensors: Mapping[str, torch.Tensor], file: str | Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the default permissions of the umask.
+
+    safetensors itself would make the file readable only by its owner. Raises OSError if writing fails.
+    """
+    file = Path(file)
+    file.touch()
+    mode = file.stat().st_mode & 0o777
+    try:
+        save_file(dict(tensors), file, metadata=dict(metadata) if metadata else None)
+    except SafetensorError as error:  # raised for example if the disk is full
+        raise OSError(f"{file}: {error}") from error
+    file.chmod(mode)
+
+
+def weight_names(folder: str | Path) -> list[str]:
+    """Return the names of the weights in a model folder, in the order of the files. A tied output layer is omitted."""
+    folder = Path(folder)
+    tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
+    return [name for name in _weight_map(folder) if not (tied and name == "lm_head.weight")]
+
+
+def open_weights(folder: str | Path) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads a weight by its name, as a memory-mapped CPU tensor.
+
+    The function raises KeyError for an unknown name.
+
+    Raises:
+        ConfigError: if the folder has no safetensors files.
+    """
+    folder, file_of = Path(folder), _weight_map(folder)
+    handles: dict[str, Any] = {}
+
+    def read(name: str) -> torch.Tensor:
+        file = file_of[name]
+        if file not in handles:
+            handles[file] = safe_open(folder / file, framework="pt")
+        tensor: torch.Tensor = handles[file].get_tensor(name)
+        return tensor
+
+    return read
+
+
+def differences(folder: str | Path, other: str | Path) -> list[str]:
+    """Compare the tensors of two folders bitwise. Return a sentence for each difference, sorted by decreasing size."""
+    read_first, read_second = open_weights(folder), open_weights(other)
+    (names, others) = (set(_weight_map(folder)), set(_weight_map(other)))
+    found: list[tuple[float, str]] = [
+        (math.inf, f"{name} is in only one of the two folders") for name in names ^ others
+    ]
+    for name in sorted(names & others):
+        (a, b) = (read_first(name), read_second(name))
+        if a.dtype != b.dtype or a.shape != b.shape:
+            found.append(
+                (
+                    math.inf,
+                    f"{name} is {a.dtype} {list(a.shape)} in one folder and {b.dtype} {list(b.shape)} in the other",
+                )
+            )
+        elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):  # also detects differences in NaN and -0
+            same = (a == b) | (a.isnan() & b.isnan())
+            difference = torch.where(same, 0.0, (a.double() - b.double()).abs())
+            largest = float(difference.nan_to_num(nan=math.inf, posinf=math.inf).max())
+            found.append((largest, f"{name} differs by up to {largest:.3g}"))
+    return [sentence for _, sentence in sorted(found, key=lambda pair: (-pair[0], pair[1]))]
+
+
+def _weight_map(folder: str | Path) -> dict[str, str]:
+    """Return the file name of every tensor, by tensor name."""
+    folder = Path(folder)
+    file_of: dict[str, str] = {}
+    if (folder / INDEX).exists():
+        file_of = json.loads((folder / INDEX).read_text())["weight_map"]
+        return file_of
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            file_of.update(dict.fromkeys(shard.keys(), file.name))
+    if not file_of:
+        raise ConfigError(f"policy.model_name: {folder} has no weights (*.safetensors)")
+    return file_of
+
+
+# Files besides weights and config.json that make a folder loadable. They are copied from the initial model.
+_COMPANIONS = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def copy_companions(source: str | Path, folder: Path) -> None:
+    """Copy tokenizer, chat template and generation settings from the Hugging Face folder ``source`` to ``folder``."""
+    for pattern in _COMPANIONS:
+        for file in Path(source).glob(pattern):
+            if file.parent.absolute() != folder.absolute():
+                shutil.copyfile(file, folder / file.name)  # do not copy the file permissions
+
+
+def write_model(
+    folder: str | Path,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    config: Any,
+    source: str | Path,
+    shard_bytes: int = 4 << 30,
+) -> None:
+    """Write a Hugging Face model folder for transformers and vLLM.
+
+    Args:
+        folder: folder to write.
+        tensors: weights as (name, tensor).
+        config: transformers configuration of the model.
+        source: Hugging Face folder with the tokenizer files to copy.
+        shard_bytes: maximum size of a safetensors file in bytes. A single larger tensor still gets one file.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    copy_companions(source, folder)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    sizes = [0]
+    names: list[str] = []
+
+    def flush() -> None:
+        names.append(f"model-{len(names) + 1:05d}.safetensors")
+        save_tensors(shards[-1], folder / names[-1], metadata={"format": "pt"})
+        maps.append(dict.fromkeys(shards[-1], names[-1]))
+        shards[-1].clear()
+        sizes[-1] = 0
+
+    maps: list[dict[str, str]] = []
+    total = 0
+    for name, tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and sizes[-1] + size > shard_bytes:
+            flush()
+        shards[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
+        sizes[-1] += size
+        total += size
+    flush()
+    if len(names) == 1:
+        (folder / names[0]).rename(folder / "model.safetensors")
+    else:
+        weight_map = {key: file for part in maps for key, file in part.items()}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))

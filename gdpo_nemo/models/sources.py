@@ -1,0 +1,280 @@
+"""Model sources: detection of a model's format by its content, and location of its config.json. No torch."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gdpo_nemo.models.architectures import check_model_content
+from gdpo_nemo.models.gguf import MAGIC, read_gguf_model
+from gdpo_nemo.models.peft import CONFIG as PEFT_CONFIG, PeftAdapter, read_peft_adapter
+from gdpo_nemo.models.torch_dist import model_tensors, read_dist_metadata
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.files import parse_json, parse_yaml, read_json_object, read_text, real_path
+
+_LATEST_FILE = "latest_checkpointed_iteration.txt"
+"""File in which Megatron-LM writes the name of the latest checkpoint folder (iter_0000001, ... or release)."""
+
+
+class Format(Enum):
+    """Formats that can be converted to a Hugging Face folder. The values are descriptions for messages."""
+
+    GGUF = "a GGUF file"
+    PEFT = "a PEFT adapter"
+    CHECKPOINT = "a checkpoint of gdpo_nemo"
+    MEGATRON = "a Megatron-core checkpoint"
+    NEMO_2 = "a NeMo 2 checkpoint"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model in a format other than Hugging Face's."""
+
+    format: Format
+    path: Path
+    """The file, or the folder that contains the weight files."""
+    root: Path
+    """Path that the user specified. ``path`` is this path, or inside it."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Information about a model that is available without a download and without running the model's code."""
+
+    source: Source | None = None
+    """None for a Hugging Face folder, and for a model that has not been downloaded."""
+    fields: dict[str, Any] | None = None
+    """Fields of config.json; None if they are unknown."""
+
+
+def recognise(path: Path, key: str = "policy.model_name") -> Source | None:
+    """Detect the format of the model at ``path``.
+
+    Return None for a Hugging Face folder, a missing path, or a folder of unknown format.
+
+    Args:
+        key: config key or option that specifies the path, for error messages.
+
+    Raises:
+        ConfigError: if the format is not supported, or the model is incomplete.
+    """
+    if path.is_file():
+        _check_is_gguf(path, key)
+        return Source(Format.GGUF, path, path)
+    if not path.is_dir():
+        return None
+    model = any(file.name != "adapter_model.safetensors" for file in path.glob("*.safetensors"))
+    if (path / PEFT_CONFIG).is_file() and not model:
+        return Source(Format.PEFT, path, path)
+    if (path / "config.json").is_file():
+        return None
+    if (path / "files.json").is_file() and (path / "state.json").is_file():
+        return Source(Format.CHECKPOINT, path, path)
+    return _megatron(path, key) or _gguf_file(path, key)
+
+
+def _megatron(path: Path, key: str) -> Source | None:
+    """Return the Megatron-core checkpoint in a folder, or None.
+
+    The checkpoint may be nested in the folders that NeMo 2 and Megatron-LM create.
+    """
+    if (path / "context").is_dir() and (path / "weights").is_dir():
+        return Source(Format.NEMO_2, _distributed(path / "weights", key), path)
+    if (path / _LATEST_FILE).is_file():
+        latest = (path / _LATEST_FILE).read_text(errors="replace").strip()
+        folder = path / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
+        if not latest or not folder.is_dir():
+            raise ConfigError(f"{key}: {path} lacks {folder.name}, which is listed in {_LATEST_FILE}")
+        return Source(Format.MEGATRON, _distributed(folder, key), path)
+    if (path / "metadata.json").is_file() or any(path.glob("mp_rank_*")) or any(path.glob("*.distcp")):
+        return Source(Format.MEGATRON, _distributed(path, key), path)
+    return None
+
+
+def _distributed(folder: Path, key: str) -> Path:
+    if any(folder.glob("mp_rank_*")):
+        raise ConfigError(
+            f"{key}: {folder} is a Megatron-LM checkpoint in the old pickle format (mp_rank_00...), which is not "
+            "supported; save it with --ckpt-format torch_dist"
+        )
+    try:
+        backend = parse_json(read_text(folder / "metadata.json"))["sharded_backend"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{key}: {folder} has no metadata.json of Megatron-core, so the checkpoint is incomplete"
+        ) from None
+    if backend != "torch_dist":
+        raise ConfigError(
+            f"{key}: {folder} is a Megatron-core checkpoint in format {backend}, which is not supported; supported: "
+            "torch_dist"
+        )
+    if not (folder / ".metadata").is_file():
+        raise ConfigError(f"{key}: {folder} has no .metadata, so the checkpoint is incomplete")
+    return folder
+
+
+def _gguf_file(folder: Path, key: str) -> Source | None:
+    """Return the only GGUF file in a folder, or None. Raises ConfigError for several files or unsupported formats."""
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise ConfigError(f"{key}: {folder} has {len(files)} GGUF files; name one of them, for example {files[0]}")
+    if files:
+        return recognise(files[0], key)
+    for pattern in ("*.nemo", "*.onnx", "*.bin", "*.pt", "*.pth"):
+        for file in sorted(folder.glob(pattern)):
+            _check_is_gguf(file, key)
+    return None
+
+
+def _check_is_gguf(file: Path, key: str) -> None:
+    """Raise ConfigError if a file is not GGUF. The message describes its format."""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(512)
+        description = "" if start[:4] == MAGIC else _describe_format(file, start)
+    except OSError as error:
+        raise ConfigError(f"{key}: {file} cannot be read ({error.strerror})") from None
+    if description:
+        raise ConfigError(f"{key}: {file} is {description}")
+
+
+def _describe_format(file: Path, start: bytes) -> str:
+    size = int.from_bytes(start[:8], "little")
+    if 2 <= size < file.stat().st_size and start[8:9] == b"{":
+        return "a single safetensors file; name the folder that contains it and config.json"
+    pickled = "a PyTorch pickle, which may run code and is not supported; save the model as safetensors"
+    if start[:4] == b"PK\x03\x04":
+        return pickled if _has_member(file, "data.pkl") else "a zip archive, which is not a supported model format"
+    if start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05":
+        return pickled
+    if start[257:262] == b"ustar" or start[:2] == b"\x1f\x8b":
+        if _has_member(file, "model_config.yaml"):
+            return "a NeMo 1 checkpoint (.nemo), which is not supported; export it to Hugging Face's format with NeMo 1"
+        return "an archive, which is not a supported model format; unpack it"
+    # An ONNX file begins with its ir_version, then the producer's name.
+    if start[:1] == b"\x08" and 0 < int.from_bytes(start[1:2], "big") < 32 and start[2:3] in (b"\x12", b"\x1a", b":"):
+        return "an ONNX graph, which cannot be trained; use the model that it was exported from"
+    return "not a model in a supported format (a Hugging Face folder, GGUF, a PEFT adapter, a Megatron-core checkpoint)"
+
+
+def _has_member(file: Path, name: str) -> bool:
+    """Return whether an archive has a member of this name."""
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                names = archive.namelist()
+        else:
+            with tarfile.open(file) as tar:
+                names = tar.getnames()
+    except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError):
+        return False
+    return any(member.rpartition("/")[2] == name for member in names)
+
+
+HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?=.{,96}$)[A-Za-z0-9]([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
+"""Model name on the hub, organisation/name. It also rejects names that only the hub's server would reject."""
+COMPANION = "hf"
+"""Folder with config.json and tokenizer that this project writes next to a Megatron-core checkpoint."""
+
+
+def source_fields(source: Source, key: str, companion: str | None = None) -> dict[str, Any] | None:
+    """Return the config.json fields of the model in ``source``; None if config.json is on the hub.
+
+    Args:
+        key: config key or option that specifies the source, for error messages.
+        companion: Hugging Face folder with the config.json of a Megatron-core checkpoint, or with an adapter's base
+            model.
+
+    Raises:
+        ConfigError: if the source is damaged, or its config.json is missing or does not match.
+    """
+    if source.format is Format.GGUF:
+        return read_gguf_model(source.path, key).fields
+    folder = described_by(source, key, companion)
+    if folder is None:
+        return None
+    fields = read_fields(folder / "config.json", key)
+    if source.format in (Format.MEGATRON, Format.NEMO_2):
+        model_tensors(read_dist_metadata(source.path, key), fields, source.path, key)
+    return fields
+
+
+def described_by(source: Source, key: str, companion: str | None = None) -> Path | None:
+    """Return the Hugging Face folder with the config.json and tokenizer of ``source``.
+
+    Return None if the model is on the hub, or if the source does not need such a folder (GGUF). Arguments and
+    exceptions are those of ``source_fields``.
+    """
+    if source.format is Format.GGUF:
+        return None
+    if source.format is Format.PEFT:
+        adapter = read_peft_adapter(source.path, key)
+        if companion and (Path(companion) / "config.json").is_file():
+            return Path(companion)
+        folder = adapter.base_folder()
+        if folder is None:
+            _check_hub_name(adapter, key)
+        return folder
+    if source.format is Format.CHECKPOINT:
+        return _folder(companion or _model_of_run(source.path), key, "the initial model of the run")
+    folders = [*([Path(companion)] if companion else []), source.path / COMPANION, source.root / COMPANION]
+    found = next((candidate for candidate in folders if (candidate / "config.json").is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"{key}: {source.root} is {source.format.value}{_trained_as(source)}, which has no config.json; name a "
+            f"Hugging Face folder of the same model ({_option(key)})"
+        )
+    return found
+
+
+def _option(key: str) -> str:
+    return "policy.tokenizer_name" if key.startswith("policy") else "--model"
+
+
+def _folder(name: str, key: str, description: str) -> Path:
+    if not (Path(name) / "config.json").is_file():
+        raise ConfigError(f"{key}: {description}; {name} is not a folder with config.json ({_option(key)})")
+    return Path(name)
+
+
+def _check_hub_name(adapter: PeftAdapter, key: str) -> None:
+    """Raise ConfigError if the name of the base model is not a valid name on the hub."""
+    if not HUB_NAME.fullmatch(adapter.base):
+        raise ConfigError(
+            f"{key}: the base model of the adapter {adapter.folder}, {adapter.base or 'which it does not name'}, was "
+            "not found"
+        )
+
+
+def _model_of_run(checkpoint: Path) -> str:
+    """Return ``policy.model_name`` of the run that wrote a checkpoint; empty if it is unknown."""
+    file = real_path(checkpoint).parent.parent / "config.yaml"
+    try:
+        return str(parse_yaml(read_text(file))["policy"]["model_name"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return ""
+
+
+def _trained_as(source: Source) -> str:
+    """Return NeMo 2's class name of the model in brackets, for a message; empty if it is unknown."""
+    try:
+        content = parse_yaml(read_text(source.root / "context" / "model.yaml"))
+        section = content.get("config", content)
+        names = [str(part["_target_"]).rpartition(".")[2] for part in (content, section) if "_target_" in part]
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, yaml.YAMLError):
+        return ""
+    return f" ({names[-1]})" if names else ""
+
+
+def read_fields(file: Path, key: str) -> dict[str, Any]:
+    """Read a ``config.json`` and check that the model is supported. Return its fields. Raises ConfigError."""
+    content = read_json_object(file, key)
+    check_model_content(content)
+    return content

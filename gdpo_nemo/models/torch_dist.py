@@ -1,0 +1,160 @@
+"""Index of Megatron-core checkpoints in the format ``torch_dist``: shapes and dtypes of the tensors. No torch."""
+
+from __future__ import annotations
+
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Mapping
+
+from gdpo_nemo.utils.errors import ConfigError
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_TENSOR = "TensorStorageMetadata"
+_METADATA = (
+    "Metadata", _TENSOR, "TensorProperties", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex",
+    "StorageMeta", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+_PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+"""Classes of the ranks' save plans, which Megatron-core stores in the index."""
+_ALLOWED = {
+    *((f"{_CHECKPOINT}.metadata", name) for name in _METADATA),
+    *((f"{_CHECKPOINT}.planner", name) for name in _PLANNER),
+    *(("megatron.core.dist_checkpointing.strategies.torch", name) for name in ("MCoreMetadata", "MCoreSavePlan")),
+    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    ("torch.serialization", "_get_layout"),
+}
+"""Classes that the index may contain, as (module, class). They are replaced by placeholders and not imported."""
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
+           "float8_e4m3fn", "float8_e5m2")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    """Global shape, over all ranks."""
+    dtype: str
+    """Name of the torch dtype, such as bfloat16."""
+
+
+class _Placeholder:
+    """Placeholder for an unpickled object: stores the class name, the constructor arguments and the state."""
+
+    name = ""
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ALLOWED:
+            return type(name, (_Placeholder,), {"name": name})
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and name in _DTYPES:
+            return name
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoints do not need")
+
+
+def read_dist_metadata(folder: Path, key: str) -> Mapping[str, Held]:
+    """Read each tensor's shape and dtype from the index of a checkpoint, by Megatron-core's names.
+
+    Args:
+        folder: folder of the checkpoint.
+        key: config key or option that specifies the checkpoint, for error messages.
+
+    Raises:
+        ConfigError: if the index is damaged or contains classes that are not allowed, or if a file that it lists is
+            missing or outside the folder.
+    """
+    file = folder / ".metadata"
+    try:
+        with file.open("rb") as stream:
+            found = _Reader(stream).load()
+        entries = found.state["state_dict_metadata"]
+        tensors = {
+            name: _tensor_metadata(entry) for name, entry in entries.items() if getattr(entry, "name", "") == _TENSOR
+        }
+        files = {str(storage.state["relative_path"]) for storage in found.state["storage_data"].values()}
+    except OSError as error:
+        raise ConfigError(f"{key}: {file} cannot be read ({error.strerror})") from None
+    except Exception as error:  # noqa: BLE001 - a damaged pickle may raise almost any exception
+        raise ConfigError(f"{key}: {file} is not a valid index of a Megatron-core checkpoint ({error})") from None
+    outside = sorted(name for name in files if Path(name).name != name)
+    if outside:
+        raise ConfigError(f"{key}: {file} names {outside[0]}, which is not a file of the checkpoint")
+    missing = sorted(name for name in files if not (folder / name).is_file())
+    if missing:
+        raise ConfigError(f"{key}: {folder} lacks {missing[0]}, which is listed in its index")
+    return tensors
+
+
+def _tensor_metadata(entry: Any) -> Held:
+    properties = entry.state["properties"].state
+    dtype = properties[0] if isinstance(properties, tuple) else properties["dtype"]
+    return Held(tuple(entry.state["size"]), str(dtype))
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+_PREFIXES = ("", "module.", "model.", "module.module.")
+"""Possible prefixes of tensor names. Megatron-LM and Megatron-Bridge use no prefix, NeMo 2 uses ``module.``."""
+_SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def model_tensors(
+    checkpoint_tensors: Mapping[str, Held], fields: Mapping[str, Any], folder: Path, key: str
+) -> dict[str, Held]:
+    """Select the model's tensors from a checkpoint, without optimizer states. Remove the prefix of their names.
+
+    Args:
+        held: tensors of the checkpoint by name.
+        fields: config.json fields of the model.
+        folder: folder of the checkpoint, for error messages.
+        key: config key or option that specifies the checkpoint, for error messages.
+
+    Raises:
+        ConfigError: if the checkpoint has no GPT model, its sizes differ from ``fields``, or a dtype is not supported.
+    """
+    prefix = next((prefix for prefix in _PREFIXES if prefix + EMBEDDING in checkpoint_tensors), None)
+    if prefix is None:
+        raise ConfigError(f"{key}: {folder} does not contain a GPT model of Megatron-core (no {EMBEDDING})")
+    parts = tuple(prefix + part for part in ("embedding.", "decoder.", "output_layer."))
+    found = {name.removeprefix(prefix): tensor for name, tensor in checkpoint_tensors.items() if name.startswith(parts)}
+    for name, tensor in found.items():
+        if tensor.dtype not in _SUPPORTED_DTYPES:
+            raise ConfigError(
+                f"{key}: {name} of {folder} has dtype {tensor.dtype}, which is not supported; "
+                f"supported: {', '.join(_SUPPORTED_DTYPES)}"
+            )
+    rows, width = found[EMBEDDING].shape
+    for field, size, expected in (
+        ("hidden_size", width, fields["hidden_size"]),
+        ("num_hidden_layers", layers_of(found), fields["num_hidden_layers"]),
+    ):
+        if size != expected:
+            raise ConfigError(f"{key}: {folder} has {field} {size}, but its config.json has {expected}")
+    if rows < fields["vocab_size"]:
+        raise ConfigError(f"{key}: {folder} has {rows} tokens, but its config.json has {fields['vocab_size']}")
+    if fields.get("tie_word_embeddings") and "output_layer.weight" in found:
+        raise ConfigError(f"{key}: {folder} has a separate output layer, but its config.json ties the embeddings")
+    return found
+
+
+def layers_of(tensors: Mapping[str, Held]) -> int:
+    """Return the number of layers. A tensor contains either all layers, in its first dimension, or one layer."""
+    layered = [name.split(".") for name in tensors if name.startswith("decoder.layers.")]
+    numbers = [int(parts[2]) for parts in layered if parts[2].isdigit()]
+    if numbers:
+        return max(numbers) + 1
+    return next((tensors[".".join(parts)].shape[0] for parts in layered), 0)

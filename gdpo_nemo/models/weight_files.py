@@ -1,0 +1,131 @@
+"""Checks that the weight files of a model folder exist and are complete. Only the headers are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from gdpo_nemo.models.architectures import Family
+from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.files import open_file, parse_json, read_text
+
+_INDEX = "model.safetensors.index.json"
+_HEADER_LIMIT = 100 << 20
+"""Maximum size of a header in bytes, as specified by the safetensors format."""
+
+
+def check_weight_files(folder: Path, remedy: str = "") -> None:
+    """Check that a folder has complete safetensors files, including all files that its index lists.
+
+    Args:
+        remedy: advice to append to the message if the folder has no weights.
+
+    Raises:
+        ConfigError: if the folder has no safetensors files, or a file is missing, truncated or not valid.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        other = any(folder.glob("*.bin"))
+        what = "has weights only as *.bin; save them as safetensors" if other else "has no weights (*.safetensors)"
+        raise ConfigError(f"policy.model_name: {folder} {what}{remedy}")
+    for name in _files_in_index(folder / _INDEX):
+        if not (folder / name).is_file():
+            raise ConfigError(f"policy.model_name: {folder} lacks {name}, which is listed in {_INDEX}")
+    for file in files:
+        try:
+            problem = _problem(file)
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+        if problem:
+            raise ConfigError(f"policy.model_name: {file} {problem}")
+
+
+def check_tensors(folder: Path, family: Family) -> None:
+    """Check that the weight files in a folder belong to a model of the family.
+
+    Only the embedding is required, because every model of the family has it. Tensors are not read.
+
+    Raises:
+        ConfigError: if no tensor has the name of the embedding.
+    """
+    required = f"{family.modules.embedding}.weight"
+    found = tensor_shapes(folder, "policy.model_name")
+    if required not in found:
+        details = f"it contains {len(found)} tensors, the first is {min(found)}" if found else "it contains no tensors"
+        raise ConfigError(
+            f"policy.model_name: {folder} has no tensor {required} of a {family.model_type} model; {details}"
+        )
+
+
+def _files_in_index(index: Path) -> list[str]:
+    if not index.exists():
+        return []
+    try:
+        names = parse_json(read_text(index))["weight_map"].values()
+        return sorted({str(name) for name in names})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"policy.model_name: {index} is not a valid index of weights ({type(error).__name__})"
+        ) from None
+
+
+def tensor_shapes(folder: Path, key: str, file: str | None = None) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of all tensors in a model folder, by name. Only the headers of the files are read.
+
+    Args:
+        key: config key or option that specifies the folder, for error messages.
+        file: name of the only file to read; None for all safetensors files.
+
+    Raises:
+        ConfigError: if a file is missing or not in safetensors format.
+    """
+    names = [file] if file else _files_in_index(folder / _INDEX) or [path.name for path in folder.glob("*.safetensors")]
+    found: dict[str, tuple[int, ...]] = {}
+    for name in sorted(names):
+        try:
+            _, header = _header(folder / name)
+            found.update({tensor: tuple(map(int, entry["shape"])) for tensor, entry in header.items()})
+        except OSError as error:
+            raise ConfigError(f"{key}: {folder / name} cannot be read ({error.strerror})") from None
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ConfigError(f"{key}: {folder / name} is not a valid safetensors file") from None
+    return found
+
+
+def _header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return the offset of the tensor data in a safetensors file, and the header entries by tensor name.
+
+    See https://github.com/huggingface/safetensors#format
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if it is not a valid safetensors file.
+    """
+    size = file.stat().st_size
+    with open_file(file) as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or not 2 <= length <= min(size - 8, _HEADER_LIMIT):
+            raise ValueError("no header")
+        header = parse_json(stream.read(length))
+    return 8 + length, {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def _problem(file: Path) -> str:
+    """Describe the problem of a safetensors file that is truncated, invalid or not supported; empty if it is fine.
+
+    Stacked experts of MLX are not supported. Dense models from MLX have Hugging Face's tensor names and are supported.
+    """
+    try:
+        start, header = _header(file)
+        end = start + max(map(_end, header.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return "is not a valid safetensors file"
+    if any(".switch_mlp." in name for name in header):
+        return "has experts stacked by MLX (switch_mlp), which is not supported; use the model it was converted from"
+    size = file.stat().st_size
+    return "" if size == end else f"is truncated: {size} of {end} bytes"
+
+
+def _end(entry: dict[str, Any]) -> int:
+    """Return the end of a tensor's data as an offset from the end of the header."""
+    return int(entry["data_offsets"][1])

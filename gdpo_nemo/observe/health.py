@@ -1,0 +1,367 @@
+"""Health checks of a run: bounds and drifts of metrics. They are reported after a run, and as alerts during it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Callable, Iterable, Mapping, Sequence
+
+from omegaconf import OmegaConf
+from rich import box
+from rich.table import Table
+from rich.text import Text
+from yaml import YAMLError
+
+from gdpo_nemo.config.health import Check, Trail, preset_checks, read_checks
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.observe.metric_registry import find_metric, metrics, unit_of
+from gdpo_nemo.observe.metrics import WINDOW, History, read_metrics
+from gdpo_nemo.utils.errors import ConfigError, NumericsFailed, RunError
+from gdpo_nemo.utils.files import check_yaml, read_text
+
+_STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "open": "dim"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check.
+
+    ``status`` is pass, fail, warn (an advisory check failed) or open (the run has not reached the step).
+    """
+
+    check: Check
+    status: str
+    value: float | None = None
+    detail: str = ""
+
+
+def load_thresholds(path: str | Path) -> list[Check]:
+    """Read a thresholds file with ``window`` and ``checks``, in the format of the config section ``health``.
+
+    Raises:
+        ConfigError: if the file cannot be read or a check is invalid.
+    """
+    try:
+        text = read_text(path)
+        check_yaml(text)
+        content: Any = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not a text file ({error.reason})") from None
+    except YAMLError as error:
+        raise ConfigError(f"{path}: invalid YAML ({getattr(error, 'problem', None) or error})") from None
+    checks = content.get("checks") if isinstance(content, dict) else None
+    if not isinstance(checks, list) or not checks:
+        raise ConfigError(f"{path}: has no list of checks")
+    return read_checks(checks, content.get("window", WINDOW), str(path))
+
+
+def thresholds_of(run_dir: str | Path) -> tuple[list[Check], str]:
+    """Return the checks that apply to a run, and a text that describes where they come from.
+
+    Raises:
+        ConfigError: if the run's config.yaml cannot be read.
+        RunError: if the run has no training rows.
+    """
+    file = Path(run_dir) / "config.yaml"
+    config = load_config(file) if file.is_file() else None
+    history = _history(run_dir)
+    rewards = {*history.components, *(config.gdpo.rewards if config else ())}
+    checks = config_checks(config) if config else []
+    unknown = dict.fromkeys(
+        c.component for c in checks if c.component and c.component not in rewards and not c.optional
+    )
+    unknown.pop("total", None)
+    if checks and not unknown:
+        return checks, "the thresholds of its config (health.checks)"
+    why = f"; health.checks of its config names other rewards ({', '.join(unknown)})" if unknown else ""
+    return general_checks(
+        config, list(config.gdpo.rewards) if config else history.components
+    ), f"the default checks for every run{why}"
+
+
+def config_checks(config: Config) -> list[Check]:
+    """Return the checks in a config, from ``health.preset`` and ``health.checks``.
+
+    An entry of ``health.checks`` replaces the preset's check of the same metric, step and kind.
+
+    Raises:
+        ConfigError: if a check is invalid.
+    """
+    health = config.health
+    checks = read_checks(health.checks, health.window, "health.checks")
+    named = {(check.metric, check.at, check.of) for check in checks}
+    preset = preset_checks(health.preset, list(config.gdpo.rewards)) if health.preset else []
+    return [*(check for check in preset if (check.metric, check.at, check.of) not in named), *checks]
+
+
+def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]:
+    """Return the default checks, which apply to every run.
+
+    These are the registered bounds of the metrics, including ``reward/NAME/...`` for each reward, and ``DRIFTS``.
+    """
+    precision = config.policy.precision if config else "bfloat16"
+    bounds = [
+        Check(key, metric.at, *metric.limits(precision), optional=not metric.required, advisory=metric.advisory)
+        for metric in metrics().values()
+        if metric.is_checked
+        for key in metric.keys(rewards)
+    ]
+    return [*bounds, *(drift.check for drift in DRIFTS)]
+
+
+def check_health(run_dir: str | Path, thresholds: str | Path | Sequence[Check]) -> list[Finding]:
+    """Check a run against thresholds, given as the path of a thresholds file or as a list.
+
+    Raises:
+        RunError: if the run has no training rows.
+    """
+    checks = load_thresholds(thresholds) if isinstance(thresholds, (str, Path)) else thresholds
+    history = _history(run_dir)
+    return [_find(check, history) for check in checks]
+
+
+def _history(run_dir: str | Path) -> History:
+    history = History.of(read_metrics(run_dir))
+    if not history.training:
+        raise RunError(f"{run_dir} has no training steps to check")
+    return history
+
+
+def healthy(findings: Sequence[Finding]) -> bool:
+    """Return whether no check failed and at least one passed."""
+    states = [finding.status for finding in findings]
+    return "fail" not in states and "pass" in states
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Format the findings as a table for the terminal."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for head in ("metric", "unit", "at", "accepted", "found", ""):
+        # On a narrow terminal, only the other columns are wrapped. Metric names stay on one line.
+        table.add_column(head, justify="right" if head in ("at", "found") else "left", no_wrap=head == "metric")
+    for finding in findings:
+        check = finding.check
+        found = "-" if finding.value is None else check.found(finding.value) or f"{finding.value:.4g}"
+        verdict = Text(
+            finding.status + (f": {finding.detail}" if finding.detail else ""), style=_STYLES[finding.status]
+        )
+        table.add_row(check.metric, unit_of(check.metric), str(check.at), check.bounds, found, verdict)
+    return table
+
+
+def _find(check: Check, history: History) -> Finding:
+    steps, values = history.curve(check.metric)
+    if not values:
+        return Finding(check, "pass" if check.optional else _failed_status(check), detail="not in the metrics")
+    if check.at == "every":
+        return _find_every(check, history)
+    if isinstance(check.at, int) and history.training[-1]["step"] < check.at:
+        return Finding(check, "open", detail="not reached")
+    if isinstance(check.at, int):
+        value = history.at(check.metric, check.at, check.window)
+    else:
+        value = {"start": values[0], "end": history.last(check.metric, check.window)}.get(check.at)
+    if value is None:
+        return Finding(check, _failed_status(check), detail="not measured at this step")
+    if check.accepts(value):
+        return Finding(check, "pass", value)
+    if check.component and check.metric.endswith("/dead_groups") and history.solved(check.component, check.window):
+        return Finding(check, "pass", value, "constant at its best value: solved")
+    return Finding(check, _failed_status(check), value)
+
+
+def _find_every(check: Check, history: History) -> Finding:
+    """Apply a check to every step. The finding has the first value that fails, or the last value if all pass.
+
+    A step without the metric fails a required check, because non-finite values are not written.
+    """
+    if check.of != "value":
+        return _find_drift(check, history)
+    gaps = [row["step"] for row in history.training if check.metric not in row]
+    if gaps and not check.optional:
+        return Finding(check, _failed_status(check), detail=f"missing or not finite at step {gaps[0]}")
+    steps, values = history.trailing(check.metric, check.window)
+    full = min(check.window, len(values)) - 1
+    for step, value in list(zip(steps, values))[full:]:
+        if not check.accepts(value):
+            return Finding(check, _failed_status(check), value, f"at step {step}")
+    return Finding(check, "pass", values[-1])
+
+
+def _find_drift(check: Check, history: History) -> Finding:
+    trail = Trail(check)
+    quantities = [(step, trail.add(value)) for step, value in zip(*history.curve(check.metric))]
+    found = [(step, value) for step, value in quantities if value is not None]
+    for step, value in found:
+        if not check.accepts(value):
+            return Finding(check, _failed_status(check), value, f"at step {step}")
+    return Finding(check, "pass", found[-1][1]) if found else Finding(check, "open", detail="too few steps")
+
+
+def _failed_status(check: Check) -> str:
+    return "warn" if check.advisory else "fail"
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Check of a drift, with the meaning of a failure (``why``) and a remedy."""
+
+    check: Check
+    why: str
+    remedy: str
+
+
+def _warning(metric: str, of: str, window: int, why: str, remedy: str, **bounds: float) -> Drift:
+    return Drift(Check(metric, "every", window=window, optional=True, advisory=True, of=of, **bounds), why, remedy)
+
+
+DRIFTS = (
+    # The demo's reward rises by at least 5.5 in 40 steps, even at staleness 4. Without off-policy correction, it rises
+    # only by 2 at staleness 4.
+    _warning(
+        "reward/total/mean",
+        "rise",
+        20,
+        "the trained reward does not improve",
+        "a larger learning rate, easier prompts, more samples per prompt; check the sign and the noise of the rewards",
+        min=2.5,
+    ),
+    _warning(
+        "policy/entropy",
+        "start",
+        5,
+        "exploding: samples become noise",
+        "a lower learning rate, a smaller loss_fn.entropy_bonus, off_policy corrections",
+        max=3.0,
+    ),
+    # Healthy runs of the demo have at most 5.2 at staleness 4, where half a batch can come from a stale group.
+    _warning(
+        "grad_norm",
+        "before",
+        1,
+        "a spike: one batch outweighs the previous ones",
+        "optimizer.clip_grad, a lower learning rate; check the rewards of that step's samples",
+        max=10.0,
+    ),
+    _warning(
+        "rollout/mean_length",
+        "start",
+        5,
+        "length drifts: the reward may favor it",
+        "a length rule in gdpo.shaping, loss_fn.aggregation token_mean; check the samples",
+        min=0.33,
+        max=3.0,
+    ),
+    _warning(
+        "parity/mean_abs",
+        "start",
+        5,
+        "trainer and sampler drift apart as the weights change",
+        "gdpo-nemo parity, policy.generation.vllm_cfg.head_dtype float32",
+        max=20.0,
+    ),
+)
+
+
+def advice(check: Check) -> tuple[str, str]:
+    """Return the meaning of a failure of ``check`` and a remedy. Both are empty if none is registered."""
+    for drift in DRIFTS:
+        if (drift.check.metric, drift.check.of) == (check.metric, check.of):
+            return drift.why, drift.remedy
+    metric = find_metric(check.metric)
+    return (metric.why, metric.remedy) if metric and check.of == "value" else ("", "")
+
+
+_WARNINGS = frozenset(drift.check for drift in DRIFTS)
+"""Default checks that never stop a run. To stop on a drift, the config must have a check of that drift."""
+
+
+def live_checks(config: Config) -> list[Check]:
+    """Return the checks that apply at every step.
+
+    These are such checks in the config, and the default checks of metrics that the config does not check.
+    """
+    checks = config_checks(config)
+    named = {(check.metric, check.of) for check in checks}
+    general = [c for c in general_checks(config, list(config.gdpo.rewards)) if (c.metric, c.of) not in named]
+    return [check for check in (*checks, *general) if check.at == "every"]
+
+
+class HealthAlerts:
+    """Health alerts of one run. An alert is repeated only if its metric returns to its range and leaves it again.
+
+    Args:
+        say: function that is called with the text of an alert.
+        rows: metric rows of earlier steps.
+    """
+
+    def __init__(self, config: Config, say: Callable[[str], None], rows: Sequence[Mapping[str, Any]] = ()):
+        self._say = say
+        self._config = config
+        self._stops = set(config.health.stop_on)
+        self._before: Sequence[Mapping[str, Any]] = list(rows)
+        self._outside: set[Check] = set()
+
+    @cached_property
+    def _trails(self) -> dict[Check, Trail]:
+        """History of values for each check.
+
+        It is created at the first step, because the metric registry must read the source files.
+        """
+        health = self._config.health
+        checks = live_checks(self._config) if health.alerts or self._stops else []
+        return {check: Trail(check) for check in checks if health.alerts or self._stops_run(check)}
+
+    def _stops_run(self, check: Check) -> bool:
+        return check.metric in self._stops and check not in _WARNINGS
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Check the row of a training step and report new alerts.
+
+        Raises:
+            NumericsFailed: if a metric in ``health.stop_on`` has left its range.
+        """
+        for earlier in self._before:
+            self._outside = set(self._add_row(earlier))
+        self._before = ()
+        found = self._add_row(row)
+        news = [check for check in found if check not in self._outside]
+        self._outside = set(found)
+        for check in news:
+            self._say(_sentence(check, found[check]))
+        stopping = [check for check in news if self._stops_run(check)]
+        if stopping:
+            raise NumericsFailed(f"health.stop_on: {_sentence(stopping[0], found[stopping[0]])}")
+
+    def _add_row(self, row: Mapping[str, Any]) -> dict[Check, float]:
+        """Add a row to the histories. Return the checks that fail, each with the checked value."""
+        missed = {}
+        for check, trail in self._trails.items():
+            value = row.get(check.metric)
+            if isinstance(value, (int, float)):
+                quantity = trail.add(float(value))
+                if quantity is not None and not check.accepts(quantity):
+                    missed[check] = quantity
+        return missed
+
+
+def _sentence(check: Check, value: float) -> str:
+    unit = unit_of(check.metric)
+    plain = f"{value:.4g}{f' {unit}' if unit and unit != 'share' else ''}"
+    line = f"{check.metric} is {check.found(value) or plain}"
+    line += f" over {check.window} steps" if check.window > 1 else ""
+    line += f", accepted: {check.bounds}"
+    why, remedy = advice(check)
+    line += f" ({why})" if why else ""
+    return f"{line}; try {remedy}" if remedy else line
+
+
+def unknown_stops(config: Config) -> Iterable[str]:
+    """Return the metrics in ``health.stop_on`` that have no check at every step."""
+    checked = {check.metric for check in live_checks(config) if check not in _WARNINGS}
+    return [name for name in config.health.stop_on if name not in checked]

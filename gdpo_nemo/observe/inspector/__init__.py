@@ -1,1 +1,0 @@
-"""The inspector: a run's samples as a static site, from step to group to sample to token."""

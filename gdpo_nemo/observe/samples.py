@@ -1,0 +1,409 @@
+"""Sample files ``rollouts/step_*.parquet``: all samples of a step with rewards and advantages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from gdpo_nemo.data.records import Group
+from gdpo_nemo.utils.errors import first_line
+from gdpo_nemo.utils.files import open_file, parse_json, sync_folder, whole_file
+from gdpo_nemo.utils.waits import waiting
+
+if TYPE_CHECKING:  # Importing pyarrow takes 0.2 s, which commands that do not read samples avoid.
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+
+FOLDER = "rollouts"
+VALIDATION = "validation"
+"""Separate folder for validation samples, so that readers of ``rollouts`` see only trained samples."""
+_NAME = re.compile(r"step_(\d+)\.(parquet|jsonl)")
+_PARTIAL = ".partial"
+_TOKENS_AT_ONCE = 1 << 22
+"""Approximate number of tokens in a row group. The writer and readers need about 50 MB of memory for it."""
+_ROWS_AT_ONCE = 64
+"""Number of samples that ``iter_rollouts`` converts to dictionaries at once."""
+
+
+def rollout_path(run_dir: str | Path, step: int) -> Path:
+    """Return the path of a step's sample file. It is a JSONL file if an older version wrote the run."""
+    path = Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
+    older = path.with_suffix(".jsonl")
+    return older if older.exists() and not path.exists() else path
+
+
+def rollout_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
+    """Yield (step, path) of every sample file of the training steps, in order."""
+    folder = Path(run_dir) / FOLDER
+    found = {int(match[1]) for path in folder.glob("step_*") if (match := _NAME.fullmatch(path.name))}
+    yield from ((step, rollout_path(run_dir, step)) for step in sorted(found))
+
+
+def validation_path(run_dir: str | Path, step: int) -> Path:
+    """Return the path of the sample file of the validation after ``step`` steps."""
+    return Path(run_dir) / VALIDATION / f"step_{step:04d}.parquet"
+
+
+def validation_files(run_dir: str | Path) -> Iterator[tuple[int, Path]]:
+    """Yield (step, path) of every sample file of a validation, in order."""
+    folder = Path(run_dir) / VALIDATION
+    found = {int(match[1]) for path in folder.glob("step_*.parquet") if (match := _NAME.fullmatch(path.name))}
+    yield from ((step, validation_path(run_dir, step)) for step in sorted(found))
+
+
+def remove_rollouts_after(run_dir: str | Path, step: int) -> None:
+    """Remove the files of steps after ``step``, which a resumed run writes again. Also remove unfinished files."""
+    for folder in (FOLDER, VALIDATION):
+        for path in (Path(run_dir) / folder).glob("step_*"):
+            match = _NAME.fullmatch(path.name)
+            if (match and int(match[1]) > step) or path.suffix == _PARTIAL:
+                path.unlink()
+
+
+# -- writing --------------------------------------------------------------------------------------------------------
+
+
+def write_rollouts(
+    run_dir: str | Path,
+    step: int,
+    groups: Sequence[Group],
+    advantages: np.ndarray | None = None,
+    trainer_logprobs: Sequence[np.ndarray | None] | None = None,
+    terms: Mapping[str, np.ndarray] | None = None,
+    *,
+    turn_advantages: Sequence[np.ndarray] | None = None,
+    entropies: Sequence[np.ndarray | None] | None = None,
+    validation: bool = False,
+) -> Path:
+    """Write the trajectories of ``groups`` to the sample file of a step, and return its path.
+
+    Args:
+        advantages: advantage of each trajectory, in the order of the groups. Shape: [trajectories].
+        trainer_logprobs: for each trajectory, log-probs from the trainer. Shape: [completion tokens]. None if unknown.
+        terms: weighted contribution of each component to the advantages. Shape: [trajectories].
+        turn_advantages: for each trajectory, advantages of its turns, with ``gdpo.credit: turn``. Shape: [turns].
+        entropies: for each trajectory, entropy in nats of each token's distribution. Shape: [completion tokens].
+        validation: True for samples of held-out prompts after ``step`` steps, which are written to a separate file.
+
+    Raises:
+        ValueError: if the length of an argument differs from the number of trajectories.
+    """
+    count = sum(len(group.trajectories) for group in groups)
+    values = {"advantages": advantages, "trainer_logprobs": trainer_logprobs, "turn_advantages": turn_advantages}
+    values |= {"entropies": entropies}
+    for name, column in {**values, **(terms or {})}.items():
+        if column is not None and len(column) != count:
+            raise ValueError(f"{name}: {len(column)} entries for {count} trajectories")
+    path = validation_path(run_dir, step) if validation else Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as partial:
+        _write_table(partial, _tables(groups, advantages, trainer_logprobs, terms, turn_advantages, entropies))
+    return path
+
+
+def _tables(
+    groups: Sequence[Group],
+    advantages: np.ndarray | None,
+    trainer_logprobs: Sequence[np.ndarray | None] | None,
+    terms: Mapping[str, np.ndarray] | None,
+    turn_advantages: Sequence[np.ndarray] | None,
+    entropies: Sequence[np.ndarray | None] | None,
+) -> Iterator[pa.Table]:
+    """Yield tables with about ``_TOKENS_AT_ONCE`` tokens each. Groups are not split."""
+    from gdpo_nemo.observe.sample_columns import table_of
+
+    start = row = 0
+    while start < len(groups):
+        end = start
+        last = row
+        tokens = 0
+        while end < len(groups) and tokens < _TOKENS_AT_ONCE:
+            tokens += sum(len(t.completion_ids) for t in groups[end].trajectories)
+            last += len(groups[end].trajectories)
+            end += 1
+        rows = slice(row, last)
+        yield table_of(
+            groups[start:end],
+            None if advantages is None else advantages[rows],
+            None if terms is None else {name: values[rows] for name, values in terms.items()},
+            None if trainer_logprobs is None else trainer_logprobs[rows],
+            None if turn_advantages is None else turn_advantages[rows],
+            None if entropies is None else entropies[rows],
+        )
+        start = end
+        row = last
+
+
+def _write_table(path: Path, tables: Iterator[pa.Table]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from gdpo_nemo.observe.sample_columns import SCHEMA, TOKEN_FLOATS
+
+    # Byte-stream splitting of log-probs saves 10 % of the space at the same speed. It would also shrink token ids, but
+    # only recent readers other than Arrow support it for integers. Dictionary encoding of token ids costs time and
+    # saves nothing.
+    texts = [field.name for field in SCHEMA if pa.types.is_string(field.type) and field.name != "completion"]
+    split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in TOKEN_FLOATS}
+    names = [*texts, "rewards.key_value.key", "terms.key_value.key"]
+    # The writer gets a path, because a Python file would need the GIL for every page.
+    with pq.ParquetWriter(
+        path, SCHEMA, compression="zstd", compression_level=1, use_dictionary=names, column_encoding=split
+    ) as writer:
+        for table in tables:
+            writer.write_table(table)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def write_samples(path: Path, groups: Sequence[Group]) -> Path:
+    """Write a JSONL file atomically, with one JSON object per trajectory of ``groups``."""
+    from gdpo_nemo.observe.sample_columns import records_of, table_of
+
+    with whole_file(path) as file:
+        for group in groups:
+            file.writelines(json.dumps(record).encode() + b"\n" for record in records_of(table_of([group])))
+    return path
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a temporary path for writing a file atomically.
+
+    If the block succeeds, the file is renamed to ``path``. Otherwise it is removed.
+    """
+    partial = path.with_name(path.name + _PARTIAL)
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+# -- reading --------------------------------------------------------------------------------------------------------
+
+
+def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
+    """Read the samples of one file as dictionaries. They take about thirty times the file's size in memory.
+
+    Raises the exceptions of ``iter_rollouts``.
+    """
+    return list(iter_rollouts(path))
+
+
+def iter_rollouts(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yield the samples of one file as dictionaries, with only a few of them in memory at a time.
+
+    Raises:
+        OSError: if the file cannot be opened.
+        ValueError: if it is not a rollout file.
+    """
+    path = Path(path)
+    if path.suffix != ".parquet":
+        with open_file(path) as lines:
+            yield from (parse_json(line, half_pairs=True) for line in lines)
+        return
+    from gdpo_nemo.observe.sample_columns import SCHEMA, records_of
+
+    with _parquet(path, SCHEMA.names) as file:
+        for batch in file.iter_batches(_ROWS_AT_ONCE):
+            yield from records_of(batch)
+
+
+def read_columns(path: str | Path, names: Sequence[str], rows: int | None = None) -> pa.Table:
+    """Read the columns ``names`` of one file. Other columns of a Parquet file are not read.
+
+    Args:
+        rows: number of rows to read from the start. None reads all rows.
+
+    Raises:
+        OSError: if the file cannot be opened.
+        ValueError, KeyError, TypeError, AttributeError: if it is not a rollout file.
+    """
+    import pyarrow as pa
+
+    from gdpo_nemo.observe.sample_columns import SCHEMA, completed, table_of_records
+
+    path = Path(path)
+    if path.suffix != ".parquet":
+        records = read_rollouts(path)
+        try:
+            table = table_of_records(records, names)
+        except OverflowError as error:  # A token id such as 1e400 in JSON is infinite.
+            raise ValueError(str(error)) from None
+        return table if rows is None else table.slice(0, rows)
+    with _parquet(path, names) as file:
+        existing = [name for name in names if name in file.schema_arrow.names]
+        if rows is None:
+            return completed(file.read(columns=existing), names)
+        first = next(file.iter_batches(max(1, rows), columns=existing), None)
+        schema = pa.schema([SCHEMA.field(name) for name in existing])
+        return completed(pa.Table.from_batches([] if first is None else [first], schema).slice(0, rows), names)
+
+
+@contextlib.contextmanager
+def _parquet(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from gdpo_nemo.observe.sample_columns import LATER
+
+    with open_file(path) as source:
+        try:
+            with pq.ParquetFile(source) as file:
+                if missing := [name for name in names if name not in (*file.schema_arrow.names, *LATER)]:
+                    raise ValueError(f"no column {missing[0]}")
+                yield file
+        except (pa.ArrowException, OSError) as error:  # A torn page raises an OSError without an errno.
+            raise ValueError(f"damaged ({first_line(error)})") from None
+
+
+_MAX_PENDING = 2
+"""Maximum number of steps in memory: one being written and one waiting."""
+_SLOW_S = 10.0
+"""Time in seconds that ``write`` may wait for the disk before a message is shown."""
+
+
+class SampleWriter:
+    """Writer of samples in a background thread, one step after the other.
+
+    Groups passed to ``write`` must not be changed afterwards. If a step cannot be written, the next call raises the
+    error once. The failed step has no file, but later steps are still written.
+
+    Args:
+        complain: function that is called once with a message if the run had to wait for the disk.
+        most: maximum number of groups to write per step, from the first. None writes all groups.
+    """
+
+    def __init__(self, run_dir: str | Path, complain: Callable[[str], None], most: int | None = None):
+        self._run_dir = run_dir
+        self._most = most
+        self._complain: Callable[[str], None] | None = complain
+        self._changed = threading.Condition()
+        self._steps: deque[tuple[int, Sequence[Group], dict[str, Any]]] = deque()
+        """(step, groups, other arguments of ``write_rollouts``) of steps to write. The first is being written."""
+        self._error: Exception | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def write(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        advantages: np.ndarray | None = None,
+        trainer_logprobs: Sequence[np.ndarray | None] | None = None,
+        terms: Mapping[str, np.ndarray] | None = None,
+        *,
+        turn_advantages: Sequence[np.ndarray] | None = None,
+        entropies: Sequence[np.ndarray | None] | None = None,
+        validation: bool = False,
+    ) -> None:
+        """Write the samples of ``step`` in the background. See ``write_rollouts``. Waits while two steps are pending.
+
+        Raises:
+            Exception: if an earlier step could not be written. This step is still written.
+        """
+        columns = {
+            "advantages": advantages,
+            "trainer_logprobs": trainer_logprobs,
+            "terms": terms,
+            "turn_advantages": turn_advantages,
+            "entropies": entropies,
+        }
+        if self._most is not None and not validation:
+            groups, columns = _first_groups(self._most, groups, columns)
+        start = time.monotonic()
+        with self._changed:
+            self._wait(lambda: len(self._steps) < _MAX_PENDING, f"the disk, for samples of step {step}")
+            self._steps.append((step, groups, {**columns, "validation": validation}))
+            if self._thread is None:
+                # A daemon thread does not keep the process alive if the driver ends without ``close``.
+                self._thread = threading.Thread(target=self._work, name="samples", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        waited = time.monotonic() - start
+        if waited > _SLOW_S and self._complain:
+            self._complain(
+                f"samples are written more slowly than they are generated: step {step} waited {waited:.1f} s"
+            )
+            self._complain = None
+        self._raise()
+
+    def flush(self, step: int | None = None) -> None:
+        """Wait until the samples of the steps up to ``step`` are on disk under their final names. None means all steps.
+
+        Raises the exceptions of ``write``.
+        """
+        with self._changed:
+            self._wait(
+                lambda: not self._steps or (step is not None and self._steps[0][0] > step),
+                "samples to be written to disk",
+            )
+        self._raise()
+        for name in (FOLDER, VALIDATION):
+            if (folder := Path(self._run_dir) / name).is_dir():
+                sync_folder(folder)
+
+    def close(self) -> None:
+        """Write the pending samples and stop the thread. Raises the exceptions of ``write``."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            with waiting("samples to be written to disk", "driver"):
+                self._thread.join()
+        self._raise()
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        if not done():
+            with waiting(what, "driver"):
+                self._changed.wait_for(done)
+
+    def _raise(self) -> None:
+        with self._changed:
+            error = self._error
+            self._error = None
+        if error is not None:
+            raise error
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._steps or self._closed)
+                if not self._steps:
+                    return
+                step, groups, arguments = self._steps[0]
+            try:
+                write_rollouts(self._run_dir, step, groups, **arguments)
+            except Exception as error:  # noqa: BLE001 - raised by the next call
+                self._error = error
+            del groups, arguments
+            with self._changed:
+                self._steps.popleft()
+                self._changed.notify_all()
+
+
+def _first_groups(
+    most: int, groups: Sequence[Group], columns: Mapping[str, Any]
+) -> tuple[Sequence[Group], dict[str, Any]]:
+    """Return the first ``most`` groups, and the entries of their samples from each column or mapping of columns."""
+    chosen = groups[:most]
+    count = sum(len(group.trajectories) for group in chosen)
+
+    def first_samples(column: Any) -> Any:
+        if isinstance(column, Mapping):
+            return {name: values[:count] for name, values in column.items()}
+        return None if column is None else column[:count]
+
+    return chosen, {name: first_samples(column) for name, column in columns.items()}

@@ -1,0 +1,401 @@
+"""Estimates of the peak memory of policy and engine ranks during a step, in bytes.
+
+Activations are the sum of all tensors that the layers of ``gdpo_nemo.megatron`` save for the backward pass. On GPUs,
+Megatron's fused activation is assumed, and TransformerEngine's norms and attention unless the config disables them.
+These two assumptions were not measured. ``tests/benchmarks/memory.py`` compares the estimates with real ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from math import ceil
+
+from gdpo_nemo.config.layout import Layout, Resolved
+from gdpo_nemo.config.model_checks import read_model
+from gdpo_nemo.config.objective_checks import kl_in_reward
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.sections import PolicyConfig
+from gdpo_nemo.config.transports import chosen_transport
+from gdpo_nemo.planning.shape import Saving, Shape, expected_saving, shape_of
+
+BYTES = {"float32": 4, "bfloat16": 2}
+_LOGIT_BYTES = 256 << 20
+"""Maximum bytes of float32 logits per chunk of tokens. Logits of more tokens are recomputed chunk by chunk."""
+_SLICE_BYTES = 256 << 20
+"""Maximum bytes of the gradient of one vocabulary slice. Fused kernels keep only this part of the logits in memory."""
+_SLICE_TILE = 256
+"""Vocabulary columns per tile of the fused kernels. A slice consists of whole tiles."""
+_LOGPROB_CHUNK = 1024
+"""Number of tokens whose logits are in float32 at the same time."""
+_RECTANGLE_PADDING = 1.15
+"""Average ratio of padded to real tokens. Unfused attention pads sequences of similar length, to at most 1.3 times."""
+GPU_RESERVE = 3 << 30
+"""Bytes for the CUDA context, NCCL buffers and allocator fragmentation on a GPU; an assumption."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak memory of one policy rank, in bytes."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logprobs: int
+    """Logits of one chunk, their gradient and their float32 copies. With fused kernels: the gradients of a slice of the
+    logits and of the evaluated hidden states."""
+    buffers: int
+    """Gradient of the largest weight before it is accumulated, and gradients of one layer's activations."""
+    reserve: int = 0
+    reference: int = 0
+    """Weights of the KL penalty's reference model, if they stay on the GPU."""
+    teacher: int = 0
+    """Weights of the distillation teacher."""
+    stage: int = 0
+    """Pipeline stage of the rank, not a number of bytes."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all fields except ``stage``."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "stage")
+
+    def resting(self, offload: bool) -> int:
+        """Return the bytes that remain on the GPU while colocated engines sample.
+
+        Gradients are freed. If ``offload`` is true, the optimizer state is in host memory.
+        """
+        return self.weights + self.reference + self.teacher + (0 if offload else self.optimizer) + self.reserve
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of one engine rank, in bytes."""
+
+    weights: int
+    kv_cache: int
+    bytes_per_token: int
+    """Bytes of one token's keys and values on this rank."""
+
+    def sequences(self, tokens: int) -> int:
+        """Return the number of sequences of ``tokens`` tokens that fit into the KV cache."""
+        return self.kv_cache // max(1, self.bytes_per_token * tokens)
+
+
+def micro_batch_load(resolved: Resolved, layout: Layout) -> int:
+    """Return the number of computed tokens in the largest micro-batch.
+
+    This is ``micro_batch_tokens``, or the tokens of a data-parallel rank per update if these are fewer.
+    """
+    config = resolved.config
+    sequences = -(-(resolved.samples_per_update) // layout.data)
+    computed = sequences * config.policy.max_total_sequence_length * _longest_saving(resolved).tokens
+    return min(config.policy.micro_batch_tokens, ceil(computed))
+
+
+def _longest_saving(resolved: Resolved) -> Saving:
+    """Return the prompt-sharing savings for samples of maximum length."""
+    config = resolved.config
+    new = config.policy.generation.max_new_tokens
+    return expected_saving(resolved, config.policy.max_total_sequence_length - new, new)
+
+
+def policy_memory(resolved: Resolved, shape: Shape, tokens: int | None = None, rows: int | None = None) -> RankMemory:
+    """Return the memory of the fullest policy rank.
+
+    Args:
+        tokens: number of tokens in the largest micro-batch; None: as computed by ``micro_batch_load``.
+        rows: number of these tokens that predict a token with a log-prob; None: all tokens.
+    """
+    layout = resolved.layout
+    tokens = micro_batch_load(resolved, layout) if tokens is None else tokens
+    rows = tokens if rows is None else rows
+    return max(
+        (_stage_memory(resolved, shape, layout, stage, tokens, rows) for stage in range(layout.pipeline)),
+        key=lambda memory: memory.total,
+    )
+
+
+def _stage_memory(resolved: Resolved, shape: Shape, layout: Layout, stage: int, tokens: int, rows: int) -> RankMemory:
+    config = resolved.config
+    size = BYTES[config.policy.precision]
+    megatron = config.policy.megatron_cfg
+    lora = config.policy.lora
+    dense, experts = shape.on_rank(layout, stage)
+    trainable = _trainable(config.policy, shape, layout, stage)
+    if lora.rank:
+        dense += trainable[0]
+    state = 8 if config.policy.precision == "float32" else 12  # two moments; in bfloat16 also main weights
+    last = stage == layout.pipeline - 1
+    logits = _logits(config.policy, shape, layout, rows // layout.context, size) if last else 0
+    table = -(-shape.vocabulary // layout.tensor) * shape.hidden * size
+    largest = table if last or stage == 0 else 3 * shape.hidden * shape.ffn // layout.tensor * size
+    state_bytes = _optimizer_state(config.policy, shape, layout, stage, state)
+    activations = _activations(config.policy, shape, layout, stage, tokens, rows, size)
+    # The backward pass starts after the logits are freed, so only the excess over them counts.
+    buffers = (0 if lora.rank else largest) + max(0, _backward(resolved, shape, layout, tokens, size) - logits)
+    if megatron.optimizer.offload and layout.gpus:  # it is copied to the GPU after the activations are freed
+        state_bytes = max(0, state_bytes - activations - logits - buffers)
+    return RankMemory(
+        weights=(dense + experts) * size,
+        gradients=sum(trainable) * 4,
+        optimizer=state_bytes,
+        activations=activations,
+        logprobs=logits,
+        buffers=buffers,
+        reserve=GPU_RESERVE if layout.gpus else 0,
+        reference=0 if reference_is_offloaded(config) else _reference(config, shape, layout, stage),
+        teacher=_teacher(resolved, layout, stage),
+        stage=stage,
+    )
+
+
+def _trainable(policy: PolicyConfig, shape: Shape, layout: Layout, stage: int) -> tuple[int, int]:
+    """Return the numbers of trainable (dense, expert) parameters on a rank."""
+    lora = policy.lora
+    return (shape.adapters(layout, stage, lora), 0) if lora.rank else shape.on_rank(layout, stage)
+
+
+def _optimizer_state(policy: PolicyConfig, shape: Shape, layout: Layout, stage: int, size: int) -> int:
+    """Return ``size`` bytes per trainable parameter, sharded over the replicas by a distributed optimizer."""
+    replicas = [
+        layout.data * layout.context,
+        layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor),
+    ]
+    shards = replicas if policy.megatron_cfg.use_distributed_optimizer else [1, 1]
+    return sum(size * count // shard for count, shard in zip(_trainable(policy, shape, layout, stage), shards))
+
+
+def _backward(resolved: Resolved, shape: Shape, layout: Layout, tokens: int, size: int) -> int:
+    """Return the bytes of one MLP's activation gradients and of one layer's recomputed activations."""
+    config = resolved.config
+    width = (
+        shape.active_experts * shape.expert_ffn / layout.expert_tensor
+        if shape.moe_layers
+        else shape.ffn / layout.tensor
+    )
+    floats = 5 * width + 2 * shape.hidden
+    norms, attention, rest = _layer_floats(config.policy, shape, layout)
+    recomputed = {"none": 0, "selective": attention, "full": norms / 2 + max(attention, rest)}[
+        config.policy.megatron_cfg.recompute
+    ]
+    if (computed := _longest_saving(resolved).tokens) < 1:  # keys and values of all sequences, including shared ones
+        recomputed = max(recomputed, attention / computed)
+    return int((floats + recomputed) * (tokens // layout.context) * size)
+
+
+def _logits(policy: PolicyConfig, shape: Shape, layout: Layout, rows: int, size: int) -> int:
+    """Return the bytes that the log-probs of one chunk of tokens require.
+
+    These are the logits and their gradient in the model's precision, and three float32 copies of the logits of up to
+    ``_LOGPROB_CHUNK`` tokens. For fused kernels see ``gdpo_nemo.megatron.logprobs``.
+    """
+    width = -(-shape.vocabulary // layout.tensor)
+    if fused_logprobs(policy, layout):
+        columns_in_slice = _SLICE_BYTES // max(1, rows * size) // _SLICE_TILE * _SLICE_TILE
+        columns = min(width, max(_SLICE_TILE, columns_in_slice))
+        # The gradient of the hidden states is summed in float32 and then rounded. Four float32 values are kept.
+        return rows * (columns * size + shape.hidden * (4 + size) + 16)
+    chunk = min(rows, max(1, _LOGIT_BYTES // (4 * width)))
+    return 2 * chunk * width * size + 3 * min(chunk, _LOGPROB_CHUNK) * width * 4
+
+
+def fused_logprobs(policy: PolicyConfig, layout: Layout) -> bool:
+    """Return whether log-probs are computed by fused kernels, which do not store the logits.
+
+    This is the case on GPUs, unless the config disables them or the head has a LoRA adapter.
+    """
+    lora = policy.lora
+    adapted = bool(lora.rank) and "lm_head" in lora.target_modules
+    return layout.gpus > 0 and policy.megatron_cfg.fused_logprobs is not False and not adapted
+
+
+def _activations(
+    policy: PolicyConfig, shape: Shape, layout: Layout, stage: int, tokens: int, rows: int, size: int
+) -> int:
+    """Return the bytes that all micro-batches in flight on ``stage`` save for the backward pass."""
+    megatron = policy.megatron_cfg
+    local = tokens // layout.context
+    count = len(shape.on_stage(layout, stage))
+    inputs, attention, rest = _layer_floats(policy, shape, layout)
+    complete = inputs + attention + rest
+    recomputed = count
+    if megatron.recompute == "full" and megatron.recompute_layers:
+        chunks = megatron.virtual_pipeline_model_parallel_size or 1
+        recomputed = min(count, megatron.recompute_layers * chunks)
+    saved_by_mode = {
+        "none": complete,
+        "selective": inputs + rest,
+        "full": _recomputed_floats(policy, shape, layout),
+    }
+    saved = saved_by_mode[megatron.recompute]
+    floats = recomputed * saved + (count - recomputed) * complete
+    ends = 0
+    if stage == layout.pipeline - 1:  # the gathered final norm and the evaluated rows
+        ends = _norm_floats(policy) * shape.hidden * local + shape.hidden * rows // layout.context
+    in_flight = _in_flight(layout, stage, megatron.virtual_pipeline_model_parallel_size)
+    return int((floats * local * in_flight + ends) * size)
+
+
+def _in_flight(layout: Layout, stage: int, virtual: int | None) -> float:
+    """Return the number of micro-batches whose activations a stage holds at once (1F1B schedule)."""
+    in_flight = layout.pipeline - stage
+    if virtual and layout.pipeline > 1:
+        return layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * virtual))
+    return in_flight
+
+
+def _recomputed_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
+    """Return the floats per token that a fully recomputed layer saves: the inputs of its attention and its MLP."""
+    return 2 * shape.hidden / (layout.tensor if policy.megatron_cfg.sequence_parallel else 1)
+
+
+def _layer_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> tuple[float, float, float]:
+    """Return the saved floats per local token of a layer as (norms with their inputs, core attention, all others)."""
+    gpu = transformer_engine(policy, layout)
+    sharded = layout.tensor if policy.megatron_cfg.sequence_parallel else 1
+    norms = 2 * (2 if gpu else _norm_floats(policy)) * shape.hidden / sharded
+    query = shape.query / layout.tensor
+    keys_values = shape.key_value / layout.tensor
+    ffn = _ffn_floats(shape, layout)
+    if gpu:  # rotated queries, keys and values for the fused kernel, and its output
+        return norms, query + keys_values, query + ffn
+    # Queries and the output are padded rectangles. Keys and values are repeated for every head, and context parallelism
+    # does not shard them.
+    attention = _RECTANGLE_PADDING * (2 * query + 2 * query * layout.context)
+    norm_inputs = (query + keys_values) * shape.qk_norm
+    return norms, attention, query + norm_inputs + ffn
+
+
+def _norm_floats(policy: PolicyConfig) -> int:
+    """Return the floats per hidden unit that an unfused norm saves: its input, normalized input and output.
+
+    The norm computes in float32, so in bfloat16 some of these values count as two floats.
+    """
+    return 3 if policy.precision == "float32" else 5
+
+
+def transformer_engine(policy: PolicyConfig, layout: Layout) -> bool:
+    """Return whether the config allows TransformerEngine for norms and attention, which requires GPUs."""
+    megatron = policy.megatron_cfg
+    return layout.gpus > 0 and megatron.transformer_engine is not False and megatron.attention_backend != "sdpa"
+
+
+def _ffn_floats(shape: Shape, layout: Layout) -> float:
+    """Return the floats per token that an MLP saves.
+
+    The fused activation on GPUs saves gate, up and their product. On CPUs, the gate's activation and a copy of up are
+    saved in addition.
+    """
+    parts = 3 if layout.gpus else 5
+    dense = parts * shape.ffn / layout.tensor
+    if not shape.moe_layers:
+        return dense
+    # Each token is copied to active_experts experts. On average, the copies are balanced over the ranks.
+    routed = shape.active_experts * (parts * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
+    moe_fraction = len(shape.moe_layers) / shape.layers
+    return moe_fraction * routed + (1 - moe_fraction) * dense
+
+
+def optimizer_bytes(policy: PolicyConfig, shape: Shape, layout: Layout) -> int:
+    """Return the bytes of optimizer state on the fullest rank, in GPU or host memory.
+
+    The state consists of two moments and, in bfloat16, float32 main weights.
+    """
+    state = 8 if policy.precision == "float32" else 12
+    return max(_optimizer_state(policy, shape, layout, stage, state) for stage in range(layout.pipeline))
+
+
+def host_memory(resolved: Resolved, shape: Shape) -> int:
+    """Return the bytes of pinned host memory that the fullest policy rank uses.
+
+    This is the offloaded optimizer state and the KL penalty's offloaded reference weights. Colocated engines do not
+    use host memory, because they sleep without a copy of their weights.
+    """
+    config = resolved.config
+    layout = resolved.layout
+    if not layout.gpus:
+        return 0
+    held = optimizer_bytes(config.policy, shape, layout) if config.policy.megatron_cfg.optimizer.offload else 0
+    if reference_is_offloaded(config):
+        held += max(_reference(config, shape, layout, stage) for stage in range(layout.pipeline))
+    return held
+
+
+def refit_bytes(resolved: Resolved, shape: Shape) -> int:
+    """Return the bytes that one weight update sends to each engine. With LoRA only the adapters are sent."""
+    config = resolved.config
+    lora = config.policy.lora
+    undivided = replace(resolved.layout, tensor=1, pipeline=1)
+    sent = shape.adapters(undivided, 0, lora) if lora.rank else shape.parameters
+    return sent * BYTES[config.policy.precision]
+
+
+def transport_memory(resolved: Resolved, shape: Shape) -> int:
+    """Return the bytes of host memory that a weight update occupies until the next one.
+
+    The transport ``memory`` holds two copies: the buffer packed by rank 0 and the object in Ray's object store. The
+    transport ``folder`` holds one copy, all others hold none.
+    """
+    config = resolved.config
+    if not resolved.layout.engines:
+        return 0
+    return {"memory": 2, "folder": 1}.get(chosen_transport(config), 0) * refit_bytes(resolved, shape)
+
+
+def reference_is_offloaded(config: Config) -> bool:
+    """Return whether a reference model's weights, if there is one, are kept in host memory."""
+    return config.cluster.gpus_per_node > 0 and config.policy.offload_reference
+
+
+def _reference(config: Config, shape: Shape, layout: Layout, stage: int) -> int:
+    """Return the bytes of the KL penalty's reference weights on a rank.
+
+    With LoRA this is 0, because the reference is the model without its adapters. On CPUs it is not counted.
+    """
+    penalty = config.loss_fn.reference_policy_kl_penalty or kl_in_reward(config.gdpo)
+    if not layout.gpus or not penalty or config.policy.lora.rank:
+        return 0
+    return sum(shape.on_rank(layout, stage)) * BYTES[config.policy.precision]
+
+
+def _teacher(resolved: Resolved, layout: Layout, stage: int) -> int:
+    """Return the bytes of the distillation teacher's weights on a policy rank; 0 without a known teacher."""
+    shape = teacher_shape(resolved)
+    return sum(shape.on_rank(layout, stage)) * BYTES[resolved.config.policy.precision] if shape else 0
+
+
+def teacher_shape(resolved: Resolved) -> Shape | None:
+    """Return the shape of the distillation teacher; None without a teacher or if its shape is unknown."""
+    config = resolved.config
+    name = config.teacher.model_name
+    if resolved.algorithm.section != "teacher" or not name:
+        return None
+    return shape_of(read_model(replace(config.policy, model_name=name, model_factory=None)), name)
+
+
+def resting_memory(resolved: Resolved, shape: Shape) -> int:
+    """Return the bytes that the policy keeps on its fullest rank while colocated engines sample."""
+    layout = resolved.layout
+    offload = resolved.config.policy.megatron_cfg.optimizer.offload
+    stages = (_stage_memory(resolved, shape, layout, stage, 0, 0) for stage in range(layout.pipeline))
+    return max(memory.resting(offload) for memory in stages)
+
+
+# -- engines ----------------------------------------------------------------------------------------------------
+
+
+def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemory:
+    """Return the memory of one engine rank.
+
+    On a GPU, the KV cache gets ``gpu_memory_utilization`` x ``device_bytes`` minus the weights and ``GPU_RESERVE``. On
+    a CPU, its size is ``kv_cache_memory_bytes``.
+    """
+    vllm = config.policy.generation.vllm_cfg
+    size = BYTES[config.policy.precision]
+    tensor = vllm.tensor_parallel_size
+    weights = shape.parameters * size // tensor
+    per_token = 2 * shape.layers * max(1, shape.kv_heads // tensor) * shape.head_size * size
+    if not config.cluster.gpus_per_node:
+        return EngineMemory(weights, vllm.kv_cache_memory_bytes, per_token)
+    room = int(device_bytes * vllm.gpu_memory_utilization) - weights - GPU_RESERVE
+    return EngineMemory(weights, max(0, room), per_token)

@@ -1,0 +1,1 @@
+"""Simulation of a run's schedule from recorded or assumed times."""

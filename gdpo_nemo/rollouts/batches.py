@@ -1,0 +1,387 @@
+"""Training batches: sampled groups, dataset rows for algorithms that do not sample, and recorded batches of a run."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Iterable, Mapping, Protocol, Sequence
+
+import numpy as np
+
+from gdpo_nemo.config.layout import prompts_per_round
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.prompts import PromptSource, with_unique_ids
+from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory
+from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
+from gdpo_nemo.generation.requests import Completion
+from gdpo_nemo.observe.journal import JournalEntry, read_journal
+from gdpo_nemo.observe.samples import read_rollouts, rollout_files
+from gdpo_nemo.utils.errors import RunError, first_line
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.tokenizer import Tokenizer
+
+
+@dataclass
+class Rollout:
+    """Groups that one step trains, with timing and metrics."""
+
+    groups: list[Group]
+    next_position: int
+    """Number of prompts trained or dropped since the start of training, including those of this rollout."""
+    generation_s: float = 0.0
+    verify_s: float = 0.0
+    rounds: int = 1
+    dropped_groups: int = 0
+    """Number of groups that dynamic sampling rejected."""
+    dropped: list[tuple[int, str]] = field(default_factory=list)
+    """(prompt index, reason) of each prompt dropped since the previous step."""
+    again: list[int] = field(default_factory=list)
+    """Prompt indices of the groups reused from earlier steps. They are at the end of ``groups``."""
+    measured: dict[str, float] = field(default_factory=dict)
+    """Metrics of the engines and the queue."""
+    spans: list[Span] = field(default_factory=list)
+    version: int | None = None
+    """Version of the weights that the step starts from. None if unknown."""
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All trajectories, in group order."""
+        return [t for group in self.groups for t in group.trajectories]
+
+
+def make_prompt_ids_unique(groups: Sequence[Group]) -> None:
+    """Make the prompt ids of a batch unique. A batch may contain a prompt more than once, from several epochs."""
+    for group, prompt in zip(groups, with_unique_ids([group.prompt for group in groups])):
+        if prompt is not group.prompt:
+            group.prompt = prompt
+            for trajectory in group.trajectories:
+                trajectory.prompt = replace(trajectory.prompt, id=prompt.id)
+
+
+def sample_seed(run_seed: int, position: int, sample: int, turn: int = 0) -> int:
+    """Return the seed of one sample.
+
+    The seed depends on the run's seed, the prompt's index in the run (negative for validation), the sample and the
+    turn. It does not depend on engines, batches or resumes, so that a lost sample is reproduced exactly.
+    """
+    # Entropy must be non-negative, so the sign is a separate entry. Turn 0 does not add an entry, so the first turn has
+    # the same seed as a single-turn sample.
+    entropy = [run_seed, abs(position), int(position < 0), sample, *([turn] if turn else [])]
+    # 31 bits: also non-negative as a signed 32-bit integer.
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
+
+
+def sampled(prompt: Prompt, sample: int, completion: Completion) -> Trajectory:
+    """Return a single-turn trajectory. Its text and rewards are not set."""
+    return Trajectory(
+        prompt=prompt,
+        sample_index=sample,
+        completion_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        policy_version=completion.version,
+        text="",
+        finish_reason=completion.finish_reason,
+        spans=completion.spans,
+    )
+
+
+def aborted(prompt: Prompt, sample: int, version: int, reason: str) -> Trajectory:
+    """Return an empty trajectory with the outcome ``ABORTED``. It counts in the metrics and is not trained."""
+    no_tokens = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return Trajectory(prompt, sample, *no_tokens, version, "", "abort", outcome=Outcome.ABORTED, detail=reason)
+
+
+def decode(trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
+    """Decode the completions of single-turn trajectories into ``text``."""
+    texts = tokenizer.batch_decode([t.completion_ids.tolist() for t in trajectories], skip_special_tokens=True)
+    for trajectory, text in zip(trajectories, texts):
+        trajectory.text = text
+
+
+def apply_verdicts(
+    trajectories: Sequence[Trajectory], pool: EnvironmentExecutor, state: TrainerState | None = None
+) -> None:
+    """Verify the trajectories and store their rewards and outcomes. An environment failure never becomes a reward.
+
+    Args:
+        state: training progress, which the environments receive with the trajectories.
+    """
+    for trajectory in trajectories:
+        trajectory.trainer_state = state
+    for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
+        trajectory.rewards = dict(verdict.rewards)
+        trajectory.turn_rewards = tuple(dict(rewards) for rewards in verdict.turn_rewards)
+        trajectory.detail = verdict.detail
+        trajectory.extra = dict(verdict.extra)
+        trajectory.metrics = dict(verdict.metrics)
+        if verdict.outcome is not Outcome.OK:
+            trajectory.outcome = verdict.outcome
+        elif trajectory.finish_reason == "length" and trajectory.prompt.answer_ids is None:
+            # A prompt with ``answer_ids`` requests a fixed length, so reaching it is not a truncation.
+            trajectory.outcome = Outcome.TRUNCATED
+
+
+def num_samples(groups: Sequence[Group]) -> int:
+    """Return the number of trajectories in the groups."""
+    return sum(len(group.trajectories) for group in groups)
+
+
+def first_samples(groups: Sequence[Group], count: int) -> list[Group]:
+    """Return groups with the first ``count`` samples. The last group is split if necessary."""
+    chosen: list[Group] = []
+    for group in groups:
+        missing = count - num_samples(chosen)
+        if missing <= 0:
+            break
+        if len(group.trajectories) <= missing:
+            chosen.append(group)
+        else:
+            chosen.append(Group(group.prompt, group.trajectories[:missing], group.position))
+    return chosen
+
+
+Span = tuple[str, str, float, float]
+"""(trace row, name, start, end). Times are in seconds since the epoch."""
+
+
+class Batch(Protocol):
+    """Input of one training step."""
+
+    next_position: int
+    """Number of prompts used since the start of training, including those of this batch."""
+    spans: list[Span]
+    """Timeline spans that show how the batch was made."""
+
+
+class BatchStream(Protocol):
+    """Source of training batches: ``RolloutScheduler`` if the algorithm samples, otherwise ``PromptStream``."""
+
+    def queues(self) -> dict[str, Any]:
+        """Return the work in flight, for the status file. Called from another thread."""
+
+    def schedule(self, step: int) -> None:
+        """Record that ``step`` steps are trained, and start all work that the published weights allow."""
+
+    def progress(self) -> str:
+        """Describe the progress of the current batch or validation, for display. Called from another thread."""
+
+    def get_batch(self, step: int) -> Batch | None:
+        """Wait for batch number ``step`` and return it. Return None if the prompts are used up."""
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
+        """Start preparing the held-out prompts as input for the algorithm's ``validate``."""
+
+    def take_events(self) -> list[str]:
+        """Return notable events since the last call, one sentence each."""
+
+    def ledger(self) -> dict[str, Any]:
+        """Return the prompt ledger for a checkpoint: which prompts are trained or dropped.
+
+        The result is a ``LedgerState`` as a dictionary. It is empty if prompts are used strictly in order.
+        """
+
+    def close(self) -> None:
+        """Cancel the work in flight."""
+
+
+@dataclass
+class PromptBatch:
+    """Dataset rows of one step. Columns other than the prompt are in ``Prompt.fields``."""
+
+    prompts: list[Prompt]
+    next_position: int
+    spans: list[Span] = field(default_factory=list)
+
+
+class PromptStream:
+    """Source of training prompts, in order, for an algorithm that does not sample.
+
+    Args:
+        position: number of prompts that earlier steps used. 0 for a new run, otherwise the value in the checkpoint.
+    """
+
+    def __init__(self, config: Config, prompts: PromptSource, position: int):
+        self._count = prompts_per_round(config.gdpo)
+        self._prompts = prompts
+        self._position = position
+
+    def progress(self) -> str:
+        """Return an empty string, because batches take no noticeable time."""
+        return ""
+
+    def schedule(self, step: int) -> None:
+        """Do nothing, because no batch is made in advance."""
+
+    def get_batch(self, step: int) -> PromptBatch:
+        """Return the next prompts."""
+        prompts = self._prompts.batch(self._position, self._count)
+        self._position += self._count
+        return PromptBatch(prompts, self._position)
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Sequence[Prompt]]:
+        """Return the prompts unchanged."""
+        done: Future[Sequence[Prompt]] = Future()
+        done.set_result(prompts)
+        return done
+
+    def queues(self) -> dict[str, Any]:
+        """Return an empty dictionary, because no work is in flight."""
+        return {}
+
+    def take_events(self) -> list[str]:
+        """Return an empty list, because this stream has no events."""
+        return []
+
+    def ledger(self) -> dict[str, Any]:
+        """Return an empty dictionary, because prompts are used in order."""
+        return {}
+
+    def close(self) -> None:
+        """Do nothing, because no work is in flight."""
+
+
+class RecordedStream:
+    """Source of recorded batches of a run, used by a replay instead of engines and environments.
+
+    Sample files contain neither ``Prompt.fields`` nor ``Trajectory.metrics``, so both are empty here.
+
+    Args:
+        entries: entries of the run's journal.
+    """
+
+    def __init__(self, run_dir: Path, entries: Iterable[JournalEntry]):
+        self._entries = {entry.step: entry for entry in entries}
+        self._files = dict(rollout_files(run_dir))
+
+    def schedule(self, version: int) -> None:
+        """Do nothing, because no batch is made in advance."""
+
+    def get_batch(self, step: int) -> Rollout:
+        """Return the recorded batch of step number ``step``, counted from 0.
+
+        Raises:
+            RunError: if its samples cannot be read or do not match the journal.
+        """
+        entry = self._entries[step + 1]
+        file = self._files[step + 1]
+        try:
+            records = read_rollouts(file)
+        except (OSError, ValueError) as error:
+            raise RunError(f"{file}: cannot be read ({first_line(error)})") from None
+        groups = recorded_groups(entry, records, str(file))
+        dropped = [(position, reason) for position, reason in entry.dropped]
+        return Rollout(groups, entry.position, dropped=dropped, again=entry.again, version=step)
+
+    def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
+        """Raise RunError, because a replay does not sample."""
+        raise RunError("a replay has no engines to validate with")
+
+    def ledger(self) -> dict[str, Any]:
+        """Return an empty dictionary, because a replay has no outstanding prompts."""
+        return {}
+
+    def progress(self) -> str:
+        """Return an empty string, because batches take no noticeable time."""
+        return ""
+
+    def queues(self) -> dict[str, Any]:
+        """Return an empty dictionary, because no work is in flight."""
+        return {}
+
+    def take_events(self) -> list[str]:
+        """Return an empty list, because a replay has no events."""
+        return []
+
+    def close(self) -> None:
+        """Do nothing, because no work is in flight."""
+
+
+def read_trained_groups(run_dir: Path, step: int, positions: Sequence[int]) -> list[Group]:
+    """Read groups that ``step`` trained from the run folder.
+
+    Args:
+        positions: prompt indices of the groups.
+
+    Raises:
+        RunError: if the journal or the samples of the step cannot be read.
+    """
+    entry = next((entry for entry in read_journal(run_dir) if entry.step == step), None)
+    file = dict(rollout_files(run_dir)).get(step)
+    if entry is None or file is None:
+        raise RunError(
+            f"{run_dir}: journal or samples of step {step} not found; rollout.replay_buffer requires them "
+            "(save_samples)"
+        )
+    groups = recorded_groups(entry, read_rollouts(file), str(file))
+    return [group for group in groups if group.position in positions]
+
+
+def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], name: str) -> list[Group]:
+    """Return the groups of a step, in the order in which they were trained.
+
+    Args:
+        records: samples of the step, from ``read_rollouts``.
+        name: name of the samples' file, for messages.
+
+    Raises:
+        RunError: if the samples do not match the journal, or a sample is damaged.
+    """
+    sample_keys = [
+        (record.get("prompt_id"), record.get("sample_index")) for record in records if isinstance(record, Mapping)
+    ]
+    if entry.samples != sample_keys:
+        raise RunError(f"{name}: does not contain the samples that journal.jsonl lists for step {entry.step}")
+    remaining = iter(records)
+    groups = []
+    for position, _, members in entry.groups:
+        made: list[Trajectory] = []
+        for sample, spans, outcome in members:
+            record = next(remaining)
+            try:
+                prompt = made[0].prompt if made else _prompt(record)
+                made.append(_trajectory(prompt, record, [(version, tokens) for version, tokens in spans]))
+            except (KeyError, TypeError, ValueError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise RunError(f"{name}: sample {sample} of {record['prompt_id']} is damaged ({reason})") from None
+            if made[-1].outcome != outcome:
+                raise RunError(
+                    f"{name}: sample {sample} of {record['prompt_id']} is {made[-1].outcome}, but {outcome} in "
+                    "journal.jsonl"
+                )
+        groups.append(Group(made[0].prompt, made, position))
+    return groups
+
+
+def _prompt(record: Mapping[str, Any]) -> Prompt:
+    return Prompt(
+        record["prompt_id"], np.array(record["prompt_ids"], np.int32), record["prompt"], record["environment"]
+    )
+
+
+def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple[int, int]]) -> Trajectory:
+    ids = np.array(record["completion_ids"], np.int32)
+    # Environment tokens have None in the file, because JSON has no NaN. NumPy converts it back to NaN.
+    logprobs = np.array(record["logprobs"], np.float32)
+    mask = None if record.get("loss_mask") is None else np.array(record["loss_mask"], bool)
+    trajectory = Trajectory(
+        prompt=prompt,
+        sample_index=record["sample_index"],
+        completion_ids=ids,
+        logprobs=logprobs,
+        policy_version=record["policy_version"],
+        text=record["completion"],
+        finish_reason=record["finish_reason"],
+        rewards=dict(record["rewards"]),
+        outcome=Outcome(record["outcome"]),
+        detail=record.get("detail", ""),
+        loss_mask=mask,
+        turns=record.get("turns", 1),
+        turn_tokens=tuple(record.get("turn_tokens", ())),
+        turn_rewards=tuple(dict(rewards) for rewards in record.get("turn_rewards", ())),
+        spans=tuple(spans),
+    )
+    if not len(ids) == len(logprobs) == len(ids if mask is None else mask):
+        raise ValueError("ids, log-probs and mask differ in length")
+    return trajectory

@@ -1,0 +1,440 @@
+"""Conversion of rewards to advantages and of trajectories to training sequences, with credit per sequence or turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+
+from gdpo_nemo.algorithms import LossSettings, apply_shaping, token_weights
+from gdpo_nemo.algorithms.entropy import clip_cov, kl_cov
+from gdpo_nemo.algorithms.loss_selection import reads_staleness
+from gdpo_nemo.algorithms.rewards import creates
+from gdpo_nemo.config.algorithm_choice import old_logprobs_source
+from gdpo_nemo.config.schema import Config, GdpoConfig
+from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.records import Group, Outcome, Trajectory
+from gdpo_nemo.rollouts.user_functions import load_estimator, load_shaping_rules
+from gdpo_nemo.utils.errors import RunError, first_line
+
+if TYPE_CHECKING:  # A run imports torch only after starting its processes.
+    import torch
+
+    from gdpo_nemo.algorithms import Advantages, Diagnostics
+
+
+def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
+    """Return the rewards of the trajectories by component, after ``gdpo.shaping``.
+
+    Each column is float64 [trajectories], with NaN where the component does not apply. Every component with a weight
+    has a column, even if no trajectory has a value for it.
+    """
+    rules = config.gdpo.shaping
+    columns = {
+        name: np.array([_number(t.rewards.get(name)) for t in trajectories], np.float64)
+        for name in _component_names(trajectories, config.gdpo)
+    }
+    if not rules:
+        return columns
+    shaped: dict[str, np.ndarray] = apply_shaping(
+        columns,
+        rules,
+        lengths=np.array([t.num_policy_tokens for t in trajectories]),
+        max_length=longest_completion(config),
+        truncated=np.array([t.finish_reason == "length" and t.outcome is not Outcome.OK for t in trajectories]),
+        functions=load_shaping_rules(config.gdpo),
+    )
+    return shaped
+
+
+def _component_names(trajectories: Sequence[Trajectory], gdpo: GdpoConfig) -> list[str]:
+    given = dict.fromkeys(name for t in trajectories for name in t.rewards)
+    # Components that a shaping rule creates are left out. A column of NaN here would make the rule's result NaN.
+    created = {rule["component"] for rule in gdpo.shaping if creates(rule)}
+    names = [*(name for name in gdpo.rewards if name in given or name not in created), *given]
+    return list(dict.fromkeys(names))
+
+
+def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None = None) -> Advantages | TurnAdvantages:
+    """Compute the advantages of all trajectories of a step, in group order.
+
+    With ``gdpo.credit: turn``, compute the advantages of their turns instead. Components that are not in
+    ``gdpo.rewards`` get weight 0, so that they appear in the metrics.
+
+    Args:
+        kl: result of ``log_ratios``, required if ``gdpo.kl_in_reward`` is set. Shape: [trajectories].
+
+    Raises:
+        RunError: if no trajectory has a reward with a weight, or a custom estimator fails or returns non-finite values.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    ids = np.repeat(_group_ids(groups, config.gdpo.group_by), [len(group.trajectories) for group in groups])
+    valid = np.array([t.trains for t in trajectories])
+    if config.gdpo.credit == "turn":
+        rows = turn_rows(trajectories, _component_names(trajectories, config.gdpo), config.gdpo.discount)
+        turn_ids = rows.ids(ids, config.gdpo.turn_baseline)
+        of_turns = _compute(lambda: rows.columns, turn_ids, valid[rows.trajectory], rows.tokens, config)
+        return TurnAdvantages(rows, of_turns, reward_columns(trajectories, config), valid)
+    lengths = np.array([t.num_policy_tokens for t in trajectories])
+    return _compute(lambda: reward_columns(trajectories, config), ids, valid, lengths, config, kl)
+
+
+def _compute(
+    rewards: Callable[[], Mapping[str, np.ndarray]],
+    ids: np.ndarray,
+    valid: np.ndarray,
+    lengths: np.ndarray,
+    config: Config,
+    kl: np.ndarray | None = None,
+) -> Advantages:
+    """Call ``compute_advantages`` with the config's settings, for trajectories or turns.
+
+    Raises:
+        RunError: if the rewards are invalid or the estimator fails.
+    """
+    from gdpo_nemo.algorithms import compute_advantages
+
+    gdpo = config.gdpo
+    custom = load_estimator(config.gdpo)
+    try:
+        columns = rewards()
+        return compute_advantages(
+            columns,
+            ids,
+            weights={name: gdpo.rewards.get(name, 0.0) for name in columns},
+            valid=valid,
+            lengths=lengths,
+            kl=kl,
+            kl_coefficient=gdpo.kl_in_reward,
+            estimator=custom or gdpo.estimator,
+            preset=gdpo.preset,
+            batch_norm=gdpo.batch_norm,
+            epsilon=gdpo.epsilon,
+            **gdpo.options,
+        )
+    except ValueError as error:
+        raise RunError(f"advantages: {error}") from error
+    except Exception as error:
+        if custom is None:
+            raise
+        raise RunError(f"gdpo.estimator: {gdpo.estimator} raised {first_line(error)}") from error
+
+
+def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
+    """Return the index of each group, or of the first group with the same prompt tokens. Shape: int64 [groups]."""
+    if by == "row":
+        return np.arange(len(groups))
+    first: dict[bytes, int] = {}
+    return np.array([first.setdefault(group.prompt.token_ids.tobytes(), index) for index, group in enumerate(groups)])
+
+
+def log_ratios(sequences: Sequence[TrainSequence], reference: Sequence[np.ndarray]) -> np.ndarray:
+    """Return log p_sampler - log p_reference of each sequence, summed over the tokens that the policy wrote.
+
+    The sum estimates KL(sampler || reference) of a trajectory. It is positive if the sampled tokens are more likely
+    under the sampler than under the reference. It is NaN if no token has both log-probs. Shape: float64 [sequences].
+    """
+    gaps = [
+        s.where_written(s.sampler_logprobs - r).astype(np.float64) for s, r in zip(sequences, reference, strict=True)
+    ]
+    return np.array([np.nan if np.isnan(gap).all() else np.nansum(gap) for gap in gaps])
+
+
+def _number(value: float | None) -> float:
+    return np.nan if value is None else float(value)
+
+
+def updates_of(
+    trajectories: Sequence[Trajectory],
+    advantages: np.ndarray | Sequence[float | np.ndarray],
+    config: Config,
+    version: int | None = None,
+    trained: Sequence[bool] | None = None,
+) -> list[list[TrainSequence]]:
+    """Split the trajectories of a step into optimizer updates and convert them to training sequences.
+
+    Token weights are normalized within each update.
+
+    Args:
+        advantages: one number or array per trajectory. See ``TrainSequence.advantage``.
+        version: version of the weights that the step starts from. If the loss or the off-policy correction reads
+            staleness, every token gets its staleness relative to this version.
+        trained: one value per trajectory. A trajectory with False gets weight 0. None means the result of
+            ``is_trained``.
+    """
+    loss = config.loss_fn
+    size = config.policy.train_global_batch_size or len(trajectories)
+    if trained is None:
+        trained = [is_trained(t, loss) for t in trajectories]
+    updates = []
+    for start in range(0, len(trajectories), size):
+        part = slice(start, start + size)
+        updates.append(_weighted(trajectories[part], advantages[part], trained[part], config))
+    if version is not None and reads_staleness(loss):
+        for trajectory, sequence in zip(trajectories, chain.from_iterable(updates), strict=True):
+            sequence.staleness = token_staleness(trajectory, version)
+    return updates
+
+
+def choose_by_covariance(
+    update: Sequence[TrainSequence], now: Sequence[np.ndarray], loss: LossSettings, seed: Sequence[int]
+) -> float:
+    """Select the tokens of an update that the loss clip_cov or kl_cov treats separately.
+
+    clip_cov sets the advantage of the selected tokens to 0. kl_cov stores the selection in ``TrainSequence.chosen``.
+
+    Args:
+        now: for each sequence, log-probs of its completion under the weights that the update starts from.
+        seed: seed of clip_cov's random selection.
+
+    Returns:
+        Fraction of the trained tokens that is selected.
+    """
+    written = [np.ones(len(s.completion_ids), bool) if s.loss_mask is None else s.loss_mask for s in update]
+    trained = [mask if s.weight else np.zeros_like(mask) for s, mask in zip(update, written)]
+    values, advantages, old = (
+        np.concatenate([part[mask] for part, mask in zip(parts, trained)]).astype(np.float64)
+        for parts in (now, [s.token_advantages() for s in update], _old_logprobs(update, now))
+    )
+    if loss.type == "kl_cov":
+        chosen = kl_cov(values, advantages, ratio=loss.kl_cov_ratio)
+    else:
+        ratio = np.exp(values - old)
+        bounded = advantages * ratio.clip(1 - loss.ratio_clip_min, 1 + loss.ratio_clip_max)
+        bounds = (loss.clip_cov_lb, loss.clip_cov_ub)
+        chosen = clip_cov(
+            values, advantages, bounded < advantages * ratio, ratio=loss.clip_cov_ratio, bounds=bounds,
+            draw=np.random.default_rng(list(seed)),
+        )  # fmt: skip
+    ends = np.cumsum([mask.sum() for mask in trained])
+    for sequence, mask, chosen_of_sequence in zip(update, trained, np.split(chosen, ends[:-1])):
+        selected = np.zeros(len(mask), bool)
+        selected[mask] = chosen_of_sequence
+        if loss.type == "kl_cov":
+            sequence.chosen = selected
+        else:
+            sequence.advantage = np.where(selected, np.float32(0), sequence.token_advantages())
+    return float(chosen.mean()) if len(chosen) else 0.0
+
+
+def _old_logprobs(update: Sequence[TrainSequence], now: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the old log-probs of each sequence. If a sequence has none, return its log-probs in ``now``."""
+    return [values if s.old_logprobs is None else s.old_logprobs for s, values in zip(update, now)]
+
+
+def token_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
+    """Return the staleness of each token: ``version`` minus the version of the weights that sampled the token.
+
+    It is 0 for tokens that the policy did not write. Shape: int32 [completion tokens].
+    """
+    spans = trajectory.spans or ((trajectory.policy_version, trajectory.num_policy_tokens),)
+    versions, tokens = np.array(spans, np.int64).T
+    written = np.repeat(version - versions, tokens).astype(np.int32)
+    if trajectory.loss_mask is None:
+        return written
+    staleness = np.zeros(len(trajectory.completion_ids), np.int32)
+    staleness[trajectory.loss_mask] = written
+    return staleness
+
+
+def is_trained(trajectory: Trajectory, loss: LossSettings) -> bool:
+    """Return True if the trajectory contributes to the loss.
+
+    It must be trainable (``Trajectory.trains``). With ``mask_truncated``, it must also not be truncated.
+    """
+    return trajectory.trains and not (loss.mask_truncated and trajectory.outcome is Outcome.TRUNCATED)
+
+
+def _advantage(given: float | np.ndarray) -> float | np.ndarray:
+    """Convert a single advantage to a Python float. Return an array with one advantage per token unchanged."""
+    return given if isinstance(given, np.ndarray) else float(given)
+
+
+def _weighted(
+    trajectories: Sequence[Trajectory],
+    advantages: np.ndarray | Sequence[float | np.ndarray],
+    trained: Sequence[bool],
+    config: Config,
+) -> list[TrainSequence]:
+    loss = config.loss_fn
+    weights = token_weights(
+        [t.num_policy_tokens if keep else 0 for t, keep in zip(trajectories, trained)],
+        loss.aggregation,
+        constant_length=loss.constant_length or longest_completion(config),
+    )
+    from_sampler = old_logprobs_source(config) == "sampler"
+    return [
+        TrainSequence(
+            prompt_ids=t.prompt.token_ids,
+            completion_ids=t.completion_ids,
+            sampler_logprobs=t.logprobs,
+            advantage=_advantage(a) if keep else 0.0,
+            weight=float(w),
+            old_logprobs=t.logprobs if from_sampler else None,
+            loss_mask=t.loss_mask,
+        )
+        for t, a, w, keep in zip(trajectories, advantages, weights, trained)
+    ]
+
+
+def longest_completion(config: Config) -> int:
+    """Return the maximum number of tokens that the policy may write in one trajectory, over all turns."""
+    per_turn = config.policy.generation.max_new_tokens
+    turns = config.rollout.turns
+    return turns.max_tokens or per_turn * turns.max_turns
+
+
+@dataclass(frozen=True)
+class TurnRows:
+    """Table with one row per turn, for all turns of all trajectories."""
+
+    trajectory: np.ndarray
+    """Index of the turn's trajectory. Shape: int64 [turns]."""
+    turn: np.ndarray
+    """Index of the turn in its trajectory. Shape: int64 [turns]."""
+    tokens: np.ndarray
+    """Number of tokens that the policy wrote in the turn. Shape: int64 [turns]."""
+    columns: dict[str, np.ndarray]
+    """Discounted return of each turn, by component. Shape: float64 [turns].
+
+    It is NaN in all turns of a trajectory that does not have the component.
+    """
+
+    def ids(self, groups: np.ndarray, baseline: str) -> np.ndarray:
+        """Return a group id for each turn. Turns with equal ids are compared with each other. Shape: int64 [turns].
+
+        Args:
+            groups: non-negative group id of each trajectory. Shape: int64 [trajectories].
+            baseline: value of ``gdpo.turn_baseline``.
+        """
+        of_group = groups[self.trajectory]
+        if baseline == "turn":
+            of_group = of_group * (int(self.turn.max()) + 1) + self.turn
+        return np.asarray(of_group)
+
+
+def turn_rows(trajectories: Sequence[Trajectory], names: Iterable[str], discount: float) -> TurnRows:
+    """Return the turns of ``trajectories``, with the discounted returns of the components ``names``."""
+    tokens = [t.turn_tokens or (t.num_policy_tokens,) for t in trajectories]
+    counts = np.array([len(turns) for turns in tokens], np.int64)
+    return TurnRows(
+        trajectory=np.repeat(np.arange(len(trajectories)), counts),
+        turn=np.concatenate([np.arange(count) for count in counts]),
+        tokens=np.concatenate([np.array(turns, np.int64) for turns in tokens]),
+        columns={
+            name: np.concatenate([_returns(t, name, int(n), discount) for t, n in zip(trajectories, counts)])
+            for name in names
+        },
+    )
+
+
+def _returns(trajectory: Trajectory, name: str, turns: int, discount: float) -> np.ndarray:
+    """Return the discounted return of a component from each turn on. Shape: float64 [turns].
+
+    It is NaN if the trajectory does not have the component.
+    """
+    total = trajectory.rewards.get(name)
+    if total is None:
+        return np.full(turns, np.nan)
+    found = earned(trajectory, name, turns)
+    for turn in range(turns - 2, -1, -1):
+        found[turn] += discount * found[turn + 1]
+    return found
+
+
+def earned(trajectory: Trajectory, name: str, turns: int) -> np.ndarray:
+    """Return the reward of each turn for a component that the trajectory has. Shape: float64 [turns].
+
+    If no turn has a reward for the component, the last turn gets the trajectory's reward.
+    """
+    found = [rewards.get(name) for rewards in trajectory.turn_rewards]
+    if all(value is None for value in found):
+        found = [*[None] * (turns - 1), trajectory.rewards.get(name)]
+    return np.array([0.0 if value is None else value for value in found], np.float64)
+
+
+@dataclass(frozen=True)
+class TurnAdvantages:
+    """Advantages of all turns of a batch.
+
+    ``values`` and ``components`` have one value per trajectory, as in ``Advantages``: the mean over its policy tokens.
+    """
+
+    rows: TurnRows
+    of_turns: Advantages
+    """Advantages of the turns, in the order of ``rows``."""
+    totals: Mapping[str, np.ndarray]
+    """Rewards of the trajectories by component, NaN if not applicable. Shape: float64 [trajectories]."""
+    valid: np.ndarray
+    """True if the trajectory can be trained. Shape: bool [trajectories]."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Component names, in column order."""
+        return tuple(self.totals)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """Mean advantage over the policy tokens of each trajectory. Shape: float64 [trajectories]."""
+        return self._means(self.of_turns.values)
+
+    @property
+    def components(self) -> torch.Tensor:
+        """Weighted term of each component, averaged like ``values``. Shape: float64 [trajectories, components]."""
+        return self._means(self.of_turns.components)
+
+    @cached_property
+    def by_turn(self) -> list[np.ndarray]:
+        """Advantages of the turns of each trajectory. Shape: float64 [turns]."""
+        starts = np.flatnonzero(self.rows.turn == 0)[1:]
+        return np.split(self.of_turns.values.numpy(), starts)
+
+    def of_sequences(self, trajectories: Sequence[Trajectory]) -> list[float | np.ndarray]:
+        """Return ``TrainSequence.advantage`` of each trajectory.
+
+        It is a single number for a trajectory of one turn, otherwise float32 [completion tokens]. Tokens that the
+        policy did not write have advantage 0.
+        """
+        return [
+            float(values[0]) if len(values) == 1 else _spread(t, values)
+            for t, values in zip(trajectories, self.by_turn)
+        ]
+
+    @cached_property
+    def diagnostics(self) -> Diagnostics:
+        """Diagnostics of the advantages of turns.
+
+        Mean, standard deviation, saturation and missing fraction of the rewards refer to trajectories.
+        """
+        from gdpo_nemo.algorithms.diagnostics import column_statistics
+        from gdpo_nemo.algorithms.table import build_table
+
+        found = self.of_turns.diagnostics
+        table = build_table(dict(self.totals), np.arange(len(self.valid)), dict.fromkeys(self.names, 1.0), self.valid)
+        mean, std, saturation = column_statistics(table)
+        missing = 1.0 - table.present.sum(axis=1) / max(1, self.valid.sum())
+        return replace(found, mean=mean, std=std, saturation=saturation, missing=missing)
+
+    def _means(self, values: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        rows = self.rows
+        count = len(self.valid)
+        tokens = np.maximum(rows.tokens, 1)  # A trajectory without policy tokens has one turn of 0 tokens.
+        weights = tokens / np.bincount(rows.trajectory, tokens, count)[rows.trajectory]
+        columns = values.numpy().reshape(len(weights), -1).T
+        means = np.stack([np.bincount(rows.trajectory, weights * column, count) for column in columns], axis=1)
+        return torch.from_numpy(means.reshape(count, *values.shape[1:]))
+
+
+def _spread(trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
+    """Expand one value per turn to its policy tokens, with 0 elsewhere. Shape: float32 [completion tokens]."""
+    written = np.repeat(values.astype(np.float32), trajectory.turn_tokens)
+    if trajectory.loss_mask is None:
+        return written
+    spread = np.zeros(len(trajectory.completion_ids), np.float32)
+    spread[trajectory.loss_mask] = written
+    return spread

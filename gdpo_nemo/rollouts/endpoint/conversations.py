@@ -1,0 +1,191 @@
+"""History of sampled turns, so that a conversation continues from exactly the tokens that were sampled.
+
+A turn is found by the token ids in its message, if the client returns them as NeMo Gym does. For clients that drop
+unknown fields, it is found by a fingerprint of the messages. The fingerprint also detects that a client has edited its
+messages. The stored tokens are then not used, because their text differs from the messages.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from gdpo_nemo.config.rollout_checks import TURNS_KEPT
+from gdpo_nemo.data.conversation import split_thought
+from gdpo_nemo.generation.requests import Completion
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of the policy."""
+
+    prompt_ids: np.ndarray
+    """All tokens before this turn. Shape: int32 [tokens]."""
+    completion: Completion
+    engine: int
+    turns: int
+    """Number of turns in the conversation so far, including this one."""
+    num_policy_tokens: int
+    """Number of tokens that the policy sampled in these turns."""
+    fingerprint: str
+    """Fingerprint of the conversation's messages, including the message of this turn."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """Tokens of prompt and completion, with which the next prompt begins. Shape: int32 [tokens]."""
+        return np.concatenate([self.prompt_ids, self.completion.token_ids])
+
+
+class EditedHistory(Exception):
+    """Raised if a message has the token ids of a turn, but a different text."""
+
+
+class UnknownTurn(Exception):
+    """Raised if the token ids of a message are not in the history, for example after their episode was abandoned."""
+
+
+class History:
+    """Turns of the episodes in flight. Thread-safe.
+
+    Turns are numbered in the order of arrival, so that the turns of finished episodes can be removed.
+
+    Args:
+        limit: maximum number of turns. The oldest turns are removed first.
+    """
+
+    def __init__(self, limit: int = TURNS_KEPT):
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._count = 0
+        self._by_ids: OrderedDict[bytes, tuple[int, Turn]] = OrderedDict()
+        self._by_text: OrderedDict[tuple[str, str], tuple[int, Turn | None]] = OrderedDict()
+        self._first_active = 0
+        """Number of the first turn that may belong to an episode in flight."""
+        self._newest_removed = -1
+        """Number of the newest turn that was removed because of the limit. -1 if there is none."""
+
+    def keep(self, session: str, turn: Turn) -> None:
+        """Store a turn.
+
+        If turns of one session have equal text but different tokens, they can be found only by their token ids.
+        """
+        with self._lock:
+            ids = _digest(turn.token_ids)
+            key = (session, turn.fingerprint)
+            stored = self._by_text.get(key)
+            stored_turn = stored[1] if stored else None
+            is_unique = stored is None or (
+                stored_turn is not None and np.array_equal(stored_turn.token_ids, turn.token_ids)
+            )
+            # Entries are moved to the end, so that they stay in the order of their numbers.
+            self._by_ids.pop(ids, None)
+            self._by_text.pop(key, None)
+            self._by_ids[ids] = (self._count, turn)
+            self._by_text[key] = (self._count, turn if is_unique else None)
+            self._count += 1
+            for table in (self._by_ids, self._by_text):
+                while len(table) > self._limit:
+                    self._newest_removed = max(self._newest_removed, table.popitem(last=False)[1][0])
+
+    @property
+    def count(self) -> int:
+        """Number that the next turn will get."""
+        with self._lock:
+            return self._count
+
+    @property
+    def forgotten(self) -> bool:
+        """True if turns of episodes in flight were removed because of the limit."""
+        with self._lock:
+            return self._newest_removed >= self._first_active
+
+    def forget(self, before: int) -> None:
+        """Remove the turns with numbers less than ``before``, whose episodes are finished."""
+        with self._lock:
+            self._first_active = before
+            for table in (self._by_ids, self._by_text):
+                while table and next(iter(table.values()))[0] < before:
+                    table.popitem(last=False)
+
+    def clear(self) -> None:
+        """Remove all turns."""
+        self.forget(self.count)
+
+    def turn(self, token_ids: np.ndarray) -> Turn | None:
+        """Return the turn whose prompt and completion are ``token_ids``. Return None if it is not stored."""
+        with self._lock:
+            found = self._by_ids.get(_digest(token_ids))
+        return found[1] if found else None
+
+    def last_turn(self, messages: Messages, session: str) -> tuple[Turn, int] | None:
+        """Find the stored turn of the last assistant message.
+
+        Returns:
+            The turn and the index of its message. None if the turn is not stored, or without assistant messages.
+
+        Raises:
+            EditedHistory: if the message has the token ids of a turn, but a different text.
+            UnknownTurn: if the message has token ids that are not stored.
+        """
+        for index in range(len(messages) - 1, -1, -1):
+            message = messages[index]
+            if message.get("role") != "assistant":
+                continue
+            text_digest = fingerprint(messages[: index + 1])
+            if message.get("prompt_token_ids") is not None:
+                ids = [*message["prompt_token_ids"], *(message.get("generation_token_ids") or ())]
+                turn = self.turn(np.array(ids, np.int32))
+                if turn is None:
+                    raise UnknownTurn
+                if turn.fingerprint != text_digest:
+                    raise EditedHistory
+                return turn, index
+            # Older assistant messages are not tried, because the turns after them would have to be rendered again.
+            with self._lock:
+                _, turn = self._by_text.get((session, text_digest), (0, None))
+            return None if turn is None else (turn, index)
+        return None
+
+
+def fingerprint(messages: Messages) -> str:
+    """Return the SHA-256 digest of the messages: their roles, stripped text, reasoning and tool calls.
+
+    Reasoning at the beginning of the text and in a separate item give equal digests, because clients store it in
+    either form.
+    """
+    digest = hashlib.sha256()
+    for message in messages:
+        calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
+        thought, text = split_thought(text_of(message))
+        parts = [message.get("role"), thought, text.strip(), [[c.get("name"), arguments_of(c)] for c in calls]]
+        digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, whose content may be null, a string or a list of text parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""
+
+
+def arguments_of(function: Mapping[str, Any]) -> Any:
+    """Parse the arguments of a function call, as chat templates expect. Invalid JSON is returned as a string."""
+    arguments = function.get("arguments")
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _digest(token_ids: np.ndarray) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(token_ids, np.int32).tobytes()).digest()

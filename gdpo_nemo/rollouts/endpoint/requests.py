@@ -1,0 +1,382 @@
+"""Validation of requests from untrusted clients, and conversion between the Responses API and chat."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Iterator, Mapping, Sequence
+
+from gdpo_nemo.data.conversation import output_items
+from gdpo_nemo.data.server_replies import depth_exceeds
+from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.endpoint.conversations import Turn
+from gdpo_nemo.utils.files import parse_json
+
+MAX_BODY_BYTES = 64 * 2**20
+_MAX_DEPTH = 100
+_MAX_MESSAGES = 10_000
+_MAX_TOKENS = 2**20
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "stream": (False,),
+    "stop": ([], ""),
+    "frequency_penalty": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "min_p": (0, 0.0),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto",),
+    "chat_template_kwargs": ({},),
+    "guided_json": (),
+    "structured_outputs": (),
+    "seed": (),
+    "best_of": (1,),
+    "echo": (False,),
+}
+"""Keys that would change the sampling, with the values at which they have no effect.
+
+Other values are refused, because training relies on the sampling settings of the run.
+"""
+
+
+class Refused(Exception):
+    """Raised to answer a request with an HTTP error status and a message."""
+
+    def __init__(self, status: int, message: str):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class NoRoom(Refused):
+    """Raised with status 400 if the conversation has reached a limit on turns or tokens."""
+
+    def __init__(self, message: str):
+        super().__init__(400, message)
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """Fields of a chat request that the endpoint uses."""
+
+    messages: list[dict[str, Any]]
+    tools: list[Mapping[str, Any]] | None
+    max_tokens: int | None
+    wants_logprobs: bool
+    session: str
+
+
+def read_chat(body: bytes, sampling: Sampling, session: str) -> ChatRequest:
+    """Parse a request to /v1/chat/completions or /tokenize.
+
+    Raises:
+        Refused: with status 400 if the request is invalid.
+    """
+    return read_request(read_object(body), sampling, session)
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Parse a request body that must be a JSON object.
+
+    Raises:
+        Refused: with status 400 if the body is invalid.
+    """
+    if depth_exceeds(body, _MAX_DEPTH):
+        raise Refused(400, f"the request is not valid JSON: it is nested more than {_MAX_DEPTH} levels deep")
+    try:
+        request = parse_json(body)
+    except ValueError as error:
+        raise Refused(400, f"the request is not valid JSON: {error}") from None
+    if not isinstance(request, dict):
+        raise Refused(400, "the request must be a JSON object")
+    return request
+
+
+def read_request(request: Mapping[str, Any], sampling: Sampling, session: str) -> ChatRequest:
+    """Validate the fields of a chat request that the endpoint uses, and return them.
+
+    Raises:
+        Refused: with status 400 if a field is invalid or not supported.
+    """
+    _check_sampling(request, sampling)
+    limits = [value for key in ("max_tokens", "max_completion_tokens") if (value := request.get(key)) is not None]
+    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in limits):
+        raise Refused(400, "max_tokens must be an integer of at least 1")
+    user = request.get("user")
+    return ChatRequest(
+        _messages(request.get("messages")),
+        _tools(request.get("tools")),
+        min(limits, default=None),
+        bool(request.get("logprobs")),
+        user if isinstance(user, str) and not session else session,
+    )
+
+
+def _check_sampling(request: Mapping[str, Any], sampling: Sampling) -> None:
+    for key in ("temperature", "top_p", "top_k"):
+        value = request.get(key)
+        used = getattr(sampling, key)
+        if value is None:
+            continue
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isclose(value, used, rel_tol=1e-6)
+        ):
+            raise Refused(400, f"{key} {value!r} conflicts with the policy's sampling ({used}); remove it")
+    for key, neutral in _NEUTRAL.items():
+        if request.get(key) is not None and request[key] not in neutral:
+            raise Refused(400, f"{key} {str(request[key])[:40]} is not supported: it would change the sampling")
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    if not isinstance(messages, list) or not messages or len(messages) > _MAX_MESSAGES:
+        raise Refused(400, f"messages must be a list of 1 to {_MAX_MESSAGES} messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refused(400, f"messages[{index}] must be an object with a role")
+        content = message.get("content")
+        if isinstance(content, list):
+            if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+                raise Refused(400, f"messages[{index}].content contains a part that is not text")
+        elif content is not None and not isinstance(content, str):
+            raise Refused(400, f"messages[{index}].content must be text")
+        _check_calls(index, message.get("tool_calls"))
+        for key in ("prompt_token_ids", "generation_token_ids"):
+            _check_ids(f"messages[{index}].{key}", message.get(key))
+    return messages
+
+
+def _check_calls(index: int, calls: Any) -> None:
+    is_valid = calls is None or isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+    if not is_valid or not all(isinstance(call.get("function"), dict) for call in calls or ()):
+        raise Refused(400, f"messages[{index}].tool_calls must be a list of function calls")
+
+
+def _check_ids(name: str, ids: Any) -> None:
+    if ids is None:
+        return
+    is_short_list = isinstance(ids, list) and len(ids) <= _MAX_TOKENS
+    if not is_short_list or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+        raise Refused(400, f"{name} must be a list of token ids")
+
+
+def _tools(tools: Any) -> list[Mapping[str, Any]] | None:
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise Refused(400, "tools must be a list of objects")
+    return tools
+
+
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+_NEUTRAL_RESPONSES = {
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "background": (False,),
+    "truncation": ("disabled",),
+    "text": ({}, {"format": {"type": "text"}}),
+}
+"""Keys of the Responses API that would change the prompt, the answer or its format, with the values that have no
+effect. Other values are refused.
+"""
+_TEXT_PARTS = ("input_text", "output_text", "summary_text", "text")
+
+
+def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatRequest, Mapping[str, Any]]:
+    """Parse a request to /v1/responses. Return it both as a chat request and unchanged.
+
+    Raises:
+        Refused: with status 400 if the request is invalid.
+    """
+    request = read_object(body)
+    for key, neutral in _NEUTRAL_RESPONSES.items():
+        if request.get(key) is not None and request[key] not in neutral:
+            raise Refused(
+                400, f"{key} {str(request[key])[:40]} is not supported: input must contain the whole conversation"
+            )
+    _check_metadata(request.get("metadata"))
+    chat = {
+        key: value for key, value in request.items() if key not in ("messages", "input", "instructions", "logprobs")
+    }
+    chat["messages"] = [*_instructions(request.get("instructions")), *_response_messages(request.get("input"))]
+    chat["max_tokens"] = request.get("max_output_tokens")
+    chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(_list("tools", request.get("tools") or []))]
+    return read_request(chat, sampling, session), request
+
+
+def _check_metadata(metadata: Any) -> None:
+    """Check that the metadata has no chat template settings, which NeMo Gym's agents store there as JSON.
+
+    They are refused, because every prompt is rendered with the settings of the run.
+    """
+    if isinstance(metadata, Mapping) and metadata.get("chat_template_kwargs") not in (None, "", "{}", {}):
+        value = str(metadata["chat_template_kwargs"])[:40]
+        raise Refused(
+            400, f"metadata.chat_template_kwargs {value} is not supported: every prompt is rendered as in training"
+        )
+
+
+def response_of(turn: Turn, message: Mapping[str, Any], request: Mapping[str, Any], number: str) -> dict[str, Any]:
+    """Return the reply to a Responses API request. Its last item has the token fields of NeMo Gym's model server.
+
+    Args:
+        message: the assistant's message, in chat format.
+        request: request as received.
+        number: identifier of the turn, used in all ids of the reply.
+    """
+    completion = turn.completion
+    items = _items(message, number)
+    values = (turn.prompt_ids.tolist(), completion.token_ids.tolist(), completion.logprobs.tolist())
+    items[-1].update(zip(TOKEN_FIELDS, values))
+    input_tokens = len(turn.prompt_ids)
+    output_tokens = len(completion.token_ids)
+    return _response(
+        items,
+        request,
+        number,
+        incomplete=completion.finish_reason == "length",
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+    )
+
+
+def response_without_room(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the reply if the conversation has reached a limit: an empty text, marked as incomplete."""
+    return _response(_items({"content": ""}, "none"), request, "none", incomplete=True, input_tokens=0, output_tokens=0)
+
+
+# -- items to messages -----------------------------------------------------------------------------------------
+
+
+def _instructions(text: Any) -> list[dict[str, Any]]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _response_messages(items: Any) -> list[dict[str, Any]]:
+    """Convert response items to chat messages.
+
+    Consecutive text, reasoning and tool calls of the assistant become one message. An item with token ids ends the
+    message, because only the last item of a turn has them.
+    """
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
+    turn: dict[str, Any] | None = None
+    for index, item in enumerate(_list("input", items)):
+        where = f"input[{index}]"
+        if not isinstance(item, Mapping):
+            raise Refused(400, f"{where} must be an object")
+        kind = item.get("type") or "message"
+        if kind == "function_call_output":
+            turn = None
+            messages.append(
+                {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(where, item.get("output"))}
+            )
+        elif kind == "message" and item.get("role") != "assistant":
+            turn = None
+            messages.append({"role": item.get("role"), "content": _text(where, item.get("content"))})
+        else:
+            if turn is None:
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            _append_item(where, kind, item, turn)
+            if item.get("prompt_token_ids") is not None:
+                turn |= {key: item[key] for key in TOKEN_FIELDS if key in item}
+                turn = None
+    return messages
+
+
+def _append_item(where: str, kind: str, item: Mapping[str, Any], turn: dict[str, Any]) -> None:
+    """Append an assistant item (text, reasoning or tool call) to the assistant's message ``turn``."""
+    if kind == "message":
+        turn["content"] += _text(where, item.get("content"))
+    elif kind == "reasoning":
+        parts = [_text(where, [part]) for part in _list(f"{where}.summary", item.get("summary") or [])]
+        turn["content"] += "".join(f"<think>{part}</think>" for part in parts if part)
+    elif kind == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+    else:
+        raise Refused(400, f"{where} is of type {str(kind)[:40]!r}, which is not supported in a chat")
+
+
+def _text(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise Refused(400, f"{where} contains no text")
+    for part in content:
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") not in _TEXT_PARTS
+            or not isinstance(part.get("text"), str)
+        ):
+            raise Refused(400, f"{where} contains a part that is not text")
+    return "".join(part["text"] for part in content)
+
+
+def _chat_tool(index: int, tool: Any) -> dict[str, Any]:
+    if not isinstance(tool, Mapping) or tool.get("type") != "function":
+        raise Refused(400, f"tools[{index}] is not a function")
+    return {
+        "type": "function",
+        "function": {key: tool[key] for key in ("name", "description", "parameters") if key in tool},
+    }
+
+
+def _list(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise Refused(400, f"{name} must be a list")
+    return value
+
+
+# -- messages to items -----------------------------------------------------------------------------------------
+
+
+def _items(message: Mapping[str, Any], number: str) -> list[dict[str, Any]]:
+    """Convert the assistant's message to items: reasoning, text and tool calls. There is at least one item."""
+    calls = message.get("tool_calls") or ()
+    items = list(_text_items(message.get("content") or "", number)) if message.get("content") or not calls else []
+    for index, call in enumerate(calls):
+        ids = {"id": f"fc_{number}_{index}", "call_id": call["id"]}
+        items.append({**ids, "type": "function_call", "status": "completed", **call["function"]})
+    return items
+
+
+def _text_items(text: str, number: str) -> Iterator[dict[str, Any]]:
+    for item in output_items(text, split_reasoning=True):
+        yield {**item, "id": f"{item['id'].partition('_')[0]}_{number}"}
+
+
+def _response(
+    items: Sequence[Mapping[str, Any]],
+    request: Mapping[str, Any],
+    number: str,
+    *,
+    incomplete: bool,
+    input_tokens: int,
+    output_tokens: int,
+) -> dict[str, Any]:
+    return {
+        "id": f"resp_{number}",
+        "object": "response",
+        "created_at": 0,
+        "model": request.get("model") or "policy",
+        "status": "incomplete" if incomplete else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if incomplete else None,
+        "output": items,
+        "parallel_tool_calls": request.get("parallel_tool_calls") is not False,
+        "tool_choice": "auto",
+        "tools": request.get("tools") or [],
+        "usage": {
+            "input_tokens": input_tokens,
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": input_tokens + output_tokens,
+        },
+    }

@@ -1,0 +1,408 @@
+"""Endpoint service, independent of HTTP: finds a conversation's earlier turns, samples the next turn and stores it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+from collections import Counter, deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Coroutine, Iterator, Mapping, Protocol
+
+import numpy as np
+
+from gdpo_nemo.data.conversation import Conversation, output_items
+from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.rollouts.endpoint.conversations import (
+    EditedHistory,
+    History,
+    Turn,
+    UnknownTurn,
+    arguments_of,
+    fingerprint,
+    text_of,
+)
+from gdpo_nemo.rollouts.endpoint.requests import (
+    ChatRequest,
+    NoRoom,
+    Refused,
+    read_chat,
+    read_responses,
+    response_of,
+    response_without_room,
+)
+from gdpo_nemo.utils.errors import GdpoError, RunError
+from gdpo_nemo.utils.waits import waiting
+
+MODEL = "policy"
+_NO_ROLLOUT = "no rollout is in flight"
+"""Message for requests outside a phase. They get status 400, because agents would retry a 503."""
+
+
+class Engines(Protocol):
+    """Sampling interface of the engines, implemented by ``EngineFleet``."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Event loop on which ``sample`` must run. It runs in a separate thread."""
+        ...
+
+    def sample(
+        self, request: SampleRequest, sampling: Sampling, engine: int | None = None
+    ) -> Coroutine[Any, Any, tuple[Completion, int]]:
+        """Sample a completion, on ``engine`` if it is alive. Return the completion and the index of its engine."""
+        ...
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Limits on the length of one conversation."""
+
+    max_turns: int
+    max_tokens: int
+    """Maximum number of tokens that the policy may write in all turns."""
+    max_sequence: int
+    """Maximum number of tokens of prompt and completion together."""
+
+
+@dataclass(frozen=True)
+class _Next:
+    """Prompt of the next turn, and the previous turn. ``before`` is None if no earlier turn is stored."""
+
+    token_ids: np.ndarray
+    before: Turn | None
+
+
+@dataclass(eq=False)
+class _Phase:
+    """An open phase."""
+
+    entropy: int
+    first: int
+    """Number of the first turn that may belong to this phase."""
+
+
+class Service:
+    """Service that answers agents' requests while at least one ``phase`` is open.
+
+    Args:
+        shared: True allows several open phases with equal sampling settings, for example one for each group. A request
+            does not identify its phase, because few agents pass on such an identifier. Seeds therefore depend on the
+            order of requests. False makes each phase wait until the previous phase ends.
+    """
+
+    def __init__(self, engines: Engines, conversation: Conversation, budgets: Budgets, shared: bool = False):
+        self.conversation = conversation
+        self.budgets = budgets
+        self.history = History()
+        self.counts: Counter[str] = Counter()
+        """Number of events by name. The counts restart if a phase is opened while no other phase is open.
+
+        ``turns``: turns sampled. ``spliced``: turns that continued from sampled tokens. ``edited``: turns whose history
+        the client had changed, so that the prompt was rendered again. ``refused``: requests answered with an error.
+        """
+        self.failure: GdpoError | None = None
+        """Error because of which sampling failed permanently. None if sampling works."""
+        self._engines = engines
+        self._shared = shared
+        self._sampling: Sampling | None = None
+        self._batch = object()
+        """Identity of the current batch. It changes when a phase is opened while no other phase is open."""
+        self._request_counts: Counter[bytes] = Counter()
+        """Number of requests by prompt digest, since the oldest open phase became the oldest."""
+        self._phases: list[_Phase] = []
+        self._queue: deque[object] = deque()
+        """Phases that wait to be opened, in order, so that a phase with other settings does not wait forever."""
+        self._condition = threading.Condition()
+
+    @contextlib.contextmanager
+    def phase(self, sampling: Sampling, entropy: int) -> Iterator[None]:
+        """Open a phase: answer requests while the block runs.
+
+        Waits until all open phases that cannot be shared have ended.
+
+        Args:
+            sampling: sampling settings for all requests.
+            entropy: number from which the seeds derive while this is the oldest open phase.
+        """
+        opened = self._enter(sampling, entropy)
+        try:
+            yield
+        finally:
+            self._leave(opened)
+
+    def _enter(self, sampling: Sampling, entropy: int) -> _Phase:
+        ticket = object()
+
+        def admitted() -> bool:
+            can_share = self._shared and self._sampling == sampling
+            return self._queue[0] is ticket and (can_share or not self._phases)
+
+        with self._condition:
+            self._queue.append(ticket)
+            try:
+                if not admitted():
+                    with waiting("the endpoint, which other agents use", "rollouts"):
+                        self._condition.wait_for(admitted)
+            finally:
+                self._queue.remove(ticket)
+                self._condition.notify_all()
+            if not self._phases:
+                self.history.clear()
+                self.counts.clear()
+                self._request_counts.clear()
+                self._sampling = sampling
+                self._batch = object()
+            opened = _Phase(entropy, self.history.count)
+            self._phases.append(opened)
+        return opened
+
+    def _leave(self, opened: _Phase) -> None:
+        with self._condition:
+            oldest = self._phases[0] is opened
+            self._phases.remove(opened)
+            if not self._phases:
+                self._sampling = None
+                self.history.clear()
+            elif oldest:
+                # The next phase has another entropy, so the counts can restart without repeating a seed.
+                self._request_counts.clear()
+                self.history.forget(self._phases[0].first)
+            self._condition.notify_all()
+
+    async def chat(self, body: bytes, session: str = "") -> dict[str, Any]:
+        """Return the reply to /v1/chat/completions.
+
+        Raises:
+            Refused: if the request is invalid or cannot be served.
+        """
+        sampling = self._current_sampling()
+        request = read_chat(body, sampling, session)
+        return _answer(*await self._turn(request, sampling), request)
+
+    async def responses(self, body: bytes, session: str = "") -> dict[str, Any]:
+        """Return the reply to /v1/responses.
+
+        Raises:
+            Refused: if the request is invalid or cannot be served.
+        """
+        sampling = self._current_sampling()
+        request, original = read_responses(body, sampling, session)
+        try:
+            turn, message = await self._turn(request, sampling)
+        except NoRoom:
+            self.counts["refused"] += 1
+            return response_without_room(original)
+        return response_of(turn, message, original, f"{_number(turn):x}_{turn.turns}")
+
+    async def _turn(self, request: ChatRequest, sampling: Sampling) -> tuple[Turn, dict[str, Any]]:
+        """Sample the next turn of a conversation, store it, and return it with the assistant's message.
+
+        Raises:
+            Refused: if the request cannot be served.
+        """
+        batch = self._batch
+        following = self._next(request)
+        allowed = self._allowed(request, following, sampling)
+        before = following.before
+        sample = SampleRequest(following.token_ids, self._seed(following.token_ids), allowed)
+        completion, engine = await self._sample(sample, sampling, before.engine if before else None)
+        message = self._message(completion, request)
+        digest = fingerprint([*request.messages, message])
+        turns, policy_tokens = (before.turns, before.num_policy_tokens) if before else (0, 0)
+        policy_tokens += len(completion.token_ids)
+        turn = Turn(following.token_ids, completion, engine, turns + 1, policy_tokens, digest)
+        for index, call in enumerate(message.get("tool_calls") or ()):
+            call["id"] = f"call_{_number(turn)}_{turn.turns}_{index}"
+        self._store(batch, request.session, turn)
+        return turn, message
+
+    def _store(self, batch: object, session: str, turn: Turn) -> None:
+        """Store a turn.
+
+        Raises:
+            Refused: if all phases that were open at the time of the request have ended. Otherwise the next batch could
+                use this turn's log-probs and version for a turn with equal tokens.
+        """
+        with self._condition:
+            if self._batch is not batch or not self._phases:
+                raise Refused(400, _NO_ROLLOUT)
+            self.history.keep(session, turn)
+            self.counts["turns"] += 1
+
+    async def _sample(self, request: SampleRequest, sampling: Sampling, engine: int | None) -> tuple[Completion, int]:
+        """Return a completion and the engine that sampled it.
+
+        Raises:
+            Refused: if sampling failed permanently.
+        """
+        pending: Future[tuple[Completion, int]] = asyncio.run_coroutine_threadsafe(
+            self._engines.sample(request, sampling, engine), self._engines.loop
+        )
+        try:
+            return await asyncio.wrap_future(pending)
+        except Exception as error:  # Any exception is stored, because the callers that wait for the agents need it.
+            self.failure = error if isinstance(error, GdpoError) else RunError(f"sampling: {error}")
+            raise Refused(500, str(self.failure)) from None
+
+    async def tokenize(self, body: bytes, session: str = "") -> dict[str, Any]:
+        """Return the reply to /tokenize: the prompt tokens that a chat request with these messages would have.
+
+        Raises:
+            Refused: if the request is invalid.
+        """
+        ids = self._next(read_chat(body, self._current_sampling(), session), count=False).token_ids.tolist()
+        return {"tokens": ids, "count": len(ids), "max_model_len": self.budgets.max_sequence}
+
+    def models(self) -> dict[str, Any]:
+        """Return the reply to /v1/models."""
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gdpo_nemo"}
+        return {"object": "list", "data": [{**model, "max_model_len": self.budgets.max_sequence}]}
+
+    def _current_sampling(self) -> Sampling:
+        sampling = self._sampling
+        if sampling is None:
+            raise Refused(400, _NO_ROLLOUT)
+        return sampling
+
+    def _next(self, request: ChatRequest, count: bool = True) -> _Next:
+        """Return the next prompt: the exact tokens of the earlier turns, followed by the new messages.
+
+        If no earlier turn is stored, all messages are rendered with the chat template.
+
+        Args:
+            count: True to include the request in ``counts``.
+        """
+        try:
+            found = self.history.last_turn(request.messages, request.session)
+        except EditedHistory:
+            found = None
+            self.counts["edited"] += count
+        except UnknownTurn:
+            raise Refused(400, "a message contains token ids that were not sampled in this batch") from None
+        messages = [_for_template(message) for message in request.messages]
+        try:
+            if found is None:
+                return _Next(self.conversation.prompt(messages, request.tools)[1], None)
+            turn, index = found
+            if index + 1 == len(messages):
+                raise Refused(400, "the last message is from the assistant, so there is nothing to answer")
+            last = int(turn.completion.token_ids[-1])
+            new = self.conversation.continuation(messages[:index], messages[index + 1 :], last, request.tools)
+        except RunError as error:
+            raise Refused(400, str(error)) from None
+        self.counts["spliced"] += count
+        return _Next(np.concatenate([turn.token_ids, new]).astype(np.int32), turn)
+
+    def _allowed(self, request: ChatRequest, following: _Next, sampling: Sampling) -> int:
+        """Return the maximum number of tokens of the next turn.
+
+        Raises:
+            NoRoom: if a limit is reached. Agents recognize a full context by the wording of the message.
+        """
+        budgets = self.budgets
+        before = following.before
+        length = len(following.token_ids)
+        room = budgets.max_sequence - length
+        left = budgets.max_tokens - (before.num_policy_tokens if before else 0)
+        if before and before.turns >= budgets.max_turns:
+            raise NoRoom(f"max_tokens: the policy has already used all of its {budgets.max_turns} turns")
+        if room < 1:
+            raise NoRoom(f"the prompt of {length} tokens exceeds the context length of {budgets.max_sequence} tokens")
+        if left < 1:
+            raise NoRoom(f"max_tokens: the policy has already used all of its {budgets.max_tokens} tokens")
+        return min(room, left, sampling.max_new_tokens, request.max_tokens or room)
+
+    def _seed(self, token_ids: np.ndarray) -> int:
+        """Return a seed that depends on the phase, the prompt and the number of earlier requests with this prompt.
+
+        Requests with the same prompt get different seeds. The set of these seeds does not depend on the order of the
+        agents.
+        """
+        digest = hashlib.sha256(token_ids.tobytes()).digest()
+        with self._condition:
+            if not self._phases:
+                raise Refused(400, _NO_ROLLOUT)
+            phase = self._phases[0].entropy
+            self._request_counts[digest] += 1
+            times = self._request_counts[digest]
+        entropy = [phase, int.from_bytes(digest[:8], "little"), times]
+        return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
+
+    def _message(self, completion: Completion, request: ChatRequest) -> dict[str, Any]:
+        """Convert a completion to the assistant's message. If the request has tools, parse tool calls from the text."""
+        text = self.conversation.text(completion.token_ids)
+        items = output_items(text, "hermes") if request.tools else []
+        calls = [item for item in items if item["type"] == "function_call"]
+        if not calls:
+            return {"role": "assistant", "content": text}
+        text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
+        return {
+            "role": "assistant",
+            "content": text or None,
+            "tool_calls": [
+                {"id": c["call_id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+                for c in calls
+            ],
+        }
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a message to the format that chat templates expect.
+
+    The content becomes a string, and the arguments of tool calls become objects. The role developer becomes system.
+    Fields of this endpoint, such as token ids, are removed.
+    """
+    plain = {key: message[key] for key in ("role", "name", "tool_call_id", "reasoning_content") if key in message}
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    plain["content"] = text_of(message)
+    if message.get("tool_calls"):
+        plain["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"])}}
+            for call in message["tool_calls"]
+        ]
+    return plain
+
+
+def _number(turn: Turn) -> int:
+    """Return a number for the ids in a turn's reply. It depends only on the messages, so a resumed run repeats it."""
+    return int(turn.fingerprint[:12], 16)
+
+
+def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
+    """Return the reply to a chat request.
+
+    Training reads the three token fields of the message, which NeMo Gym passes on unchanged.
+    """
+    completion = turn.completion
+    ids = completion.token_ids.tolist()
+    logprobs = completion.logprobs.tolist()
+    finish = "tool_calls" if message.get("tool_calls") else "stop"
+    if completion.finish_reason == "length":
+        finish = "length"
+    choice: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": finish,
+        "message": {
+            **message,
+            "prompt_token_ids": turn.prompt_ids.tolist(),
+            "generation_token_ids": ids,
+            "generation_log_probs": logprobs,
+        },
+    }
+    if request.wants_logprobs:
+        entry: dict[str, Any] = {"bytes": None, "top_logprobs": []}
+        content = [{"token": f"token_id:{i}", "logprob": value, **entry} for i, value in zip(ids, logprobs)]
+        choice["logprobs"] = {"content": content}
+    usage = {"prompt_tokens": len(turn.prompt_ids), "completion_tokens": len(ids)}
+    return {
+        "id": f"chatcmpl-{_number(turn):x}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": [choice],
+        "usage": {**usage, "total_tokens": sum(usage.values())},
+    }

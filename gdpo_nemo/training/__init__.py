@@ -1,0 +1,1 @@
+"""Training loop, its algorithms, setup, resume and supervision, and the Python API."""

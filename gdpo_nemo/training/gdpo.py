@@ -1,0 +1,367 @@
+"""GDPO, the sampling algorithm: rewards by component, advantages from an estimator, and a policy-gradient loss."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from gdpo_nemo.algorithms.entropy import AdaptiveEntropy
+from gdpo_nemo.algorithms.loss_selection import loss_entry
+from gdpo_nemo.config.algorithm_choice import old_logprobs_source, spec_of
+from gdpo_nemo.config.layout import updates_per_step
+from gdpo_nemo.config.objective_checks import kl_in_reward
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.packing import TrainSequence, with_gradient
+from gdpo_nemo.data.records import UpdateResult
+from gdpo_nemo.rollouts.credit import TurnAdvantages, advantages_of, choose_by_covariance, log_ratios, updates_of
+from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
+from gdpo_nemo.training.algorithm import Algorithm
+
+if TYPE_CHECKING:
+    from gdpo_nemo.algorithms import Advantages, LossSettings
+    from gdpo_nemo.cluster.policy_group import PolicyGroup
+    from gdpo_nemo.data.tokenizer import Tokenizer
+    from gdpo_nemo.observe.log import RunLog
+    from gdpo_nemo.rollouts.batches import Rollout
+
+METRICS = {
+    "reward/total/mean": ("reward", "Weighted sum of the components' means, which is the reward in GRPO"),
+    "rollout/dropped_groups": ("groups", "Groups that gdpo.dynamic_sampling sampled and dropped from the step"),
+    "rollout/reference_kl": (
+        "nats",
+        "KL to the initial model that gdpo.kl_in_reward subtracts from the advantages, mean over trajectories",
+    ),
+    "policy/entropy_coefficient": (
+        "",
+        "Weight of the entropy in the next update if the entropy is below its target (loss_fn.use_adaptive_entropy)",
+    ),
+    "policy/covariance_tokens": ("share", "Tokens of the step's last update selected by the loss clip_cov or kl_cov"),
+    "time/rollout": ("s", "Sampling of the step's batch; with max_staleness it overlaps with earlier training"),
+    "time/verify": ("s", "Time spent waiting for the environments to score the batch"),
+    "time/advantages": ("s", "Computing advantages on the driver, part of time/train"),
+}
+PATIENCE = 3
+"""Number of consecutive steps in which a component must be constant or ignored before the run reports it."""
+
+
+@dataclass
+class PreparedRollout:
+    """A rollout with its advantages and the sequences of its updates."""
+
+    rollout: Rollout
+    advantages: Advantages | TurnAdvantages
+    updates: list[list[TrainSequence]]
+    measured: dict[str, float]
+    trainer_logprobs: list[np.ndarray | None] | None = None
+    """Trainer's log-probs per trajectory, [completion tokens]; None for a trajectory without them, or None if no
+    trajectory has them."""
+    entropies: list[np.ndarray | None] | None = None
+    """Entropy of the policy's distribution at each token in nats, per trajectory, [completion tokens]; None as for
+    ``trainer_logprobs``."""
+
+
+class TokenScores:
+    """Scores of a step's tokens by the trainer before training: log-probs, and if configured entropies and values.
+
+    Each sequence is scored only once. With ``values=True``, the value head also estimates the value of each state.
+    """
+
+    def __init__(self, policy: PolicyGroup, config: Config, values: bool = False):
+        self._policy = policy
+        self._with_values = values
+        rollout = config.rollout
+        self._entropies = rollout.save_entropies and rollout.save_samples
+        self._all = self._entropies or (rollout.save_trainer_logprobs and rollout.save_samples)
+        self._found: dict[int, np.ndarray] = {}
+        """Scores by ``id`` of the sequence, [completion tokens, 1 to 3 columns]: log-prob, entropy, value."""
+
+    def logprobs(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
+        """Return the log-probs with the current weights: float32 [completion tokens] for each sequence."""
+        return self._column(sequences, 0)
+
+    def values(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
+        """Return the value head's estimate of the state before each token: float32 [completion tokens] for each
+        sequence."""
+        return self._column(sequences, -1)
+
+    def _column(self, sequences: list[TrainSequence], index: int) -> list[np.ndarray]:
+        unknown = [sequence for sequence in sequences if id(sequence) not in self._found]
+        if unknown:
+            self._found |= {
+                id(sequence): found for sequence, found in zip(unknown, self._compute(unknown), strict=True)
+            }
+        return [np.ascontiguousarray(self._found[id(sequence)][:, index]) for sequence in sequences]
+
+    def _compute(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
+        if self._with_values:
+            return self._policy.logprobs_and_values(sequences, self._entropies)
+        if self._entropies:
+            return self._policy.logprobs_and_entropies(sequences)
+        return [found[:, None] for found in self._policy.logprobs(sequences)]
+
+    def recorded(
+        self, sequences: list[TrainSequence]
+    ) -> tuple[list[np.ndarray | None] | None, list[np.ndarray | None] | None]:
+        """Return log-probs and entropies to save with the samples, for each sequence; None for a sequence without them.
+
+        If ``rollout.save_trainer_logprobs`` or ``rollout.save_entropies`` is set, missing ones are computed.
+        """
+        unknown = [sequence for sequence in sequences if id(sequence) not in self._found]
+        if unknown and self._all:
+            self.logprobs(unknown)
+        if not self._found:
+            return None, None
+        found = [self._found.get(id(sequence)) for sequence in sequences]
+
+        def column(index: int) -> list[np.ndarray | None]:
+            return [None if values is None else values[:, index] for values in found]
+
+        return column(0), column(1) if self._entropies else None
+
+
+class GDPO(Algorithm["Rollout", PreparedRollout]):
+    """Policy gradients on groups of samples, with advantages that an estimator computes from reward components.
+
+    Estimators and losses are in the package ``algorithms``. GRPO, RLOO, GSPO and others are also variants of this
+    algorithm.
+    """
+
+    loss: LossSettings
+
+    def __init__(self, config: Config, policy: PolicyGroup, tokenizer: Tokenizer, log: RunLog):
+        super().__init__(config, policy, tokenizer, log)
+        self.component_alerts = ComponentAlerts(log)
+        adapts = config.loss_fn.use_adaptive_entropy
+        self.entropy = AdaptiveEntropy(config.loss_fn.entropy_bonus) if adapts else None
+
+    @classmethod
+    def needs_reference(cls, config: Config) -> bool:
+        """Return True if there is a KL penalty in the loss or in the reward."""
+        return super().needs_reference(config) or kl_in_reward(config.gdpo)
+
+    def prepare(self, batch: Rollout) -> PreparedRollout:
+        """Compute the advantages of all trajectories, and the log-probs that the updates require.
+
+        Raises:
+            RunError: if too many verifications failed, or no trajectory has a reward.
+        """
+        check_failures(batch.trajectories, self.config.rollout.max_env_failure_share)
+        advantages, of_sequences, measured = self._credit(batch)
+        updates = updates_of(batch.trajectories, of_sequences, self.config, batch.version)
+        return self._scored(batch, advantages, updates, measured, TokenScores(self.policy, self.config))
+
+    def _scored(
+        self,
+        batch: Rollout,
+        advantages: Advantages | TurnAdvantages,
+        updates: list[list[TrainSequence]],
+        measured: dict[str, float],
+        scores: TokenScores,
+    ) -> PreparedRollout:
+        """Add old and reference log-probs to the sequences of the updates that need them."""
+        trained = updates_per_step(self.config, spec_of(self.config))
+        several = trained > 1 and old_logprobs_source(self.config) == "trainer"
+        # TargetPO's coefficients need the whole group, and a covariance needs the whole update.
+        skips = self.config.policy.skip_zero_advantage and not self._depends_on_weights
+        for update in updates:
+            # Later updates of a step start from other weights, so the old log-probs must be computed now.
+            if several:
+                scored = with_gradient(update) if skips else update
+                for sequence, values in zip(scored, scores.logprobs(scored)):
+                    sequence.old_logprobs = values
+            if self.loss.reference_policy_kl_penalty:
+                for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
+                    sequence.reference_logprobs = values
+        known = scores.recorded([sequence for update in updates for sequence in update])
+        return PreparedRollout(batch, advantages, updates, measured, *known)
+
+    @property
+    def _depends_on_weights(self) -> bool:
+        """True if the advantages of an update depend on the weights before that update."""
+        entry = loss_entry(self.loss.type)
+        return entry.by_group or entry.by_covariance
+
+    def _credit(
+        self, batch: Rollout
+    ) -> tuple[Advantages | TurnAdvantages, np.ndarray | Sequence[float | np.ndarray], dict[str, float]]:
+        """Return the advantages, the value of ``TrainSequence.advantage`` for each trajectory, and metrics."""
+        divergence = self._kl(batch)
+        start = time.time()
+        advantages = advantages_of(batch.groups, self.config, divergence)
+        measured = {"time/advantages": time.time() - start}
+        if divergence is not None and not np.isnan(divergence).all():
+            measured["rollout/reference_kl"] = float(np.nanmean(divergence))
+        if isinstance(advantages, TurnAdvantages):
+            return advantages, advantages.of_sequences(batch.trajectories), measured
+        return advantages, advantages.values.numpy(), measured
+
+    def updates(self, prepared: PreparedRollout) -> Iterator[list[TrainSequence]]:
+        """Yield the sequences of each update: ``policy.train_global_batch_size`` at a time, repeated
+        ``gdpo.num_iterations`` times."""
+        entry = loss_entry(self.loss.type)
+        # Copies keep the original advantages for the next iteration. The copied sequences share their arrays.
+        for number in range(self.config.gdpo.num_iterations * len(prepared.updates)):
+            update = prepared.updates[number % len(prepared.updates)]
+            if self._depends_on_weights:
+                update = [replace(sequence) for sequence in update]
+            if entry.by_group:
+                self._apply_target_po(update)
+            if entry.by_covariance:
+                self._choose_by_covariance(update, prepared, number)
+            if self.entropy is not None:
+                self.loss = replace(self.loss, entropy_bonus=self.entropy.applied(self.loss))
+            yield update
+
+    def observe(self, result: UpdateResult) -> None:
+        """Adapt the entropy coefficient after an update, if this is enabled."""
+        if self.entropy is not None and result.sums.get("tokens"):
+            self.entropy.update(result.sums["entropy"] / result.sums["tokens"], self.loss)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of the adaptive entropy coefficient, if it is enabled."""
+        return {} if self.entropy is None else {"entropy": asdict(self.entropy)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Restore the adaptive entropy coefficient from a checkpoint."""
+        if self.entropy is not None and "entropy" in state:
+            self.entropy = AdaptiveEntropy(**state["entropy"])
+
+    def metrics(self, prepared: PreparedRollout, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
+        """Return the metrics of loss, rewards, advantages, rollouts and staleness.
+
+        Parity of trainer and sampler is included if the rollout is on-policy.
+        """
+        rollout = prepared.rollout
+        diagnostics = prepared.advantages.diagnostics
+        on_policy = all(t.policy_version == version for t in rollout.trajectories)
+        return {
+            **update_metrics(results, on_policy and old_logprobs_source(self.config) == "trainer"),
+            **diagnostics.metrics(),
+            "reward/total/mean": _weighted_mean(diagnostics, self.config.gdpo.rewards),
+            **rollout_metrics(rollout.trajectories, version),
+            "rollout/dropped_groups": float(rollout.dropped_groups),
+            **rollout.measured,
+            "time/rollout": rollout.generation_s,
+            "time/verify": rollout.verify_s,
+            **prepared.measured,
+            **({} if self.entropy is None else {"policy/entropy_coefficient": self.entropy.coefficient}),
+        }
+
+    def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
+        """Log the metrics and samples of a step, and report reward components that train nothing."""
+        rollout = prepared.rollout
+        found = prepared.advantages
+        terms = dict(zip(found.names, found.components.numpy().T))
+        by_turn = found.by_turn if isinstance(found, TurnAdvantages) else None
+        self.log.step(
+            row,
+            rollout.groups,
+            found.values.numpy(),
+            prepared.trainer_logprobs,
+            terms=terms,
+            turn_advantages=by_turn,
+            entropies=prepared.entropies,
+        )
+        self.component_alerts.update(prepared.advantages.diagnostics.alerts, [t.rewards for t in rollout.trajectories])
+
+    def _kl(self, rollout: Rollout) -> np.ndarray | None:
+        """Return each trajectory's log-ratio to the initial model (``log_ratios``), or None without
+        ``gdpo.kl_in_reward``."""
+        if not kl_in_reward(self.config.gdpo):
+            return None
+        sequences = [
+            TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask)
+            for t in rollout.trajectories
+        ]
+        return log_ratios(sequences, self.policy.logprobs(sequences, reference=True))
+
+    def _apply_target_po(self, update: list[TrainSequence]) -> None:
+        """Replace the advantages by TargetPO's coefficients, with which the linear loss has TargetPO's gradient at the
+        current weights."""
+        from gdpo_nemo.algorithms import target_po_coefficients
+
+        now = self.policy.logprobs(update)
+        old = [s.sampler_logprobs if s.old_logprobs is None else s.old_logprobs for s in update]
+        size = self.config.gdpo.num_generations_per_prompt
+        coefficients = target_po_coefficients(
+            [s.where_written(values).sum() for s, values in zip(update, now)],
+            [s.where_written(values).sum() for s, values in zip(update, old)],
+            [s.advantage for s in update],
+            np.arange(len(update)) // size,
+            valid=[s.weight > 0 for s in update],
+            lengths=[s.num_policy_tokens for s in update],
+            temperature=self.loss.target_temperature,
+            length_normalize=self.loss.target_length_normalize,
+            weights=[s.weight for s in update],
+        )
+        for sequence, value in zip(update, coefficients.tolist()):
+            sequence.advantage = value
+
+    def _choose_by_covariance(self, update: list[TrainSequence], prepared: PreparedRollout, number: int) -> None:
+        """Select tokens of an update for Clip-Cov or KL-Cov, by their covariance under the weights before the update.
+
+        Args:
+            number: index of the update in its step. The log-probs of the first update may already be known; later
+                updates need a forward pass.
+        """
+        known = number == 0 and old_logprobs_source(self.config) == "trainer"
+        if known and all(s.old_logprobs is not None for s in update):
+            now = [s.old_logprobs for s in update if s.old_logprobs is not None]
+        else:
+            now = self.policy.logprobs(update)
+        prepared.measured["policy/covariance_tokens"] = choose_by_covariance(
+            update, now, self.loss, (self.config.run.seed, prepared.rollout.next_position, number)
+        )
+
+
+def _weighted_mean(diagnostics: Any, weights: Mapping[str, float]) -> float:
+    """Return the weighted sum of the components' mean rewards, which is the mean reward in GRPO."""
+    means = dict(zip(diagnostics.names, diagnostics.mean))
+    return float(np.nansum([weight * means.get(name, np.nan) for name, weight in weights.items()]))
+
+
+class ComponentAlerts:
+    """Reports reward components that train nothing for several steps.
+
+    The report is an alert, or a note if the component is solved. An alert is repeated only after a step without its
+    cause.
+    """
+
+    def __init__(self, log: RunLog):
+        self._log = log
+        self._steps: dict[str, int] = {}
+        self._highest: dict[str, float] = {}
+        self._noted: set[str] = set()
+
+    def update(self, lines: Sequence[str], rewards: Sequence[Mapping[str, float | None]]) -> None:
+        """Process a step.
+
+        Args:
+            lines: ``Diagnostics.alerts`` of the step.
+            rewards: rewards of each sample, by component.
+        """
+        for sample in rewards:
+            for name, value in sample.items():
+                if value is not None and not value <= self._highest.get(name, value - 1):
+                    self._highest[name] = value
+        # The text before the first number identifies the component and its problem.
+        current = {re.split(r"[(:]", line)[0]: line for line in lines}
+        self._steps = {key: self._steps.get(key, 0) + 1 for key in current}
+        for key, steps in self._steps.items():
+            if steps == PATIENCE:
+                self._report(current[key])
+
+    def _report(self, line: str) -> None:
+        constant = re.match(r"component (['\"])(.+)\1 is constant", line)
+        name = constant[2] if constant else None
+        if name is None or not self._log.history.solved(name, PATIENCE, self._highest.get(name)):
+            self._log.alert(f"for {PATIENCE} steps, {line}")
+        elif name not in self._noted:
+            self._noted.add(name)
+            self._log.note(
+                f"component {name!r} is solved: for {PATIENCE} steps every sample has had the best value so far"
+            )

@@ -1,0 +1,192 @@
+"""Starting point of a run: the newest undamaged checkpoint, if data, model and config are compatible with it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from gdpo_nemo.config.changes import Change, check_changes, find_changes
+from gdpo_nemo.config.layout import Resolved, prompt_limit, prompts_per_round
+from gdpo_nemo.config.load import save_config, to_yaml
+from gdpo_nemo.config.schema import CheckpointingConfig, Config
+from gdpo_nemo.training.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunState, model_fingerprint
+from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
+from gdpo_nemo.utils.files import parse_yaml, read_text
+
+if TYPE_CHECKING:  # it imports torch, which a dry run does not need
+    from gdpo_nemo.training.inputs import Inputs
+
+CONFIG = "config.yaml"
+_HISTORY = "config_history"
+_NUMBERED = re.compile(r"(\d+)_from_step_(\d+)\.yaml")
+
+
+@dataclass
+class Start:
+    """Starting point of a run."""
+
+    checkpoints: Checkpoints
+    state: RunState
+    path: Path | None
+    """Checkpoint to load. None: start from the model."""
+    damaged: list[str]
+    """One sentence for each damaged checkpoint that was skipped."""
+    remarks: list[str]
+    """Sentences about the step from which the run resumes, and about config changes."""
+    changes: list[Change]
+    """Differences from the config of the checkpoint."""
+
+
+def find_start(resolved: Resolved, run_dir: Path, inputs: Inputs) -> Start:
+    """Return the starting point of the run in ``run_dir``. Writes nothing.
+
+    Raises:
+        ConfigError: if the folder contains a run with different data, a different model or another value of a fixed
+            setting. Also if it contains only damaged checkpoints.
+    """
+    config = resolved.config
+    checkpoints = _checkpoints(config.checkpointing, run_dir)
+    damaged: list[str] = []
+    data = inputs.prompts.fingerprint
+    model = model_fingerprint(inputs.folder)
+    found = checkpoints.newest(damaged.append) if config.checkpointing.enabled else None
+    if found is None and damaged:
+        # A new run from step 0 would overwrite damaged checkpoints that the user may be able to restore.
+        raise ConfigError(
+            f"run.dir: every checkpoint in {checkpoints.folder} is damaged; restore one, or remove that folder to "
+            f"start at step 0 ({'; '.join(damaged)})"
+        )
+    if found is None:
+        return Start(checkpoints, RunState(data=data, model=model), None, damaged, [], [])
+    path, state = found
+    for what, then, now in (("training data", state.data, data), ("model", state.model, model)):
+        if then != now:
+            raise ConfigError(
+                f"run.dir: {run_dir} was started with different {what}; use another run.name or the same {what}"
+            )
+    changes = _changes(config, path, run_dir)
+    if state.updates == UPDATES_UNKNOWN:  # written before checkpoints recorded it
+        state.updates = state.step * resolved.updates_per_step
+    remarks = [
+        f"resuming from {path} after step {state.step}",
+        *(change.sentence(state.step + 1) for change in changes),
+    ]
+    return Start(checkpoints, state, path, damaged, remarks, changes)
+
+
+def planned_changes(config: Config) -> list[str]:
+    """Return one sentence for each config change since the newest checkpoint. Empty for a new run.
+
+    Raises:
+        ConfigError: if a setting must not change. Data and model are only compared when the run starts.
+    """
+    run_dir = Path(config.run.dir)
+    checkpoints = _checkpoints(config.checkpointing, run_dir)
+    if not checkpoints.steps():
+        return []
+    step = checkpoints.steps()[-1]
+    return [change.sentence(step + 1) for change in _changes(config, checkpoints.path(step), run_dir)]
+
+
+def _checkpoints(checkpointing: CheckpointingConfig, run_dir: Path) -> Checkpoints:
+    section = checkpointing
+    checkpoints = Checkpoints(run_dir / "checkpoints", section.keep_last, section.keep_best, section.metric_name)
+    if not section.enabled and checkpoints.steps():
+        raise ConfigError(
+            f"checkpointing.enabled: {run_dir} holds checkpoints up to step {checkpoints.steps()[-1]}; a run without "
+            "them starts at step 0 and discards its metrics; use another run.name"
+        )
+    return checkpoints
+
+
+def _changes(config: Config, checkpoint: Path, run_dir: Path) -> list[Change]:
+    changes = find_changes(_config_of(checkpoint, run_dir), config)
+    check_changes(changes, str(checkpoint))
+    return changes
+
+
+def total_updates(resolved: Resolved, state: RunState, prompts: int) -> int:
+    """Return the number of optimizer updates of the whole run: completed ones plus those of the remaining steps.
+
+    This is the horizon of a decaying learning rate. Skipped updates also count, so that an interrupted run has the same
+    horizon as an uninterrupted one.
+
+    Args:
+        prompts: number of training prompts, for ``gdpo.max_num_epochs``.
+    """
+    gdpo = resolved.config.gdpo
+    left = gdpo.max_num_steps - state.step
+    limit = prompt_limit(gdpo, prompts)
+    if limit is not None:  # an upper bound: with dynamic sampling, a step may use more prompts
+        left = min(left, (limit - state.position) // prompts_per_round(gdpo))
+    return state.updates + max(0, left) * resolved.updates_per_step
+
+
+def config_files(run_dir: Path) -> list[tuple[int, Path]]:
+    """Return (first step, file) for each config of a run, in chronological order.
+
+    A config applies from its first step until the first step of the next one.
+    """
+    return [(first, path) for _, first, path in _numbered(run_dir)] or [(1, run_dir / CONFIG)]
+
+
+def record_config(config: Config, run_dir: Path, step: int) -> None:
+    """Write ``config.yaml``, and if necessary a numbered copy in ``config_history/``.
+
+    A copy is written if the config differs from the previous one, or if the previous one starts at a later step.
+
+    Args:
+        step: number of completed steps. The config applies to later steps.
+
+    Raises:
+        RunError: if the folder cannot be written.
+    """
+    try:
+        _record_config(config, run_dir, step)
+    except OSError as error:
+        raise RunError(f"{run_dir} cannot be written: {error.strerror or error}") from None
+
+
+def _record_config(config: Config, run_dir: Path, step: int) -> None:
+    file = run_dir / CONFIG
+    history = run_dir / _HISTORY
+    before = file.read_text(encoding="utf-8") if file.is_file() else None
+    if before is not None and not _numbered(run_dir):  # written by a version without a history
+        history.mkdir(exist_ok=True)
+        (history / "0001_from_step_1.yaml").write_text(before, encoding="utf-8")
+    (number, first, _) = (_numbered(run_dir) or [(0, 0, file)])[-1]
+    if before is None or before != to_yaml(config) or first > step + 1:
+        save_config(config, history / f"{number + 1:04d}_from_step_{step + 1}.yaml")
+    save_config(config, file)
+
+
+def _numbered(run_dir: Path) -> list[tuple[int, int, Path]]:
+    """Return (number, first step, file) for each file in ``config_history/``, in order."""
+    files = [(_NUMBERED.fullmatch(path.name), path) for path in (run_dir / _HISTORY).glob("*.yaml")]
+    return sorted((int(match[1]), int(match[2]), path) for match, path in files if match)
+
+
+def _config_of(checkpoint: Path, run_dir: Path) -> dict[str, Any]:
+    """Return the config saved with a checkpoint, or the run's latest config if the checkpoint has none.
+
+    Raises:
+        ConfigError: if the file is damaged.
+    """
+    for file in (checkpoint / CONFIG, run_dir / CONFIG):
+        if file.is_file():
+            break
+    else:
+        return {}
+    try:
+        found = parse_yaml(read_text(file))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"{file}: cannot be read ({first_line(error)}); remove it to continue without a comparison"
+        ) from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{file}: is not a config; remove it to continue without a comparison")
+    return found

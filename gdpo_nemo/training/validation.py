@@ -1,0 +1,58 @@
+"""Checks of a config that do not run user code: the checks of the package ``config``, plus those of environments and
+metrics."""
+
+from __future__ import annotations
+
+from gdpo_nemo.config.layout import Resolved
+from gdpo_nemo.config.objective_checks import check_components
+from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.validate import validate as validate_config
+from gdpo_nemo.environments.registry import announced_components, plugin_of
+from gdpo_nemo.utils.errors import ConfigError
+
+
+def validate(config: Config) -> Resolved:
+    """Check a config, and return it with the algorithm, layout and model that it determines.
+
+    Raises:
+        ConfigError: if the config is invalid. The message names the key and the remedy.
+    """
+    resolved = validate_config(config)
+    if config.health.stop_on:
+        _check_stops(config)
+
+    announced = [announced_components(name, options) for name, options in config.env.items()]
+    if not resolved.algorithm.samples:
+        return resolved
+    _check_tools(config)
+    known = [names for names in announced if names is not None]
+    if len(known) == len(announced):  # others are known only after running user code, when the run starts
+        check_components(config.gdpo, {component for names in known for component in names})
+    return resolved
+
+
+def _check_tools(config: Config) -> None:
+    """Check that the policy can read the results of tools. Raises ConfigError."""
+    turns = config.rollout.turns.max_turns
+    limit = config.rollout.env_timeout_s
+    for name, options in config.env.items():
+        if plugin_of(name, options) not in ("tools", "tool_class") or config.rollout.function is not None:
+            continue
+        if turns < 2:
+            raise ConfigError(
+                f"rollout.turns.max_turns: must be at least 2 so that the policy reads results of env.{name} ({turns})"
+            )
+        time_limit = options.get("time_limit_s") if plugin_of(name, options) == "tools" else None
+        if isinstance(time_limit, (int, float)) and time_limit >= limit:
+            raise ConfigError(
+                f"env.{name}.time_limit_s: must be below rollout.env_timeout_s, {limit:g} ({time_limit:g})"
+            )
+
+
+def _check_stops(config: Config) -> None:
+    from gdpo_nemo.observe.health import unknown_stops  # it reads the sources to find the existing metrics
+
+    for name in unknown_stops(config):
+        raise ConfigError(
+            f"health.stop_on: {name} is not checked at every step; add it to health.checks with at: every and bounds"
+        )

@@ -1,0 +1,146 @@
+"""Errors that are reported to users in one line without a traceback, and helpers for their messages."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from enum import StrEnum
+from typing import ClassVar, Iterable
+
+
+def printable(text: str) -> str:
+    """Return the text with non-printable characters, such as terminal escape sequences, written as ``\\x1b``."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def printable_lines(text: str) -> str:
+    """Apply ``printable`` to every line of the text. Line breaks are kept."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+SHORTEST_SECRET = 6
+"""Minimum length of a secret. Shorter values of environment variables, such as numbers, are shown in messages."""
+_secrets: dict[str, str] = {}
+"""Values of environment variables in a config of this process -> the interpolations that read them."""
+_USER = re.compile(r"(?<!ssh)(?<!sftp)(://)([^/\s:@?#]*)(:?)[^/\s@?#]*@")
+_PARAMETER = re.compile(
+    r"([?&][\w.-]*(?:key|token|secret|passw(?:or)?d|pwd|sig|signature|auth|credentials?)=)[^&\s#'\"]+", re.IGNORECASE
+)
+
+
+def remember_secret(value: str, written: str) -> None:
+    """Hide the value of an environment variable in messages. They show ``written``, the interpolation that reads it."""
+    if len(value) >= SHORTEST_SECRET:
+        _secrets[value] = written
+
+
+def without_secrets(text: str) -> str:
+    """Return the text with secrets (``remember_secret``) replaced by interpolations, and URL credentials masked."""
+    text = mask_urls(text)
+    for value in sorted(_secrets, key=len, reverse=True):
+        for form in (value, repr(value)[1:-1]):
+            text = text.replace(form, _secrets[value])
+    return text
+
+
+def mask_urls(text: str) -> str:
+    """Return the text with the credentials in URLs masked.
+
+    Credentials are a password or token before the host, and query parameters with a name such as ``key`` or ``token``.
+    User names of ssh and sftp are not masked.
+    """
+    if "://" in text:
+        text = _USER.sub(lambda found: f"://{found[2] if found[3] else ''}{found[3]}***@", text)
+    return _PARAMETER.sub(r"\1***", text)
+
+
+class FailureKind(StrEnum):
+    """Cause of a failed run, which determines what to do."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """Processes, devices, nodes or the network failed. The run may succeed if it is restarted."""
+    CONFIG = "config"
+    """Config or data must be changed."""
+    USER_CODE = "user code"
+    """Environments, rewards or user-defined functions must be changed."""
+    NUMERICS = "numerics"
+    """The loss, the weights or a monitored metric left the valid range. The same steps would fail again."""
+
+
+class GdpoError(Exception):
+    """Base class of errors that are reported in one line."""
+
+    kind: ClassVar[FailureKind | None] = None
+    """Kind of the failure. None uses the kind of the error that caused this one (``kind_of``)."""
+
+    def __str__(self) -> str:
+        return printable(" ".join(without_secrets(super().__str__()).split()))
+
+
+class ConfigError(GdpoError):
+    """The config is invalid. The message names the key and the change to make."""
+
+    kind = FailureKind.CONFIG
+
+
+class RunError(GdpoError):
+    """A run failed after its start. The message names the failed component and where to find details."""
+
+
+START_AGAIN = "; restart the run to resume from its last checkpoint"
+"""End of messages about a lost process or node, for runs without a supervisor."""
+
+
+class InfrastructureFailed(RunError):
+    """A process, device, node or the network failed for reasons unrelated to its task."""
+
+    kind = FailureKind.INFRASTRUCTURE
+
+
+class UserCodeFailed(RunError):
+    """User code failed or violated its interface."""
+
+    kind = FailureKind.USER_CODE
+
+
+class NumericsFailed(RunError):
+    """The loss, the weights or a monitored metric left the valid range."""
+
+    kind = FailureKind.NUMERICS
+
+
+class EngineFailed(InfrastructureFailed):
+    """An engine's process or device failed. A replacement may succeed."""
+
+
+def kind_of(error: BaseException | None) -> FailureKind | None:
+    """Return the kind of the first error with a kind in the chain of causes; None if the kind is unknown."""
+    while error is not None:
+        if isinstance(error, GdpoError) and error.kind is not None:
+            return error.kind
+        error = error.__cause__
+    return None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return ``; did you mean 'x'?`` for the known name closest to ``name``, or else a list of all known names."""
+    known = sorted(known)
+    match = get_close_matches(name, known, n=1)
+    if match:
+        return f"; did you mean {match[0]!r}?"
+    return f"; known: {', '.join(known)}" if known else ""
+
+
+def message_line(error: BaseException) -> str:
+    """Return the first non-blank line of the exception's message, or the exception's type if the message is empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """Return the exception's type and the first line of its message, which is cut to 300 characters."""
+    name = type(error).__name__
+    line = message_line(error)
+    return name if line == name else f"{name}: {line[:300]}"

@@ -1,0 +1,202 @@
+"""Named phases of this process with their progress, and faster, quieter imports of large libraries."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Iterator
+
+
+@dataclass
+class Progress:
+    """Completed and total units of a task."""
+
+    unit: str
+    total: int
+    done: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.done:,} of {self.total:,} {self.unit}"
+
+
+@dataclass
+class Tally:
+    """Progress of a batch of groups, in samples and in scored groups."""
+
+    samples: Progress
+    groups: Progress
+
+    @classmethod
+    def of(cls, samples: int, groups: int) -> Tally:
+        """Create a tally with no completed samples or groups."""
+        return cls(Progress("samples", samples), Progress("groups scored", groups))
+
+    def __str__(self) -> str:
+        return f"{self.samples}, {self.groups}"
+
+
+@dataclass(frozen=True, eq=False)
+class Phase:
+    """A phase in progress."""
+
+    name: str
+    since: float
+    """Start time, in seconds of ``clock``."""
+    detail: Callable[[], object]
+    """Function that returns the progress for display, or an empty text. It is called from other threads at any time."""
+
+
+clock = time.monotonic
+"""Clock for the times of phases."""
+# Per process, like waits, so that code can report phases without a reference to the observers.
+_phases: list[Phase] = []
+_watchers: list[Callable[[Phase], None]] = []
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def phase(name: str, detail: Callable[[], object] = str) -> Iterator[None]:
+    """Register a phase for the duration of the block. For ``detail``, see ``Phase``."""
+    found = Phase(name, clock(), detail)
+    with _lock:
+        _phases.append(found)
+    try:
+        yield
+    finally:
+        with _lock:
+            _phases.remove(found)
+            watchers = list(_watchers)
+        for watch in watchers:
+            watch(found)
+
+
+def current() -> list[Phase]:
+    """Return the phases in progress, in order of their start."""
+    with _lock:
+        return list(_phases)
+
+
+@contextlib.contextmanager
+def watched(watcher: Callable[[Phase], None]) -> Iterator[None]:
+    """Call ``watcher`` for every phase that ends while the block runs, in the thread that ran the phase."""
+    with _lock:
+        _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        with _lock:
+            _watchers.remove(watcher)
+
+
+@contextlib.contextmanager
+def importing(freeze: bool = True) -> Iterator[None]:
+    """Turn off garbage collection in this block, and exclude the imported objects from later collections.
+
+    The modules of vLLM and Megatron contain more than a million permanent objects. Scanning them repeatedly would take
+    a fifth of an engine's startup time.
+
+    Args:
+        freeze: True to exclude all objects that exist at the end of the block from later collections (``gc.freeze``).
+            Existing garbage in reference cycles is then never freed, so that only processes of this project use it.
+    """
+    with uncollected():
+        try:
+            yield
+        finally:
+            if freeze:
+                gc.freeze()
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Turn off garbage collection in this block. Used for code that creates many permanent objects."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def hidden(*names: str) -> Iterator[None]:
+    """Make modules fail to import in this block, so that libraries treat them as not installed."""
+    before = {name: sys.modules[name] for name in names if name in sys.modules}
+    absent: dict[str, Any] = dict.fromkeys(names)
+    sys.modules.update(absent)
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def quiet_torch() -> None:
+    """Hide torch's warning about a missing CUDA runtime on a machine without a GPU.
+
+    Torch warns in every process that imports its extension builder, if it finds `nvcc`. On a machine with a GPU the
+    warning is shown.
+    """
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+def import_transformers() -> None:
+    """Import transformers without reading the metadata of all installed packages, which takes 0.3 s of CPU time.
+
+    At import, transformers calls ``importlib.metadata.packages_distributions`` to map packages to distributions, but
+    uses only two or three entries. They are looked up individually instead.
+    """
+    if "transformers" in sys.modules:
+        return
+    name = "packages_distributions"
+    read = getattr(importlib.metadata, name)
+    setattr(importlib.metadata, name, lambda: _Providers(read))
+    try:
+        importlib.import_module("transformers.utils.import_utils")
+    finally:
+        setattr(importlib.metadata, name, read)
+
+
+class _Providers(Mapping[str, list[str]]):
+    """Lazy mapping from packages to the distributions that provide them.
+
+    transformers prefers a distribution with the package's name. If it is installed, ``get`` returns only this
+    distribution. For flash-attn, ``get`` returns all distributions, because transformers compares the variants.
+    """
+
+    def __init__(self, read: Callable[[], Mapping[str, list[str]]]):
+        self._read = read
+        self._found: Mapping[str, list[str]] | None = None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the names of the distributions that provide a package."""
+        if self._found is None and not key.startswith("flash_attn"):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return [importlib.metadata.distribution(key).metadata["Name"]]
+        return self._all().get(key, default)
+
+    def __getitem__(self, key: str) -> list[str]:
+        return self._all()[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def _all(self) -> Mapping[str, list[str]]:
+        if self._found is None:
+            self._found = self._read()
+        return self._found

@@ -1,0 +1,332 @@
+"""Loading of user-defined classes and functions, with an optional test import in a separate process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Callable, Iterable, Iterator, Mapping, NoReturn, Sequence
+
+from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
+from gdpo_nemo.utils.files import real_path
+from gdpo_nemo.utils.source import find_file
+from gdpo_nemo.utils.waits import work_done
+
+PLUGIN_PREFIX = "gdpo_nemo_plugin_"
+"""Name prefix of modules that are loaded from files."""
+PICKLE = ".pkl"
+"""Suffix of a file that contains a pickled dictionary of objects by name. The Python function ``train`` writes such a
+file for functions without an import path."""
+
+
+def is_reference(text: str) -> bool:
+    """Return True if the text has the form of an import path.
+
+    Forms are ``file.py:name``, ``pkg.mod:name``, ``pkg.mod.name`` and ``file.pkl:name``.
+    """
+    return ":" in text or "." in text
+
+
+def load_object(reference: str) -> Any:
+    """Return the object at ``file.py:name``, ``pkg.mod:name``, ``pkg.mod.name`` or ``file.pkl:name``.
+
+    A Python file (``find_file``) is imported with its folder on the search path, as if it were run as a script.
+
+    Raises:
+        ConfigError: if the module or the name does not exist, or the import fails.
+    """
+    location, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
+    if not location or not name:
+        raise ConfigError(f"{reference!r} does not name an object; write file.py:name or package.module.name")
+    if location.endswith(PICKLE):
+        return _unpickled(location, name)
+    file = file_of_module(location)
+    module = _load_module(location) if file is None else _load_file(file)
+    if not hasattr(module, name):
+        names = [known for known in vars(module) if not known.startswith("_")]
+        raise ConfigError(f"{location} has no {name!r}{nearest(name, names)}")
+    return getattr(module, name)
+
+
+def file_of_module(module: str) -> str | None:
+    """Return the file to load for the module part of an import path, or None for an installed package.
+
+    The module is a ``.py`` file, or a dotted name such as ``pkg.rewards`` if ``pkg/rewards.py`` exists.
+    """
+    if module.endswith(".py"):
+        return module
+    file = module.replace(".", "/") + ".py"
+    top = module.partition(".")[0]
+    if top in sys.modules or find_file(file) is None:
+        return None
+    return None if importlib.util.find_spec(top) else file
+
+
+def import_path_of(found: type) -> str:
+    """Return an import path by which ``load_object`` finds a class in other processes."""
+    module = sys.modules[found.__module__]
+    home = module.__file__ if module.__name__.startswith(PLUGIN_PREFIX) else module.__name__
+    return f"{home}:{found.__qualname__}"
+
+
+def _unpickled(file: str, name: str) -> Any:
+    """Return an object from a pickled dictionary. Like a module, the file can run code and is trusted."""
+    try:
+        with os_exit_blocked():
+            objects = pickle.loads(Path(file).read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"no such file: {file}") from None
+    except BaseException as error:  # unpickling imports modules, which may raise anything
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ConfigError(
+            f"cannot read the objects in {file}: {first_line(error)}; they require the modules and the Python "
+            "version that they were written with"
+        ) from error
+    if not isinstance(objects, dict):
+        raise ConfigError(f"{file} contains {type(objects).__name__}, not a dict of objects by name")
+    if name not in objects:
+        raise ConfigError(f"{file} has no {name!r}{nearest(name, objects)}")
+    return objects[name]
+
+
+def load_functions(key: str, import_paths: Iterable[str]) -> dict[str, Callable[..., Any]]:
+    """Load user-defined functions. Return them by import path.
+
+    Args:
+        key: config key that contains the import paths, for messages.
+
+    Raises:
+        ConfigError: if a function cannot be loaded.
+    """
+    found = {}
+    for import_path in import_paths:
+        try:
+            found[import_path] = load_object(import_path)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
+        if not callable(found[import_path]):
+            raise ConfigError(f"{key}: {import_path} is not callable")
+    return found
+
+
+def absolute_import_path(name: str) -> str:
+    """Make the file of an import path ``file.py:name`` absolute, for use in other processes.
+
+    Any other name is returned unchanged.
+    """
+    file, colon, function = name.rpartition(":")
+    found = find_file(file) if file.endswith(".py") else None
+    return f"{real_path(found)}{colon}{function}" if found else name
+
+
+@contextlib.contextmanager
+def os_exit_blocked() -> Iterator[None]:
+    """Make ``os._exit`` raise SystemExit in this block, so that user code cannot end the process silently.
+
+    Forked processes can still exit with it.
+    """
+    real_exit = os._exit
+    own_pid = os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != own_pid:
+            real_exit(status)
+        raise SystemExit(f"it calls os._exit({status!r})")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = real_exit
+
+
+def _not_importable(module: str, error: BaseException) -> ConfigError:
+    reason = str(error) if isinstance(error, ConfigError) else first_line(error)
+    return ConfigError(f"cannot import {module}: {reason}")
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        if name.partition(".")[0] != __package__.partition(".")[0]:
+            try_import(name)
+        with os_exit_blocked():
+            return importlib.import_module(name)
+    except BaseException as error:  # user code may raise anything
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise _not_importable(name, error) from error
+
+
+def _load_file(file: str) -> ModuleType:
+    path = find_file(file)
+    if path is None:
+        raise ConfigError(f"no such file: {file}")
+    path = real_path(path)
+    name = PLUGIN_PREFIX + "_".join(part.replace(".", "_") for part in path.parts[1:])
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"cannot import {file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        try_import(name, path)
+        sys.modules[name] = module
+        with os_exit_blocked():
+            try:
+                spec.loader.exec_module(module)
+            except ModuleNotFoundError as error:
+                if not provide_trl_module(error):
+                    raise
+                spec.loader.exec_module(module)
+    except BaseException as error:
+        sys.modules.pop(name, None)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise _not_importable(file, error) from error
+    return module
+
+
+IDLE_S = 10.0
+"""Seconds without CPU time or I/O after which an import is considered stuck."""
+LONGEST_S = 300.0
+"""Maximum seconds of an import. Workers have the same limit for constructing their environments."""
+_LOOK_S = 0.5
+
+_TRIAL = Path(__file__).with_name("trial_process.py")
+"""Script of the child process, which receives this process's search path."""
+
+_trials_enabled = False
+
+
+@contextlib.contextmanager
+def imports_tried() -> Iterator[None]:
+    """Test every import of user code in the block in a child process first.
+
+    Only the process that the user starts needs this. If user code ends a worker or a rank, other processes replace it
+    or report the failure.
+    """
+    global _trials_enabled
+    before, _trials_enabled = _trials_enabled, True
+    try:
+        yield
+    finally:
+        _trials_enabled = before
+
+
+def try_import(name: str, file: Path | None = None) -> None:
+    """Import a module by its name, or from ``file`` under that name, in a child process.
+
+    Has no effect unless ``imports_tried`` is active. Exceptions of the import are ignored here.
+
+    Raises:
+        ConfigError: if the import ends the child process, or is stuck. The message does not name the module.
+    """
+    if not _trials_enabled or name in sys.modules:
+        return
+    reader, writer = os.pipe()
+    arguments = [name, file and str(file), writer, sys.path, sys.argv]
+    process = subprocess.Popen(
+        [sys.executable, "-P", str(_TRIAL), json.dumps(arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(writer,),
+        start_new_session=True,
+    )
+    os.close(writer)
+    try:
+        _wait(process, reader)
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):  # kill the group, including processes started by the import
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], reader: int) -> None:
+    """Wait until the import has ended.
+
+    Raises:
+        ConfigError: if the import ends the process, is stuck, or takes too long.
+    """
+    begin = changed = time.monotonic()
+    work = None
+    # Do not wait for the end of the pipe, because a process started by the import may keep it open.
+    while not select.select([reader], [], [], _LOOK_S)[0] and process.poll() is None:
+        now = time.monotonic()
+        if (done := work_done(process.pid)) != work:
+            work, changed = done, now
+        if now - changed > IDLE_S:
+            raise ConfigError(
+                f"its import is stuck: no activity for {IDLE_S:.0f} s (move code that waits into a function)"
+            )
+        if now - begin > LONGEST_S:
+            raise ConfigError(f"its import has not finished after {LONGEST_S:.0f} s")
+    if select.select([reader], [], [], 0)[0] and os.read(reader, 1):
+        return
+    code = process.wait()
+    how = f"is killed by {signal.Signals(-code).name}" if code < 0 else f"exits with status {code}"
+    raise ConfigError(f"a process that imports it {how}")
+
+
+_OPENENV_MODULE = "trl.experimental.openenv"
+
+
+def generate_rollout_completions(
+    trainer: Any,
+    prompts: Sequence[Any],
+    *,
+    generation_overrides: Mapping[str, Any] | None = None,
+    as_chat: bool | None = None,
+) -> list[dict[str, Any]]:
+    """Sample a completion for each prompt. Replaces TRL's function of this name in rollout functions.
+
+    Args:
+        trainer: trainer object that the rollout function receives.
+        prompts: texts, or lists of messages.
+        generation_overrides: sampling parameters for this call.
+        as_chat: True if the prompts are messages; None to decide by the first prompt.
+
+    Returns:
+        ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``text`` for each prompt.
+    """
+    if not prompts:
+        return []
+    chat = as_chat if as_chat is not None else not isinstance(prompts[0], str)
+    client = trainer.vllm_generation.vllm_client
+    found = (client.chat if chat else client.generate)(list(prompts), **(generation_overrides or {}))
+    texts = [trainer.processing_class.decode(ids, skip_special_tokens=True) for ids in found["completion_ids"]]
+    return [
+        {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logprobs, "text": text}
+        for prompt_ids, ids, logprobs, text in zip(
+            found["prompt_ids"], found["completion_ids"], found["logprobs"], texts
+        )
+    ]
+
+
+def provide_trl_module(missing: ModuleNotFoundError) -> bool:
+    """Provide a substitute for ``trl.experimental.openenv`` if an import failed because TRL or this module is missing.
+
+    Returns:
+        True if the substitute was added, so that the import can be repeated.
+    """
+    if missing.name not in (_OPENENV_MODULE, "trl") or _OPENENV_MODULE in sys.modules:
+        return False
+    module = ModuleType(_OPENENV_MODULE)
+    module.generate_rollout_completions = generate_rollout_completions  # type: ignore[attr-defined]
+    sys.modules[_OPENENV_MODULE] = module
+    return True

@@ -1,0 +1,138 @@
+"""What a driver leaves when it is killed, and what is left of that a moment later."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from gdpo_nemo.cluster.cleanup_process import GUARD_MARK
+
+DRIVER = """
+import multiprocessing, sys, tempfile, time
+from multiprocessing import resource_tracker, shared_memory
+
+from gdpo_nemo.cluster.cleanup_process import CleanupProcess
+
+def hold(pipe):
+    memory = shared_memory.SharedMemory(create=True, size=64)
+    resource_tracker.unregister(memory._name, "shared_memory")  # as vLLM's readers do: nobody else tidies up
+    pipe.send((__import__("os").getpid(), memory._name))
+    time.sleep(600)
+
+if __name__ == "__main__":
+    scratch = tempfile.mkdtemp()
+    CleanupProcess(scratch)
+    ours, theirs = multiprocessing.Pipe()
+    multiprocessing.get_context("spawn").Process(target=hold, args=(theirs,)).start()
+    print(scratch, *ours.recv(), flush=True)
+    time.sleep(600)
+"""
+
+
+GUARDED = """
+import os, subprocess, sys, time
+
+from gdpo_nemo.cluster.cleanup_process import GUARD_MARK, guard_children
+
+CHILD = "import os, subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
+LOST = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(601)'])"
+
+if __name__ == "__main__":
+    before = subprocess.Popen(["sleep", "602"])
+    guard_children()
+    child = subprocess.Popen([sys.executable, "-c", CHILD + "time.sleep(600)"], start_new_session=True)
+    subprocess.run([sys.executable, "-c", LOST], start_new_session=True)  # its parent is gone when we go
+    time.sleep(float(sys.argv[1]))
+    print(before.pid, os.environ[GUARD_MARK], flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("lived_s", [0.2, 3.0])
+def test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds(tmp_path, lived_s):
+    """Children, theirs, and such whose own parent ended before; what it started earlier is left alone."""
+    script = tmp_path / "guarded.py"
+    script.write_text(GUARDED)
+    repository = Path(__file__).resolve().parents[2]
+    guarded = subprocess.Popen(
+        [sys.executable, str(script), str(lived_s)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(repository)},
+    )
+    pid, mark = guarded.stdout.readline().split()
+    earlier = psutil.Process(int(pid))
+    deadline = time.monotonic() + 240
+    while len(theirs := _marked(mark)) < 3:  # the last of them starts after its parent has
+        assert time.monotonic() < deadline, theirs
+        time.sleep(0.05)
+    guarded.send_signal(signal.SIGKILL)
+    guarded.wait()
+    (_, left) = psutil.wait_procs(theirs, timeout=240)
+    assert left == [] and earlier.is_running()
+    earlier.kill()
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _environment(process).get(GUARD_MARK) == mark]
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except psutil.Error:
+        return {}
+
+
+def _watcher(driver: subprocess.Popen, other_than: int = 0) -> int:
+    """Its process, as soon as there is one."""
+    deadline = time.monotonic() + 240
+    while True:
+        children = [
+            c for c in psutil.Process(driver.pid).children() if "cleanup_process.py run" in " ".join(_command(c))
+        ]
+        for child in children:
+            if child.pid != other_than:
+                return child.pid
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.mark.parametrize("watcher_dies", [False, True])
+def test_processes_temporary_files_and_shared_memory_of_a_killed_driver_are_gone(tmp_path, watcher_dies):
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER)
+    repository = Path(__file__).resolve().parents[2]
+    driver = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(repository)},
+    )
+    scratch, pid, name = driver.stdout.readline().split()
+    things = [Path(scratch), Path("/proc", pid), Path("/dev/shm", name.lstrip("/"))]
+    assert all(thing.exists() for thing in things)
+    if watcher_dies:  # and another takes its place
+        watcher = _watcher(driver)
+        os.kill(watcher, signal.SIGKILL)
+        _watcher(driver, other_than=watcher)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    deadline = time.monotonic() + 240
+    while (left := [thing for thing in things if thing.exists()]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []

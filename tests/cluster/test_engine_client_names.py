@@ -1,0 +1,53 @@
+"""Names of requests, which engines and fleets of one process share."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.cluster.engine_client import EngineClient
+from gdpo_nemo.generation.requests import SampleRequest, Sampling
+
+THREADS = 4
+REQUESTS = 5_000
+
+
+class Owner:
+    """The fleet's interface, as a client uses it while its engine loads."""
+
+    exact = False
+
+    def changed(self) -> None:
+        """Nobody waits."""
+
+
+@pytest.fixture
+def impatient_threads():
+    """Threads take turns as often as Python lets them."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def _names_of_a_fleet(_: int) -> list[str]:
+    """Return the names of a client's requests. Runs in a thread with its own event loop, as in a fleet."""
+    engine = SimpleNamespace(process_location=SimpleNamespace(remote=lambda: None))
+    request, sampling = SampleRequest(np.zeros(1, np.int32), 0), Sampling(1.0, 1.0, -1, 1)
+
+    async def submit() -> list[str]:
+        client = EngineClient(0, lambda index: engine, 1, 60.0, Owner())
+        return [client.submit(request, sampling).name for _ in range(REQUESTS)]
+
+    return asyncio.run(submit())
+
+
+def test_fleets_that_submit_in_threads_of_their_own_give_every_request_a_name_of_its_own(impatient_threads):
+    with ThreadPoolExecutor(THREADS) as threads:
+        names = [name for found in threads.map(_names_of_a_fleet, range(THREADS)) for name in found]
+    assert len(set(names)) == len(names) == THREADS * REQUESTS

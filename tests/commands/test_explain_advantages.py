@@ -1,0 +1,155 @@
+"""``gdpo-nemo explain-advantages`` on a small recorded step: the numbers are the run's, and what a sum hides is
+named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gdpo_nemo.commands import cli
+from gdpo_nemo.commands.advantage_tables import read_step
+from gdpo_nemo.config.load import load_config, save_config
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.observe.samples import write_rollouts
+from gdpo_nemo.rollouts.credit import advantages_of
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
+
+
+def group(name: str, *rows: tuple[float | None, float | None, float | None]) -> Group:
+    prompt = Prompt(name, np.arange(6, dtype=np.int32), f"{name}=", "digit_sort")
+    trajectories = []
+    for sample, row in enumerate(rows):
+        rewards = dict(zip(("correctness", "format", "length"), row), all=0.0)
+        tokens = np.arange(4, dtype=np.int32)
+        logprobs = np.full(4, -0.25, np.float32)
+        trajectories.append(Trajectory(prompt, sample, tokens, logprobs, 6, "<t>[/b]</t>", "stop", rewards))
+    return Group(prompt, trajectories)
+
+
+def recorded(tmp_path: Path, groups: list[Group]) -> Path:
+    """The file of one step, in a run folder with its config."""
+    config = load_config(DEMO, ["run.name=recorded"])
+    save_config(config, tmp_path / "config.yaml")
+    return write_rollouts(tmp_path, 7, groups, advantages_of(groups, config).values.numpy())
+
+
+def two_groups() -> list[Group]:
+    """In the first group 0 and 1 got one reward each, 2 and 3 two each, of rewards that are not equally rare there."""
+    return [
+        group("first", (1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)),
+        group("second", (1, 1, 1), (0, 0, 0), (1, 1, 1), (0, 0, 0)),
+    ]
+
+
+def shown(capsys, *arguments: object) -> str:
+    assert cli.main(["explain-advantages", *map(str, arguments)]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+
+
+def test_a_recorded_step_reads_back_with_the_advantages_of_the_run(tmp_path, capsys):
+    path = recorded(tmp_path, two_groups())
+    groups, advantages = read_step(path)
+    again = advantages_of(groups, load_config(tmp_path / "config.yaml")).values.numpy()
+    np.testing.assert_array_equal(again, advantages)
+    out = shown(capsys, path)
+    assert "step_0007.parquet: 2 groups, 8 samples; 1 correctness + 1 format + 1 length by gdpo" in out
+    assert "The run recorded the same advantages." in out
+    assert all(f"{value:+.4f}" in out for value in advantages)
+
+
+def test_it_names_the_samples_that_a_sum_would_not_have_told_apart(tmp_path, capsys):
+    out = shown(capsys, recorded(tmp_path, two_groups()))
+    assert "the same advantage to 2 pairs of samples that these distinguish, in 1 of 2 groups" in out
+    line = next(
+        line for line in out.splitlines() if line.startswith("  samples 0 (correctness 1, format 0, length 0) and 1")
+    )
+    ours, summed = line.split(": ")[1].split("; summed, both ")
+    assert len(set(ours.split(" and "))) == 2 and float(summed) < 0
+    assert out.index("prompt first") < out.index("prompt second")  # the one with something to see comes first
+
+
+def test_the_diagnosis_of_the_step_is_there_with_its_alerts(tmp_path, capsys):
+    dead = [group("a", (1, 0, 1), (0, 0, 1)), group("b", (1, 0, 1), (0, 0, 1))]
+    out = shown(capsys, recorded(tmp_path, dead))
+    assert "distinct advantages" in out and "component 'format' is constant in every group" in out
+    assert "would distinguish the same pairs of samples" in out
+
+
+def test_overrides_answer_what_if_and_say_that_the_run_did_otherwise(tmp_path, capsys):
+    path = recorded(tmp_path, two_groups())
+    out = shown(capsys, path, "gdpo.estimator=grpo")
+    assert "by grpo" in out and "The advantages recorded by the run differ" in out
+    assert "would distinguish the same pairs of samples" in out
+    conditioned = "gdpo.shaping=[{component: length, condition: {on: correctness, ge: 1}}]"
+    assert "prompt first" in shown(capsys, path, conditioned, "--groups", "1")
+
+
+def test_a_missing_reward_is_shown_as_missing_and_not_as_0(tmp_path, capsys):
+    missing = [group("a", (1, 1, 1), (0, 0, 0), (1, 1, 1), (0, 0, None))]
+    out = shown(capsys, recorded(tmp_path, missing))
+    assert "nan" not in out and "length missing" in out
+
+
+def test_a_failed_sample_is_shown_and_compared_with_nobody(tmp_path, capsys):
+    groups = two_groups()
+    groups[0].trajectories[0].outcome = Outcome.ENV_FAILED
+    out = shown(capsys, recorded(tmp_path, groups))
+    assert "env_failed" in out and "would distinguish the same pairs of samples" in out
+
+
+def test_a_prompt_drawn_twice_in_a_step_stays_two_groups(tmp_path):
+    path = recorded(tmp_path, [two_groups()[0], two_groups()[0]])
+    assert [len(g.trajectories) for g in read_step(path)[0]] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        (None, "cannot be read"),
+        ("{", "not a rollout file"),
+        ('{"a": 1}\n', "not a rollout file"),
+        ("", "contains no trajectories"),
+    ],
+)
+def test_a_file_that_is_none_of_rollouts_costs_one_line(tmp_path, capsys, content, expected):
+    path = tmp_path / "rollouts" / "step_0001.jsonl"
+    path.parent.mkdir()
+    if content is not None:
+        path.write_text(content)
+    assert cli.main(["explain-advantages", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and expected in error
+
+
+def test_without_a_config_beside_it_one_is_asked_for(tmp_path, capsys):
+    path = recorded(tmp_path, two_groups())
+    (tmp_path / "config.yaml").unlink()
+    assert cli.main(["explain-advantages", str(path)]) == 2
+    assert "specify one with --config" in capsys.readouterr().err
+    assert "prompt first" in shown(capsys, path, "--config", DEMO)
+
+
+@pytest.mark.parametrize("key", ["gdpo.estimator=MINE:estimator", "gdpo.shaping=[{component: length, MINE:rule: {}}]"])
+def test_explain_runs_code_of_a_config_only_if_the_user_names_it(tmp_path, capsys, key):
+    path = recorded(tmp_path, two_groups())
+    code = "import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n"
+    (tmp_path / "mine.py").write_text(code + "from gdpo_nemo.algorithms.estimators import gdpo as estimator\n")
+    with open(tmp_path / "mine.py", "a") as file:
+        file.write("def rule(values): return values\n")
+    key = key.replace("MINE", str(tmp_path / "mine.py"))
+    config = load_config(DEMO, [key])
+    save_config(config, tmp_path / "config.yaml")
+    assert cli.main(["explain-advantages", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and f"pass --config {tmp_path}/config.yaml to run it" in error
+    assert not (tmp_path / "ran").exists()
+    cli.main(["explain-advantages", str(path), "--config", str(tmp_path / "config.yaml")])
+    assert (tmp_path / "ran").exists()

@@ -1,0 +1,307 @@
+"""Training again from a run's record: what it takes is found before a process starts, and what is built from it is what
+was trained. Ranks train in tests/end_to_end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.models.hf_folder import differences, save_tensors
+from gdpo_nemo.observe.journal import Journal, read_journal
+from gdpo_nemo.observe.metrics import MetricsLog
+from gdpo_nemo.observe.samples import rollout_path, write_rollouts
+from gdpo_nemo.rollouts.batches import RecordedStream
+from gdpo_nemo.training import replay
+from gdpo_nemo.training.checkpoints import Checkpoints, RunState, model_fingerprint
+from gdpo_nemo.training.resume import config_files, record_config
+from gdpo_nemo.utils.errors import ConfigError, RunError
+
+STEPS = 4
+
+
+def config(tmp_path, *overrides):
+    base = {"policy.model_name": tmp_path / "model", "run.dir": tmp_path / "run"}
+    return load_config(None, [*(f"{key}={value}" for key, value in base.items()), *overrides])
+
+
+def group(position: int, version: int) -> Group:
+    """Two samples: one of several turns whose tokens two versions wrote, one that failed."""
+    prompt = Prompt(f"train/{position}", np.array([5, position], np.int32), "5?", "digit_sort", {"answer": "7"})
+    logprobs = np.array([-0.1, math.nan, -1e-7, np.float32(-1) / 3], np.float32)
+    mask = np.array([True, False, True, True])
+    first = Trajectory(
+        prompt, 0, np.arange(4, dtype=np.int32), logprobs, version, "1234", "length",
+        {"a": 0.1, "b": None}, Outcome.TRUNCATED, loss_mask=mask, turns=2, spans=((version, 1), (version + 1, 2)),
+    )  # fmt: skip
+    second = Trajectory(
+        prompt, 1, np.array([9], np.int32), np.array([-2.5], np.float32), version, "9", "stop", {}, Outcome.ENV_FAILED,
+        "timeout",
+    )  # fmt: skip
+    return Group(prompt, [first, second], position)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The record of a run of four steps, whose third and fourth have another learning rate."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    folder = tmp_path / "run"
+    record_config(config(tmp_path), folder, 0)
+    record_config(config(tmp_path, "policy.megatron_cfg.optimizer.lr=0.5"), folder, 2)
+    journal = Journal(folder)
+    metrics = MetricsLog(folder)
+    for step in range(1, STEPS + 1):
+        groups = [group(2 * step - 1, step - 1), group(2 * step - 2, step - 1)]
+        journal.append(step, groups, [], position=2 * step, published=step - 1, total_updates=STEPS)
+        write_rollouts(folder, step, groups, np.zeros(4))
+        metrics.append({"step": step, "loss": step / 3, "grad_norm": 0.1, "lr": 1e-3})
+    checkpoints = Checkpoints(folder / "checkpoints", 9, 0, None)
+    fingerprint = model_fingerprint(tmp_path / "model")
+    for step in (2, 4):
+        state = RunState(step=step, position=2 * step, updates=step, model=fingerprint)
+        checkpoints.save(state, lambda path: (path / "weights").write_bytes(b"w"))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch, tmp_path):
+    """The model's folder stands for a real one, which ``model_folder`` would look into."""
+    monkeypatch.setattr(replay, "model_folder", lambda config, source: tmp_path / "model")
+
+
+def test_a_recorded_batch_is_the_one_that_was_trained(run):
+    stream = RecordedStream(run, read_journal(run))
+    batch = stream.get_batch(2)
+    assert batch.next_position == 6 and [g.position for g in batch.groups] == [5, 4]
+    for made, trained in zip(batch.groups, [group(5, 2), group(4, 2)], strict=True):
+        assert made.prompt.id == trained.prompt.id and (made.prompt.token_ids == trained.prompt.token_ids).all()
+        for a, b in zip(made.trajectories, trained.trajectories, strict=True):
+            for name in ("completion_ids", "logprobs"):
+                (values, wanted) = (getattr(a, name), getattr(b, name))
+                assert values.dtype == wanted.dtype and values.tobytes() == wanted.tobytes()
+            assert (a.loss_mask is None) == (b.loss_mask is None) and a.num_policy_tokens == b.num_policy_tokens
+            for name in ("sample_index", "policy_version", "text", "finish_reason", "rewards", "outcome", "detail",
+                         "turns", "trains"):  # fmt: skip
+                assert getattr(a, name) == getattr(b, name), name
+    first = batch.groups[0].trajectories
+    assert first[0].spans == ((2, 1), (3, 2)) and first[1].spans == ((2, 1),)
+
+
+@given(st.lists(st.floats(max_value=0, width=32), min_size=1, max_size=8), st.floats(allow_nan=False))
+def test_log_probs_and_rewards_keep_their_bits_on_the_way_through_the_record(tmp_path_factory, logprobs, reward):
+    folder = tmp_path_factory.mktemp("bits")
+    made = group(0, 0)
+    made.trajectories = made.trajectories[:1]
+    ids = np.arange(len(logprobs), dtype=np.int32)
+    made.trajectories[0] = dataclasses.replace(
+        made.trajectories[0], completion_ids=ids, logprobs=np.array(logprobs, np.float32), loss_mask=None,
+        rewards={"a": reward},
+    )  # fmt: skip
+    Journal(folder).append(1, [made], [], position=1, published=0, total_updates=1)
+    write_rollouts(folder, 1, [made])
+    (found,) = RecordedStream(folder, read_journal(folder)).get_batch(0).trajectories
+    assert found.logprobs.tobytes() == made.trajectories[0].logprobs.tobytes() and found.rewards == {"a": reward}
+
+
+def test_samples_other_than_the_journals_are_refused(run):
+    write_rollouts(run, 3, [group(4, 2), group(5, 2)], np.zeros(4))
+    with pytest.raises(RunError, match="does not contain the samples that journal.jsonl lists for step 3"):
+        RecordedStream(run, read_journal(run)).get_batch(2)
+
+
+@pytest.mark.parametrize("damage", [b"\xff", b"", b"1\n"])
+def test_a_damaged_file_of_samples_is_named(run, damage):
+    rollout_path(run, 2).write_bytes(damage)
+    with pytest.raises(RunError, match=r"step_0002[.a-z]*: (cannot be read|does not hold)"):
+        RecordedStream(run, read_journal(run)).get_batch(1)
+
+
+def test_every_step_is_trained_under_the_config_that_it_had(run):
+    plan = replay.plan_rerun(run, None, None)
+    assert [(s.first, s.last, s.total_updates) for s in plan.segments] == [(1, 2, STEPS), (3, 4, STEPS)]
+    assert [s.config.policy.megatron_cfg.optimizer.lr for s in plan.segments][1] == 0.5
+    assert (plan.last, plan.checkpoint, plan.state.step) == (4, None, 0)
+    assert plan.original == run / "checkpoints" / "step_4" and plan.out == run / "replay_4"
+
+
+@pytest.mark.parametrize("start, step", [(0, 0), (1, 0), (2, 2), (3, 2), (4, 2), (9, 2)])
+def test_a_replay_starts_from_the_newest_checkpoint_of_at_most_from(run, start, step):
+    plan = replay.plan_rerun(run, 4, None, start)
+    assert plan.state.step == step and [entry.step for entry in plan.entries] == list(range(step + 1, 5))
+
+
+def test_a_learning_rates_horizon_is_that_of_each_step(run):
+    lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    lines[3]["total_updates"] = 9
+    (run / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [(s.first, s.total_updates) for s in replay.plan_rerun(run, 4, None).segments] == [(1, 4), (3, 4), (4, 9)]
+
+
+def test_a_config_that_holds_again_from_an_earlier_step_on_is_written_into_the_history(run, tmp_path):
+    """The checkpoint of step 2 is damaged, and the run goes on from the model under the config of its last start."""
+    record_config(config(tmp_path, "policy.megatron_cfg.optimizer.lr=0.5"), run, 0)
+    assert [first for first, _ in config_files(run)] == [1, 3, 1]
+    assert [(s.first, s.last) for s in replay.plan_rerun(run, None, None).segments] == [(1, 4)]
+
+
+def spoil_checkpoint(run):
+    (run / "checkpoints" / "step_2" / "weights").write_bytes(b"x")
+
+
+REFUSED = {
+    "no such run folder": (dict(run_dir="absent"), None),
+    "journal.jsonl not found or empty": ({}, lambda run: (run / "journal.jsonl").unlink()),
+    "--to: must be from 1 to 4, the last step": (dict(to=5), None),
+    "--to: must be from 1 to 4, the last step of": (dict(to=0), None),
+    r"rollouts/ \(rollout.save_samples\) lacks step 3;": ({}, lambda run: rollout_path(run, 3).unlink()),
+    r"rollouts/ \(rollout.save_samples\) lacks step 2 and 1 more": (
+        {},
+        lambda run: [rollout_path(run, step).unlink() for step in (2, 3)],
+    ),
+    "journal.jsonl lacks step 1;": (
+        {},
+        lambda run: (run / "journal.jsonl").write_text((run / "journal.jsonl").read_text().split("\n", 1)[1]),
+    ),
+    "checkpoint .*step_2 is damaged": (dict(start=2), spoil_checkpoint),
+    "is not the model that": ({}, lambda run: (run.parent / "model" / "config.json").write_text("{}")),
+    "--out: .*model exists and is not empty": (dict(out="model"), None),
+    "--out: .*config.json is not a folder": (dict(out="model/config.json"), None),
+    "--check: .*run has no checkpoint of step 3; there are: 2, 4": (dict(to=3, check=True), None),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_record_that_is_not_whole_is_refused_and_what_is_missing_is_named(run, sentence):
+    (given, spoil) = REFUSED[sentence]
+    if spoil:
+        spoil(run)
+    (to, start, check) = (given.get("to"), given.get("start", 0), given.get("check", False))
+    out = run.parent / given["out"] if "out" in given else None
+    with pytest.raises((ConfigError, RunError), match=sentence) as refused:
+        replay.plan_rerun(run.parent / given.get("run_dir", "run"), to, out, start, check)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_run_that_wrote_the_samples_of_some_groups_only_is_not_replayed(run, tmp_path):
+    record_config(config(tmp_path, "rollout.save_groups=1"), run, 2)
+    with pytest.raises(ConfigError, match=r"groups of steps 3 to 4 the samples of 1 were written \(rollout.save_gro"):
+        replay.plan_rerun(run, None, None)
+
+
+def test_an_algorithm_that_samples_nothing_is_not_replayed(run, tmp_path):
+    own = "algorithm.type=examples/custom_sft.py:SupervisedFineTuning"
+    record_config(config(tmp_path, own, "gdpo.num_generations_per_prompt=1"), run, 0)
+    with pytest.raises(ConfigError, match="does not sample, so it cannot be replayed"):
+        replay.plan_rerun(run, None, None)
+
+
+def test_a_metric_that_is_another_number_is_named_with_its_step(run):
+    plan = replay.plan_rerun(run, 3, None)
+    log = MetricsLog(plan.out)
+    for step in (1, 2, 3):
+        log.append({"step": step, "loss": step / 3, "grad_norm": 0.1 + (step == 2) * 1e-9, "lr": 1e-3})
+    assert replay.compare_metrics(plan) == [f"step 2: grad_norm is {0.1 + 1e-9!r} and was 0.1"]
+
+
+def tensors(folder, **values):
+    folder.mkdir()
+    save_tensors(values, folder / "model.safetensors")
+    return folder
+
+
+def test_tensors_that_differ_in_one_bit_are_named_the_largest_first(tmp_path):
+    a = torch.tensor([0.5, 0.0, math.nan])
+    b = torch.tensor([1.0], dtype=torch.bfloat16)
+    one = tensors(tmp_path / "one", a=a, b=b, same=a.clone())
+    other = tensors(tmp_path / "other", a=torch.tensor([0.5, -0.0, math.nan]), b=b + 0.25, same=a.clone())
+    more = tensors(tmp_path / "more", a=a, same=a.clone(), c=b)
+    assert differences(one, one) == []
+    assert differences(one, other) == ["b differs by up to 0.25", "a differs by up to 0"]
+    assert differences(one, more) == ["b is in only one of the two folders", "c is in only one of the two folders"]
+
+
+def test_the_audit_of_a_run_goes_by_its_own_configs_and_checkpoint(run, tmp_path):
+    assert replay.audit_run(run) == []  # masked samples and those of the step's own version
+    state = RunState(step=4, ledger={"position": 9, "retired": [], "dropped": []})
+    Checkpoints(run / "checkpoints", 9, 0, None).save(state, lambda path: None)
+    assert replay.audit_run(run) == ["prompt index 8 is not in the journal, but is done in the newest checkpoint"]
+
+
+def test_an_audit_says_what_it_could_judge(run, capsys):
+    from gdpo_nemo.commands.cli import main
+
+    assert main(["replay", str(run), "--audit"]) == 0
+    assert "every prompt was trained or dropped once" in capsys.readouterr().out
+    file = run / "journal.jsonl"
+    file.write_text(file.read_text().replace("[[7,", "[[-1,"))
+    assert main(["replay", str(run), "--audit"]) == 0
+    assert "this journal has no prompt indices to check" in capsys.readouterr().out
+    file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[1:]))
+    assert main(["replay", str(run), "--audit"]) == 1
+    assert capsys.readouterr().out == "step 2 follows step 0\n"
+
+
+@pytest.mark.parametrize("option, said", [("--verbose", "imports: "), ("--quiet", "")])
+def test_a_replay_shows_its_phases_or_nothing_beside_the_result(option, said, run, capsys, monkeypatch):
+    from gdpo_nemo.commands.cli import main
+
+    monkeypatch.setattr(replay, "rerun", lambda plan: None)
+    monkeypatch.setattr(replay, "compare_metrics", lambda plan: [])
+    assert main(["replay", str(run), option]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith(said) and bool(shown.err) == bool(said) and "are equal" in shown.out
+
+
+def test_a_replay_validates_nothing_and_tells_no_tracker(tmp_path):
+    asked = config(tmp_path, "logger.wandb.enabled=true", "cluster.env_nodes=0", "gdpo.val_at_start=true")
+    quiet = replay._quiet(asked, tmp_path / "out")
+    assert (quiet.gdpo.val_period, quiet.gdpo.val_at_start, quiet.logger.wandb.enabled) == (0, False, False)
+    assert quiet.run.dir == str(tmp_path / "out") and quiet.gdpo.max_num_steps == asked.gdpo.max_num_steps
+
+
+def test_the_loop_saves_between_two_configs_and_exports_at_the_end(run, monkeypatch):
+    calls = []
+
+    class Loop:
+        def __init__(self, state):
+            self.state = state
+            self.policy = SimpleNamespace(
+                export=lambda folder: calls.append(f"export {folder.relative_to(run)}"),
+                load_checkpoint=lambda folder, weights_only: calls.append(f"load {folder.name}"),
+            )
+            self.checkpoints = Checkpoints(run / "replay_4" / "checkpoints", 1, 0, None)
+
+        def step(self):
+            self.state.step += 1
+            calls.append(f"step {self.state.step}")
+
+        def save(self):
+            calls.append("save")
+
+    class Context:
+        def __init__(self, plan, segment, state, checkpoint, log):
+            calls.append(f"from {checkpoint.name if checkpoint else 'the model'}")
+            self.loop = Loop(state)
+
+        def __enter__(self):
+            return self.loop
+
+        def __exit__(self, *error):
+            calls.append("close")
+
+    monkeypatch.setattr(replay, "_trainer", Context)
+    replay._train(replay.plan_rerun(run, 4, None, check=True), None)
+    assert calls == [
+        "from the model", "step 1", "step 2", "save", "close",
+        "from step_2", "step 3", "step 4", "export replay_4/model", "load step_4", "export replay_4/original/model",
+        "close",
+    ]  # fmt: skip

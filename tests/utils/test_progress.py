@@ -1,0 +1,135 @@
+"""Imports of large libraries: without the garbage collector, and without what a process does not use."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import weakref
+
+import pytest
+
+from gdpo_nemo.generation.engine import CPU_ENVIRONMENT
+from gdpo_nemo.utils.progress import _Providers, hidden, importing
+
+
+class Circle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self):
+        self.itself = self
+
+
+def allocate() -> None:
+    """Enough for the collector to run several times, had it not been told to wait."""
+    kept = [[] for _ in range(10 * gc.get_threshold()[0])]
+    del kept
+
+
+def followed(thing: object) -> bool:
+    """Whether the collector still looks at it: ``gc.get_objects`` leaves out what is frozen."""
+    return any(other is thing for other in gc.get_objects())
+
+
+@pytest.fixture
+def collections():
+    """Phases of the collections of this test. What it freezes stays so: test files are frozen, too."""
+    seen = []
+
+    def note(phase, info):
+        seen.append(phase)
+
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+    gc.enable()
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_nothing_is_collected_in_the_block_and_the_collector_works_again_after_it(freeze, collections):
+    with importing(freeze):
+        allocate()
+        assert collections == []
+    allocate()
+    assert "stop" in collections
+    garbage = weakref.ref(Circle())
+    gc.collect()
+    assert garbage() is None
+
+
+def test_what_lives_at_the_end_of_the_block_is_frozen_only_where_that_is_asked_for(collections):
+    kept = [[]]
+    with importing(freeze=False):
+        pass
+    assert followed(kept)
+    with importing():
+        pass
+    assert not followed(kept)
+
+
+def test_a_collector_that_is_off_stays_off_and_an_import_that_fails_leaves_it_as_it_was(collections):
+    with pytest.raises(ImportError), importing():
+        raise ImportError("no")
+    assert gc.isenabled()
+    gc.disable()
+    with importing():
+        pass
+    assert not gc.isenabled()
+
+
+def test_hidden_modules_fail_to_import_in_the_block_only():
+    with hidden("json", "no_such_module"), pytest.raises(ImportError):
+        importlib.import_module("json")
+    assert importlib.import_module("json") is json
+    assert "no_such_module" not in sys.modules
+
+
+def output_of(code: str, **environment: str) -> str:
+    """What a new process prints."""
+    command = [sys.executable, "-c", code]
+    given = {name: value for name, value in os.environ.items() if name not in CPU_ENVIRONMENT}
+    found = subprocess.run(command, env={**given, **environment}, check=True, stdout=subprocess.PIPE, text=True)
+    return found.stdout.strip()
+
+
+def test_transformers_is_imported_without_the_files_of_all_packages():
+    code = """
+import importlib.metadata as metadata
+def refuse():
+    raise AssertionError("it reads the files of all packages")
+metadata.packages_distributions = refuse
+from gdpo_nemo.utils.progress import import_transformers
+import_transformers()
+from transformers.utils import import_utils
+print(import_utils.is_torch_available(), metadata.packages_distributions is refuse)
+"""
+    assert output_of(code) == "True True"
+
+
+def test_a_package_is_provided_by_the_distribution_of_its_name():
+    read = importlib.metadata.packages_distributions()
+    providers = _Providers(lambda: pytest.fail("read"))
+    for name in ("torch", "accelerate", "torchvision", "numpy"):
+        assert providers.get(name) == read[name]
+
+
+def test_all_providers_are_read_for_other_names_and_for_flash_attention():
+    read = {"yaml": ["PyYAML"], "flash_attn": ["flash-attn", "flash-attn-4"]}
+    providers = _Providers(lambda: read)
+    assert [providers.get(name) for name in ("yaml", "flash_attn", "none")] == [*read.values(), None]
+    assert dict(providers) == read
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_vllm_is_imported_without_the_lowerings_of_the_compiler_only_on_cpus(on_cpu):
+    code = """
+import sys
+from gdpo_nemo.generation import vllm_core
+vllm_core._import_vllm()
+print("vllm" in sys.modules, "torch._inductor.lowering" in sys.modules)
+"""
+    assert output_of(code, **CPU_ENVIRONMENT if on_cpu else {}) == f"True {not on_cpu}"
