@@ -49,13 +49,14 @@ def prepare() -> Runtime:
 
 
 def _use_group_step_adam() -> None:
-    """Make Megatron use ``GroupStepAdam`` if TransformerEngine and apex are missing. Its state has their layout."""
+    """Make Megatron use ``GroupStepAdam``, with the same state layout, if TransformerEngine and apex are missing."""
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.distrib_optimizer as distributed
 
     from gdpo_nemo.megatron.optimizer import GroupStepAdam
 
-    # Two modules copy Adam and these flags at import. The flags make Megatron read the step from the parameter group.
+    # Two modules of Megatron copy Adam and these flags at import. The flags make Megatron read the step from the
+    # parameter group.
     if optimizers.USING_PYTORCH_OPTIMIZER:
         optimizers.Adam = GroupStepAdam
         optimizers.USING_PYTORCH_OPTIMIZER = False
@@ -132,7 +133,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore a result of ``random_state``."""
+    """Restore the random streams from a result of ``random_state``."""
     from megatron.core import tensor_parallel
 
     random.setstate(state["python"])
