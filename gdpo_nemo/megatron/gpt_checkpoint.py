@@ -180,7 +180,7 @@ def _reader(source: Source, prefix: str, key: str) -> Callable[[list[_Slice]], l
 def _reason(error: BaseException) -> str:
     first = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
     # Hide torch's message, which advises loading the file with an unpickler that can execute code.
-    return "an entry of the checkpoint is not a tensor" if isinstance(first, pickle.UnpicklingError) else first_line(first)
+    return "a checkpoint entry is not a tensor" if isinstance(first, pickle.UnpicklingError) else first_line(first)
 
 
 @contextlib.contextmanager

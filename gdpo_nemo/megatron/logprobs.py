@@ -79,7 +79,7 @@ class _TokenLogprobs(torch.autograd.Function):
             p = log_p.exp()
             # d logprob / d x = onehot - p;  d entropy / d x = -p (log p + entropy)
             grad = p * -grad_logprob[rows, None]
-            # Skip these two passes over the vocabulary if the loss has no entropy term, which is the usual case.
+            # Most losses have no entropy term and skip these two operations on the whole vocabulary.
             if entropy is not None and grad_entropy is not None:
                 log_p.clamp_(min=-1e30).add_(entropy[rows, None]).mul_(p)
                 grad.sub_(log_p * grad_entropy[rows, None])
