@@ -331,7 +331,7 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
     config = copy.deepcopy(parts.config)
     config.cluster.address = "auto"
     with pytest.raises(
-        RunError, match=r"\S+absent not found on node \S+; it must be on a file system that all nodes share"
+        RunError, match=r"\S+absent not found on node \S+; put it on a file system that all nodes share"
     ):
         placement.reserve(config.cluster, resolve_layout(config), [tmp_path, tmp_path / "absent"])
     config.cluster.num_nodes = 2
