@@ -32,7 +32,7 @@ MARK = "GDPO_NEMO_RUN"
 GUARD_MARK = "GDPO_NEMO_GUARDED"
 """Environment variable that marks the descendants of a guarded process."""
 _GRACE_S = 3.0
-"""Time for processes to exit before they are killed."""
+"""Seconds that processes have to exit before they are killed."""
 _SCAN_INTERVAL_S = 1.0
 _SCANS_PER_MEMORY_SCAN = 10
 """Number of process scans between two scans of memory maps, which take longer."""
@@ -114,7 +114,7 @@ def guard_children() -> None:
 
 
 def marked(mark: str) -> set[int]:
-    """Return the ids of all processes with ``mark`` (NAME=value) in their environment.
+    """Return the ids of all processes whose environment contains ``mark`` (NAME=value).
 
     This process and its parent are excluded.
     """
@@ -168,7 +168,7 @@ def marked_tree(mark: str) -> dict[int, int]:
 def _is_resource_tracker(pid: int) -> bool:
     """Return whether a process is multiprocessing's resource tracker.
 
-    It must not be killed: it cleans up after its last user and then exits.
+    The tracker must not be killed: it cleans up after its last user and then exits.
     """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:

@@ -127,7 +127,7 @@ class EnvironmentNodes:
         Raises:
             InfrastructureFailed: if an actor dies repeatedly.
 
-        It also raises the errors of ``EnvironmentPool.verify``.
+        This method also raises the errors of ``EnvironmentPool.verify``.
         """
         return self._call_all("verify", trajectories)
 

@@ -487,7 +487,7 @@ class EngineFleet:
         what = {"sleep": "putting the engines to sleep", "wake": "waking the engines"}[method]
         answers = await self._answers(clients, refs, what)
         for client, result in zip(clients, answers):
-            # A dead engine occupies no memory. Its client replaces it after the other engines have woken up.
+            # A dead engine occupies no memory. Its client replaces the engine after the other engines have woken up.
             if not _died(result) and client.state not in (EngineState.STARTING, *_UNAVAILABLE):
                 client.enter(state)
 

@@ -176,7 +176,7 @@ def _fail_with_servers() -> Iterator[None]:
 def _loopback_only() -> Iterator[None]:
     """Make a session that starts in this block use the address ``LOOPBACK``.
 
-    Ray would replace this address, because other machines cannot reach it. Its servers would then listen on every
+    Ray would replace this address, because other machines cannot reach it. Ray's servers would then listen on every
     interface.
     """
     with _replaced(services, "resolve_ip_for_localhost", lambda host: host):
@@ -194,8 +194,8 @@ def _predefined_agent_ports() -> Iterator[None]:
     original = Node.start_raylet
 
     def start_raylet(node: Node, *arguments: Any, **options: Any) -> None:
-        # Actors with a custom runtime environment need this agent. They wait for it, up to a time limit set in
-        # ``session``.
+        # Actors with a custom runtime environment need this agent. The actors wait for this agent, up to a time limit
+        # set in ``session``.
         node._ray_params.runtime_env_agent_port = _free_port()
         # A session that ends with the run does not use Ray's metrics or jobs.
         for service in ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"):

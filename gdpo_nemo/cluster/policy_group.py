@@ -44,7 +44,7 @@ _COMPUTES = ("train", "logprobs", "teacher_logprobs")
 
 
 def layout_ranks(layout: MegatronConfig) -> int:
-    """Return the number of ranks of a layout. Its ``data_parallel_size`` must be resolved."""
+    """Return the number of ranks of a layout, whose ``data_parallel_size`` must be resolved."""
     return (
         layout.tensor_model_parallel_size
         * layout.pipeline_model_parallel_size
@@ -87,8 +87,8 @@ class PolicyGroup:
         self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
         world = layout_ranks(self.layout)
         on_gpu = config.cluster.gpus_per_node > 0
-        # All ranks get the number of threads that suits the node with the most ranks. They run in lockstep, so more
-        # threads on other nodes would not help.
+        # All ranks get the number of threads that suits the node with the most ranks. The ranks run in lockstep, so
+        # more threads on other nodes would not help.
         ranks_per_node = max(placement.places.policy_on(node) for node in nodes)
         threads = config.policy.num_threads or max(1, cores(config.cluster) // ranks_per_node)
         environment = thread_environment(threads)
@@ -260,7 +260,7 @@ class PolicyGroup:
 
         Args:
             reference: True to use the reference weights.
-            temperature: temperature that replaces the sampling temperature; None to use the sampling temperature.
+            temperature: temperature that replaces the sampling temperature, or None to use the sampling temperature.
             packed: False to process each sequence in a separate micro-batch.
             teacher: True to use the teacher's weights.
         """

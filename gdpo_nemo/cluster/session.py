@@ -27,8 +27,8 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # Do not let Ray prestart a worker per core. These workers would be unused, because each actor of the run has its own
 # runtime_env.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-# By default, Ray allows its processes 30 to 100 s to start, and its workers 60 s to register. This is too short on two
-# cores with a load of 16.
+# By default, Ray allows its processes 30 to 100 s to start, and its workers 60 s to register. These limits are too
+# short on two cores with a load of 16.
 for _name, _seconds in (
     ("gcs_server_port_wait_time_s", 300),
     ("raylet_start_wait_time_s", 1),  # limit of one query, which ``local_ray`` repeats
@@ -100,7 +100,7 @@ def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) ->
     arguments = (
         dict(address=address)
         if address
-        # Without "local" Ray would join a cluster that already runs on this machine.
+        # Without "local", Ray would join a cluster that already runs on this machine.
         else dict(
             address="local",
             num_cpus=cores(config),
@@ -224,7 +224,7 @@ def _check_nodes(what: str, patience_s: float = 0.0) -> None:
 def thread_environment(threads: int) -> dict[str, str]:
     """Return environment variables that limit a process to ``threads`` compute threads, which sleep while they wait.
 
-    By default OpenMP threads spin while they wait. With several ranks on a node, these threads would take cores from
+    By default, OpenMP threads spin while they wait. With several ranks on a node, these threads would take cores from
     the rank that computes.
     """
     return {

@@ -50,8 +50,8 @@ class WeightSync:
     Args:
         sync_check: check of the log-probs after every update; None disables it.
         transport: transport of the policy's weights; None uses Ray's object store.
-        shared: True if the engines share the policy's devices. They then sleep from ``sleep_engines`` to the next
-            ``publish``.
+        shared: True if the engines share the policy's devices. In this case, the engines sleep from ``sleep_engines``
+            to the next ``publish``.
         kv: treatment of requests in flight (``rollout.kv``).
     """
 
@@ -66,7 +66,7 @@ class WeightSync:
     ):
         self.transport = transport or MemoryTransport(policy)
         self.version: int | None = None
-        """Version of the last completed update; None before the first update."""
+        """Version of the last completed update, or None before the first update."""
         self._policy = policy
         self._fleet = fleet
         self._sync_check = sync_check
@@ -77,8 +77,8 @@ class WeightSync:
     def publish(self, version: int) -> dict[str, float]:
         """Send the policy's current weights to the engines as ``version``, and return metrics.
 
-        The metrics are ``time/sync``, and ``parity/probe`` if there is a sync check. On shared devices they include
-        ``time/sleep`` (the duration of ``sleep_engines``) and ``time/wake`` (part of ``time/sync``).
+        The metrics are ``time/sync``, and ``parity/probe`` if there is a sync check. On shared devices, the metrics
+        include ``time/sleep`` (the duration of ``sleep_engines``) and ``time/wake`` (part of ``time/sync``).
 
         Raises:
             RunError: if the weights cannot be sent, or if the sync check fails.
@@ -140,14 +140,14 @@ class SyncCheck:
 
     Args:
         sequences: sequences for which the log-probs are compared.
-        limit: maximum mean difference in nats; None until ``calibrate`` sets it.
+        limit: maximum mean difference in nats, or None until ``calibrate`` sets it.
     """
 
     def __init__(self, sequences: Sequence[TrainSequence], limit: float | None = None):
         self.sequences = list(sequences)
         self.limit = limit
         self.floor: float | None = None
-        """Mean initial difference in nats; None until ``calibrate`` measures it."""
+        """Mean initial difference in nats, or None until ``calibrate`` measures it."""
         self._engine_logprobs: dict[int, np.ndarray] = {}
 
     @classmethod

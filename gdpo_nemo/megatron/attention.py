@@ -53,7 +53,7 @@ class Packing(PackedSeqParams):
     None without context parallelism.
     """
     cos: torch.Tensor | None = None
-    """Cosines of the rotary embedding, [local tokens, 1, head size]; None until the first layer has computed them."""
+    """Cosines of the rotary embedding, [local tokens, 1, head size]; None until the first layer computes them."""
     sin: torch.Tensor | None = None
     """Sines of the rotary embedding, with the same shape as ``cos``."""
 

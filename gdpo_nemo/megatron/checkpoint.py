@@ -282,7 +282,7 @@ def _load(policy, folder: str | Path) -> None:
 _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
 """Key prefixes of main weights: distributed optimizer, plain optimizer in bfloat16, plain optimizer in float32.
 
-In float32 the model's weights are the main weights.
+In float32, the model's weights are the main weights.
 """
 
 
@@ -336,7 +336,7 @@ def _metadata() -> dict[str, Any]:
 
 def _model_state(policy) -> dict[str, Any]:
     return {
-        # Under LoRA the checkpoint contains only the adapters. The frozen model stays in its original folder.
+        # Under LoRA, the checkpoint contains only the adapters. The frozen model stays in its original folder.
         name: sharded_adapters(chunk) if policy.lora else chunk.sharded_state_dict(metadata=_metadata())
         for name, chunk in _named_chunks(policy)
     }
@@ -396,8 +396,8 @@ def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts
 
     The tensors already have this run's layout. Only the structure of the parameter groups (step count, learning rate)
     may differ. A plain optimizer saves groups with their parameters, and a distributed optimizer saves them without.
-    With expert parallelism, Megatron chains two optimizers, for dense and for expert parameters. Their states have the
-    keys 0 and 1.
+    With expert parallelism, Megatron chains two optimizers, for dense and for expert parameters. The states of these
+    optimizers have the keys 0 and 1.
 
     Args:
         state: loaded optimizer state, in this run's layout.
@@ -424,8 +424,8 @@ def _restore_settings(state: dict[Any, Any], parts: list[Any]) -> None:
     """Replace the settings of the parameter groups in ``state`` with those of this run's optimizer, in place.
 
     A run may be resumed with another learning rate, weight decay or Adam decay. Megatron identifies groups by some of
-    these settings, and silently loads the others from the checkpoint. Here the config takes precedence, and only the
-    step count comes from the checkpoint.
+    these settings, and silently loads the others from the checkpoint. In this function, the config takes precedence,
+    and only the step count comes from the checkpoint.
     """
     for index, part in enumerate(parts):
         part_state = state[index] if len(parts) > 1 else state

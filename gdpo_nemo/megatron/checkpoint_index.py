@@ -73,7 +73,8 @@ class _Record:
 class _IndexUnpickler(pickle.Unpickler):
     """Unpickler that creates a ``_Record`` for every allowed object and rejects all others.
 
-    Each file gets its own record classes: a pickle may set attributes of a class, which must not affect other files.
+    Each unpickler creates new record classes: a pickle may set attributes of a class, which must not affect other
+    files.
     """
 
     def __init__(self, content: bytes):

@@ -259,11 +259,11 @@ class Weight:
     sources: tuple[str, ...]
     """Names of the Hugging Face tensors. For an expert, they contain ``{}`` in place of its global index."""
     expert: int | None = None
-    """Local index of the expert on its rank; None if the parameter does not belong to an expert."""
+    """Local index of the expert on its rank, or None if the parameter does not belong to an expert."""
     stacked: str | None = None
     """Name of the tensor that replaces the sources in folders that store all experts of a layer together.
 
-    Its shape is [experts, ...] if ``expert`` is set.
+    The shape of this tensor is [experts, ...] if ``expert`` is set.
     """
     vocabulary: bool = False
     """True if each row belongs to a token of the vocabulary. Megatron adds padding rows."""
@@ -363,7 +363,7 @@ def rotary(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
 
 
 def num_experts(config: PretrainedConfig) -> int:
-    """Return the number of experts in an MoE layer; 0 for a dense model family."""
+    """Return the number of experts in an MoE layer, or 0 for a dense model family."""
     return architectures.num_experts(fields_of(config))
 
 
@@ -460,7 +460,7 @@ def write_classifier(
 
 
 def _tokenizer_with_padding(folder: Path) -> Any:
-    """Return the folder's tokenizer with a padding token other than the EOS token; None if it has no tokenizer.
+    """Return the folder's tokenizer with a padding token other than the EOS token, or None if it has no tokenizer.
 
     transformers reads the score at the last token that is not padding. If the EOS token were also the padding token,
     transformers would read the score before the end of the answer. If the tokenizer has no other special token, no

@@ -2,8 +2,8 @@
 
 Functions of megatron-core refer to CUDA by literals such as ``device="cuda"`` and by attributes such as
 ``torch.cuda.current_device``. Patching torch would affect every other library in the process. Instead the hook rewrites
-the *code objects* of megatron-core's functions while its modules are imported. It does not change module-level code,
-which refers to classes that exist only under ``torch.cuda``. torch still reports that CUDA is not available.
+the *code objects* of megatron-core's functions while its modules are imported. The hook does not change module-level
+code, which refers to classes that exist only under ``torch.cuda``. torch still reports that CUDA is not available.
 
 If CUDA is available, ``install`` does nothing, so GPU runs execute stock megatron-core.
 """
@@ -184,7 +184,7 @@ def _pad_uneven_collectives() -> None:
 
 
 def _skip_token_count_sync() -> None:
-    """Remove the MoE dispatcher's wait for its token counts on a CUDA stream. On CPU they are already available."""
+    """Remove the MoE dispatcher's wait for token counts on a CUDA stream. On CPU, they are already available."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def convert_counts(self, point, tokens_per_expert=None):

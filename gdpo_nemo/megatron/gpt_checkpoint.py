@@ -29,7 +29,7 @@ class _Slice:
 
     Args:
         stored: shape and data type of the stored tensor.
-        indices: index of each leading dimension; empty for the complete tensor.
+        indices: index of each leading dimension, or empty for the complete tensor.
     """
 
     def __init__(self, name: str, stored: Held, indices: tuple[int, ...] = ()):

@@ -1,7 +1,7 @@
 """Layer specifications: TransformerEngine's layers, or local Megatron layers with torch SDPA.
 
-Both build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP layers (``-``, or ``E`` for MoE).
-Hugging Face layer i therefore always corresponds to Hybrid layers 2i and 2i+1.
+Both kinds of layers build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP layers (``-``, or ``E``
+for MoE). Hugging Face layer i therefore always corresponds to Hybrid layers 2i and 2i+1.
 """
 
 from __future__ import annotations

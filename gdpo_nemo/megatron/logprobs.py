@@ -20,8 +20,8 @@ MAX_CHUNK = 1024
 _CPU_LOGITS = 1 << 20
 """Number of logits that a CPU converts to float32 at once: 4 MiB, which fits into its caches.
 
-With 1,024 tokens at once, every pass reads and writes main memory. This takes 2.5 times as long for vocabularies of
-8,192 and 49,152. Chunks with a quarter or four times as many logits take at most a third longer than the fastest
+With 1,024 tokens at once, every pass reads and writes main memory. Such chunks take 2.5 times as long for vocabularies
+of 8,192 and 49,152. Chunks with a quarter or four times as many logits take at most a third longer than the fastest
 chunks.
 """
 
@@ -146,7 +146,8 @@ def token_logprobs(
         targets: int64 [tokens], global token ids, already shifted (``targets[t]`` follows token t).
         group: tensor-parallel group.
         vocab_size: vocabulary size without padding. Padded columns have probability 0. None if no column is padded.
-        chunk: number of tokens processed at once; None for the device's default. All values give bit-identical results.
+        chunk: number of tokens processed at once, or None for the device's default. All values yield bit-identical
+            results.
         entropy: entropy mode. ``none`` reads the logits the fewest times, and ``gradient`` reads them the most times.
 
     Returns:
@@ -370,7 +371,7 @@ def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _placeholder_gradient(weight: Any) -> torch.Tensor:
-    """Return a placeholder for a gradient that was already added to ``main_grad``. It triggers the wrapper's hook.
+    """Return a placeholder for a gradient that was already added to ``main_grad``, to trigger the wrapper's hook.
 
     The hook ignores the placeholder's values, unless the weight is also the embedding. For an embedding, the hook adds
     the embedding's gradient plus the placeholder, which therefore consists of zeros.
@@ -394,8 +395,8 @@ def fused_token_logprobs(
     """Compute ``token_logprobs`` for the logits hidden @ weight.T, without storing these logits.
 
     Args:
-        hidden: [tokens, hidden size], float32, bfloat16 or float16, equal on all tensor-parallel ranks. Its gradient is
-            this rank's contribution, which must be summed over the group.
+        hidden: [tokens, hidden size], float32, bfloat16 or float16, equal on all tensor-parallel ranks. The gradient of
+            ``hidden`` is this rank's contribution, which must be summed over the group.
         weight: [vocabulary / tensor-parallel ranks, hidden size], this rank's rows, in the precision of ``hidden``. If
             the weight has a float32 ``main_grad`` of Megatron's data-parallel wrapper, its gradient is added to this
             buffer. Otherwise autograd receives the gradient as usual.

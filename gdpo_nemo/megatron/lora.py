@@ -50,7 +50,7 @@ def _hf_modules(linear_name: str, modules: Modules) -> tuple[str, ...]:
 
 
 def initial_a(module: str, rank: int, width: int, seed: int, init: str = "uniform") -> torch.Tensor:
-    """Sample the initial A of a Hugging Face module, float32 [rank, width]. It is the same in every layout.
+    """Sample the initial A of a Hugging Face module, float32 [rank, width]. The result does not depend on the layout.
 
     Args:
         init: ``uniform`` as in PEFT, or ``xavier`` (Glorot and Bengio 2010, normal), the default of NeMo's adapters.
@@ -70,7 +70,7 @@ class Part(NamedTuple):
     height: int
     """Number of rows, over all tensor-parallel ranks."""
     suffix: str
-    """Suffix of B's key in a checkpoint; empty unless the module has several parts."""
+    """Suffix of B's key in a checkpoint, or empty unless the module has several parts."""
 
 
 class Pair(torch.nn.Module):
@@ -80,7 +80,7 @@ class Pair(torch.nn.Module):
         width: input size of the layer, over all tensor-parallel ranks.
         by_columns: True if the layer's weight is split by columns.
         like: tensor with the data type and device of the matrices.
-        shared: matrix A of another pair, to reuse it; None to create a new A.
+        shared: matrix A of another pair, to reuse it, or None to create a new A.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class Adapters(torch.nn.Module):
             if last_name(part.module) in settings.target_modules:
                 shared = pairs[0].a if self.shares_a and pairs else None
                 pairs.append(Pair(part, width, self.by_columns, settings, seed, like, shared))
-        # Each tensor-parallel rank processes only some of the tokens, so Megatron must sum the gradients of replicated
-        # matrices.
+        # Under sequence parallelism, each tensor-parallel rank processes only some of the tokens, so Megatron must sum
+        # the gradients of replicated matrices.
         if self.sequence_parallel:
             for pair in pairs:
                 matrix: Any = pair.b if self.by_columns else pair.a
@@ -200,9 +200,9 @@ class Adapters(torch.nn.Module):
 
 
 class HeadAdapter(Adapters):
-    """Adapters of the output layer. Their input is replicated on the tensor-parallel ranks.
+    """Adapters of the output layer. The input of these adapters is replicated on the tensor-parallel ranks.
 
-    Under sequence parallelism their input is replicated as well.
+    Under sequence parallelism, their input is also replicated.
     """
 
     def __init__(self, module: str, linear: Any, hf: PretrainedConfig, settings: LoraConfig, seed: int):

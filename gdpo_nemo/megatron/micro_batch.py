@@ -33,13 +33,13 @@ class MicroBatch:
     """int64 [rows]: token ids of the targets."""
     packing: Packing
     fields: TokenFields | None
-    """Inputs of the loss for the trained rows; None if no loss is computed."""
+    """Inputs of the loss for the trained rows, or None if no loss is computed."""
     trained: torch.Tensor | None
-    """int64 [trained rows]: indices of the rows with a weight above 0; None if all rows are trained."""
+    """int64 [trained rows]: indices of the rows with a weight above 0, or None if all rows are trained."""
 
 
 def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy the arrays to the device in one asynchronous transfer. On a CPU the tensors share the arrays' memory."""
+    """Copy the arrays to the device in one asynchronous transfer. On a CPU, the tensors share the arrays' memory."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}

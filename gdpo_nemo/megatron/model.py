@@ -198,9 +198,9 @@ class BuiltModel:
     wrapped: list[Any]
     """The chunks inside mixed-precision and DDP wrappers. A model that is not trained has no DDP wrappers."""
     optimizer: Any = None
-    """Megatron's MegatronOptimizer; None for a model that is not trained."""
+    """Megatron's MegatronOptimizer, or None for a model that is not trained."""
     scheduler: Any = None
-    """Learning-rate schedule (``UpdateSchedule``); None for a model that is not trained."""
+    """Learning-rate schedule (``UpdateSchedule``), or None for a model that is not trained."""
 
 
 def transformer_config(
@@ -396,7 +396,7 @@ def build_optimizer(
     Args:
         wrapped: wrapped chunks of the model.
         total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
-        value_lr_mult: learning-rate multiplier of the value head; None if the model has no value head.
+        value_lr_mult: learning-rate multiplier of the value head, or None if the model has no value head.
     """
     o = layout.optimizer
     config = MegatronOptimizerConfig(
@@ -463,10 +463,10 @@ def build(
     Args:
         temperature: sampling temperature, by which logits are divided.
         total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
-        lora: settings of the adapters to train with frozen weights; None to train the weights.
+        lora: settings of the adapters to train with frozen weights, or None to train the weights.
         seed: random seed of the initial adapters, and of a missing score head.
         scores: True for a reward model. If the folder contains no score head, the head is initialised randomly.
-        value_lr_mult: learning-rate multiplier of a value head; None for no value head.
+        value_lr_mult: learning-rate multiplier of a value head, or None for no value head.
     """
     from gdpo_nemo.megatron.conversion import load_hf, with_score_head
     from gdpo_nemo.models.hf_folder import open_weights

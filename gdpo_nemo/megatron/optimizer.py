@@ -93,7 +93,7 @@ class OptimizerOffload:
     def _device_tensors(self) -> Iterator[tuple[dict[str, Any] | None, torch.Tensor, str, torch.Tensor]]:
         """Yield (state dictionary, parameter, name, tensor) of every tensor to offload.
 
-        For a main weight the dictionary is None and the name is empty.
+        For a main weight, the dictionary is None and the name is empty.
         """
         model = {p.untyped_storage()._cdata for p in self._parameters}
         for optimizer in self._optimizers:
@@ -175,8 +175,8 @@ class GroupStepAdam(torch.optim.Optimizer):
     The state of a parameter consists of ``exp_avg`` and ``exp_avg_sq``. ``step`` is an entry of the group.
     """
 
-    # torch wraps these methods to exclude them from compilation. The first call imports torch's compiler, which takes
-    # 1 s of CPU time on every rank. This optimizer is never compiled.
+    # torch wraps these methods to exclude them from compilation. The first call imports torch's compiler, which takes 1
+    # s of CPU time on every rank. ``GroupStepAdam`` is never compiled.
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = unwrap(torch.optim.Optimizer.load_state_dict)
@@ -308,7 +308,7 @@ def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) ->
         end_wd=o.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # Load only the number of updates from a checkpoint. The other values always come from the config.
+        # Load only the number of updates from a checkpoint. All other values always come from the config.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
         hold=s.lr_hold_updates,

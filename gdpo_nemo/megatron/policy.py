@@ -76,11 +76,11 @@ class Policy:
         folder: Hugging Face folder with the starting weights.
         runtime: result of ``runtime.prepare()``.
         total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
-        keep_reference: True to store a copy of the starting weights for ``logprobs(reference=True)``. It has no effect
-            under LoRA, whose reference is the model without its adapters.
+        keep_reference: True to store a copy of the starting weights for ``logprobs(reference=True)``.
+            ``keep_reference`` has no effect under LoRA, whose reference is the model without its adapters.
         seed: random seed of LoRA's initial adapters, and of a reward model's score head.
         scores: True for a reward model, for which ``logprobs`` returns scores.
-        value_lr_mult: learning-rate multiplier of a value head; None for no value head.
+        value_lr_mult: learning-rate multiplier of a value head, or None for no value head.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class Policy:
         return float(self.built.scheduler.next_rate())
 
     def _gradient_norm(self) -> float:
-        """Return the gradient norm of the complete model before clipping. It is the same on every rank."""
+        """Return the gradient norm of the complete model before clipping, which is the same on every rank."""
         self.built.optimizer.prepare_grads()
         return float(self.built.optimizer.get_grad_norm())
 
@@ -307,13 +307,13 @@ class Policy:
             sequences: sequences of this data-parallel rank.
             micro_batches: indices into ``sequences`` for each micro-batch, as in ``train``.
             reference: True to use the reference weights.
-            temperature: temperature that replaces the sampling temperature; None to use the sampling temperature.
+            temperature: temperature that replaces the sampling temperature, or None to use the sampling temperature.
             entropies: True to add a column with the entropy of each token's distribution.
             values: True to add a column with the value head's estimate for the state before each token.
 
         Returns:
-            The values of this rank's tokens if ``reports`` is true, otherwise None. Their shape is [tokens], or
-            [tokens, columns] with additional columns.
+            The values of this rank's tokens if ``reports`` is true, otherwise None. The shape is [tokens], or [tokens,
+            columns] with additional columns.
         """
         with self._reference_weights() if reference else contextlib.nullcontext(), self._at_temperature(temperature):
             self._set_training(mode=False)
@@ -398,7 +398,7 @@ class Policy:
 
         Args:
             finish: function called with each micro-batch and its output on the last stage, as in Megatron's schedule.
-                It returns a loss, a token count, and the micro-batch's result.
+                The function returns a loss, a token count, and the micro-batch's result.
 
         Returns:
             Results of the micro-batches; only the last stage has results.

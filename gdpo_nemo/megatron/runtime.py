@@ -35,8 +35,8 @@ def prepare() -> Runtime:
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     import_transformers()
-    # Megatron's timers import installed experiment trackers, to recognise the writer that is passed to them. This takes
-    # 1 s of CPU time, and this project passes no writer.
+    # Megatron's timers import installed experiment trackers, to recognise the writer that is passed to them. These
+    # imports take 1 s of CPU time, and this project passes no writer.
     with hidden("wandb", "torch.utils.tensorboard"):
         on_cpu = cpu_shim.install()  # must precede the import of Megatron
         import megatron.core.timers  # noqa: F401

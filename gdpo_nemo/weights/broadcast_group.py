@@ -94,7 +94,7 @@ class BroadcastGroup:
         self._operations: list[Operation] = []
         """Operations of the update in progress."""
         self._device: torch.device | None = None
-        """Device of the transferred buffers. It may differ from the thread's current GPU."""
+        """Device of the transferred buffers. This device may differ from the thread's current GPU."""
         with _as_peer_lost():
             self._group = make(store, rank, meeting.world, address, limit)
 

@@ -139,7 +139,7 @@ def unpack(manifest: Manifest, buffer: np.ndarray) -> Iterator[tuple[str, torch.
 
 _BLOCK = 1 << 20
 _ROWS = 16
-"""Number of blocks that a GPU processes together. Their products take 128 MiB."""
+"""Number of blocks that a GPU processes together. The products of these blocks take 128 MiB."""
 _CHAIN = 0x5851F42D4C957F2D
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}

@@ -3,7 +3,7 @@
 A transport is a file with a subclass of ``Transport``, ``Sender`` and ``Receiver``. ``weights.transport`` selects the
 driver class, by its name in ``config/transports.py`` or by its import path (``file.py:Class``). No other file depends
 on a transport. The steps that all transports have in common are implemented only once. Engines check tensor names
-before any bytes are sent, and load tensors through vLLM's layer-wise reload (``vllm_receiver``). They do not sample
+before any bytes are sent, and load tensors through vLLM's layer-wise reload (``vllm_receiver``). Engines do not sample
 while an update is incomplete. The fleet repeats failed deliveries. A sync check compares log-probs after each update.
 """
 
@@ -75,7 +75,7 @@ class PolicyRanks(Protocol):
 
         Args:
             sender: class of the sender.
-            ranks: ranks to call; None for all ranks.
+            ranks: ranks to call, or None for all ranks.
             num_returns: number of values that the method returns. If it is above 1, each value gets a separate
                 reference.
 
