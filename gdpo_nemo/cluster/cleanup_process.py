@@ -5,9 +5,9 @@ when the driver ends, even after kill -9. Every process with the run's mark in i
 to exit before it is killed. Ray's servers, agents, actors and the verifiers inherit the mark. Finally, the cleanup
 process removes the temporary folder and the named shared memory of these processes.
 
-An engine's actor also runs this file, as a guard for vLLM's processes. Without the guard, these processes would outlive
-a killed actor, and its replacement could not use their GPU memory. An actor with environment workers also runs this
-file, because the workers' semaphores would otherwise remain on the node.
+An engine's actor also runs this file, as a guard for vLLM's processes. Without the guard, vLLM's processes would
+outlive a killed actor, and the actor's replacement could not use their GPU memory. An actor with environment workers
+also runs this file, because the workers' semaphores would otherwise remain on the node.
 
 This file uses only the standard library and reads /proc, so it starts in milliseconds.
 """
@@ -35,7 +35,7 @@ _GRACE_S = 3.0
 """Seconds that processes have to exit before they are killed."""
 _SCAN_INTERVAL_S = 1.0
 _SCANS_PER_MEMORY_SCAN = 10
-"""Number of process scans between two scans of memory maps, which take longer."""
+"""Number of process scans per scan of memory maps, which takes longer."""
 _SHARED = re.compile(rb"(/dev/shm/(?:sem\.mp-|psm_|vllm_dist_|gdpo_nemo_)\S+)$", re.MULTILINE)
 """Names of shared memory of multiprocessing, vLLM and this project, which remains when its process is killed."""
 # -S: Python starts faster without site-packages. -E: Python ignores the user's PYTHON* environment variables.
@@ -94,7 +94,7 @@ class CleanupProcess:
 def guard_children() -> None:
     """Start a guard for this process's future descendants.
 
-    When this process ends, the guard kills them and removes their named shared memory.
+    When this process ends, the guard kills its descendants and removes their named shared memory.
 
     Raises:
         CalledProcessError: if the guard could not be started.
@@ -166,7 +166,7 @@ def marked_tree(mark: str) -> dict[int, int]:
 
 
 def _is_resource_tracker(pid: int) -> bool:
-    """Return whether a process is multiprocessing's resource tracker.
+    """Return whether a process is the resource tracker of Python's multiprocessing.
 
     The tracker must not be killed: it cleans up after its last user and then exits.
     """
@@ -231,7 +231,8 @@ def _guard(mark: str, pid: int, start_time: int) -> None:
     scans = 0
     while _start_time(pid) == start_time:
         new = marked_tree(mark)
-        # Scan the memory of new processes at once. Ray kills them with their actor, and their mappings are then lost.
+        # Scan the memory of new processes at once. Ray kills these processes with their actor, and their mappings are
+        # then lost.
         if new.keys() - known.keys() or scans % _SCANS_PER_MEMORY_SCAN == 0:
             shared |= shared_memory(new)
         known.update(new)
@@ -264,7 +265,7 @@ def _end(mark: str, known: dict[int, int], grace_s: float) -> None:
 
 
 def _main(mode: str, mark: str, *arguments: str) -> None:
-    # A signal to the process group must not end the cleanup process before the processes that it watches.
+    # A signal to the process group must not end the cleanup process before the watched processes.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if mode == "run":

@@ -31,8 +31,8 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
 
     Args:
         folder: Hugging Face folder of the model.
-        devices: GPU of each policy rank, as in CUDA_VISIBLE_DEVICES. Used only if engines share GPUs with the policy
-            (``Places.shared``).
+        devices: GPU of each policy rank, as in CUDA_VISIBLE_DEVICES. The argument is used only if engines share GPUs
+            with the policy (``Places.shared``).
         index: number of the engine.
     """
     vllm = config.policy.generation.vllm_cfg
@@ -48,7 +48,7 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
         # Ray, and select the GPUs with this variable.
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[rank] for rank in shared[index])
     actor = ray.remote(EngineActor).options(
-        num_cpus=0,  # otherwise Ray queues actors if there are more processes than cores
+        num_cpus=0,  # with CPU requests, Ray would queue actors if there are more processes than cores
         num_gpus=0 if on_cpu or shared else vllm.tensor_parallel_size,
         max_concurrency=_CALLS,
         runtime_env={"env_vars": environment},

@@ -31,7 +31,7 @@ from gdpo_nemo.utils.errors import GdpoError, RunError
 from gdpo_nemo.utils.waits import Patience, WaitExpired, running, waiting
 
 START_S = 900.0
-"""Time limit for an engine to start. vLLM loads the model, profiles memory and captures graphs before it answers."""
+"""Time limit for an engine to start, in which vLLM loads the model, profiles memory and captures graphs."""
 REPLACEMENTS = 3
 """Maximum number of consecutive replacements of an engine without a completion between them."""
 POLL_S = 0.5
@@ -48,14 +48,14 @@ _NODE_POLL_S = 2.0
 FULL_KV = 0.9
 """KV cache usage, as a fraction, above which an engine with waiting requests gets no new group.
 
-Otherwise vLLM would preempt requests.
+Above this usage, vLLM would preempt requests.
 """
 
 _NO_REPORT = EngineReport([], -1, 0, 0, 0.0, 0.0, 0, 0)
 
-# An engine may report requests of an earlier client of its process, so request names must be unique. Each fleet creates
-# request names in a separate thread. ``count`` is thread-safe; a generator is not (ValueError: generator already
-# executing).
+# An engine may report requests from an earlier client in the same process, so request names must be unique. Each fleet
+# creates request names in a separate thread. ``count`` is thread-safe, unlike a generator (ValueError: generator
+# already executing).
 _PROCESS = uuid.uuid4().hex
 _numbers = itertools.count()
 
@@ -66,7 +66,7 @@ class EngineState(StrEnum):
     STARTING = "starting"
     """The new actor is loading the model. The next state is LOADED, or LOST if the node has left the cluster."""
     LOADED = "loaded"
-    """The model is loaded (the actor answers ``__ray_ready__``), but the newest weights are not.
+    """The model is loaded (the actor answers ``__ray_ready__``), but the newest weights are not loaded yet.
 
     The next state is READY, after ``owner.deliver``. In an exact run, a replacement first waits for a request or an
     update.
@@ -128,13 +128,13 @@ class ClientOwner(Protocol):
     """Event that is set while engines may start. On shared devices, it is cleared while the policy uses the memory."""
 
     async def deliver(self, client: EngineClient) -> None:
-        """Send the newest weights to a replacement, if the policy has sent weights before."""
+        """Send the newest weights to a replacement if the policy has already sent weights."""
 
     def note(self, line: str) -> None:
         """Record an event of the run as a sentence for the user."""
 
     def reassign(self, client: EngineClient, reason: str) -> None:
-        """Move the requests of a client whose engine is dead or lost to other clients, if any can sample."""
+        """Move the requests of a client whose engine is dead or lost to other clients, if any client can sample."""
 
     def changed(self) -> None:
         """Notify waiting tasks that the state or the load of a client has changed."""
@@ -220,10 +220,10 @@ class EngineClient:
         self._owner.changed()
 
     def busy_since(self) -> float:
-        """Return the time that the engine has spent in decode steps since the last call, in seconds."""
+        """Return the time in seconds that the engine has spent in decode steps since the last call."""
         before = self._busy_s
         self._busy_s = self.report.busy_s
-        return max(0.0, self._busy_s - before)  # negative after a replacement, which starts at 0
+        return max(0.0, self._busy_s - before)  # negative after a replacement, whose time starts at 0
 
     def submit(self, request: SampleRequest, sampling: Sampling) -> PendingRequest:
         """Send a request to the engine. Requests of one event-loop iteration are sent together, in order."""
@@ -248,7 +248,7 @@ class EngineClient:
             self._outbox.append(pending)
 
     async def drawn(self, pending: PendingRequest) -> list[int]:
-        """Return the tokens that an unfinished request has so far. Raises WorkerDied if the engine died."""
+        """Return the tokens that an unfinished request has sampled so far. Raises WorkerDied if the engine died."""
         tokens: list[int] = await answer(self.actor.drawn.remote(pending.name), f"engine {self.index}", self._timeout_s)
         return tokens
 
@@ -302,7 +302,7 @@ class EngineClient:
         self.enter(EngineState.LOADED)
         if self._owner.exact and self.replaced and not self.pending:
             # Wait until the engine is needed for a request or a weight update. The policy may be training, and some
-            # transports would have to gather the weights from it again.
+            # transports would have to gather the policy's weights again.
             await self._needed.wait()
         await self._owner.deliver(self)
         self.enter(EngineState.READY)
@@ -424,11 +424,11 @@ class EngineClient:
         if self.deaths > REPLACEMENTS:
             self.enter(EngineState.DEAD)
             reason = f"it died {self.deaths} times in a row, last: {error}"
-            self._owner.note(f"engine {self.index} is given up: {reason}")
+            self._owner.note(f"engine {self.index} is abandoned: {reason}")
             self._owner.reassign(self, reason)
             return False
         self.enter(EngineState.STARTING)
-        self._owner.note(f"{error}; it is replaced, and its samples are generated again")
+        self._owner.note(f"{error}; the engine is replaced and its samples are repeated")
         if not self._owner.exact:
             self._owner.reassign(self, str(error))
         await self._owner.awake.wait()

@@ -2,7 +2,7 @@
 
 An actor does the work that the driver does without environment nodes: it runs worker processes, enforces time limits
 and returns typed verdicts. If an actor dies, it is replaced on the same node and its call is repeated. Environments
-that are clients of servers run in the driver.
+that run on servers are called from the driver.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ class EnvironmentHost:
         return self._pools.step(steps), self._pools.take_recoveries()
 
     def close(self) -> None:
-        """End the workers and remove the semaphores that they share with this process. Call no other method later."""
+        """End the workers and remove the semaphores that they share with this process. This must be the last call."""
         self._pools.close()
         del self._pools
         gc.collect()
 
 
 class EnvironmentNodes:
-    """``EnvironmentPools`` whose workers run on the nodes of ``cluster.env_nodes``.
+    """``EnvironmentPools`` whose workers run on environment nodes (``cluster.env_nodes``).
 
     Raises:
         ConfigError: if no environment in the config has workers.

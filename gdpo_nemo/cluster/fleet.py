@@ -1,18 +1,16 @@
 """Driver side of the vLLM engines: distribute requests, update weights, replace dead engines.
 
 The thread "rollouts" runs an event loop with the tasks of the rollouts and one ``EngineClient.serve`` per engine. All
-coroutines run on this loop. The blocking methods are for all other threads.
+coroutines run on this loop. All other threads use the blocking methods.
 
-* ``ready`` waits until every client is READY, UPDATING or ASLEEP.
-* ``submit`` does not wait. The requests of one loop iteration are sent together.
-* ``sample`` and ``generate`` submit requests and wait until ``EngineClient.serve`` has polled the completions.
-* ``room`` waits until a READY client with weights of the required version has a free slot.
-* ``update`` waits until every live engine has the weights. It calls ``_deliver``, which repeats the following round for
-  live engines that missed the weights: ``_hold`` waits until the engines have stopped between two steps, and ``_send``
-  waits until the senders and the engines have answered.
-* ``score``, ``sleep`` and ``wake`` wait until every called engine has answered or died.
-* After a death, ``EngineClient.serve`` calls ``reassign`` (unless the run is exact), waits until ``awake`` is set, and
-  calls ``deliver``, which waits for the lock ``_delivering``.
+* ``ready`` waits until every client is READY, UPDATING or ASLEEP. * ``submit`` does not wait. The requests of one loop
+iteration are sent together. * ``sample`` and ``generate`` submit requests and wait until ``EngineClient.serve`` has
+polled the completions. * ``room`` waits until a READY client with weights of the required version has a free slot. *
+``update`` waits until every live engine has the weights. ``_deliver`` repeats the following round for live engines that
+missed the weights: ``_hold`` waits until the engines have stopped between two steps, and ``_send`` waits until the
+senders and the engines have answered. * ``score``, ``sleep`` and ``wake`` wait until every called engine has answered
+or died. * After a death, ``EngineClient.serve`` calls ``reassign`` (unless the run is exact), waits until ``awake`` is
+set, and calls ``deliver``, which waits for the lock ``_delivering``.
 
 The lock ``_delivering`` prevents a delivery to a replacement during an update: ``WeightSync`` holds it from
 ``Transport.prepare`` to the end of ``update``. If ``EngineClient.serve`` raises an error other than the death of an
@@ -60,9 +58,9 @@ class EngineFleet:
     """vLLM engines in Ray actors. The constructor starts the engines, and ``ready`` waits for them.
 
     A dead engine is replaced and gets the newest weights. Only its unfinished samples are repeated, with their seeds.
-    The replacement repeats them if ``rollout.max_staleness`` is 0, so that the samples are identical; otherwise the
-    other engines do. After more than ``REPLACEMENTS`` deaths without a completion, an engine is abandoned. If no engine
-    is left, the run ends.
+    The replacement repeats these samples if ``rollout.max_staleness`` is 0, so that they are identical. Otherwise the
+    other engines repeat them. After more than ``REPLACEMENTS`` deaths without a completion, an engine is abandoned. If
+    no engine is left, the run ends.
 
     Args:
         folder: Hugging Face folder of the model.
@@ -85,7 +83,7 @@ class EngineFleet:
         self._version = -1
         """Version of the newest weights."""
         self._delivering = threading.Lock()
-        """Lock that is held during a delivery, because a transport supports only one delivery at a time."""
+        """Lock that is held during a delivery, because transports support only one delivery at a time."""
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="rollouts"))
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="rollouts")
@@ -101,7 +99,7 @@ class EngineFleet:
     def _start(self, index: int) -> Any:
         return self._start_actor(index)
 
-    # -- for all threads except the loop's --------------------------------------------------------------------------
+    # -- for all threads except the loop thread ----------------------------------------------------------------------
 
     def spawn(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run a coroutine on the event loop."""
@@ -112,7 +110,7 @@ class EngineFleet:
         return answered({client.index: client.location for client in self.clients})
 
     def ready(self) -> None:
-        """Wait until every engine is ready or asleep. Raises RunError if an engine dies or does not start in time."""
+        """Wait until every engine can sample or is asleep. Raises RunError if an engine dies or starts too slowly."""
         refs = [client.actor.__ray_ready__.remote() for client in self.clients]
         states = (EngineState.READY, EngineState.UPDATING, EngineState.ASLEEP)
 
@@ -401,13 +399,13 @@ class EngineFleet:
     async def _hold(self, clients: Sequence[EngineClient], kv: str) -> list[EngineClient]:
         """Stop the engines between two steps and let them check the names in the manifest. Return the live engines.
 
-        The sender starts afterwards, because draining an engine may take longer than the sender's time limit.
+        The sender starts after this method, because draining an engine may take longer than the sender's time limit.
         """
         assert self._weights is not None
         actors = [client.actor for client in clients]
         refs = [actor.prepare_update.remote(self._weights.manifest, kv) for actor in actors]
         answers = await self._answers(clients, refs, "updating the engines' weights")
-        # An engine may have died after its answer, while another engine was draining. Its replacement has no model yet.
+        # An engine may have died after its answer, while another engine was draining. Replacements have no model yet.
         results = zip(clients, actors, answers)
         return [client for client, actor, result in results if not _died(result) and client.actor is actor]
 
@@ -487,7 +485,7 @@ class EngineFleet:
         what = {"sleep": "putting the engines to sleep", "wake": "waking the engines"}[method]
         answers = await self._answers(clients, refs, what)
         for client, result in zip(clients, answers):
-            # A dead engine occupies no memory. Its client replaces the engine after the other engines have woken up.
+            # Dead engines occupy no memory. Clients replace dead engines after the other engines have woken up.
             if not _died(result) and client.state not in (EngineState.STARTING, *_UNAVAILABLE):
                 client.enter(state)
 

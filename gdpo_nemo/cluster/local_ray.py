@@ -35,7 +35,7 @@ _REGISTER_S = 120.0
 _POLL_S = 0.2
 """Interval between checks of a session's servers. Ray may abort this process soon after it has lost a server."""
 _UNUSED = -1
-"""Port that Ray's dashboard agent writes for a service that it does not offer."""
+"""Port number that Ray's dashboard agent reports for a service that it does not offer."""
 LOOPBACK = "127.0.0.1"
 """Address of a local session. All processes that Ray starts listen only on this address."""
 _LOWEST_PORT = 20_000
@@ -77,7 +77,7 @@ def start(initialize: Callable[[], None]) -> None:
 
 
 def _attempt(initialize: Callable[[], None], before: set[psutil.Process]) -> str | None:
-    """Call ``initialize``. Return its error message in one line, or None if it succeeded.
+    """Call ``initialize``, and return its error message in one line, or None if it succeeded.
 
     Args:
         before: children of this process before the attempt.
@@ -143,7 +143,7 @@ def _ended(servers: dict[str, subprocess.Popen[bytes]]) -> str | None:
 
 @contextlib.contextmanager
 def _fail_with_servers() -> Iterator[None]:
-    """Make the start of a session in this block fail within seconds if one of its servers ends.
+    """Make the start of a session in this block fail within seconds if a server of the session ends.
 
     Ray itself would query the GCS for the node of a dead raylet until a time limit. In this block, each query has a
     short time limit and is repeated for at most ``_REGISTER_S`` while the servers are running.
@@ -176,8 +176,8 @@ def _fail_with_servers() -> Iterator[None]:
 def _loopback_only() -> Iterator[None]:
     """Make a session that starts in this block use the address ``LOOPBACK``.
 
-    Ray would replace this address, because other machines cannot reach it. Ray's servers would then listen on every
-    interface.
+    By default, Ray would replace this address, because other machines cannot reach it. Ray's servers would then listen
+    on every interface.
     """
     with _replaced(services, "resolve_ip_for_localhost", lambda host: host):
         yield
@@ -211,7 +211,7 @@ def _unused_servers_disabled() -> Iterator[None]:
     """Start sessions in this block without dashboard, dashboard agent, autoscaler and log monitor.
 
     A session that ends with the run does not use these processes. Ray starts all four even with
-    ``include_dashboard=False``. They are Python processes and take 4 s of CPU time before the first actor is ready.
+    ``include_dashboard=False``. These Python processes take 4 s of CPU time before the first actor is ready.
     ``ray.init`` has no arguments to disable them.
     """
     start_head = Node.start_head_processes
@@ -249,7 +249,8 @@ def _free_port() -> int:
     """Return a free port that will probably still be free a few seconds later.
 
     A raylet ends if its agent's port is in use when the agent starts. The port is below the kernel's ephemeral range,
-    from which outgoing connections get their ports. It is random, because other runs choose ports in the same range.
+    from which outgoing connections get their ports. The port is random, because other runs choose ports in the same
+    range.
     """
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(_PORTS_TRIED):
@@ -316,4 +317,4 @@ def stay_on(address: str) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if ipaddress.ip_address(address).is_loopback:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" the name is a prefix
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", the name is a prefix

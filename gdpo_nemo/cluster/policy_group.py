@@ -62,9 +62,9 @@ class PolicyGroup:
     Args:
         folder: Hugging Face folder with the starting weights.
         total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
-        placement: placement of the ranks; None places all of them on this machine.
-        reference: True to keep the starting weights for ``logprobs(reference=True)``. None keeps them if the loss or
-            the reward contains a KL term.
+        placement: placement of the ranks. None places all ranks on this machine.
+        reference: True to keep the starting weights for ``logprobs(reference=True)``. None keeps these weights if the
+            loss or the reward contains a KL term.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class PolicyGroup:
         )
         self._building: list[Any] = []
         self._data_ranks: list[int] = []
-        """Data-parallel rank of each rank. The list is empty until it is needed."""
+        """Data-parallel rank of each rank. The list is empty until the first call that needs it."""
         if not placement.places.shared:
             self._build()
 
@@ -158,7 +158,7 @@ class PolicyGroup:
     ) -> list[Any]:
         """Call a method on all ranks, each with its share of the sequences. Return the results by rank.
 
-        Each share is stored once in Ray's object store. All ranks with the same data-parallel rank read it.
+        Each share is stored once in Ray's object store. All ranks with the same data-parallel rank read the same share.
 
         Args:
             layout: assignment of the sequences to data-parallel ranks and micro-batches.
@@ -186,7 +186,7 @@ class PolicyGroup:
         """Multiple to which the length of each sequence is padded.
 
         Megatron gives every context-parallel rank two chunks of a sequence, one from each end, so that causal attention
-        takes the same time on all of them.
+        takes the same time on all ranks.
         """
         context = self.layout.context_parallel_size
         return 2 * context if context > 1 else 1
@@ -219,7 +219,7 @@ class PolicyGroup:
     def _skips(self, settings: Objective) -> bool:
         """Return whether an update skips sequences that have no gradient.
 
-        The decision is made for each update, because an algorithm may use another loss than the config.
+        The decision is made for each update, because an algorithm may use a loss that differs from the config.
         """
         return self.config.skip_zero_advantage and not why_all_sequences(
             settings, load_functions("loss_fn", loss_import_paths(settings))

@@ -27,7 +27,7 @@ class Columns:
     entropies: bool = False
     """True to compute the entropy, in nats, of the distribution from which the token was sampled."""
     values: bool = False
-    """True to compute the value head's estimate for the state before the token."""
+    """True to compute the value head's estimate for the state before each token."""
 
 
 LOGPROBS = Columns()
@@ -43,7 +43,7 @@ class PolicyRank:
         self._listener: socket.socket | None = None
         self._senders: dict[str, Any] = {}
         """Senders of the run's transport, by import path of their class."""
-        # Ray sets CUDA_VISIBLE_DEVICES to the actor's GPU, so it is device 0 on every rank.
+        # Ray sets CUDA_VISIBLE_DEVICES to the actor's GPU, so this GPU is device 0 on every rank.
         os.environ["LOCAL_RANK"] = "0"
 
     def process_location(self) -> tuple[str, int]:
@@ -82,7 +82,7 @@ class PolicyRank:
         The other arguments are those of ``megatron.policy.Policy``.
         """
         stay_on(ray.util.get_node_ip_address())
-        # Not imported at the top: the driver imports this module, and Megatron must be imported after ``prepare``.
+        # Import here, because the driver imports this module, and Megatron must be imported after ``prepare``.
         with importing():
             from gdpo_nemo.megatron import runtime
 

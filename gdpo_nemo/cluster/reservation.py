@@ -14,9 +14,9 @@ from gdpo_nemo.config.schema import ClusterConfig, Config
 from gdpo_nemo.utils.errors import InfrastructureFailed, RunError
 
 _JOIN_S = 300.0
-"""Time limit in which all nodes must have joined the cluster and be free."""
+"""Time limit for all nodes to join the cluster and become free."""
 _LOOK_S = 120.0
-"""Time limit for the check of folders on all nodes. The first task on a node starts a Python process there."""
+"""Time limit for checking folders on all nodes. The first task on a node starts a Python process on this node."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _on_one_node(places: Places) -> Placement:
 
 
 def reserve(cluster: ClusterConfig, layout: Layout, shared: Sequence[Path]) -> Placement:
-    """Reserve the nodes of a run. If the driver's node is one of them, it comes first.
+    """Reserve the nodes of a run. If the driver's node is among these nodes, it comes first.
 
     Args:
         shared: folders that must exist on every node except environment nodes, which need only the working directory.
@@ -120,7 +120,7 @@ def _check_shared(placement: Placement, shared: Sequence[Sequence[Path]]) -> Non
     """Check that the folders of each node exist, before the first checkpoint needs them.
 
     Args:
-        shared: folders of each node.
+        shared: folders that must exist, by node.
     """
     check = ray.remote(num_cpus=0, max_retries=0)(_absent)
     refs = [

@@ -18,11 +18,12 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 # Do not change CUDA_VISIBLE_DEVICES for actors that request no GPU, such as engines that share the policy's GPUs.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Hide Ray's output about a lost process, which includes a hundred lines of state. ``log_to_driver`` does not hide it.
-# The run reports the loss in a sentence, and Ray's own logs are kept.
+# Hide Ray's output about a lost process, which includes a hundred lines of state. ``log_to_driver`` does not hide this
+# output. The run reports the loss in a sentence, and Ray's own logs are kept.
 os.environ.setdefault("RAY_DEDUP_LOGS", "1")
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-# Ray runs its workers at niceness 15. On a busy machine the run's verifiers, at niceness 0, would starve them.
+# Ray runs its workers at niceness 15. On a busy machine, the run's verifiers would starve these workers, because
+# verifiers have niceness 0.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # Do not let Ray prestart a worker per core. These workers would be unused, because each actor of the run has its own
 # runtime_env.
@@ -72,7 +73,7 @@ def cores(config: ClusterConfig) -> int:
 
 @contextlib.contextmanager
 def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Join the Ray cluster given by the config or RAY_ADDRESS, or start a cluster that ends with this process.
+    """Join the Ray cluster that the config or RAY_ADDRESS specifies, or start a cluster that ends with this process.
 
     Args:
         lost: function that a thread calls with a message if a server of a local session ends. Ray can then no longer be
@@ -127,9 +128,9 @@ def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) ->
 def _scratch() -> Iterator[str]:
     """Create a folder for temporary files of the run's processes, and set TMPDIR to it in the block.
 
-    The cleanup process removes the folder, because some files remain even after a clean exit (vLLM's sockets). Ray's
-    files are in Ray's folder. If the user has no writable home directory, this folder also becomes the home directory,
-    because Ray and the caches of libraries need a home directory.
+    The cleanup process removes the folder, because some files remain even after a clean exit (vLLM's sockets). Ray
+    stores its own files elsewhere. If the user has no writable home directory, this folder also becomes the home
+    directory, because Ray and the caches of libraries need a home directory.
     """
     before = {name: os.environ.get(name) for name in ("TMPDIR", "RAY_TMPDIR", "HOME", "HF_HOME")}
     # The path must be short, because the folder contains Unix sockets, whose paths are limited to 107 characters.
@@ -267,7 +268,7 @@ def _gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[
 
 
 def answered(refs: dict[int, ray.ObjectRef]) -> dict[int, Any]:
-    """Return the results that are already available, by the keys of ``refs``. Do not wait or start a Ray session."""
+    """Return the results that are already available, by the keys of ``refs``, without waiting or starting Ray."""
     if not ray.is_initialized():
         return {}
     done = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)[0]) if refs else set()
@@ -341,7 +342,7 @@ def _is_own_error(error: RayError) -> bool:
 
 
 def _failure(error: RayError, what: str) -> GdpoError:
-    """Return the exception to raise for a failed call: this project's exception, or one with a one-line message."""
+    """Return the exception to raise for a failed call: the worker's GdpoError, or an error with a one-line message."""
     if isinstance(error, _GONE):
         return WorkerDied(f"{what}: a worker process died ({message_line(error)})")
     if isinstance(error, RayTaskError):

@@ -1,17 +1,16 @@
 """Weight updates: send the policy's weights to the engines, then compare log-probs of the policy and the engines.
 
-A weight update consists of the following steps. Each step ends before the next one begins, except that send and receive
-run concurrently. Steps with an asterisk (*) take place only if engines share the policy's devices.
+A weight update consists of the following steps. Each step ends before the next step begins, except that send and
+receive run concurrently. Steps with an asterisk (*) take place only if engines share the policy's devices.
 
-* sleep*: before the update, ``sleep_engines`` calls ``fleet.sleep``. The engines release their memory.
-* wake*: ``policy.release`` and ``fleet.wake("weights")`` give the engines memory for the weights.
-* prepare: ``Transport.prepare`` creates a manifest of the version.
-* hold: ``fleet.update`` calls ``Engine.prepare_update``. Each engine checks the names in the manifest and stops between
-  two steps. ``kv`` decides whether it drains its requests first.
-* send: ``Transport.send`` starts the senders on the policy's ranks.
-* receive: ``Engine.update_weights`` starts the receivers in the engine processes. The engines then continue.
-* wake*: ``policy.release`` and ``fleet.wake("kv_cache")`` give the engines memory for their KV cache.
-* check: ``SyncCheck.verify`` compares the log-probs of ``policy.logprobs`` and ``fleet.score``.
+* sleep*: before the update, ``sleep_engines`` calls ``fleet.sleep``. The engines release their memory. * wake*:
+``policy.release`` and ``fleet.wake("weights")`` give the engines memory for the weights. * prepare:
+``Transport.prepare`` creates a manifest of the version. * hold: ``fleet.update`` calls ``Engine.prepare_update``. Each
+engine checks the names in the manifest and stops between two steps. ``kv`` decides whether the engine drains its
+requests first. * send: ``Transport.send`` starts the senders on the policy's ranks. * receive:
+``Engine.update_weights`` starts the receivers in the engine processes. The engines then continue. * wake*:
+``policy.release`` and ``fleet.wake("kv_cache")`` give the engines memory for their KV cache. * check:
+``SyncCheck.verify`` compares the log-probs of ``policy.logprobs`` and ``fleet.score``.
 
 Hold, send and receive are repeated for live engines that missed the weights (``EngineFleet._deliver``). The lock
 ``EngineFleet.delivering`` is held from prepare to receive, so that no weights are sent to a replaced engine in between.
@@ -36,7 +35,7 @@ from gdpo_nemo.weights.transports.memory import MemoryTransport
 METRICS = {
     "time/sync": ("s", "Sending the new weights to every engine, including time/wake and the sync check"),
     "time/sleep": ("s", "Engines releasing their memory before the update, if they share devices with the policy"),
-    "time/wake": ("s", "Engines reallocating their memory after the update, part of time/sync"),
+    "time/wake": ("s", "Engines reallocating memory for their weights and KV cache, part of time/sync"),
     "parity/probe": (
         "nats",
         "Mean |trainer log-prob - engine log-prob| on fixed sequences after a weight sync; verifies the new weights",
@@ -49,7 +48,7 @@ class WeightSync:
 
     Args:
         sync_check: check of the log-probs after every update; None disables it.
-        transport: transport of the policy's weights; None uses Ray's object store.
+        transport: transport of the policy's weights. None uses Ray's object store.
         shared: True if the engines share the policy's devices. In this case, the engines sleep from ``sleep_engines``
             to the next ``publish``.
         kv: treatment of requests in flight (``rollout.kv``).
@@ -132,7 +131,7 @@ MARGIN = 4.0
 LEAST = {"float32": 1e-4, "bfloat16": 1e-2}
 """Minimum of the limit. If the initial difference is near 0, ``MARGIN`` would allow only a few rounding errors."""
 MOST = {"float32": 1e-2, "bfloat16": 2.5e-1}
-"""Maximum initial difference. Swapping two middle layers of a 135 M model causes a difference of 0.4 to 0.6."""
+"""Maximum initial difference. Swapping two middle layers of a 135M model causes a difference of 0.4 to 0.6."""
 
 
 class SyncCheck:
@@ -186,7 +185,7 @@ class SyncCheck:
         }
 
     def by_policy(self, policy: PolicyGroup) -> np.ndarray:
-        """Return the policy's log-probs of all completion tokens, float32 [tokens], at temperature 1 as in engines."""
+        """Return the policy's log-probs of all completion tokens, float32 [tokens], at the engines' temperature 1."""
         return np.concatenate(policy.logprobs(self.sequences, temperature=1.0))
 
     def calibrate(self, policy: PolicyGroup, config: Config) -> None:
@@ -212,7 +211,7 @@ class SyncCheck:
         """Compare every engine with the policy, and return the largest mean difference.
 
         Raises:
-            RunError: if a mean difference is above the limit, or if no limit is set.
+            RunError: if a mean difference exceeds the limit, or if no limit is set.
         """
         if self.limit is None:
             raise RunError("the sync check has no limit yet; call calibrate before the first update")

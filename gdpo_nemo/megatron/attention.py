@@ -7,9 +7,9 @@ zigzag order balances the work of causal attention. Keys and values are gathered
 explicit mask compares positions.
 
 If several sequences begin with the same tokens, the pack may contain these tokens only once, in the first of these
-sequences. The queries of the other sequences are then only their unshared tokens. Their keys are the shared and the
-unshared tokens, ordered by position. A token can thus be a key in several sequences, and its gradient is the sum over
-these sequences.
+sequences. The queries of the other sequences are then only their unshared tokens. The keys of these sequences are the
+shared and the unshared tokens, ordered by position. A token can thus be a key in several sequences, and its gradient is
+the sum over these sequences.
 
 The rotary embedding is applied here instead of in Megatron's model code, so that cos and sin of a pack are computed
 only once for all layers. The frequencies come from transformers, which implements every published scaling rule.
@@ -77,7 +77,7 @@ class Rectangle:
     mask: torch.Tensor | None = None
     """bool [sequences, 1, query length, key length], true if the query attends to the key.
 
-    None selects a plain causal mask. It suffices without context parallelism, unless sequences share tokens.
+    None selects a plain causal mask, which suffices unless context parallelism is used or sequences share tokens.
     """
     shares: bool = False
     """True if a row may be a key in several sequences."""
@@ -94,11 +94,11 @@ def packing_arrays(
     """Compute the index arrays of a pack on context-parallel rank ``rank`` of ``size``.
 
     Args:
-        lengths: padded number of tokens of each sequence; a multiple of 2 * size if size > 1.
+        lengths: padded number of tokens of each sequence, which must be a multiple of 2 * size if size > 1.
         rectangles: True to include the arrays that ``PackedAttention`` needs. TransformerEngine's kernels need only the
             sequence bounds.
         shared: number of leading tokens of each sequence that are stored with the previous sequence. ``lengths`` does
-            not include them. None if no tokens are shared. Shared tokens require ``rectangles``.
+            not include these tokens. None if no tokens are shared. Shared tokens require ``rectangles``.
 
     Returns:
         Arrays for ``packing_of``, which accepts them on any device.
@@ -133,7 +133,7 @@ def packing_of(lengths: list[int], arrays: Mapping[str, torch.Tensor]) -> Packin
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        # Passing the same tensors tells TransformerEngine that the sequences have no padding between them.
+        # Identical tensors tell TransformerEngine that the sequences follow each other without padding.
         cu_seqlens_q_padded=bounds,
         cu_seqlens_kv_padded=bounds,
         max_seqlen_q=max(lengths),
@@ -175,7 +175,7 @@ def _gathered_rows(lengths: list[int], bounds: np.ndarray, size: int) -> np.ndar
 def _key_rows(lengths: list[int], bounds: np.ndarray, shared: list[int]) -> list[np.ndarray]:
     """Return int64 [tokens] for each sequence: the rows of its tokens in the gathered pack, by position.
 
-    The tokens include those shared with the previous sequence.
+    The tokens include the tokens that are shared with the previous sequence.
     """
     rows: list[np.ndarray] = []
     for length, start, count in zip(lengths, bounds, shared):
@@ -201,7 +201,7 @@ def _similar_lengths(members: list[int], lengths: list[int]) -> list[list[int]]:
 
 
 def _similar_areas(members: list[int], queries: list[int], keys: list[int]) -> list[list[int]]:
-    """Group sequences like ``_similar_lengths``, but limit the padding of both queries and keys."""
+    """Group sequences like ``_similar_lengths``, but limit the padding of queries and the padding of keys."""
     groups: list[list[int]] = []
     widths: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
@@ -273,7 +273,8 @@ class _Filler:
 class _PadInput(torch.autograd.Function):
     """Copy rows of a pack [tokens, ...] to a rectangle [sequences, width, ...].
 
-    ``shares`` must be true if a row may be copied several times. Its gradient is then the sum of its copies' gradients.
+    ``shares`` must be true if a row may be copied several times. The gradient of the row is then the sum over its
+    copies.
     """
 
     @staticmethod

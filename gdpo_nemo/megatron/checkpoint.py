@@ -1,8 +1,8 @@
 """Checkpoints of model, optimizer, learning-rate schedule and random state, loadable in any parallel layout.
 
-They use the fully reshardable format of Megatron's ``dist_checkpointing``. The caller writes to a temporary folder and
-renames it, so a folder with the final name is always complete. Files may be written during training, from a copy of the
-state in host memory.
+The checkpoints use the fully reshardable format of Megatron's ``dist_checkpointing``. The caller writes to a temporary
+folder and renames it, so a folder with the final name is always complete. Files may be written during training, from a
+copy of the state in host memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def save(policy, folder: str | Path) -> None:
     """Write the policy's complete state and verify the weights by reading them back. This call is collective.
 
     Raises:
-        RunError: if the state could not be written, or if the files contain other values. The message gives the reason,
+        RunError: if the state could not be written, or if the values in the files differ. The message gives the reason,
             for example a full disk.
     """
     Save(policy, folder, background=False).finish()
@@ -103,7 +103,7 @@ class Save:
         """Wait for all files, write the index, and compare the files with the checksums of the weights.
 
         Raises:
-            RunError: if files could not be written, or if they contain other values.
+            RunError: if files could not be written, or if the values in the files differ.
         """
         self._thread.join()
         with self._explained():
@@ -153,14 +153,14 @@ def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 def _is_extra(key: str) -> bool:
     """Return whether a key of a state dictionary names TransformerEngine's fp8 scales.
 
-    TransformerEngine's modules have this entry even without fp8. torch's layers do not have it, and Megatron does not
-    save it for attention modules.
+    TransformerEngine's modules have such an entry even without fp8. torch's layers have no such entry, and Megatron
+    does not save the entries of attention modules.
     """
     return key.rpartition(".")[2].startswith("_extra_state")
 
 
 def _read_back(policy, folder: Path) -> dict[str, torch.Tensor]:
-    """Read this rank's weights from the files into new memory. The keys are those of ``_weights``."""
+    """Read this rank's weights from the files into new memory. The keys are the same as in ``_weights``."""
     state = _model_state(policy)
     for part in nested_values(state):
         if isinstance(part, (ShardedTensor, ShardedTensorFactory)):
@@ -208,7 +208,7 @@ def _fill_moments(optimizer) -> None:
 
 
 def load_weights(policy, folder: str | Path) -> None:
-    """Load only the weights (under LoRA only the adapters) from a checkpoint of any layout. This call is collective."""
+    """Load only the weights (under LoRA: the adapters) from a checkpoint of any layout. This call is collective."""
     with checkpoint_index.reading(folder):
         requested = _model_state(policy)
         _remove_absent_extras(requested, load_sharded_metadata(str(folder)))
@@ -255,11 +255,11 @@ def _load(policy, folder: str | Path) -> None:
     requested = _state(policy, is_loading=True)
     stored = load_sharded_metadata(str(folder))
     _remove_absent_extras({name: requested[name] for name, _ in _named_chunks(policy)}, stored)
-    # Each rank has its own random state. A checkpoint from a different number of ranks does not contain it, so the
-    # newly seeded state is used.
+    # Each rank has its own random state. A checkpoint from a different number of ranks does not contain this state, so
+    # the newly seeded state is used.
     if requested["random"].unique_key not in stored:
         del requested["random"]
-    if not any(key.startswith(_REFERENCE) for key in stored):  # written with a fixed reference
+    if not any(key.startswith(_REFERENCE) for key in stored):  # the checkpoint has no reference weights
         requested = {name: part for name, part in requested.items() if not name.startswith(_REFERENCE)}
     model_weights = _rename_main_weights(requested["optimizer"], stored)
     if not any(key.startswith(_MAIN_WEIGHTS[:2]) for key in stored):
@@ -408,7 +408,7 @@ def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts
     saved_parts = [saved[0], saved[1]] if 0 in saved else [saved]
     states = [state[index] for index in range(len(parts))] if is_chained else [state]
     was_distributed = any("param_state_sharding_type" in saved_part for saved_part in saved_parts)
-    was_float32 = "param_groups" in saved_parts[0]  # plain optimizer in float32; bfloat16 nests this key
+    was_float32 = "param_groups" in saved_parts[0]  # a plain float32 optimizer has this key at the top level
     is_distributed = "param_state" in states[0]
     is_float32 = "state" in states[0]
     if len(saved_parts) == len(parts) and (was_distributed, was_float32) == (is_distributed, is_float32):
@@ -464,7 +464,7 @@ def _convert_part(
             "param_state": state["param_state"],
             "param_state_sharding_type": _SHARDING,
         }
-    if "state" in state:  # in float32 the state of torch's optimizer is at the top level
+    if "state" in state:  # in float32, the state of torch's optimizer is at the top level
         return {"param_groups": groups, "state": state["state"]}
     others = {key: value for key, value in state.items() if key != "param_groups"}
     return {**others, "optimizer": {**state["optimizer"], "param_groups": groups}}
@@ -474,7 +474,8 @@ _IDENTITY_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """Keys that identify a parameter group.
 
 Megatron also identifies groups by the schedule's settings (``max_lr``, ``min_lr``, ...), which may change when a run is
-resumed. It also uses the flag for expert groups, although their settings equal those of the other groups.
+resumed. The flag for expert groups also identifies a group in Megatron, although expert groups have the same settings
+as the other groups.
 """
 
 
@@ -485,6 +486,6 @@ def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
 def _random_object() -> ShardedObject:
     """Return this rank's random state as a checkpoint object, keyed by the rank and the number of ranks.
 
-    Only a run with the same number of ranks restores it.
+    Only a run with the same number of ranks restores this state.
     """
     return ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),))

@@ -2,8 +2,8 @@
 
 A checkpoint in torch's distributed format contains an index, ``.metadata``, and objects that are not tensors. torch
 reads both with unpicklers that call any function named in the file. ``install`` replaces these unpicklers with
-restricted unpicklers. A malicious file can still name the wrong tensors, or waste time and memory. It cannot run code
-or refer to files outside its folder.
+restricted unpicklers. A malicious file can still name the wrong tensors, or waste time and memory. The file cannot run
+code or refer to files outside its folder.
 """
 
 from __future__ import annotations
@@ -207,11 +207,11 @@ def load_plain(stream: io.BytesIO) -> Any:
     try:
         return torch.load(stream, weights_only=True)
     except Exception as error:  # noqa: BLE001 - a hostile file may raise any exception
-        raise RunError(f"an object in it cannot be read ({_unpickling_reason(error)})") from None
+        raise RunError(f"an object of it cannot be read ({_unpickling_reason(error)})") from None
 
 
 def check_extra_state(state: torch.Tensor | io.BytesIO | None) -> None:
-    """Check the pickled fp8 scales of a TransformerEngine layer before it loads them.
+    """Check the pickled fp8 scales of a TransformerEngine layer before the layer loads them.
 
     Raises:
         UnpicklingError or RunError: if they contain types other than plain data and tensors.

@@ -141,7 +141,8 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
     """Load this rank's parameters from Hugging Face tensors.
 
     Args:
-        read: function that returns a Hugging Face tensor by name. It is called only for tensors that this rank needs.
+        read: function that returns a Hugging Face tensor by name. The function is called only for tensors that this
+            rank needs.
 
     Raises:
         KeyError: if a tensor is missing.
@@ -185,7 +186,7 @@ def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterat
     """Yield (name, full tensor) of every Hugging Face weight on every rank. This call is collective.
 
     All ranks get the tensors in the same order and must exhaust the iterator. A tensor may alias a live parameter, so
-    copy it to use it later.
+    copy the tensor if you need it later.
     """
     stages = parallel_state.get_pipeline_model_parallel_group()
     if stages.size() == 1:
@@ -257,7 +258,7 @@ class Weight:
     split: str
     """Split over tensor-parallel ranks: ``REPLICATED``, ``ROWS``, ``COLUMNS``, ``QKV_ROWS`` or ``GATED_ROWS``."""
     sources: tuple[str, ...]
-    """Names of the Hugging Face tensors. For an expert, they contain ``{}`` in place of its global index."""
+    """Names of the Hugging Face tensors. The names for an expert contain ``{}`` in place of its index."""
     expert: int | None = None
     """Local index of the expert on its rank, or None if the parameter does not belong to an expert."""
     stacked: str | None = None
@@ -266,7 +267,7 @@ class Weight:
     The shape of this tensor is [experts, ...] if ``expert`` is set.
     """
     vocabulary: bool = False
-    """True if each row belongs to a token of the vocabulary. Megatron adds padding rows."""
+    """True if each row belongs to a token of the vocabulary. Megatron pads these rows."""
 
 
 def _weights(split: str, *modules: str, **options: Any) -> Weight:
@@ -296,7 +297,7 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
     attention_norm = _weights(REPLICATED, modules.attention_norm)
     mlp_norm = _weights(REPLICATED, modules.mlp_norm)
     return {
-        # Each norm has a second name, because TransformerEngine fuses it with the linear layer that follows.
+        # Each norm has a second name, because TransformerEngine fuses the norm with the linear layer that follows.
         "input_layernorm.weight": attention_norm,
         "self_attention.linear_qkv.layer_norm_weight": attention_norm,
         "self_attention.linear_qkv.weight": _weights(QKV_ROWS, *modules.qkv),

@@ -1,9 +1,10 @@
 """Import hook that lets the installed megatron-core run without CUDA.
 
 Functions of megatron-core refer to CUDA by literals such as ``device="cuda"`` and by attributes such as
-``torch.cuda.current_device``. Patching torch would affect every other library in the process. Instead the hook rewrites
-the *code objects* of megatron-core's functions while its modules are imported. The hook does not change module-level
-code, which refers to classes that exist only under ``torch.cuda``. torch still reports that CUDA is not available.
+``torch.cuda.current_device``. Patching torch would affect every other library in the process. Instead, the hook
+rewrites the *code objects* of megatron-core's functions while its modules are imported. The hook does not change
+module-level code, which refers to classes that exist only under ``torch.cuda``. torch still reports that CUDA is not
+available.
 
 If CUDA is available, ``install`` does nothing, so GPU runs execute stock megatron-core.
 """
@@ -27,14 +28,14 @@ _EXCLUDED = tuple(
     f"{_PACKAGE}.{name}"
     for name in ("inference", "export", "resharding", "distributed.fsdp", "energy_monitor", "nccl_allocator")
 )
-# Replacement of torch.cuda by module (default: torch.cpu). torch.random has the functions for random states.
+# Replacement of torch.cuda by module (default: torch.cpu). torch.random contains the functions for random states.
 _REPLACEMENTS = {f"{_PACKAGE}.tensor_parallel.random": "random"}
 
 
 def install() -> bool:
     """Install the import hook and return True, or return False if CUDA is available.
 
-    Call it before ``import megatron.core``.
+    Call this function before ``import megatron.core``.
 
     Raises:
         RuntimeError: if megatron.core is already imported, because its functions can then no longer be rewritten.
@@ -184,7 +185,7 @@ def _pad_uneven_collectives() -> None:
 
 
 def _skip_token_count_sync() -> None:
-    """Remove the MoE dispatcher's wait for token counts on a CUDA stream. On CPU, they are already available."""
+    """Remove the MoE dispatcher's wait for token counts on a CUDA stream. On CPU, it is not needed."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def convert_counts(self, point, tokens_per_expert=None):

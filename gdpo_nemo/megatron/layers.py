@@ -43,7 +43,7 @@ def transformer_engine_is_usable() -> bool:
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # loading its libraries may raise any exception type
+    except Exception as error:  # the libraries may raise any exception type
         raise RunError(
             f"TransformerEngine is installed, but its import failed ({type(error).__name__}: {error}); fix the "
             "installation, or set policy.megatron_cfg.transformer_engine: false"
@@ -113,7 +113,7 @@ def _engine_stack(adapted: bool) -> ModuleSpec:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm. Under sequence parallelism, its weight gradient is summed over the tensor-parallel group."""
+    """RMS norm, whose weight gradient is summed over the tensor-parallel group under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused):
         super().__init__()

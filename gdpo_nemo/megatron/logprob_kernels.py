@@ -17,7 +17,7 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 class Tile(NamedTuple):
-    """Tile of the logits that a program computes at once, and the compiler settings for it."""
+    """Tile of the logits that a program computes at once, and its compiler settings."""
 
     rows: int
     """Number of tokens."""
@@ -30,12 +30,12 @@ class Tile(NamedTuple):
     """Number of iterations whose loads are in flight at the same time (software pipelining)."""
 
 
-# Largest tiles without register spills. ``tests/megatron/test_logprob_kernels.py`` checks this with ptxas.
+# Largest tiles without register spills. ``tests/megatron/test_logprob_kernels.py`` checks the spills with ptxas.
 _HALF = Tile(128, 128, 64, 8, 3)
 _HALF_HOPPER = Tile(128, 256, 64, 8, 3)
 _FLOAT = Tile(64, 64, 32, 4, 3)
 ROWS_AT_ONCE = 16
-"""Number of row tiles that are processed together for the same columns. Their hidden states stay in the L2 cache."""
+"""Number of row tiles per group. The hidden states of a group stay in the L2 cache while its columns are processed."""
 TILES_PER_PART = 8
 """Number of column tiles per part of the logits. A program processes them in turn and writes one set of statistics."""
 ROWS_COMBINED = 128
@@ -51,7 +51,7 @@ def tile_for(dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
 
 @triton.jit
 def _tile_of_program(program, row_tiles, parts, GROUP: tl.constexpr):
-    """Return (row tile, part) of a program. ``GROUP`` row tiles complete all their parts before the next row tiles."""
+    """Return (row tile, part) of a program. All parts of ``GROUP`` row tiles precede those of the next row tiles."""
     group = program // (GROUP * parts)
     group_size = tl.minimum(row_tiles - group * GROUP, GROUP)
     offset = program % (GROUP * parts)
@@ -90,7 +90,7 @@ def part_statistics(
 
     A part has ``TILES`` x ``N`` columns. The four statistics are the largest logit x, the sum of exp(x - largest), the
     sum of exp(x - largest) * (x - largest), and the target's logit. The third statistic is 0 without ``ENTROPY``. The
-    fourth is 0 if the target is in another part.
+    fourth statistic is 0 if the target is in another part.
 
     Args:
         targets: global token ids.
@@ -136,8 +136,8 @@ def part_statistics(
 def combine_parts(statistics, out, tokens, parts, FINISH: tl.constexpr, ENTROPY: tl.constexpr, M: tl.constexpr):
     """Combine float32 ``statistics`` [parts, 4, tokens] of ``part_statistics`` into ``out`` [4, tokens].
 
-    The result contains the same four statistics. With ``FINISH``, it contains instead the log-prob, the entropy (0
-    unless ``ENTROPY``), the largest logit, and the log of the sum of exp(x - largest).
+    The result contains the same four statistics. With ``FINISH``, the result instead contains the log-prob, the entropy
+    (0 unless ``ENTROPY``), the largest logit, and the log of the sum of exp(x - largest).
     """
     rows = tl.program_id(0) * M + tl.arange(0, M)
     exists = rows < tokens

@@ -57,8 +57,7 @@ class _TokenLogprobs(torch.autograd.Function):
         # Subtract the large logits first: otherwise the small log_sum would be lost to rounding.
         logprob = (sums[1] - peak) - log_sum
         entropy = log_sum - sums[2] / sums[0] if with_entropy else None
-        # Decide this in the forward pass: inspecting the gradient in the backward pass would make the CPU wait for the
-        # GPU.
+        # Decide in the forward pass: inspecting the gradient in the backward pass would make the CPU wait for the GPU.
         with_gradient = entropy_use == "gradient"
         if entropy is not None and not with_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -146,9 +145,9 @@ def token_logprobs(
         targets: int64 [tokens], global token ids, already shifted (``targets[t]`` follows token t).
         group: tensor-parallel group.
         vocab_size: vocabulary size without padding. Padded columns have probability 0. None if no column is padded.
-        chunk: number of tokens processed at once, or None for the device's default. All values yield bit-identical
+        chunk: number of tokens processed at once, or None for the device's default. All chunk sizes yield bit-identical
             results.
-        entropy: entropy mode. ``none`` reads the logits the fewest times, and ``gradient`` reads them the most times.
+        entropy: entropy mode. ``none`` reads the logits the least often, and ``gradient`` reads them the most often.
 
     Returns:
         Log-probs and entropies in nats, float32 [tokens] each and differentiable in ``logits``. The entropies are None
@@ -162,7 +161,7 @@ def token_logprobs(
 _GRADIENT_BYTES = 256 << 20
 """Maximum size in bytes of the gradient of a slice of the logits, in the model's precision."""
 _ALIGNMENT = 16
-"""Multiple, in elements, to which the rows of this gradient are padded, for vectorised loads and cuBLAS."""
+"""Multiple, in elements, to which rows of the gradient are padded, for vectorised loads and cuBLAS."""
 
 
 def why_not_fused() -> str | None:
@@ -182,7 +181,7 @@ def use_fused_logprobs(setting: bool | None) -> bool:
     """Return whether to use the fused kernels.
 
     Args:
-        setting: value of ``policy.megatron_cfg.fused_logprobs``. None uses the kernels if they can run on a GPU.
+        setting: value of ``policy.megatron_cfg.fused_logprobs``. None uses the fused kernels if they can run on a GPU.
 
     Raises:
         ConfigError: if the setting is true but the kernels cannot run in this process.
@@ -296,7 +295,7 @@ def _evaluate(hidden, weight, targets, options: _Options, with_entropy: bool) ->
 def _slices(hidden, weight, targets, results, gradients, options: _Options):
     """Yield (columns of the shard, gradient of their logits [tokens, columns]).
 
-    All gradients use the same buffer: each overwrites the previous one.
+    All gradients use the same buffer, so that each gradient overwrites the previous gradient.
     """
     tokens, size = hidden.shape
     if not tokens or not options.valid:
@@ -338,8 +337,8 @@ def _slices(hidden, weight, targets, results, gradients, options: _Options):
 def slice_width(tokens: int, columns: int, element_size: int, tile: int) -> int:
     """Return the number of columns in a slice of the backward pass.
 
-    The number is a multiple of ``tile``, or ``columns`` if that is smaller. All slices have about the same width. Their
-    gradients fit into ``_GRADIENT_BYTES``, unless a single tile is larger.
+    The number is a multiple of ``tile``, or ``columns`` if that is smaller. All slices have about the same width. The
+    gradient of a slice fits into ``_GRADIENT_BYTES``, unless a single tile is larger.
     """
     max_width = max(tile, _GRADIENT_BYTES // (tokens * element_size) // tile * tile)
     even_width = -(-columns // -(-columns // max_width))

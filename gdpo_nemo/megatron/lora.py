@@ -1,8 +1,8 @@
 """LoRA (arXiv 2106.09685) on Megatron's linear layers, with one pair of matrices A, B per Hugging Face module.
 
 Megatron fuses q, k, v into one layer, and gate, up into another. Each of these modules has a separate pair, so that the
-trained matrices form a PEFT adapter of the Hugging Face model in every layout. With ``share_a`` the pairs of a fused
-layer share one A, which is equivalent to NeMo's adapters of such a layer. If the Hugging Face module itself is fused,
+trained matrices form a PEFT adapter of the Hugging Face model in every layout. With ``share_a``, the pairs of a fused
+layer share one A, which is equivalent to NeMo's adapters of fused layers. If the Hugging Face module itself is fused,
 its pair is stored as one A and a B for each part of the layer. If a weight is split by rows (q, k, v, gate, up,
 lm_head), A is replicated on the tensor-parallel ranks and B is split. If a weight is split by columns (o, down), A is
 split and B is replicated.
@@ -70,7 +70,7 @@ class Part(NamedTuple):
     height: int
     """Number of rows, over all tensor-parallel ranks."""
     suffix: str
-    """Suffix of B's key in a checkpoint, or empty unless the module has several parts."""
+    """Suffix of B's key in a checkpoint, which is empty unless the module has several parts."""
 
 
 class Pair(torch.nn.Module):
@@ -80,7 +80,7 @@ class Pair(torch.nn.Module):
         width: input size of the layer, over all tensor-parallel ranks.
         by_columns: True if the layer's weight is split by columns.
         like: tensor with the data type and device of the matrices.
-        shared: matrix A of another pair, to reuse it, or None to create a new A.
+        shared: matrix A of another pair to reuse, or None to create a new A.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Pair(torch.nn.Module):
 
 
 class Adapters(torch.nn.Module):
-    """Adapters of a Megatron linear layer: they compute scale * B A x for each part of the layer, in its layout.
+    """Adapters of a Megatron linear layer, which compute scale * B A x for each part, in the layout of the layer.
 
     Args:
         linear_name: name of the layer within a Megatron layer, or ``output_layer``.
@@ -212,9 +212,9 @@ class HeadAdapter(Adapters):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the term to add to this rank's columns of the logits."""
         (pair,) = self.pairs
-        # Each rank computes A's gradient from its part of the vocabulary. The backward pass of this function sums it
-        # over the ranks. The other layers apply the function to A x, but for this layer that would also sum the input's
-        # gradient, which the model already sums.
+        # Each rank computes A's gradient from its part of the vocabulary. The backward pass of this function sums the
+        # gradient over the ranks. The other layers apply the function to A x, but for this layer that would also sum
+        # the input's gradient, which the model already sums.
         a = tensor_parallel.copy_to_tensor_model_parallel_region(pair.a, group=self.group)
         return F.linear(F.linear(self._drop(x), a), pair.b) * self.scale
 
@@ -334,7 +334,7 @@ def sharded_adapters(chunk: torch.nn.Module) -> dict[str, Any]:
         if axis is None:
             state[key] = make_sharded_tensor_for_checkpoint(parameter, key)
         else:
-            # The padding of the vocabulary, and so the shape of the head's B, depends on the number of ranks.
+            # The padding of the vocabulary depends on the number of ranks, and so does the shape of the head's B.
             is_padded = isinstance(adapters, HeadAdapter)
             state[key] = make_tp_sharded_tensor_for_checkpoint(
                 parameter, key, tp_axis=axis, allow_shape_mismatch=is_padded

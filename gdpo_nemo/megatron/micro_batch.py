@@ -115,7 +115,7 @@ def _token_fields(tensors: Mapping[str, torch.Tensor], num_sequences: int) -> To
 
 def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return the fields of the trained rows, by their names in ``TokenFields``, and the indices of the trained rows."""
-    # The rows of a sequence are adjacent. Read each sequence once.
+    # The rows of a sequence are adjacent, so each sequence is read only once.
     starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1))
     members = [sequences[i] for i in rows.sequence[starts].tolist()]
     counts = np.diff(starts, append=len(rows.sequence))
@@ -133,7 +133,7 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
     if not sequences or any(sequence.pair for sequence in sequences):
         fields["pairs"] = _pair_numbers(sequences)[rows.sequence]
     for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", "old_values", "returns", *_DTYPES):
-        # A rank without sequences does not know which optional fields the other ranks have, so it creates all of them.
+        # A rank without sequences does not know which optional fields the other ranks have, so it creates all fields.
         # These fields are empty, which is valid for every loss.
         if not sequences or getattr(sequences[0], name) is not None:
             fields[name] = values_of_rows(name, _DTYPES.get(name, np.float32))
@@ -143,7 +143,7 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
 
 
 def _advantages(members: Sequence[TrainSequence], counts: np.ndarray, offsets: Sequence[np.ndarray]) -> np.ndarray:
-    """Return float32 [rows]: the advantage of each row's token, or of its sequence if all tokens share the same one."""
+    """Return float32 [rows]: the advantage of each row's token, which may be the advantage of its whole sequence."""
     if not any(isinstance(member.advantage, np.ndarray) for member in members):
         return np.repeat(np.array([member.advantage for member in members], np.float32), counts)
     return np.concatenate([member.token_advantages()[tokens] for member, tokens in zip(members, offsets)])
@@ -161,7 +161,7 @@ def _pair_numbers(sequences: Sequence[TrainSequence]) -> np.ndarray:
 
 
 class MicroBatches:
-    """Iterator over micro-batches. The next micro-batch can be prepared while the device computes the current one.
+    """Iterator over micro-batches, which can prepare a micro-batch while the device processes the previous one.
 
     Args:
         make: function that creates a micro-batch of the sequences with the given indices and starts its copy.

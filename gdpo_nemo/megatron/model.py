@@ -150,7 +150,7 @@ class ScoreModel(PolicyModel):
 
 
 class ValueModel(PolicyModel):
-    """A PolicyModel with a linear value head on the same hidden states.
+    """A PolicyModel with an additional linear value head on the same hidden states.
 
     The head is initialised to 0, so that the first advantages depend only on the rewards.
     """
@@ -333,7 +333,8 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            # Only TransformerEngine's layers use the model's rotary angles. Local layers compute them in the attention.
+            # Only TransformerEngine's layers use the model's rotary angles. Local layers compute the angles in
+            # attention.
             position_embedding_type="rope" if use_te else "none",
             vp_stage=stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -348,7 +349,7 @@ def build_chunks(
 
 
 def freeze_routers(chunks: list[PolicyModel]) -> None:
-    """Freeze the routers of MoE layers. Call it before ``wrap``, which allocates gradient buffers."""
+    """Freeze the routers of MoE layers. Call this function before ``wrap``, which allocates gradient buffers."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".mlp.router." in name:
@@ -458,7 +459,7 @@ def build(
     scores: bool = False,
     value_lr_mult: float | None = None,
 ) -> BuiltModel:
-    """Load the model in a Hugging Face folder for training: model, wrappers, optimizer and schedule of this rank.
+    """Load the model in a Hugging Face folder for training, with wrappers, optimizer and schedule of this rank.
 
     Args:
         temperature: sampling temperature, by which logits are divided.

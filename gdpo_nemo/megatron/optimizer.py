@@ -1,4 +1,4 @@
-"""Optimizer on one rank: Adam, offloading of its state to host memory, and the learning-rate schedule."""
+"""Optimizer on one rank: Adam, offloading of optimizer state to host memory, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class OptimizerOffload:
                 host = self._host[owner, name]
                 host.copy_(tensor, non_blocking=True)
                 if self._stream is not None:
-                    tensor.record_stream(self._stream)  # its memory must not be reused during the copy
+                    tensor.record_stream(self._stream)  # prevents reuse of the memory during the copy
                 _assign(state, owner, name, host)
                 self._offloaded.append((state, owner, name))
 
     def fetch(self) -> None:
-        """Start moving all tensors back to the device. Call ``wait`` before you queue work that reads them."""
+        """Start moving all tensors back to the device. Call ``wait`` before you queue work that reads these tensors."""
         # Allocate on the compute stream. torch caches memory per stream, so the copy stream could not reuse the memory
         # of freed activations.
         host_tensors = [self._host[owner, name] for _, owner, name in self._offloaded]
@@ -152,7 +152,7 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, alpha: float) -> None:
-        """Set the reference to alpha * policy + (1 - alpha) * reference (arXiv 2404.09656 eq. 7)."""
+        """Set the reference to alpha * policy + (1 - alpha) * reference (arXiv 2404.09656, equation 7)."""
         for weight, p in zip(self._weights, self._parameters):
             weight.mul_(1.0 - alpha).add_(p.detach().to(weight.device), alpha=alpha)
 
@@ -217,8 +217,8 @@ class GroupStepAdam(torch.optim.Optimizer):
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                # torch adds 1 to these step counts. They are created on the device, because a copy from the host would
-                # wait for the device.
+                # torch adds 1 to these step counts. The counts are created on the device, because a copy from the host
+                # would wait for the device.
                 list(torch.full((len(params),), float(step), device=params[0].device).unbind()),
                 fused=True,
                 foreach=False,
@@ -262,8 +262,8 @@ class UpdateSchedule(OptimizerParamScheduler):
     def tick(self, skipped: bool) -> None:
         """Count an update and set the learning rate.
 
-        A skipped update counts only if several updates share a learning rate (``hold``). If it were not counted, a
-        shared learning rate would no longer start with the first update of a step.
+        A skipped update counts only if several updates share a learning rate (``hold``). Otherwise a shared learning
+        rate would no longer start with the first update of a step after a skipped update.
         """
         if not skipped or self._hold > 1:
             self.step(increment=1)
@@ -308,7 +308,7 @@ def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) ->
         end_wd=o.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # Load only the number of updates from a checkpoint. All other values always come from the config.
+        # Load only the number of updates from a checkpoint. All other values come from the config.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
         hold=s.lr_hold_updates,

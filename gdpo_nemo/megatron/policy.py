@@ -136,7 +136,7 @@ class Policy:
     def reports(self) -> bool:
         """True if this rank returns results for its data- and context-parallel ranks.
 
-        These ranks are the first tensor-parallel ranks of the last pipeline stage.
+        Results come from the first tensor-parallel rank of the last pipeline stage.
         """
         return (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -145,7 +145,7 @@ class Policy:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Data-parallel rank. Ranks with the same index process the same sequences."""
+        """Data-parallel rank. Ranks with the same data-parallel rank process the same sequences."""
         return int(parallel_state.get_data_parallel_rank())
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -162,7 +162,7 @@ class Policy:
         """Run one optimizer update.
 
         Args:
-            sequences: sequences of this data-parallel rank; may be empty.
+            sequences: sequences of this data-parallel rank, possibly empty.
             micro_batches: indices into ``sequences`` for each micro-batch. All ranks must have the same number of
                 micro-batches (see ``packing.assign``).
             settings: settings of the loss.
@@ -264,7 +264,7 @@ class Policy:
     def _optimizer_prefetched(self):
         """Start moving main weights and moments to the device, and move them back after the block.
 
-        Call ``_wait_for_optimizer`` before you queue work that reads them.
+        Call ``_wait_for_optimizer`` before you queue work that reads this state.
         """
         if self._offload is not None:
             self._offload.fetch()
@@ -334,7 +334,7 @@ class Policy:
 
     @contextlib.contextmanager
     def using_teacher(self) -> Iterator[None]:
-        """Make ``logprobs`` use the teacher in the block. The default temperature is then 1."""
+        """Make ``logprobs`` use the teacher in the block, with 1 as the default temperature."""
         assert self._teacher is not None, "no teacher was loaded"
         student, self.built = self.built, self._teacher
         try:
@@ -401,7 +401,7 @@ class Policy:
                 The function returns a loss, a token count, and the micro-batch's result.
 
         Returns:
-            Results of the micro-batches; only the last stage has results.
+            Results of the micro-batches on the last stage.
         """
         layout = self.layout
         context_size = layout.context_parallel_size
@@ -452,7 +452,7 @@ class Policy:
     def params_synced(self):
         """Keep the parameters synchronised with the last update in the block.
 
-        With ``overlap_param_gather``, they would otherwise be stale until the next forward pass.
+        With ``overlap_param_gather``, parameters would otherwise be stale until the next forward pass.
         """
         overlapped = [w for w in self.built.wrapped if self.layout.overlap_param_gather]
         for wrapped in overlapped:
@@ -479,12 +479,12 @@ class Policy:
         return iter(self.weights() if self.adapters is None else named(self.adapter()))
 
     def start_adapters(self, pairs: Pairs) -> None:
-        """Initialise LoRA's matrices and the optimizer's main weights from the unsharded ``pairs`` of all modules."""
+        """Initialise LoRA matrices and the optimizer's main weights from the unsharded ``pairs`` of all modules."""
         with self.optimizer_on_device():
             start_adapters(self.chunks, pairs)
             self.built.optimizer.reload_model_params()
 
     def adapter(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return LoRA's unsharded matrices by Hugging Face module on every rank (see ``lora.gather_adapters``)."""
+        """Return the unsharded LoRA matrices by Hugging Face module on every rank (see ``lora.gather_adapters``)."""
         with self.params_synced():
             return gather_adapters(self.chunks)

@@ -30,7 +30,7 @@ class Runtime:
 def prepare() -> Runtime:
     """Choose device and backend, and make megatron-core importable on this device.
 
-    Call it before you import megatron.core.
+    Call this function before you import megatron.core.
     """
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
@@ -78,7 +78,7 @@ def initialize(
     Args:
         init_method: torch's rendezvous URL: ``file://path``, or ``tcp://host:port`` of rank 0.
         listener: socket that already listens at this host and port, for rank 0 with ``tcp``. torch takes ownership of
-            it.
+            the socket.
         timeout_s: time limit of the rendezvous and of each collective.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
