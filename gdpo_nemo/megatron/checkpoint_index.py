@@ -207,7 +207,7 @@ def load_plain(stream: io.BytesIO) -> Any:
     try:
         return torch.load(stream, weights_only=True)
     except Exception as error:  # noqa: BLE001 - a hostile file may raise any exception
-        raise RunError(f"an object of it cannot be read ({_unpickling_reason(error)})") from None
+        raise RunError(f"a stored object cannot be read ({_unpickling_reason(error)})") from None
 
 
 def check_extra_state(state: torch.Tensor | io.BytesIO | None) -> None:

@@ -142,8 +142,8 @@ def test_an_engine_that_fails_alive_is_replaced_like_a_dead_one(fleet, folder):
     assert drawn(fleet, 1)[1] == 1
     (note,) = fleet.take_events()
     assert note == (
-        "engine 1: vLLM failed: AcceleratorError: CUDA error: unspecified launch failure; the engine is replaced and its "
-        "samples are repeated"
+        "engine 1: vLLM failed: AcceleratorError: CUDA error: unspecified launch failure; the engine is replaced "
+        "and its samples are repeated"
     )
     with pytest.raises(WorkerDied):  # nobody asks it again, and its memory is free
         gather([before.process_location.remote()], "asking the one before", 60)
