@@ -110,7 +110,7 @@ def merged_into(
 
     Args:
         names: Hugging Face names of the weights to yield.
-        read: function that returns a weight by name. It is called when the weight is needed.
+        read: function that returns a weight by name. The function is called when the weight is needed.
         matrices: A and B under PEFT's names, in the data type of the policy's frozen weights.
 
     Raises:

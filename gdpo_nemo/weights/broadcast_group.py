@@ -76,8 +76,8 @@ class BroadcastGroup:
     """Membership of this process in a group. The constructor waits for all other members.
 
     Args:
-        store: store for the rendezvous. It must live as long as the group, because NCCL creates communicators at their
-            first use.
+        store: store for the rendezvous. The store must live as long as the group, because NCCL creates communicators at
+            their first use.
         address: address of this machine on the route to the other members.
         timeout_s: time limit of the rendezvous, and of each operation.
 
@@ -118,7 +118,7 @@ class BroadcastGroup:
     def update(self) -> Iterator[None]:
         """Run one update in the block. After the block, wait until all members have received all buffers.
 
-        If the block fails, this member leaves the group, and the other members can no longer use it.
+        If the block fails, this member leaves the group, and the other members can no longer use the group.
 
         Raises:
             PeerLost: if a member was lost.
@@ -148,7 +148,7 @@ class BroadcastGroup:
 
 
 class BroadcastServer:
-    """Sender (rank 0) of a group. It opens a rendezvous store, whose address is in ``meeting``.
+    """Sender (rank 0) of a group. The sender opens a rendezvous store, whose address is in ``meeting``.
 
     Args:
         host: address of this machine at which the store listens.
@@ -174,7 +174,7 @@ class BroadcastServer:
         return self._store is None
 
     def send(self, buckets: Iterable[torch.Tensor]) -> None:
-        """Broadcast buckets to the receivers that have joined ``meeting`` or are about to join it.
+        """Broadcast buckets to the receivers that have joined the group or are about to join it.
 
         The next bucket is requested while the previous bucket is in transfer.
 
@@ -221,12 +221,13 @@ _groups: dict[str, BroadcastGroup] = {}
 def joined_group(
     meeting: Meeting, member: str, rank: int, must_join: bool, timeout_s: float
 ) -> Iterator[BroadcastGroup]:
-    """Provide a receiver with the group of a meeting, for one update.
+    """Provide a receiver with the group of a rendezvous, for one update.
 
     Args:
-        member: name under which this process keeps a persistent group. A new group replaces the previous group of this
+        member: name under which this process stores a persistent group. A new group replaces the previous group of this
             name.
-        must_join: True if the group is new and all members join it now. False if they joined it in an earlier update.
+        must_join: True if the group is new and all members join it now. False if the members joined the group in an
+            earlier update.
 
     Raises:
         PeerLost: if the sender or another receiver was lost.
@@ -253,7 +254,7 @@ def leave(member: str, meeting: Meeting | None = None) -> None:
     """End the persistent group of a member if it exists.
 
     Args:
-        meeting: meeting of the group to end. Groups of other meetings are not ended. None ends any group.
+        meeting: rendezvous of the group to end. A group of another rendezvous is not ended. None ends any group.
     """
     group = _groups.get(member)
     if group is not None and meeting in (None, group.meeting):
@@ -265,7 +266,7 @@ def _existing_group(meeting: Meeting, member: str) -> BroadcastGroup:
     group = _groups.get(member)
     if group is None or group.meeting != meeting:
         # This process detected the failure of the previous update, but the sender did not.
-        raise PeerLost(f"a member of the broadcast group was lost ({member} is no longer in it)")
+        raise PeerLost(f"a member of the broadcast group was lost ({member} is no longer a member)")
     return group
 
 

@@ -36,7 +36,7 @@ class Manifest:
     version: int
     entries: tuple[Entry, ...]
     adapters: Adapters | None = None
-    """LoRA settings if the tensors are matrices A and B under PEFT's names. The receiver merges them into its model."""
+    """LoRA settings if the tensors are A and B under PEFT's names, which the receiver merges into its base model."""
 
     @property
     def nbytes(self) -> int:

@@ -50,7 +50,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # mypy does n
 
 
 class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]  # mypy does not read vLLM
-    """Backend that loads weights with vLLM's layer-wise reload, which repacks them like the initial load."""
+    """Backend that loads weights with vLLM's layer-wise reload, which repacks the weights like the initial load."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo

@@ -97,8 +97,8 @@ class PolicyRanks(Protocol):
 class Sender:
     """Part of a transport that runs on a policy rank. The first call creates the sender.
 
-    The driver calls its methods through ``PolicyRanks.start_sender``. A method that reads weights must be called on all
-    ranks, and must gather the weights on each of them (``gathered``), even on ranks that do not send.
+    The driver calls methods of the sender through ``PolicyRanks.start_sender``. A method that reads weights must be
+    called on all ranks, and must gather the weights on every rank (``gathered``), even on ranks that do not send.
     """
 
     def __init__(self, policy: PolicyOnRank, rank: int, host: str):
@@ -142,7 +142,7 @@ class Receiver(ABC):
                 references with their values.
 
         Raises:
-            RunError: if the bytes are not available. The engine's weights are then unchanged.
+            RunError: if the bytes of the update are not available. The engine's weights are then unchanged.
         """
         yield self
 
@@ -154,7 +154,7 @@ class Receiver(ABC):
             worker: index of this worker process in its engine, from 0.
 
         Raises:
-            PeerLost: if the sender was lost. The update can be sent again.
+            PeerLost: if the sender was lost. In this case, the update can be sent again.
             RunError: if the checksum of a tensor differs. This error ends the run.
         """
 
@@ -209,7 +209,7 @@ class Transport(ABC):
     """
 
     refuses: ClassVar[Mapping[str, str]] = {}
-    """Reasons by unsupported condition. The error message consists of the transport's name and the reason.
+    """Reasons for unsupported conditions, by condition. An error message consists of the transport's name and the reason.
 
     The keys are those of ``config.transports.CONDITIONS``.
     """
@@ -237,7 +237,8 @@ class Transport(ABC):
             engines: engine actors by engine number.
 
         Returns:
-            References to these calls in the order of ``engines``, and references to the calls of the policy's ranks.
+            References to the engines' calls, in the order of ``engines``, and references to the calls of the policy's
+            ranks.
         """
 
     def close(self) -> None:  # noqa: B027 - optional: most transports have nothing to remove

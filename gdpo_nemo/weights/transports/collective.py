@@ -47,8 +47,8 @@ class CollectiveTransport(StreamingTransport):
         """Start a delivery.
 
         The first delivery of a version uses the persistent group, or a new persistent group if the engines have
-        changed. Every later delivery of this version uses a temporary group. With ``TransportOptions.keep``, such a
-        delivery sends the weights that rank 0 has kept.
+        changed. Every later delivery of this version uses a temporary group. With ``TransportOptions.keep``, later
+        deliveries send the weights that rank 0 has kept.
         """
         persistent = not self._sent
         receivers = self._receivers(engines, persistent)
@@ -84,7 +84,7 @@ class CollectiveTransport(StreamingTransport):
         return receivers
 
     def close(self) -> None:
-        """Make every member leave the persistent group. Do not wait for the members, because some may be dead."""
+        """Make every member leave the persistent group, without waiting for the members, because some may be dead."""
         if self._persistent_receivers:
             self.policy.start_sender(CollectiveSender, "close", self._members, ranks=[0])
         for (_, engine), receiver in zip(self._engines, self._persistent_receivers):
@@ -120,7 +120,7 @@ class CollectiveSender(Sender):
     """Identifier of the persistent group's receivers."""
 
     def open(self, backend: str, receivers: int, members: str) -> tuple[Meeting, bool]:
-        """Prepare the next broadcast. Return the receivers' meeting, and True if they must join this meeting.
+        """Prepare the next broadcast. Return the group's rendezvous, and True if the receivers must join the group.
 
         Args:
             receivers: number of receiving processes.

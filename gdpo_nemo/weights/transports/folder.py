@@ -1,6 +1,6 @@
 """Transport through safetensors files in a folder that all nodes share. Every engine reads all files.
 
-If an update consists of adapters, PEFT can load its folder.
+If an update consists of adapters, PEFT can load the folder of the update.
 """
 
 from __future__ import annotations

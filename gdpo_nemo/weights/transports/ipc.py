@@ -1,9 +1,9 @@
 """Transport through shared memory, from a policy rank to the engine process on the same device.
 
 The rank fills two buffers alternately. The engine process opens the buffers' handles once per update: CUDA IPC handles
-on a GPU, descriptors of shared memory on a CPU. It copies a filled buffer, notifies the rank, and loads from the copy
-while the rank fills the next buffer. The processes communicate over a local socket, so that each process detects at
-once if the other process ends.
+on a GPU, descriptors of shared memory on a CPU. The engine process copies a filled buffer, notifies the rank, and loads
+from the copy while the rank fills the next buffer. The processes communicate over a local socket, so that each process
+detects at once if the other process ends.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class MemorySender(Sender):
     """Sender that packs the weights."""
 
     _memory: np.ndarray | None = None
-    """Buffer of the last update, which is reused. Ray copies it to its object store before ``pack`` is called again."""
+    """Buffer of the last update, which is reused. Ray has copied its content before ``pack`` is called again."""
 
     def pack(self, version: int) -> tuple[Manifest, np.ndarray] | tuple[None, None]:
         """Return (manifest, flat buffer) on rank 0. Other ranks participate in gathering and return (None, None)."""
