@@ -136,7 +136,7 @@ def test_an_update_that_broke_off_with_all_alive_is_followed_by_another_group(ru
     (updates, sent) = run.start(engines)
     with pytest.raises(PeerLost):
         run.policy.wait(sent, "sending")
-    assert "no longer in it" in str(updates[0].answer()) and isinstance(updates[1].answer(), PeerLost)
+    assert "no longer a member" in str(updates[0].answer()) and isinstance(updates[1].answer(), PeerLost)
     run.deliver(engines)
     second = run.publish(engines)
     assert first != second == run.publish(engines)

@@ -209,9 +209,10 @@ class Transport(ABC):
     """
 
     refuses: ClassVar[Mapping[str, str]] = {}
-    """Reasons for unsupported conditions, by condition. An error message consists of the transport's name and the reason.
+    """Reasons for unsupported conditions, by condition.
 
-    The keys are those of ``config.transports.CONDITIONS``.
+    An error message consists of the transport's name and the reason. The keys are those of
+    ``config.transports.CONDITIONS``.
     """
     uses_buckets: ClassVar[bool] = True
     """True if the transport uses ``weights.bucket_mib``."""
