@@ -292,9 +292,9 @@ def _rename_main_weights(requested: dict[str, Any], stored) -> dict[str, Any]:
     The keys depend on the kind of optimizer that wrote the checkpoint.
 
     Returns:
-        The main weights that the checkpoint stores as model weights, keyed by consecutive numbers. The model also
-        requests their keys in the checkpoint, but a load reads each key only once. ``_read_separately`` must therefore
-        read these weights.
+        The main weights that the checkpoint stores as model weights, keyed by consecutive numbers. The model requests
+        the same checkpoint keys, but a load reads each key only once. ``_read_separately`` must therefore read these
+        weights.
     """
     model_weights: dict[str, Any] = {}
     for tensor in nested_values(requested):
@@ -346,7 +346,7 @@ _REFERENCE = "reference."
 
 
 def _reference_state(policy) -> dict[str, Any]:
-    """Return the sharded reference weights by chunk, or no weights if the reference does not follow the policy."""
+    """Return the sharded reference weights by chunk, or an empty dictionary if the reference is fixed."""
     if not policy.config.sync_ref_model or policy.reference is None:
         return {}
     state = {}
