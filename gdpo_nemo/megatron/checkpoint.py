@@ -346,7 +346,7 @@ _REFERENCE = "reference."
 
 
 def _reference_state(policy) -> dict[str, Any]:
-    """Return the sharded reference weights by chunk, or an empty dictionary if the reference is fixed."""
+    """Return the sharded reference weights by chunk, or an empty dictionary if the reference is fixed or missing."""
     if not policy.config.sync_ref_model or policy.reference is None:
         return {}
     state = {}
