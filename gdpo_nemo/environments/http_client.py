@@ -52,7 +52,7 @@ class Cookies:
         self._values: dict[str, str] = {}
 
     def header(self) -> str | None:
-        """Return the value of the ``Cookie`` header, or None if there are no cookies."""
+        """Return the value of the ``Cookie`` header, or None if no cookies are set."""
         return "; ".join(f"{name}={value}" for name, value in self._values.items()) or None
 
     def update(self, headers: list[str]) -> None:

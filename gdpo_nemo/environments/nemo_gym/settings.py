@@ -255,8 +255,8 @@ def _number(value: Any, what: str) -> float:
 
 
 def _listed_numbers(reply: Mapping[str, Any]) -> str:
-    """List the names of the numbers in a reply as the end of an error message. Return an empty string if there are no
-    numbers."""
+    """List the names of the numbers in a reply as the end of an error message. Return an empty string if the reply
+    contains no numbers."""
     names = [name for name, value in reply.items() if isinstance(value, (int, float))]
     components = reply.get("reward_components")
     if isinstance(components, Mapping):
