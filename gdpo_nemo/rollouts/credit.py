@@ -244,8 +244,10 @@ def token_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
 
 
 def is_trained(trajectory: Trajectory, loss: LossSettings) -> bool:
-    """Return True if the trajectory contributes to the loss. The trajectory must be trainable (``Trajectory.trains``).
-    With ``mask_truncated``, truncated trajectories do not contribute.
+    """Return True if the trajectory contributes to the loss.
+
+    The trajectory must be trainable (``Trajectory.trains``). With ``mask_truncated``, truncated trajectories do not
+    contribute.
     """
     return trajectory.trains and not (loss.mask_truncated and trajectory.outcome is Outcome.TRUNCATED)
 

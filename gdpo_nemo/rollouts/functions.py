@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from gdpo_nemo.rollouts.endpoint.server import Endpoint
 
 SampleAll = Callable[[Sequence[SampleRequest]], CompletionBatch]
-"""Function that samples completions and blocks until all are complete. Any thread may call the function except the
-thread of the fleet's event loop.
+"""Function that samples completions and blocks until all are complete.
+
+Any thread may call the function except the thread of the fleet's event loop.
 """
 
 

@@ -35,8 +35,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
 }
-"""Request keys that would change the sampling, with the values that have no effect. All other values are rejected,
-because training relies on the sampling settings of the run.
+"""Request keys that would change the sampling, with the values that have no effect.
+
+All other values are rejected, because training relies on the sampling settings of the run.
 """
 
 
@@ -208,7 +209,8 @@ def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatR
 
 
 def _check_metadata(metadata: Any) -> None:
-    """Check that the metadata has no chat template settings, which NeMo Gym's agents store as JSON in the metadata.
+    """Check that the metadata has no chat template settings, which NeMo Gym's agents store there as JSON.
+
     Requests with template settings are refused, because every prompt is rendered with the settings of the run.
     """
     if isinstance(metadata, Mapping) and metadata.get("chat_template_kwargs") not in (None, "", "{}", {}):
