@@ -25,24 +25,24 @@ class Environment:
     """Names of the reward components that the environment may return. The reward weights of the config must use these
     names."""
     open_rewards: bool = False
-    """True while the component names are unknown. Verdicts may then contain any component, and the reward weights of
-    the config are not checked."""
+    """True while the component names are unknown. In this case, verdicts may contain any component, and the reward
+    weights of the config are not checked."""
     system_prompt: str | None = None
     """Default system prompt for this environment's prompts. The config may set a different system prompt."""
     remote: bool = False
-    """Class attribute. True if servers compute the verdicts, with limits on time and reply size. ``verify`` then runs
-    on the driver without worker processes. Several threads call ``verify``, and its trajectories are not split into
-    shards."""
+    """Class attribute. True if servers compute the verdicts, with limits on time and reply size. In this case,
+    ``verify`` runs on the driver without worker processes. Several threads call ``verify``, and its trajectories are
+    not split into shards."""
     plays_with_endpoint: bool = False
     """Class attribute. True if external agents play whole episodes against the run's endpoint (``rollout.endpoint``).
-    The class then defines ``play(prompts, sampling)``, which returns the results of the episodes."""
+    Such a class defines ``play(prompts, sampling)``, which returns the results of the episodes."""
     by_sample: bool = False
-    """Class attribute. True if the verdict on a sample does not depend on other samples. Each sample is then verified
-    as soon as it is complete, without waiting for its group."""
+    """Class attribute. True if the verdict on a sample does not depend on other samples. In this case, each sample is
+    verified as soon as it is complete, without waiting for its group."""
     instant: bool = False
-    """Class attribute. True if the constructor is fast, opens no connection and runs no third-party code. ``--dry-run``
-    then builds the environment to read its ``reward_names``. The attribute is ignored for classes outside this package,
-    because a dry run does not import them."""
+    """Class attribute. True if the constructor is fast, opens no connection and runs no third-party code. In this case,
+    ``--dry-run`` builds the environment to read its ``reward_names``. The attribute is ignored for classes outside this
+    package, because a dry run does not import them."""
 
     offers_tools: bool = False
     """True if ``read_row`` adds a column ``tools`` to every row. The chat template must support tools in this case."""
@@ -85,7 +85,7 @@ class Environment:
         return row
 
     def server_of(self, row: Mapping[str, Any]) -> str | None:
-        """Return the name of the server that verifies a row from ``read_row``; None without named servers.
+        """Return the name of the server that verifies a row from ``read_row``, or None without named servers.
 
         ``gdpo-nemo env check`` verifies rows of each server.
         """
@@ -206,7 +206,7 @@ def checked_verdicts(reward_names: Sequence[str], trajectories: Sequence[Traject
 
 
 def reward_value(value: Any, subject: str) -> float | None:
-    """Convert a reward to float. None and NaN ('not applicable') become None.
+    """Convert a reward to float. None and NaN ("not applicable") become None.
 
     Raises RunError if the reward is infinite or not a number; the message begins with ``subject``.
     """
@@ -261,7 +261,8 @@ def read_options(environment: str, options: Mapping[str, Any] | None, **defaults
     Args:
         environment: name of the environment, for messages.
         options: options from the config.
-        defaults: default of every known option. The type of an option must match its default; None accepts any type.
+        defaults: default of every known option. The type of an option must match its default. A default of None accepts
+            any type.
 
     Raises:
         ConfigError: if an option is unknown, has the wrong type, or is a number beyond 10**15.

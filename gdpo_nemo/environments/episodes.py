@@ -1,4 +1,4 @@
-"""Interface of multi-turn environments: an episode is reset with a row, then answers each message of the policy.
+"""Interface of multi-turn environments: an episode is reset with a row and then answers each message of the policy.
 
 A multi-turn environment defines ``reward_names`` and ``episode()``. ``episode()`` returns an object for one trajectory
 with these methods:

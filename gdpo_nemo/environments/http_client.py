@@ -118,8 +118,8 @@ class HttpClient:
         return await self._exchange("GET", url, None, Cookies(), timeout_s)
 
     async def reach(self, url: str, timeout_s: float) -> None:
-        """Check that an HTTP server responds at the URL. Raises Failure if it does not respond, or if the status is at
-        least 500."""
+        """Check that an HTTP server responds at the URL. Raises Failure if the server does not respond, or if the
+        status is at least 500."""
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._open("GET", url, None, Cookies()) as response:

@@ -83,8 +83,8 @@ class Standstill:
         """Record a check. Return whether the processes have made no progress for ``LIMIT_S`` seconds.
 
         Args:
-            done: measure of the work that the processes have done so far (``waits.work_done``); None if no call waits
-                for them.
+            done: measure of the work that the processes have done so far (``waits.work_done``), or None if no call
+                waits for the processes.
             now: time of a monotonic clock in seconds.
         """
         if done is None or done != self._done:

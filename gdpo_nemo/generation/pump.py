@@ -70,7 +70,7 @@ class PumpedRequest:
     prompt_ids: list[int]
     parameters: SamplingParams
     answer: Future[RequestOutput] | None = None
-    """Future for the output; None if ``poll`` returns the completion."""
+    """Future for the output, or None if ``poll`` returns the completion."""
 
 
 class Pump:
@@ -98,7 +98,7 @@ class Pump:
         """Requests inside vLLM by name, in the order in which they were added."""
         self._parked: list[PumpedRequest] = []
         self._kv: str | None = None
-        """Argument ``kv`` of the requested hold; None if no hold is requested."""
+        """Argument ``kv`` of the requested hold, or None if no hold is requested."""
         self._held = False
         self._holds: list[Future[None]] = []
         self._busy_s = 0.0

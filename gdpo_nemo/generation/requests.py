@@ -17,8 +17,8 @@ class SampleRequest:
     seed: int
     """Seed of the sampler."""
     max_tokens: int | None = None
-    """Maximum number of tokens of this completion; None for ``Sampling.max_new_tokens``. The smaller of the two limits
-    applies."""
+    """Maximum number of tokens of this completion, or None for ``Sampling.max_new_tokens``. The smaller of the two
+    limits applies."""
 
 
 @dataclass(frozen=True)

@@ -162,8 +162,8 @@ class VllmCore:
 
     @property
     def processes(self) -> Sequence[BaseProcess]:
-        """Process of vLLM's scheduler; empty if the scheduler runs in this process. vLLM's workers end together with
-        it."""
+        """Process of vLLM's scheduler, or an empty sequence if the scheduler runs in this process. vLLM's workers end
+        together with the scheduler."""
         return self._engine.engine_core.resources.engine_manager.processes if self._steps_by_itself else ()
 
     def _pause(self) -> None:

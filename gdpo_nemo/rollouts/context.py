@@ -60,7 +60,7 @@ class RolloutContext:
     version: int = 0
     """Version of the weights published when the call began. Trajectories without policy tokens get this version."""
     endpoint: Endpoint | None = None
-    """Endpoint for agents; None unless ``rollout.endpoint.enabled`` is set.
+    """Endpoint for agents, or None if ``rollout.endpoint.enabled`` is false.
 
     The endpoint serves requests only inside ``endpoint.service.phase``.
     """

@@ -43,7 +43,7 @@ class GroupJob:
     sampling: Sampling
     state: TrainerState
     engine: int | None = None
-    """Index of the engine that samples all turns of the group; None for any free engine."""
+    """Index of the engine that samples all turns of the group, or None for any free engine."""
     tally: Tally | None = None
     """Progress counter, shared by all groups that are sampled together. The counter is None if progress is not
     counted."""
@@ -114,7 +114,7 @@ class GroupMaker:
         """Sample and verify a single group.
 
         Args:
-            meeting: barrier that submits the requests of several groups together. If it is None, each request is
+            meeting: barrier that submits the requests of several groups together. Without a barrier, each request is
                 submitted immediately.
 
         Raises:

@@ -67,8 +67,8 @@ class Ledger:
         groups: P, number of groups that a step trains.
         bound: B, maximum number of outstanding indices. See ``admission_bound``.
         window: W. A group may be trained only if its index minus the oldest outstanding index is less than W.
-        start: state to resume from; None for the beginning of a run.
-        limit: number of prompt indices in the whole run; None for no limit.
+        start: state to resume from, or None for the beginning of a run.
+        limit: number of prompt indices in the whole run, or None for no limit.
         updates: number of updates before ``start``.
         late: L, number of updates by which published weights may lag behind the trainer. ``bound`` assumes this lag.
     """
@@ -92,7 +92,7 @@ class Ledger:
         self.limit = limit
         self.late = late
         self.updates = updates
-        """Number of updates, including those before a resume. This number equals the version of the trainer's
+        """Number of updates, including the updates before a resume. This number equals the version of the trainer's
         weights."""
         self.dropped: list[tuple[int, str]] = list(start.dropped)
         """(prompt index, reason) of each index dropped since the last call of ``take_dropped``."""
@@ -380,7 +380,7 @@ class PromptDeal:
     Args:
         after: number of steps between a group without signal and its reroll. 0 disables rerolls.
         most: maximum number of rerolls per prompt and epoch.
-        start: state to resume from; None for the beginning of a run.
+        start: state to resume from, or None for the beginning of a run.
     """
 
     def __init__(self, after: int = 0, most: int = 1, start: DealState | None = None):

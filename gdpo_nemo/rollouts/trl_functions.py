@@ -164,7 +164,7 @@ def _digest(token_ids: np.ndarray) -> bytes:
 
 
 class _TrlObject(SimpleNamespace):
-    """Replacement for a TRL object. Only the attributes passed to it are supported."""
+    """Replacement for a TRL object. Only the attributes passed to the constructor are supported."""
 
     def __getattr__(self, name: str) -> Any:
         known = ", ".join(key for key in vars(self) if not key.startswith("_"))

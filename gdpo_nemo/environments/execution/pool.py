@@ -335,7 +335,7 @@ class RemoteEnvironments:
     def verifying(self, trajectories: Sequence[Trajectory]) -> Iterator[Callable[[], dict[int, Verdict]]]:
         """Start verifying the trajectories of remote environments, and yield a function that waits for the verdicts.
 
-        The function returns verdicts by index in ``trajectories``. It raises RunError for invalid verdicts.
+        The function returns verdicts by index in ``trajectories``. The function raises RunError for invalid verdicts.
         """
         indices = {
             name: [i for i, trajectory in enumerate(trajectories) if trajectory.prompt.environment == name]

@@ -33,7 +33,7 @@ class _Group:
     closing: asyncio.TimerHandle | None = None
     deadline: asyncio.TimerHandle | None = None
     closed: str = ""
-    """Reason why the group was closed early; empty if the group was not closed early."""
+    """Reason why the group was closed early, or an empty string if the group was not closed early."""
 
     def close(self, reason: str) -> None:
         """Cancel the verification of all trajectories that have no verdict yet."""

@@ -191,7 +191,8 @@ async def find_routes(settings: Settings, client: HttpClient) -> Routes:
 
 
 def routes_of(text: Any, settings: Settings) -> Routes:
-    """Parse the configuration of a head server, which is YAML text. Raises Failure(BAD_REPLY) if it is invalid."""
+    """Parse the configuration of a head server, which is YAML text. Raises Failure(BAD_REPLY) if the configuration is
+    invalid."""
     try:
         config = parse_yaml(text) if isinstance(text, str) else None
     except (yaml.YAMLError, RecursionError) as error:

@@ -32,11 +32,11 @@ class Limits:
     max_json_depth: int
     """Maximum nesting depth of a reply."""
     min_valid: int | None
-    """Number of valid members of a group after which ``straggler_grace_s`` starts; None: wait for all members."""
+    """Number of valid members of a group after which ``straggler_grace_s`` starts, or None to wait for all members."""
     straggler_grace_s: float
     """Seconds to wait for the remaining members of a group that has ``min_valid`` valid members."""
     group_deadline_s: float | None
-    """Time limit of a group in seconds, from its first request; None for no limit."""
+    """Time limit of a group in seconds, from its first request, or None for no limit."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class RewardRule:
     """Treatment of a missing value: error (the trajectory fails), mask (the reward is None) or zero (the reward is
     0)."""
     servers: frozenset[str] | None = None
-    """Servers that return the component; None for all servers. The component is None for trajectories of other
+    """Servers that return the component, or None for all servers. The component is None for trajectories of other
     servers."""
 
     @property

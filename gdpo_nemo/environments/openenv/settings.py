@@ -70,7 +70,7 @@ class Settings:
     """Keyword arguments of the environment's reset. A value ``{"column": name}`` is replaced by a column of the row."""
     first_prompt: FirstPrompt
     prompt: str | None
-    """Prompt of generated rows; None if the prompts come from a dataset."""
+    """Prompt of generated rows, or None if the prompts come from a dataset."""
     api_key_env: str | None
     limits: Limits
 

@@ -99,7 +99,8 @@ _HUGE_NUMBER = re.compile(r"(\^|\*\*)\s*[({]*\s*\d+\s*[)}]*\s*(\^|\*\*)|(\^|\*\*
 def _is_too_large(gold: str, answer: str) -> bool:
     """Return whether the answer, but not the gold answer, is a number too large to evaluate.
 
-    An answer that is too large counts as wrong. It is not evaluated, because this would exceed the time limit.
+    An answer that is too large counts as wrong. Such an answer is not evaluated, because the evaluation would exceed
+    the time limit.
     """
     return bool(_HUGE_NUMBER.search(answer)) and not _HUGE_NUMBER.search(gold)
 

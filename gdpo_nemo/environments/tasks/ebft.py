@@ -40,7 +40,7 @@ class Ebft(Environment):
 
     Components:
         alignment: twice the cosine similarity between the features of the answer and of the reference answer.
-        diversity: minus twice the mean dot product with the features of the group's other answers; None for a group
+        diversity: minus twice the mean dot product with the features of the group's other answers, or None for a group
             with one answer.
 
     Options, with the same names as in axolotl:
@@ -185,8 +185,8 @@ def feature_matching(answers: np.ndarray, gold: np.ndarray, whiten: bool) -> tup
     Args:
         answers: features of the answers. Shape: float64 [answers, features], at least one answer.
         gold: features of the reference answer. Shape: float64 [features].
-        whiten: True to decorrelate the features over the answers first. The diversity is then computed from whitened
-            features that are not normalized.
+        whiten: True to decorrelate the features over the answers first. In this case, the diversity is computed from
+            whitened features that are not normalized.
 
     Returns:
         (alignment, diversity). Shape: [answers] each. The diversity is None for a single answer.

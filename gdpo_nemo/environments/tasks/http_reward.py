@@ -29,14 +29,14 @@ class HttpReward:
 
     Args:
         url: URL for the POST requests.
-        columns: names of the dataset columns to send; None for all columns.
+        columns: names of the dataset columns to send, or None for all columns.
         completion_ids: True to also send the token ids of the completions.
         api_key_env: name of the environment variable with a key to send as a bearer token.
         time_limit_s: time limit in seconds of one call, with all its completions and retries. The limit should be below
             rollout.env_timeout_s.
         max_retries: maximum number of retries after a transport error, a 5xx or a 429 reply. Other errors are not
             retried.
-        batch_size: maximum number of completions per request; None for all completions of a call.
+        batch_size: maximum number of completions per request, or None for all completions of a call.
         concurrency: maximum number of requests in flight.
         max_reply_bytes: maximum size of a reply in bytes. Larger replies are rejected.
 

@@ -37,8 +37,8 @@ class LlmJudge:
         model: name of the judge model at the endpoint.
         question: grading criterion as text.
         scale: lowest and highest score that the judge may give. A score outside the scale is a failure.
-        reference: column with a reference answer to show to the judge; None for no reference.
-        api_key_env: name of the environment variable with the API key; None to send no key.
+        reference: column with a reference answer to show to the judge, or None for no reference.
+        api_key_env: name of the environment variable with the API key, or None to send no key.
         time_limit_s: time limit in seconds of one call, with all its completions and retries. The limit should be below
             rollout.env_timeout_s.
         max_retries: maximum number of retries after a transport error, a 5xx or a 429 reply. Other errors are not

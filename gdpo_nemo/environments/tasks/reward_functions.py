@@ -35,7 +35,7 @@ class _RewardFunction:
     """Arguments from the config. Arguments from the config take precedence over dataset columns of the same name."""
     is_async: bool
     parameters: frozenset[str] | None
-    """Names of the accepted parameters; None if the function has ``**kwargs``."""
+    """Names of the accepted parameters, or None if the function has ``**kwargs``."""
 
     def keyword_arguments(self, batch: _Batch) -> dict[str, Any]:
         """Return the keyword arguments of one call. Columns are copied, so that functions cannot modify each other's

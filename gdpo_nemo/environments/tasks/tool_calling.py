@@ -128,7 +128,7 @@ def _match(expected: Mapping[str, Any], made: Mapping[str, Any]) -> float:
 
 
 def _jaccard(first: Iterable[str], second: Iterable[str]) -> float:
-    """Return the Jaccard index (intersection over union) of two multisets; 1 if both are empty."""
+    """Return the Jaccard index (intersection over union) of two multisets, or 1 if both are empty."""
     # Convert to lists, because Counter interprets a mapping as counts.
     first_counts = Counter(list(first))
     second_counts = Counter(list(second))

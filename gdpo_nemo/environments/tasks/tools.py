@@ -265,7 +265,7 @@ class ToolEpisode:
     Args:
         references: import paths of the tools.
         limit_s: time limit in seconds of all calls of one turn.
-        rounds: maximum number of turns whose calls are executed; None for no limit.
+        rounds: maximum number of turns whose calls are executed, or None for no limit.
     """
 
     def __init__(self, references: Sequence[str], limit_s: float, rounds: int | None):

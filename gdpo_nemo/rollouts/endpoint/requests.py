@@ -261,7 +261,7 @@ def _response_messages(items: Any) -> list[dict[str, Any]]:
     """Convert response items to chat messages.
 
     Consecutive text, reasoning and tool calls of the assistant become one message. An item with token ids ends the
-    message, because only the last item of a turn has them.
+    message, because only the last item of a turn has token ids.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]

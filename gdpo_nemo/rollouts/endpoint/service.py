@@ -105,7 +105,7 @@ class Service:
         the client had changed, so that the prompt was rendered again. ``refused``: requests answered with an error.
         """
         self.failure: GdpoError | None = None
-        """Error that made sampling fail permanently; None if sampling works."""
+        """Error that made sampling fail permanently, or None if sampling works."""
         self._engines = engines
         self._shared = shared
         self._sampling: Sampling | None = None
