@@ -35,7 +35,7 @@ class Environment:
     not split into shards."""
     plays_with_endpoint: bool = False
     """Class attribute. True if external agents play whole episodes against the run's endpoint (``rollout.endpoint``).
-    Such a class defines ``play(prompts, sampling)``, which returns the results of the episodes."""
+    In this case, the class defines ``play(prompts, sampling)``, which returns the results of the episodes."""
     by_sample: bool = False
     """Class attribute. True if the verdict on a sample does not depend on other samples. In this case, each sample is
     verified as soon as it is complete, without waiting for its group."""
@@ -238,7 +238,8 @@ def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdi
     for component in dict.fromkeys(name for rewards_of_turn in turn_rewards for name in rewards_of_turn):
         if component not in rewards:
             raise RunError(
-                f"verify returned turn_rewards of {component!r} for {sample}, whose rewards do not contain it"
+                f"verify returned turn_rewards of {component!r} for {sample}, but the rewards do not contain this "
+                "component"
             )
     return replace(verdict, rewards=rewards, turn_rewards=tuple(turn_rewards))
 

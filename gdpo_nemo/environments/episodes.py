@@ -139,7 +139,7 @@ def _checked_observation(value: Any) -> Observation:
         and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value)
     ):
         if any(m["role"] == "assistant" for m in value):
-            raise RunError("an observation contains an assistant message; only the policy may write these")
+            raise RunError("an observation contains an assistant message; only the policy may write assistant messages")
         observation = [dict(message) for message in value]
     else:
         raise RunError(f"an observation must be text or chat messages, not {str(value)[:40]!r}")

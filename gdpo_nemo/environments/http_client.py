@@ -136,7 +136,7 @@ class HttpClient:
 
     async def _exchange(self, method: str, url: str, data: bytes | None, cookies: Cookies, timeout_s: float) -> Any:
         if timeout_s <= 0:
-            raise Failure(FailureKind.TIMEOUT, "no time was left for the request")
+            raise Failure(FailureKind.TIMEOUT, "the time limit was reached before the request was sent")
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._open(method, url, data, cookies) as response:

@@ -99,5 +99,5 @@ def stuck_failure() -> EngineFailed:
     """Return the failure for an engine whose processes are stuck."""
     return EngineFailed(
         f"vLLM's processes used no CPU time or I/O for {Standstill.LIMIT_S:.0f} s while the engine waited for them: "
-        f"they are stopped or hang {_SEE_LOG}"
+        f"the processes are stopped or stuck {_SEE_LOG}"
     )

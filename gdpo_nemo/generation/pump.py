@@ -403,7 +403,7 @@ class Pump:
 
     def _update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any]) -> None:
         if not self._held:
-            raise RunError(f"weight update {manifest.version}: the engine was not prepared for it")
+            raise RunError(f"weight update {manifest.version}: the engine was not prepared for the update")
         keep = self._kv == "keep"
         discarded = 0 if keep else self.core.load().context
         self.core.update(manifest, receiver, data, keep)

@@ -112,9 +112,9 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
         turn = history.turn(np.concatenate([prompt, generated]))
         if turn is None and history.forgotten:
             raise RunError(
-                f"rollout.endpoint: agents took more than {TURNS_KEPT:,} turns in a batch, the maximum that is stored "
-                "(side conversations also count); lower gdpo.num_prompts_per_step, gdpo.num_generations_per_prompt or "
-                "the agents' calls"
+                f"rollout.endpoint: agents took more than {TURNS_KEPT:,} turns in a batch, the maximum number of "
+                "stored turns (side conversations also count); lower gdpo.num_prompts_per_step, "
+                "gdpo.num_generations_per_prompt or the agents' calls"
             )
         if turn is None or len(turn.prompt_ids) != len(prompt):
             raise BrokenEpisode(f"bad_reply: turn {t.turns + 1} contains tokens that this run did not sample")

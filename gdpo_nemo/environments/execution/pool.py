@@ -173,7 +173,8 @@ class EnvironmentPool:
         for index in shard:
             if failures >= RETRY_FAILURES:
                 answers[index] = failed(
-                    f"{reason}; not retried individually, because {failures} other samples of its shard failed"
+                    f"{reason}; the sample was not retried individually, because {failures} other samples of its "
+                    "shard failed"
                 )
                 continue
             [reply] = self._replies(task, requests, [[index]])

@@ -128,8 +128,8 @@ def _action(value: Any, action_format: ActionFormat) -> dict[str, Any]:
     if action_format is ActionFormat.JSON:
         if value is not None and not (_is_object(value) and _count_placeholders(value) == 0):
             raise ConfigError(
-                "action: must contain only the fixed fields with action_format json, because the policy writes the "
-                f"others, not {value!r}"
+                "action: must contain only fixed fields with action_format json, because the policy writes all other "
+                f"fields, got {value!r}"
             )
         return dict(value or {})
     if isinstance(value, str) and value:
