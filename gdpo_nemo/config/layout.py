@@ -1,5 +1,5 @@
-"""Parallel layout of a run: ranks, GPUs, pipeline stages, and updates per step. ``Resolved`` combines a config with
-these."""
+"""Parallel layout of a run: ranks, GPUs, pipeline stages, and updates per step. ``Resolved`` combines a config with its
+layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Layout:
     """True if engine ranks share the devices of policy ranks and run only while the policy does not train."""
 
     first_layers: int | None = None
-    """Number of layers of the first pipeline stage if it is configured. ``stage_layers`` divides the other layers."""
+    """Number of layers of the first pipeline stage if it is configured. ``stage_layers`` divides the remaining layers
+    among the other stages."""
     last_layers: int | None = None
     """Number of layers of the last pipeline stage if it is configured."""
 
@@ -169,7 +170,7 @@ def prompts_per_round(gdpo: GdpoConfig) -> int:
 def prompt_limit(gdpo: GdpoConfig, prompts: int) -> int | None:
     """Return the number of prompts in ``gdpo.max_num_epochs`` epochs; None without a limit.
 
-    Only complete rounds of each epoch count. The result is at least one round.
+    Only complete rounds of each epoch count. The result is at least the number of prompts in one round.
 
     Args:
         prompts: number of training prompts in an epoch.

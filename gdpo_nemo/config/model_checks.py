@@ -40,10 +40,10 @@ _ROWS_FUNCTION = re.compile(r".+\.py:\w+")
 
 
 def resolve(config: Config) -> Resolved:
-    """Return a config with its algorithm, layout and model, without checking the config. ``validate`` also checks it.
+    """Return a config with its algorithm, layout and model, without checking the config. ``validate`` also checks the
+    config.
 
-    Raises:
-        ConfigError: if one of these cannot be derived.
+    Raises: ConfigError: if the algorithm, the layout or the model cannot be derived.
     """
     algorithm = spec_of(config)
     return Resolved(config, algorithm, resolve_layout(config, algorithm), read_model(config.policy))
@@ -52,7 +52,7 @@ def resolve(config: Config) -> Resolved:
 def check_files(config: Config, layout: Layout) -> ModelFacts:
     """Check all local paths of a config, and return the facts about the model.
 
-    Names that may be on the Hugging Face Hub are not checked here, but when the run starts.
+    Names that may refer to the Hugging Face Hub are checked later, when the run starts.
 
     Raises:
         ConfigError: if a file is missing, incomplete, or does not fit the layout.
@@ -157,13 +157,14 @@ def _factory_config(reference: str) -> dict[str, Any] | None:
 
 def _cached_configs(name: str) -> list[Path]:
     """Return the paths of config.json in all cached snapshots of a model from the hub."""
-    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))  # a user may have no home
+    # Path.expanduser would raise if the user has no home folder.
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     return sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
 
 
 def check_model(policy: PolicyConfig, layout: Layout) -> ModelFacts:
-    """Check that the model exists, has a supported architecture, and can be divided by the layout.
+    """Check that the model exists, has a supported architecture, and can be sharded in the configured layout.
 
     Returns:
         The facts about the model that are available on this machine.
@@ -236,7 +237,7 @@ def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, k
     if names != set(lora.target_modules):
         raise _unequal("target_modules", ", ".join(sorted(lora.target_modules)), ", ".join(sorted(names)), folder)
     if lora.share_a:
-        raise _unequal("share_a", "true", "a separate A for each module", folder)
+        raise _unequal("share_a", "true", "a separate matrix A for each module", folder)
     if base is None:
         return
     check_fit(shapes, base, key)
@@ -327,7 +328,7 @@ def check_tokenizer(policy: PolicyConfig, model: ModelFacts) -> None:
     name = policy.tokenizer_name
     folder = Path(name or policy.model_name)
     if name is None and model.source is not None:
-        return  # created by the conversion
+        return  # The conversion of the model creates the tokenizer.
     if folder.is_dir():
         if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
             raise ConfigError(
@@ -370,7 +371,7 @@ def data_paths(key: str, data: DatasetConfig) -> list[str]:
 
 
 def _matches(key: str, path: str) -> list[str]:
-    # An existing name is not a pattern, whatever characters it contains.
+    # A path that exists is not a pattern, even if it contains wildcard characters.
     if not glob.has_magic(path) or is_local(path):
         return [path]
     files = sorted(name for name in glob.glob(os.path.expanduser(path), recursive=True) if os.path.isfile(name))

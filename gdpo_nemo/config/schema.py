@@ -78,17 +78,17 @@ class DynamicSamplingConfig:
     least one of its reward components varies."""
 
     enabled: bool = False
-    """Drop each group in which no weighted reward component varies, after shaping, among the samples that are compared
-    (see group_by). Other prompts are sampled in its place. With rollout.max_staleness above 0, groups are replaced one
-    at a time."""
+    """Drop each group whose weighted reward components, after shaping, are all constant among the samples that are
+    compared (see group_by). Other prompts are sampled in place of a dropped group. With rollout.max_staleness above 0,
+    groups are replaced one at a time."""
     batch_multiplier: Annotated[Optional[float], Range(1)] = None
     """Number of prompts in every generation round, as a multiple of num_prompts_per_step. Surplus groups are discarded
     (DAPO, NeMo-RL). Requires rollout.max_staleness 0. Null: the first round has num_prompts_per_step prompts, and later
     rounds have as many as are still missing."""
     max_rounds: Annotated[int, Range(1)] = 4
-    """Maximum number of generation rounds per step. After the last one, the step trains the groups that it has. With
-    rollout.max_staleness above 0, at most (max_rounds - 1) * num_prompts_per_step groups per step are replaced. Further
-    groups are trained even without a signal."""
+    """Maximum number of generation rounds per step. After the last round, the step trains the groups that are
+    available. With rollout.max_staleness above 0, at most (max_rounds - 1) * num_prompts_per_step groups per step are
+    replaced. Further groups are trained even without a signal."""
     before_shaping: bool = False
     """Look for a signal in the rewards before shaping. A group that varies only because of shaping, for example in its
     lengths, is then replaced."""
@@ -99,8 +99,8 @@ class DynamicSamplingConfig:
     """Maximum number of times per epoch that the same prompt is sampled again."""
     leave_one_out: bool = False
     """Drop single samples instead of whole groups. A sample is dropped if the other samples of its group all have equal
-    rewards, even if its own reward differs. The step is filled up to its number of samples, if necessary with a part of
-    a group. This matches NeMo-RL with its leave-one-out baseline. Requires rollout.max_staleness 0."""
+    rewards, even if its own reward differs. The step is then filled up to its number of samples, if necessary with part
+    of a group. This matches NeMo-RL with its leave-one-out baseline. Requires rollout.max_staleness 0."""
 
 
 @dataclass
@@ -127,9 +127,9 @@ class GdpoConfig:
     use all sequences. Null: as published, which is on for gdpo, gd2po, sa_mrpo and dara, and off for the other
     estimators."""
     credit: str = "sequence"
-    """Unit that gets its own advantage: sequence or turn. With turn, an advantage is computed from the rewards of the
-    turn and of later turns (MT-GRPO). With algorithm ppo, this is the position at which a reward counts: the last token
-    of the sequence, or of the turn that earned it."""
+    """Unit that gets its own advantage: sequence or turn. With turn, the advantage of a turn is computed from the
+    rewards of this turn and of later turns (MT-GRPO). With algorithm ppo, this selects the token that receives a
+    reward: the last token of the sequence, or of the turn that earned the reward."""
     discount: Annotated[float, Range(0, 1)] = 1.0
     """Discount factor for the return of the next turn, with credit: turn. 0 uses only the rewards of the turn itself; 1
     does not discount."""
@@ -143,8 +143,8 @@ class GdpoConfig:
     Algorithm ppo subtracts beta times the log-ratio of each token from the reward of that token. Null: off. For a KL
     penalty in the loss see loss_fn.reference_policy_kl_penalty."""
     epsilon: Annotated[float, Range(above=0)] = 1.0e-6
-    """Constant added to every standard deviation. With a preset, the default 1e-6 keeps the preset's value; any other
-    value replaces it."""
+    """Constant added to every standard deviation. With a preset, the default 1e-6 keeps the preset's value, and any
+    other value replaces the preset's value."""
     num_prompts_per_step: Annotated[int, Range(1, 10**8)] = 16
     """Number of prompts per step."""
     num_generations_per_prompt: Annotated[int, Range(1, 10**6)] = 8
@@ -176,8 +176,8 @@ class GdpoConfig:
     val_temperature: Annotated[float, Range(0)] = 1.0
     """Sampling temperature for validation; 0 is greedy."""
     max_skipped_steps: Annotated[int, Range(1)] = 3
-    """Maximum number of consecutive steps with a non-finite loss or gradient. The run stops with an error at the next
-    such step."""
+    """Maximum number of consecutive steps with a non-finite loss or gradient. The run stops with an error if it is
+    exceeded."""
 
 
 @dataclass
@@ -198,7 +198,8 @@ class EndpointConfig:
     enabled: bool = False
     """Serve /v1/chat/completions, /tokenize and /v1/models during the run."""
     host: str = "127.0.0.1"
-    """Address to listen on. The server has no authentication, so every client that can reach the address can sample."""
+    """Address to listen on. The server has no authentication, so every client that can reach the address can request
+    completions."""
     port: Annotated[int, Range(0, 65_535)] = 8000
     """Port to listen on. Agents must be configured with the same port. 0 selects any free port."""
 
@@ -223,7 +224,7 @@ class RolloutConfig:
 
     max_staleness: Annotated[int, Range(0, 10**6)] = 0
     """Maximum staleness S in steps: the trained version of the weights minus the version that sampled a token. No
-    trained token exceeds it. 0: exactly on-policy."""
+    trained token exceeds this limit. 0: exactly on-policy."""
     kv: str = "recompute"
     """Treatment of samples in flight at a weight update, with max_staleness above 0. recompute: recompute the cached
     keys and values, and sample the remaining tokens with the new weights. keep: reuse the cached keys and values, which
@@ -233,7 +234,7 @@ class RolloutConfig:
     groups are trained in the order of the prompts. A larger window allows fewer groups in flight (see depth)."""
     depth: Any = "auto"
     """Maximum number of groups in flight. It is between P = gdpo.num_prompts_per_step and the bound B = (S + 1) * P -
-    (W - 1). auto: adapted during the run, so that the trainer does not wait for samples."""
+    (W - 1). auto: the number is adapted during the run so that the trainer does not wait for samples."""
     sync_every: Annotated[int, Range(1)] = 1
     """Number of steps between weight updates of the engines. Values above 1 require max_staleness of at least
     sync_every - 1."""
@@ -245,14 +246,16 @@ class RolloutConfig:
     dropped."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     max_env_failure_share: Annotated[float, Range(0, 1)] = 0.2
-    """Maximum fraction of a step's samples that may fail in the environment. The run stops if more of them fail."""
+    """Maximum fraction of a step's samples that may fail in the environment. The run stops if a larger fraction fails.
+    """
     env_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 30.0
     """Time limit of one verification task, in seconds."""
     env_workers: Annotated[int, Range(1, 4096)] = 1
     """Number of worker processes for verification."""
     generation_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 3600.0
-    """Maximum time, in seconds, in which an engine with pending requests may finish no sample. An engine that does not
-    respond at all is replaced sooner: after ten times its longest response time so far, plus two minutes."""
+    """Maximum time, in seconds, that an engine with pending requests may take without finishing a sample. An engine
+    that does not respond at all is replaced sooner: after ten times its longest response time so far, plus two minutes.
+    """
     train_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 3600.0
     """Time limit for the training of one step, in seconds. After three steps, the limit is lowered to ten times the
     longest step so far plus five minutes, if that is less."""
@@ -283,11 +286,11 @@ class WeightsConfig:
     transport: str = "auto"
     """memory: Ray's object store. gloo: broadcast between hosts. nccl: broadcast between GPUs. ipc: handles of memory
     that colocated processes share. folder: safetensors files on a shared disk. A user-defined class is named by its
-    import path (file.py:Class). auto: ipc if colocated, otherwise nccl on GPUs. On CPU, auto is memory on one node and
-    gloo on several."""
+    import path (file.py:Class). auto: ipc if colocated, otherwise nccl on GPUs. On CPU, auto selects memory on one node
+    and gloo on several nodes."""
     bucket_mib: Annotated[int, Range(1, 2**20)] = 256
-    """Bucket size in MiB: the size of one broadcast, memory handle or file. A larger tensor gets a bucket of its size.
-    Sender and receiver each hold two buffers of this size."""
+    """Bucket size in MiB: the size of one broadcast, memory handle or file. A tensor that is larger gets a separate
+    bucket of the tensor's size. Sender and receiver each hold two buffers of this size."""
 
 
 @dataclass
@@ -295,13 +298,13 @@ class ClusterConfig:
     """Nodes, GPUs and CPUs that the run uses."""
 
     num_nodes: Annotated[int, Range(1, 100_000)] = 1
-    """Number of nodes. With several nodes, a Ray cluster that contains them must be started first; the run then joins
-    it."""
+    """Number of nodes. With several nodes, a Ray cluster that contains the nodes must be started first. The run then
+    joins this cluster."""
     env_nodes: Annotated[int, Range(0, 100_000)] = 0
     """Number of additional nodes without GPUs for the environment workers. 0: the workers run on the driver's host."""
     address: Optional[str] = None
-    """Address of the Ray cluster to join, `host:port` or `auto`. Null: the cluster in RAY_ADDRESS. If that is not set,
-    a new cluster is started on this node."""
+    """Address of the Ray cluster to join, `host:port` or `auto`. Null: the cluster in RAY_ADDRESS. If RAY_ADDRESS is
+    not set, a new cluster is started on this node."""
     gpus_per_node: Annotated[int, Range(0, 1024)] = 0
     """GPUs per node. 0: run on CPU."""
     placement: str = "separate"
@@ -403,15 +406,16 @@ class LoggerConfig:
     draw them only at the end."""
     num_completions: Annotated[int, Range(0)] = 0
     """Number of completions per table that is sent to TensorBoard, Weights & Biases and MLflow, with prompts, rewards
-    and advantages. 0: send no completions; texts stay in the run folder."""
+    and advantages. 0: send no completions, so that texts stay in the run folder."""
     completions_period: Annotated[int, Range(1)] = 10
     """Number of steps between these tables. A table is also sent after the first step."""
     system_metrics: bool = False
     """Send system metrics of the driver's host to Weights & Biases and MLflow: CPU, memory, disk, network and GPU load.
     """
     aliases: List[str] = field(default_factory=list)
-    """Programs under whose metric names the metrics are also sent to trackers, so that their runs can share a chart.
-    nemo_rl: `train/reward`, `train/probs_ratio` and others. trl: `train/rewards/NAME/mean` and others."""
+    """Programs whose metric names are also used when metrics are sent to trackers, so that runs of several programs can
+    share a chart. nemo_rl: `train/reward`, `train/probs_ratio` and others. trl: `train/rewards/NAME/mean` and others.
+    """
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
@@ -427,9 +431,9 @@ class HealthConfig:
     checks: List[Dict[str, Any]] = field(default_factory=list)
     """Checks of a metric against thresholds. Required keys: `metric`, `at` (a step, start, end or every), and `min` or
     `max` or both. Optional keys: `window`, `optional` (the metric may be absent), `advisory` (a violation is only a
-    warning) and `of`. `of` selects the quantity to check: value (the metric itself); start (its ratio to the start);
-    before (its ratio to the 20 steps before); rise (its increase since the start, in standard errors). If no checks are
-    configured, the default checks for every run apply."""
+    warning) and `of`. `of` selects the quantity to check: value (the metric itself); start (ratio of the metric to its
+    value at the start); before (ratio of the metric to the 20 steps before); rise (increase of the metric since the
+    start, in standard errors). If no checks are configured, the default checks for every run apply."""
     preset: Optional[str] = None
     """Published set of additional thresholds: axolotl (from axolotl's GRPO documentation)."""
     alerts: bool = True
@@ -454,8 +458,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: Dict[str, Any] = field(default_factory=dict)
-    """Environments by name. The value of each holds the options of its plugin. An environment that a config inherits
-    through `defaults:` and names again keeps its inherited options."""
+    """Environments by name. Each value contains the options of the environment's plugin. An environment that a config
+    inherits through `defaults:` and names again keeps its inherited options."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)
