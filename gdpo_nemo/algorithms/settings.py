@@ -19,7 +19,7 @@ class Settings:
     epsilon: float = 1e-6
     """Constant added to the standard deviation of each group."""
     batch_norm: bool = True
-    """Standardise the advantages over the batch (eq. 6 of the GDPO paper)."""
+    """Standardise the advantages over the batch (equation 6 of the GDPO paper)."""
     batch_epsilon: float | None = None
     """Constant added to the standard deviation of the batch; None: the value of `epsilon`."""
     batch_epsilon_inside: bool = False
@@ -41,7 +41,7 @@ class Settings:
     ddof: int = 1
     """1: sample standard deviation; 0: population standard deviation."""
     missing: Literal["exclude", "zero", "error"] = "exclude"
-    """Treatment of missing rewards: leave them out of the statistics, count them as 0, or raise an error."""
+    """Treatment of missing rewards: exclude them from the statistics, count them as 0, or raise an error."""
     singleton: Literal["zero", "raw"] = "zero"
     """Score in a group with only one present value: 0, or the raw reward."""
     single_reward: Literal["gdpo", "grpo", "error"] = "gdpo"
@@ -52,7 +52,7 @@ class Settings:
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of the centred rewards (of each component, or of the sum).
 
-    group: standard deviation of the group. batch: standard deviation of the batch (TRL's name for it; arXiv
+    group: standard deviation of the group. batch: standard deviation of the batch (named batch in TRL, arXiv
     2508.08221). none: no division (NeMo-RL: normalize_rewards false).
     """
     exact_zero: bool = True
@@ -100,7 +100,7 @@ PRESETS: dict[str, Settings] = {
 }
 """Published variants of GDPO, with these differences from the defaults:
 
-* paper: arXiv 2601.05242 eq. 4-7, over all sequences of the batch.
+* paper: arXiv 2601.05242, equations 4-7, over all sequences of the batch.
 * trl: Hugging Face TRL `normalize_then_sum`. Epsilon is 1e-4. Constant groups are handled only by epsilon.
 * trl_fork: the TRL version of GDPO's authors. Missing rewards become 0 before the statistics (biased); a single
   component is treated as in GRPO.

@@ -32,7 +32,7 @@ def target_po_coefficients(
     length_normalize: bool = True,
     weights: Any = None,
 ) -> torch.Tensor:
-    """Return the advantage of each sequence with which the workers' `target_po` loss has the gradient of eq. 1-4.
+    """Return the advantage of each sequence with which the workers' `target_po` loss has the gradient of equations 1-4.
 
     u = (score - mean) / std of the group (population std). The target is q = softmax(log p_old + u / temperature), and
     p is the softmax of the current sequence log-probs. The advantage is (q - p) / number of groups. It is divided by
@@ -40,7 +40,7 @@ def target_po_coefficients(
 
     Args:
         sequence_logprobs: float [sequences], log-probs of the current policy, summed over trained tokens.
-        old_sequence_logprobs: the same for the policy that sampled. They do not change if a batch is trained
+        old_sequence_logprobs: summed log-probs of the policy that sampled. They do not change if a batch is trained
             repeatedly.
         scores: float [sequences], rewards, or for several rewards the advantages of `compute_advantages`.
         group_ids: int64 [sequences].
@@ -52,7 +52,7 @@ def target_po_coefficients(
         weights: token weight of each sequence from `token_weights` [sequences]; None: all 1.
 
     Returns:
-        float64 [sequences]
+        Advantages, float64 [sequences].
 
     Raises:
         ValueError: if the temperature is not positive, or lengths are required but missing.

@@ -43,7 +43,8 @@ def resolve(config: Config) -> Resolved:
     """Return a config with its algorithm, layout and model, without checking the config. ``validate`` also checks the
     config.
 
-    Raises: ConfigError: if the algorithm, the layout or the model cannot be derived.
+    Raises:
+        ConfigError: if the algorithm, the layout or the model cannot be derived.
     """
     algorithm = spec_of(config)
     return Resolved(config, algorithm, resolve_layout(config, algorithm), read_model(config.policy))
