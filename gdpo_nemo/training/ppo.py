@@ -100,7 +100,7 @@ class PPO(GDPO):
                 s.returns = _at_policy_tokens(s, returns - centre)
         if np.isfinite(credit.mean_reward_to_go):
             self.centre = centre + _NEWEST_WEIGHT * (credit.mean_reward_to_go - centre)
-        measured["value/mean"] = centre  # ``metrics`` adds the mean output of the value head
+        measured["value/mean"] = centre  # ``metrics`` adds the mean output of the value head.
         known = {"value/explained_variance": credit.explained_variance, "value/return": credit.mean_return}
         return measured | {name: value for name, value in known.items() if np.isfinite(value)}
 

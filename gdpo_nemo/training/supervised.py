@@ -187,7 +187,8 @@ class RewardModelTraining(PreferenceTuning):
     """Training of a reward model on pairs of answers (``algorithm.type: reward_model``).
 
     The policy has a linear head that outputs the score of a sequence at its last token. One token is appended to each
-    sequence, and the score is passed on as this token's "log-prob". No token of the sequence attends to it.
+    sequence, and the score is passed on as this token's "log-prob". No token of the sequence attends to the appended
+    token.
     """
 
     def prepare(self, batch: PromptBatch) -> PreparedPairs:
@@ -215,7 +216,7 @@ def _mismatched(update: Sequence[TrainSequence]) -> list[TrainSequence]:
 
     Rows are sorted by prompt, and the answers are shifted by the number of rows of the most frequent prompt. If no
     prompt is repeated, this is TRL's shift by one row. Rows that still get an answer to their own prompt are left out.
-    That happens only if one prompt has more than half of the rows.
+    This happens only if one prompt has more than half of the rows.
     """
     by_prompt: dict[bytes, list[TrainSequence]] = {}
     for sequence in update:
