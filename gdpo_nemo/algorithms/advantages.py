@@ -71,11 +71,11 @@ def compute_advantages(
     groups without signal, which enlarges the other advantages; `preset="paper"` reproduces this. Equal inputs give
     bitwise equal results. A different order of the rows changes only the last digits.
 
-    With `kl`, the advantage becomes A - kl_coefficient x (kl - mean kl of the group). This is applied before the batch
-    norm and is not normalised itself, because normalisation would cancel the coefficient. The KL term does not count as
-    a signal, so the rows of the batch statistics do not change. A row with KL but without a signal is divided by the
-    same deviation as the other rows. With batch norm, the advantages of a batch without any signal stay 0. Estimators
-    of the sum include the KL in the sum instead, as published.
+    With `kl`, the advantage becomes A - kl_coefficient x (kl - mean kl of the group). The KL term is applied before the
+    batch norm and is not normalised itself, because normalisation would cancel the coefficient. The KL term does not
+    count as a signal, so the rows of the batch statistics do not change. A row with KL but without a signal is divided
+    by the same deviation as the other rows. With batch norm, the advantages of a batch without any signal stay 0.
+    Estimators of the sum include the KL in the sum instead, as published.
 
     Args:
         rewards: [sequences, components], with NaN for a missing reward. A mapping of component name to [sequences] is

@@ -51,11 +51,11 @@ def dead_groups(table: RewardTable) -> np.ndarray:
 
 
 def count_distinct(values: np.ndarray) -> int:
-    """Return the number of distinct values. Values count as equal if they differ by less than 1e-5 of the largest
-    value.
+    """Return the number of distinct values. Two values are considered equal if they differ by less than 1e-5 of the
+    largest value.
 
-    Without this tolerance, values that are equal in the formula would count as different, because the epsilon of the
-    normalisation separates them by about 1e-6.
+    Without this tolerance, values that are equal in the formula would be considered different, because the epsilon of
+    the normalisation separates them by about 1e-6.
     """
     if not len(values):
         return 0

@@ -48,8 +48,8 @@ def clip_cov(
 def kl_cov(logprobs: np.ndarray, advantages: np.ndarray, *, ratio: float) -> np.ndarray:
     """Select the tokens that get a KL penalty to the old policy (equation 12): bool [tokens].
 
-    These are the fraction ``ratio`` of all tokens, at least one, with the largest covariances. If covariances are
-    equal, the earlier token is selected.
+    The fraction ``ratio`` of all tokens with the largest covariances is selected, but at least one token. If
+    covariances are equal, the earlier token is selected.
     """
     found = covariances(logprobs, advantages)
     chosen = np.zeros(len(found), bool)

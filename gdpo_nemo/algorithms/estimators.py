@@ -1,8 +1,8 @@
 """Advantage estimators. An estimator computes weighted terms per component from a reward table.
 
 All estimators have the same steps: transform each component, apply the weights, mask rollouts, scale over the batch. An
-estimator implements the first three; `advantages.compute_advantages` implements the last. Rows are in the table's
-order.
+estimator implements the first three steps, and `advantages.compute_advantages` implements the last step. Rows are in
+the table's order.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def gpg(table: RewardTable, settings: Settings, f_norm: float = 1.0) -> Terms:
     """A = alpha (r - mean) / f_norm (GPG, arXiv 2504.02546).
 
     alpha = number of samples / number of samples in groups that vary. It compensates for groups without a gradient,
-    which still count in the batch mean. Use it with the loss ``reinforce``.
+    which are still included in the batch mean. Use it with the loss ``reinforce``.
 
     Raises:
         ValueError: if f_norm is not positive.
@@ -238,7 +238,7 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
 def dvao(table: RewardTable, settings: Settings) -> Terms:
     """A = sum_k v_k z_k with v_k = w_k std_k / sum_l |w_l| std_l per group (DVAO, arXiv 2605.25604).
 
-    Each reward counts in proportion to its variation within the group. |A| is smaller than in GRPO.
+    Each reward is weighted in proportion to its variation within the group. |A| is smaller than in GRPO.
     """
     z, has_signal = z_scores(table, settings)
     spread = table.weights[:, None] * _group_stds(table, settings)

@@ -34,11 +34,11 @@ class OffPolicySettings:
     """Level of the importance ratio: token, sequence (product over the sequence) or geometric (geometric mean over the
     sequence)."""
     ratio_max: Annotated[float, Range(above=0, most=math.inf)] = 2.0
-    """Upper bound of the importance ratio. truncate clips larger ratios to it; mask and icepop mask tokens with a
-    larger ratio."""
+    """Upper bound of the importance ratio. truncate clips larger ratios to this bound, while mask and icepop mask
+    tokens with a larger ratio."""
     ratio_min: Annotated[float, Range(0)] = 0.0
-    """Lower bound of the importance ratio. mask and icepop mask tokens with a smaller ratio; truncate does not use it.
-    """
+    """Lower bound of the importance ratio. mask and icepop mask tokens with a smaller ratio, while truncate ignores
+    this bound."""
     sequence_mask_threshold: Annotated[Optional[float], Range()] = None
     """Mask a sequence with a negative advantage if its mean log-prob gap, sampler minus trainer, exceeds this value
     (DeepSeek-V3.2). Null: off."""

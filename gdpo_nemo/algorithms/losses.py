@@ -56,13 +56,13 @@ def token_weights(lengths: object, aggregation: str, *, constant_length: int | N
     * token_mean: 1 / (trained tokens of the batch), as in DAPO.
     * sequence_mean: 1 / (sequences x length), the mean over sequences of token means (GRPO equation 3).
     * sequence_sum: 1 / sequences, the mean over sequences of token sums. With the loss gspo this is LUSPO (arXiv
-      2602.05261), in which a sequence counts in proportion to its length.
+      2602.05261), in which a sequence is weighted in proportion to its length.
     * constant: 1 / (sequences x constant_length), the normalisation of ``dr_grpo``, which does not depend on the
       lengths.
 
     Args:
-        lengths: number of trained tokens [sequences]. Masked sequences have length 0, get weight 0 and do not count as
-            sequences.
+        lengths: number of trained tokens [sequences]. Masked sequences have length 0, get weight 0 and are not counted
+            as sequences.
 
     Returns:
         float64 [sequences].
@@ -185,7 +185,8 @@ class Loss:
     skips_zero_advantage: bool = False
     """True if a sequence with advantage 0 has no gradient and does not affect other sequences.
 
-    `policy.skip_zero_advantage` may then skip it. A custom function declares this with an attribute of the same name.
+    `policy.skip_zero_advantage` may then skip such a sequence. A custom function declares this with an attribute of the
+    same name.
     """
 
 
@@ -300,7 +301,7 @@ class LossMetrics:
     """Metrics over the trained tokens of one micro-batch."""
 
     sums: dict[str, Tensor]
-    """Scalars that are summed over micro-batches and ranks. Divided by `tokens`, they are means."""
+    """Scalars that are summed over micro-batches and ranks. Divided by `tokens`, the sums are means."""
     maxima: dict[str, Tensor]
     """Scalars that are combined by maximum. Empty if the micro-batch has no trained token."""
 

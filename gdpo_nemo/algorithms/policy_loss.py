@@ -44,7 +44,7 @@ METRICS = {
         {
             "max": 1.0,
             "advisory": True,
-            "why": "far from the initial model",
+            "why": "the policy is far from the initial model",
             "remedy": "a larger loss_fn.reference_policy_kl_penalty, a lower learning rate",
         },
     ),
@@ -71,7 +71,8 @@ def policy_loss(
             ranks and the loss or correction uses whole sequences. All of these ranks must call this function with the
             same settings, even without a trained token.
         functions: custom functions by their import paths in the settings.
-        all_trained: True if the caller has removed all tokens of weight 0. Removing them here requires a GPU sync.
+        all_trained: True if the caller has removed all tokens of weight 0. Removing these tokens here requires a GPU
+            sync.
 
     Returns:
         `sum_t weights[t] * loss[t]` as a scalar, and the metrics. Tokens of weight 0 affect neither the loss nor the
@@ -365,4 +366,4 @@ def objective_loss(settings: Objective) -> ObjectiveLoss:
     for kind in type(settings).__mro__:
         if kind in OBJECTIVES:
             return OBJECTIVES[kind]
-    raise TypeError(f"settings of type {type(settings).__name__} do not select a loss")
+    raise TypeError(f"no loss function for settings of type {type(settings).__name__}")

@@ -50,7 +50,8 @@ class PairSums:
 
 
 def preference_losses(sums: PairSums, update: PreferenceUpdate) -> Tensor:
-    """Return the loss of each pair, or with KTO of each completion: [pairs]. It does not include the `rpo_alpha` term.
+    """Return the loss of each pair, or with KTO of each completion: [pairs]. The loss does not include the `rpo_alpha`
+    term.
 
     Raises:
         ValueError: if the objective is unknown.
@@ -150,7 +151,7 @@ def preference_loss(
 
     Returns:
         A scalar and metrics. Summed over micro-batches and ranks, the scalar has the value and the gradient of the
-        update's loss. Metrics are sums over pairs; each pair is divided among its tokens.
+        update's loss. Metrics are sums over pairs, and the value of a pair is divided among the pair's tokens.
 
     Raises:
         ValueError: if the pairs or required reference log-probs are missing.

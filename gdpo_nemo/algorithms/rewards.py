@@ -292,7 +292,7 @@ def _apply_custom(
     options = rule[name] or {}
     check_options(options, custom_options(function, "values, context"), name)
     try:
-        with np.errstate(all="ignore"):  # non-finite values are refused below, with a message
+        with np.errstate(all="ignore"):  # Non-finite values are refused below, with a clear message.
             shaped = np.asarray(function(column.copy(), context, **options), dtype=np.float64)
     except Exception as error:
         raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error

@@ -35,8 +35,8 @@ class Settings:
     residue: float = 1e-9
     """Threshold below which a batch whose rewards cancel is set to 0; 0: never.
 
-    It applies to the standard deviation without epsilon, as a fraction of the size of the terms. Below it, only
-    rounding errors and the effect of epsilon remain, and the batch norm would scale these to full size.
+    The threshold applies to the standard deviation without epsilon, as a fraction of the size of the terms. Below this
+    threshold, only rounding errors and the effect of epsilon remain, and the batch norm would scale them to full size.
     """
     ddof: int = 1
     """1: sample standard deviation; 0: population standard deviation."""
@@ -108,7 +108,7 @@ PRESETS: dict[str, Settings] = {
   A group with one sample uses its raw reward. Requires `lengths`.
 * ms_swift: like TRL with epsilon 1e-8, which enlarges the float noise of constant groups.
 * nemo_rl: missing rewards become 0, the batch norm has no epsilon, and a single component is an error. NeMo-RL's
-  default configuration also enables `leave_one_out`; its GDPO recipes do not.
+  default configuration also enables `leave_one_out`, but its GDPO recipes do not.
 
 A component of weight 0 does not affect any of these variants. In TRL itself, such a component makes a row count as
 scored even if the row has no other reward.

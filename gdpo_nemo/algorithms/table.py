@@ -221,7 +221,7 @@ def _refuse_infinite(columns: np.ndarray, rows: np.ndarray, names: tuple[str, ..
 
 
 CONSTANT_RANGE = 1e-9
-"""A group counts as constant if max - min <= CONSTANT_RANGE * max(1, max |r|)."""
+"""A group is considered constant if max - min <= CONSTANT_RANGE * max(1, max |r|)."""
 
 
 class Groups:
@@ -283,7 +283,7 @@ class Moments:
     count: np.ndarray
     """Per group: number of present values."""
     std: np.ndarray
-    """Per group: standard deviation of the present values; 0 if there are fewer than two."""
+    """Per group: standard deviation of the present values; 0 if there are fewer than two values."""
     constant: np.ndarray
     """Per group: True if it has no signal, because fewer than two values are present or their range is 0."""
 

@@ -2,7 +2,7 @@
 distribution.
 
 The loss L = -sum_i q_i log p_i couples all samples of a group, because p is the softmax of the group's sequence
-log-probs. Computed directly, it would require the whole group in one micro-batch. The gradient with respect to a
+log-probs. Computed directly, the loss would require the whole group in one micro-batch. The gradient with respect to a
 sequence log-prob, dL/dl_i = p_i - q_i, has no such coupling. The driver therefore computes this coefficient from two
 forward passes without gradient. The workers' loss is then linear in the log-probs, so samples can be on any rank,
 pipeline stage or micro-batch.
@@ -40,8 +40,8 @@ def target_po_coefficients(
 
     Args:
         sequence_logprobs: float [sequences], log-probs of the current policy, summed over trained tokens.
-        old_sequence_logprobs: summed log-probs of the policy that sampled. They do not change if a batch is trained
-            repeatedly.
+        old_sequence_logprobs: summed log-probs of the policy that sampled. These log-probs do not change if a batch is
+            trained repeatedly.
         scores: float [sequences], rewards, or for several rewards the advantages of `compute_advantages`.
         group_ids: int64 [sequences].
         valid: bool [sequences]. Other sequences are excluded from statistics and distributions and get 0. None:

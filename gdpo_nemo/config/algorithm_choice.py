@@ -48,7 +48,7 @@ class AlgorithmSpec:
     """Keys of other sections that have no effect with this algorithm."""
     check: str | None = None
     """Import path of a function ``(config, spec, layout)`` that raises ConfigError if the algorithm does not support
-    the config. It is imported only if the run uses the algorithm."""
+    the config. The function is imported only if the run uses the algorithm."""
 
     def sequences_per_prompt(self, gdpo: GdpoConfig) -> int:
         """Return the number of sequences that a step creates for each of its prompts."""
@@ -190,8 +190,8 @@ def spec_of(config: Config) -> AlgorithmSpec:
 
 
 def _class_samples(import_path: str) -> bool:
-    """Return the class attribute ``samples``, read from the source without executing the file. It is True unless the
-    class sets it to a literal False."""
+    """Return the class attribute ``samples``, read from the source without executing the file. The attribute is True
+    unless the class sets it to a literal False."""
     for node in find_definition("algorithm.type", import_path).body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
@@ -239,7 +239,7 @@ def resolved_loss(config: Config, algorithm: AlgorithmSpec) -> LossSettings:
 FIELDS = {"sft": ("completion",), "pairs": ("chosen", "rejected"), "single": ("completion", "label")}
 """Columns of each row format in addition to the prompt."""
 PREFIXES = ("chatml", "llama3", "chat_template")
-"""First part of a format name. It selects a fixed chat template or the tokenizer's chat template."""
+"""First part of a format name. The first part selects a fixed chat template or the tokenizer's chat template."""
 PROMPT_COLUMNS: dict[str, str | None] = {
     "argilla": "instruction",
     "argilla_chat": None,
@@ -284,8 +284,7 @@ def check_example_type(split: str, how: Any, kind: str) -> None:
         return
     if kind == "sft":
         raise ConfigError(
-            f"{key}: formats of preferences do not apply to sft, which detects the format from the columns; remove "
-            "the key"
+            f"{key}: preference formats do not apply to sft, which detects the format from the columns; remove the key"
         )
     known = [f"{prefix}.{form}" for prefix in PREFIXES for form in PROMPT_COLUMNS] + ["chat_template.default"]
     if how not in known and not (how == "chat_template"):

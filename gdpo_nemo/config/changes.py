@@ -15,7 +15,7 @@ _ABSENT = object()
 
 _FIXED = {
     "policy.lora.rank": "the checkpoint contains adapters of that rank, or the whole model if the rank is 0",
-    "policy.lora.alpha": "the adapters would have another scale, which changes the policy",
+    "policy.lora.alpha": "the adapters would have a different scale, which changes the policy",
     "policy.lora.target_modules": "the checkpoint contains the adapters of those modules",
     "policy.lora.share_a": "the checkpoint contains either one matrix A or several matrices A for fused layers",
     "policy.megatron_cfg.freeze_moe_router": "the checkpoint's optimizer state covers only parameters trained so far",
@@ -54,8 +54,8 @@ def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
     """Return the keys whose value in ``config`` differs from ``before``, in the order of the schema.
 
     Args:
-        before: content of an earlier config file of the same run. A missing key counts as the default, because the file
-            may be older than the key.
+        before: content of an earlier config file of the same run. A missing key is treated as the default, because the
+            file may be older than the key.
     """
     then = {key: mask_urls(value) if isinstance(value, str) else value for key, value in flattened(before).items()}
     now = flattened(recorded(config))

@@ -1,7 +1,7 @@
 """Detection of changed config keys that have no effect with the other settings.
 
 A changed key without an effect is refused, because the user expects an effect. For example, ``kv_cache_memory_bytes``
-has no effect on GPUs. A key counts as changed if its value differs from the schema's default, so the fully resolved
+has no effect on GPUs. A key is considered changed if its value differs from the schema's default, so the fully resolved
 config that a run saves is also valid. Validation and checkpoints are on by default in many configs. If they are
 switched off, their remaining settings only cause a note, so that switching them off does not require five overrides.
 """
@@ -29,8 +29,8 @@ from gdpo_nemo.config.transports import chosen_transport, declared
 
 
 class Effect(NamedTuple):
-    """Keys that have an effect only if ``when`` is true. Otherwise ``why`` completes the message "KEY: has no effect
-    ..."."""
+    """Keys that have an effect only if ``when`` is true. If the condition is false, ``why`` completes the message "KEY:
+    has no effect ..."."""
 
     keys: tuple[str, ...]
     when: Callable[[Config], bool]

@@ -56,8 +56,8 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of GPUs in use; on CPU, the number of GPUs that the same layout would use. A device shared by policy
-        and engine counts once."""
+        """Number of GPUs in use; on CPU, the number of GPUs that the same layout would use. A device that policy and
+        engine share is counted once."""
         return self.policy_ranks if self.colocated else self.policy_ranks + self.engine_ranks
 
 
@@ -170,7 +170,7 @@ def prompts_per_round(gdpo: GdpoConfig) -> int:
 def prompt_limit(gdpo: GdpoConfig, prompts: int) -> int | None:
     """Return the number of prompts in ``gdpo.max_num_epochs`` epochs; None without a limit.
 
-    Only complete rounds of each epoch count. The result is at least the number of prompts in one round.
+    Only complete rounds of each epoch are counted. The result is at least the number of prompts in one round.
 
     Args:
         prompts: number of training prompts in an epoch.
@@ -267,7 +267,7 @@ def stage_layers(layers: int, stages: int, first: int | None = None, last: int |
 
     Args:
         layers: number of layers of the Hugging Face model.
-        stages: number of pipeline stages. Virtual stages count as stages.
+        stages: number of pipeline stages. Virtual stages are counted as stages.
         first, last: ``num_layers_in_first_pipeline_stage`` and ``num_layers_in_last_pipeline_stage``; None: not
             configured.
     """

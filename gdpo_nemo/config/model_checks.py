@@ -114,8 +114,8 @@ def companion(policy: PolicyConfig, source: Source) -> str | None:
 def read_model(policy: PolicyConfig) -> ModelFacts:
     """Return the facts about the model that are available on this machine.
 
-    They are read from the model's folder, from the description in the file of ``policy.model_factory``, or from the hub
-    cache. Raises ConfigError.
+    The facts are read from the model's folder, from the description in the file of ``policy.model_factory``, or from
+    the hub cache. Raises ConfigError.
     """
     source = model_source(policy)
     if source is not None:
@@ -412,7 +412,7 @@ def is_local(path: str) -> bool:
 
 
 def is_broken_link(path: Path) -> bool:
-    """Return whether ``path`` is a broken symbolic link. Such a path must not be looked up on the hub."""
+    """Return whether ``path`` is a broken symbolic link. A broken link must not be looked up on the hub."""
     return os.path.lexists(path) and not os.path.exists(path)
 
 
@@ -425,4 +425,4 @@ def may_be_on_the_hub(name: str) -> bool:
 
 
 def _remake(policy: PolicyConfig) -> str:
-    return "; remove the folder to have it created again" if policy.model_factory else ""
+    return "; delete the folder so that it is created again" if policy.model_factory else ""

@@ -188,7 +188,7 @@ def check_reuse(config: Config) -> None:
     dynamic = config.gdpo.dynamic_sampling
     if dynamic.enabled and dynamic.reroll_after and dynamic.leave_one_out:
         raise ConfigError(
-            "gdpo.dynamic_sampling.reroll_after: conflicts with leave_one_out, which drops samples and not groups"
+            "gdpo.dynamic_sampling.reroll_after: conflicts with leave_one_out, which drops samples instead of groups"
         )
 
 

@@ -60,7 +60,7 @@ class AlgorithmConfig:
     """For a user-defined class, use its import path, `file.py:Name` (see `examples/custom_sft.py`). An algorithm that
     does not sample (`samples = False` in its class) needs no engines, no environments and no gdpo.rewards."""
     options: Dict[str, Any] = field(default_factory=dict)
-    """Options of a user-defined algorithm class, by name. The class reads them from the config."""
+    """Options of a user-defined algorithm class, by name. The class reads these options from the config."""
 
 
 @dataclass
@@ -68,8 +68,9 @@ class TeacherConfig:
     """Teacher model for distillation."""
 
     model_name: Optional[str] = None
-    """Hugging Face folder, or name on the hub. The teacher may have any size but must use the policy's tokenizer. It is
-    frozen and runs on the policy's ranks in the same parallel layout, which must also fit the teacher's dimensions."""
+    """Hugging Face folder, or name on the hub. The teacher may have any size but must use the policy's tokenizer. The
+    teacher is frozen and runs on the policy's ranks in the same parallel layout, which must also fit the teacher's
+    dimensions."""
 
 
 @dataclass
@@ -148,8 +149,8 @@ class GdpoConfig:
     num_prompts_per_step: Annotated[int, Range(1, 10**8)] = 16
     """Number of prompts per step."""
     num_generations_per_prompt: Annotated[int, Range(1, 10**6)] = 8
-    """Number of samples per prompt (group size G). It is at least 2, or at least 1 with algorithm ppo. If the algorithm
-    does not sample, this is the number of sequences that it creates from each row."""
+    """Number of samples per prompt (group size G). The minimum is 2, or 1 with algorithm ppo. If the algorithm does not
+    sample, this is the number of sequences that it creates from each row."""
     num_iterations: Annotated[int, Range(1)] = 1
     """Number of times that a step trains each sample, in consecutive optimizer updates (mu in GRPO). All importance
     ratios are relative to the weights that generated the samples."""
@@ -167,7 +168,7 @@ class GdpoConfig:
     val_at_start: bool = False
     """Also validate the untrained model before the first step."""
     val_prompts: Annotated[Optional[int], Range(1)] = None
-    """Number of held-out prompts per validation; null uses all of them."""
+    """Number of held-out prompts per validation; null uses all held-out prompts."""
     val_generations_per_prompt: Annotated[int, Range(1, 10**6)] = 1
     """Number of samples per held-out prompt. Validation metrics are means over these samples."""
     val_pass_at_k: Annotated[List[int], Range(1, 10**6)] = field(default_factory=list)
@@ -176,8 +177,8 @@ class GdpoConfig:
     val_temperature: Annotated[float, Range(0)] = 1.0
     """Sampling temperature for validation; 0 is greedy."""
     max_skipped_steps: Annotated[int, Range(1)] = 3
-    """Maximum number of consecutive steps with a non-finite loss or gradient. The run stops with an error if it is
-    exceeded."""
+    """Maximum number of consecutive steps with a non-finite loss or gradient. The run stops with an error if this
+    number is exceeded."""
 
 
 @dataclass
@@ -242,8 +243,8 @@ class RolloutConfig:
     """Seconds after which the unfinished samples of a group are stopped. Stopped samples have the outcome `aborted` and
     are not trained. Null: no limit."""
     min_valid: Annotated[float, Range(above=0, most=1)] = 0.5
-    """Fraction of a group's samples that must have a reward when group_timeout_s expires. A group with fewer rewards is
-    dropped."""
+    """Fraction of a group's samples that must have a reward when group_timeout_s expires. A group in which fewer
+    samples have a reward is dropped."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     max_env_failure_share: Annotated[float, Range(0, 1)] = 0.2
     """Maximum fraction of a step's samples that may fail in the environment. The run stops if a larger fraction fails.
@@ -264,8 +265,8 @@ class RolloutConfig:
     samples are written to validation/. For the size of these files see docs/inspector.md."""
     save_trainer_logprobs: bool = False
     """Compute the trainer's log-probs of every sample before it is trained, and save them next to the sampler's
-    log-probs. This costs one additional forward pass. If false, they are saved only if the step computes them anyway,
-    as it does with several updates per step."""
+    log-probs. This costs one additional forward pass. If false, these log-probs are saved only if the step computes
+    them anyway, as it does with several updates per step."""
     save_entropies: bool = False
     """Save the policy's entropy at every token. The trainer's log-probs are computed in the same forward pass and are
     also saved."""
@@ -274,7 +275,7 @@ class RolloutConfig:
     is required for replaying the run. `gdpo-nemo plan` shows the size in bytes."""
     function: Optional[str] = None
     """Custom rollout function, `file.py:function` or `package.module.function`, that creates trajectories from prompts.
-    It replaces the built-in generation loop."""
+    The function replaces the built-in generation loop."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
@@ -403,12 +404,12 @@ class LoggerConfig:
     """Draw rewards.png, a plot of the rewards."""
     report_period: Annotated[int, Range(0)] = 50
     """Number of steps between updates of rewards.png and report.html during the run. A separate process draws them. 0:
-    draw them only at the end."""
+    draw both files only at the end."""
     num_completions: Annotated[int, Range(0)] = 0
     """Number of completions per table that is sent to TensorBoard, Weights & Biases and MLflow, with prompts, rewards
     and advantages. 0: send no completions, so that texts stay in the run folder."""
     completions_period: Annotated[int, Range(1)] = 10
-    """Number of steps between these tables. A table is also sent after the first step."""
+    """Number of steps between tables of completions. A table is also sent after the first step."""
     system_metrics: bool = False
     """Send system metrics of the driver's host to Weights & Biases and MLflow: CPU, memory, disk, network and GPU load.
     """
@@ -440,7 +441,8 @@ class HealthConfig:
     """Show an alert when a metric that is checked at every step leaves its range. The alert explains the metric and
     suggests a remedy."""
     stop_on: List[str] = field(default_factory=list)
-    """Metrics that stop the run with exit status 1 when they leave their range. They must be checked at every step."""
+    """Metrics that stop the run with exit status 1 when they leave their range. These metrics must be checked at every
+    step."""
 
 
 @dataclass

@@ -35,7 +35,7 @@ class OptimizerConfig:
 
 @dataclass
 class SchedulerConfig:
-    """Learning-rate schedule. Its unit is the optimizer update. A step may contain several updates."""
+    """Learning-rate schedule, which counts optimizer updates. A step may contain several updates."""
 
     lr_decay_style: str = "constant"
     """Shape of the decay: constant, linear or cosine."""
@@ -154,9 +154,9 @@ class GenerationConfig:
     verify_weights: bool = True
     """Check every weight update by comparing the log-probs of a few sequences between trainer and engines."""
     parity_limit: Annotated[Optional[float], Range(above=0)] = None
-    """Maximum mean log-prob difference in the verify_weights check, in nats per token. The run stops if it is exceeded.
-    Null: four times the difference measured at the start, when trainer and engines have the same initial weights. This
-    automatic limit is at least 1e-4 in float32 and 0.01 in bfloat16."""
+    """Maximum mean log-prob difference in the verify_weights check, in nats per token. The run stops if this difference
+    is exceeded. Null: four times the difference measured at the start, when trainer and engines have the same initial
+    weights. This automatic limit is at least 1e-4 in float32 and 0.01 in bfloat16."""
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
 
 
@@ -203,20 +203,20 @@ class PolicyConfig:
     train_global_batch_size: Annotated[Optional[int], Range(1)] = None
     """Number of sequences per optimizer update. Null: all sequences of a step in one update."""
     micro_batch_tokens: Annotated[int, Range(1)] = 8192
-    """Maximum number of tokens in a packed micro-batch of one data-parallel rank. It must be at least
+    """Maximum number of tokens in a packed micro-batch of one data-parallel rank. The value must be at least
     max_total_sequence_length."""
     skip_zero_advantage: bool = False
     """Skip the forward and backward pass of sequences whose advantage or weight is 0, because they have no gradient.
     The token weights of the other sequences do not change. Metrics that are means over trained tokens (entropy, ratio,
-    clip, parity) then cover only the other sequences. Not supported if the loss also depends on these sequences: with a
-    KL penalty, an entropy bonus, or a user-defined function that does not declare support."""
+    clip, parity) then cover only the other sequences. Not supported if the loss also depends on the skipped sequences:
+    with a KL penalty, an entropy bonus, or a user-defined function that does not declare support."""
     share_prompts: Any = "auto"
     """Compute the common prefix of the samples of a prompt only once per micro-batch. The gradient is the same.
     Accepted values: true, false, or auto. auto shares prompts only on CPU, and only if this saves at least a tenth of
     an update. With shared prefixes, micro_batch_tokens counts only the computed tokens."""
     offload_reference: bool = True
     """Keep the weights of the KL penalty's reference model in host memory and copy them to the GPU for each forward
-    pass. False: keep them on the GPU next to the policy."""
+    pass. False: keep these weights on the GPU next to the policy."""
     sync_ref_model: bool = False
     """Update the reference model with the policy's weights during training (TR-DPO, arXiv 2404.09656). The reference
     model is used by KL penalties and by the scores of dpo and kto."""
@@ -275,8 +275,8 @@ class DatasetConfig:
     """System message to add before each prompt. Null: the environment's system message, if it has one. "": no system
     message."""
     prompt_template: Optional[str] = None
-    """Template for each prompt, in which `{prompt}` is replaced by the prompt. In a conversation, it applies to the
-    last message."""
+    """Template for each prompt, in which `{prompt}` is replaced by the prompt. In a conversation, the template applies
+    to the last message."""
     chat: Optional[bool] = None
     """Render prompts with the tokenizer's chat template. Null: true if the tokenizer has a chat template. False: text
     prompts are passed to the model unchanged (as in TRL), but chat messages are still rendered."""

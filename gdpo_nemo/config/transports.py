@@ -39,7 +39,8 @@ CONDITIONS: dict[str, Callable[[Config], bool]] = {
 
 @dataclass(frozen=True)
 class Declared:
-    """Class attributes of a transport that are needed to check a config. They are documented in ``Transport``."""
+    """Class attributes of a transport that are needed to check a config. The attributes are documented in
+    ``Transport``."""
 
     refuses: Mapping[str, str]
     uses_buckets: bool

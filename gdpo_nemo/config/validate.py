@@ -308,7 +308,7 @@ def _notes(config: Config, layout: Layout, updates: int) -> list[str]:
     if generation.top_p < 1 or generation.top_k != -1:
         notes.append(
             "policy.generation: with top_p or top_k, only the sampler's log-probs belong to a truncated "
-            "distribution; parity/* grows and loss_fn.old_logprobs: sampler would bias the ratio"
+            "distribution; parity/* metrics grow and loss_fn.old_logprobs: sampler would bias the ratio"
         )
     if layout.idle_gpus:
         notes.append(f"cluster: {layout.idle_gpus} of {layout.gpus} GPUs stay idle")

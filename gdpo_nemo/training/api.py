@@ -86,7 +86,7 @@ def train(
     Args:
         config: YAML file, its content as a mapping, a loaded config, or None for the demo config.
         rewards: reward functions by component name, with TRL's signature ``f(completions, **columns) -> list[float |
-            None]``, or tuples (function, weight). They replace the environments and rewards of the config.
+            None]``, or tuples (function, weight). The functions replace the environments and rewards of the config.
         data: training prompts, which replace those of the config: rows (dictionaries or a ``datasets.Dataset``), a
             file, or a dataset on the hub.
         validation: held-out prompts, of the same types as ``data``. None: the held-out prompts of the config. If

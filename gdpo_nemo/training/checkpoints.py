@@ -126,7 +126,7 @@ class Checkpoints:
         """Begin a checkpoint, which ``finish`` completes.
 
         Args:
-            write: called with the checkpoint folder. It may return before the policy's files are written.
+            write: called with the checkpoint folder. The function may return before the policy's files are written.
 
         Raises:
             RunError: if the checkpoint cannot be written. Earlier checkpoints are not lost.
@@ -326,8 +326,8 @@ def _crc32(file: Path) -> int:
 
 
 def model_fingerprint(folder: str | Path) -> str:
-    """Return a checksum of a Hugging Face folder. It covers config.json, and the name, size, beginning and end of each
-    weight file."""
+    """Return a checksum of a Hugging Face folder. The checksum covers config.json, and the name, size, beginning and
+    end of each weight file."""
     folder = Path(folder)
     value = zlib.crc32((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):

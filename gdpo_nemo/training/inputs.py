@@ -226,9 +226,9 @@ at regular positions are read."""
 
 
 def converted_path(run: RunConfig, source: Source, companion: str | None) -> Path:
-    """Return the path of the folder that ``source`` is converted to. It may not exist yet.
+    """Return the path of the folder that ``source`` is converted to. The folder may not exist yet.
 
-    The folder is in ``models/`` next to the run folder. Its name contains a checksum of the source files.
+    The folder is in ``models/`` next to the run folder. The folder's name contains a checksum of the source files.
 
     Args:
         companion: folder that describes the model, for formats that need one (``described_by``).

@@ -37,7 +37,7 @@ METRICS = {
     "value/clip_fraction": ("share", "Trained tokens whose value loss has no gradient because of ppo.cliprange_value"),
     "value/explained_variance": (
         "",
-        "Share of the variance of the discounted rewards that the value head explains; 0: no better than a constant",
+        "Share of the variance of the discounted rewards that the value head explains (0: a constant fits as well)",
     ),
 }
 _RENAMED = {
@@ -193,7 +193,7 @@ def action_rewards(trajectories: Sequence[Trajectory], config: Config) -> list[n
     """Return the reward of each action: float64 [actions] per trajectory.
 
     None for a trajectory that is not trained (``credit.is_trained``) or has no weighted component, because an unknown
-    reward must not count as 0.
+    reward must not be treated as 0.
     """
     weights = {name: weight for name, weight in config.gdpo.rewards.items() if weight}
     by_turn = config.gdpo.credit == "turn"

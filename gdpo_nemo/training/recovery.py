@@ -1,8 +1,8 @@
 """Recovery from the loss of policy ranks, without restarting Ray, the nodes or the engines.
 
 All other parts of the run are closed, as after any failure. ``setup`` then creates them again in the same process, from
-the last checkpoint, with the same code that resumes a run. This is useful because an engine for a large model takes
-minutes to start, while a rank does not.
+the last checkpoint, with the same code that resumes a run. Keeping the engines saves time, because an engine for a
+large model takes minutes to start, while a rank does not.
 
 After any other failure, or a failure during the recovery, the supervisor restarts the whole run.
 """

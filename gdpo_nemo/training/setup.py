@@ -178,7 +178,7 @@ def _start_processes(
     if sampling:
         sampling.start_colocated_engines()
     policy.ready()
-    lap("policy, beside the engines" if sampling else "policy")
+    lap("policy, concurrent with engines" if sampling else "policy")
     if sampling:
         sampling.wait_for_engines()
     if checkpoint is not None:

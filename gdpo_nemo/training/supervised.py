@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 METRICS = {
     "train/tokens": ("tokens", "Trained tokens of the step's answers, without prompts and masked tokens"),
-    "validation/loss": ("nats", "Training objective on the held-out rows; for sft the cross-entropy per token"),
+    "validation/loss": ("nats", "Training objective on the held-out rows (for sft, the cross-entropy per token)"),
     "preference/loss": ("", "Preference loss without the rpo_alpha term, mean over pairs (kto: over answers)"),
     "preference/kl": ("nats", "KTO's estimate of the KL to the initial model, from answers to other prompts"),
     "rewards/chosen": ("", "Implicit reward of the chosen (desirable) answers: beta times their score, as TRL logs it"),

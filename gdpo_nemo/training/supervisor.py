@@ -14,8 +14,8 @@ The process of the command, which has not imported any large library, forks the 
 | with a failure of config, data, user code or numerics, which would recur, or of unknown kind | return its status |
 | with an infrastructure failure, or without a report | settle, then give up or restart |
 
-* settle: wait up to 15 s for the remaining processes of the run. They become children of the supervisor, and the
-  cleanup process ends them.
+* settle: wait up to 15 s for the remaining processes of the run. These processes become children of the supervisor, and
+  the cleanup process ends them.
 * give up: after ``run.max_restarts`` restarts, or after two consecutive attempts that did not get beyond the furthest
   step.
 * restart: pause for 1 s, doubled for each attempt without progress, up to 60 s. Then fork again.
@@ -52,7 +52,7 @@ METRICS = {
     ),
     "driver/recovery": (
         "s",
-        "Time from a failure to the end of the first step after the restart or rebuild; only in that step's row",
+        "Time from a failure to the end of the first step after a restart or rebuild (only in that step's row)",
     ),
 }
 _BACKOFF_S = (1.0, 60.0)
@@ -204,7 +204,7 @@ class _Child:
         self._waited = waited
         self._mask = mask
         self.forwarded_signal = 0
-        """Number of the last signal that was forwarded to the child; 0 if there was none."""
+        """Number of the last signal that was forwarded to the child; 0 if no signal was forwarded."""
 
     @classmethod
     def forked(cls) -> _Child | None:
