@@ -174,14 +174,14 @@ def _moments(values: np.ndarray, unit: np.ndarray, ddof: int) -> tuple[float, fl
 _SMALL = 0.1
 """Cancellation is checked only if the deviation of the advantages is below this fraction of the size of their terms."""
 _LESS_EPSILON = 1e-9
-"""Factor that makes epsilon negligible, to compute the remainder without the effect of epsilon. It is not 0, because a
-custom estimator may divide by epsilon."""
+"""Factor that makes epsilon negligible, to compute the remainder without the effect of epsilon. The factor is not 0,
+because a custom estimator may divide by epsilon."""
 
 
 def _cancelled(table: RewardTable, terms: Terms, settings: Settings, recompute: Callable[..., Terms]) -> bool:
     """Return True if the batch has nothing to standardise.
 
-    That is the case for a batch without rows or without deviation, or if the rewards cancel up to the effect of
+    A batch has nothing to standardise if it has no rows or no deviation, or if the rewards cancel up to the effect of
     epsilon. Epsilon is added to unequal deviations, so opposed rewards of different scale do not cancel exactly. The
     terms are computed again with a negligible epsilon, to see whether the remainder exceeds the effect of epsilon.
     """

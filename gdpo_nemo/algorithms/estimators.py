@@ -178,8 +178,8 @@ def rloo(table: RewardTable, settings: Settings) -> Terms:
 def gpg(table: RewardTable, settings: Settings, f_norm: float = 1.0) -> Terms:
     """A = alpha (r - mean) / f_norm (GPG, arXiv 2504.02546).
 
-    alpha = number of samples / number of samples in groups that vary. It compensates for groups without a gradient,
-    which are still included in the batch mean. Use it with the loss ``reinforce``.
+    alpha = number of samples / number of samples in groups that vary. The factor alpha compensates for groups without a
+    gradient, which are still included in the batch mean. Use it with the loss ``reinforce``.
 
     Raises:
         ValueError: if f_norm is not positive.

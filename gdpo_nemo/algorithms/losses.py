@@ -153,8 +153,8 @@ def kl_cov(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> Tok
 def reinforce(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
     """-A x logprob (REINFORCE).
 
-    With A = 1 this is the cross-entropy of supervised fine-tuning. It can train any objective of whole sequences, if
-    the driver sets A to the objective's derivative with respect to the log-prob of the sequence.
+    With A = 1 this is the cross-entropy of supervised fine-tuning. This loss can train any objective of whole
+    sequences, if the driver sets A to the objective's derivative with respect to the log-prob of the sequence.
     """
     return -fields.advantages * logprobs
 
@@ -281,7 +281,7 @@ def score_weight(logprobs: Tensor, sampled_logprobs: Tensor | None = None) -> Te
 Reduce = Callable[["Tensor"], "Tensor"]
 """Function that sums a float64 [sequences] tensor over the ranks that share the sequences (context parallelism).
 
-It is only called with detached tensors, and does not propagate gradients.
+The function is only called with detached tensors, and does not propagate gradients.
 """
 
 
@@ -341,7 +341,8 @@ class TokenFields:
     Custom losses and corrections always receive a tensor.
     """
     pairs: Tensor | None = None
-    """int64; number of the token's pair of completions in the micro-batch, from 1 to at most `num_sequences`.
+    """int64; number of the pair of completions to which the token belongs, counted within the micro-batch from 1 to at
+    most `num_sequences`.
 
     Negative for rejected completions. None for losses without pairs.
     """
@@ -358,7 +359,8 @@ class TokenFields:
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Return the sum of a per-token tensor over the token's sequence, on all ranks: [tokens], detached.
 
-        It is summed in float64, so that the order of additions, which is not fixed on a GPU, hardly affects the result.
+        The sum is computed in float64, so that the order of additions, which is not fixed on a GPU, hardly affects the
+        result.
         """
         return self._sums(values)[self.sequence_ids]
 

@@ -93,8 +93,8 @@ def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
 def whitened(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Normalize the values of all arrays jointly to mean 0 and standard deviation 1.
 
-    Computes (x - mean) / sqrt(var + 1e-8) with the unbiased variance, as TRL and verl do (``masked_whiten``). If there
-    is only one value, it is returned unchanged.
+    Computes (x - mean) / sqrt(var + 1e-8) with the unbiased variance, as TRL and verl do (``masked_whiten``). A single
+    value is returned unchanged.
     """
     joined = np.concatenate(parts) if parts else np.zeros(0)
     if len(joined) < 2:

@@ -107,7 +107,7 @@ def _log_odds(logprob: Tensor) -> Tensor:
 def _kto(sums: PairSums, update: PreferenceUpdate) -> Tensor:
     """1 - sigmoid(beta (score - kl)) for desirable completions, 1 - sigmoid(beta (kl - score)) for undesirable ones.
 
-    Each is multiplied by its weight (KTO, arXiv 2402.01306, equation 8).
+    Each loss is multiplied by its weight (KTO, arXiv 2402.01306, equation 8).
     """
     beta = update.settings.strength("kto")
     chosen, rejected = sums.scores(averaged=False)
@@ -125,7 +125,7 @@ def _bradley_terry(sums: PairSums, centering: float) -> Tensor:
 def rewards(sums: PairSums, update: PreferenceUpdate) -> tuple[Tensor, Tensor]:
     """Return the rewards of chosen and rejected completions, as TRL logs them.
 
-    For a reward model, these are its scores. Otherwise they are the implicit rewards, beta times the log-ratios.
+    For a reward model, the rewards are its scores. Otherwise the rewards are implicit: beta times the log-ratios.
     """
     if update.kind == "reward_model":
         return sums.chosen, sums.rejected

@@ -49,7 +49,7 @@ class PreferenceSettings:
     the other algorithms."""
     label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
     """Assumed fraction of wrong preference labels, from 0 to below 0.5. For dpo, loss_type sigmoid is then cDPO and
-    robust is robust DPO. Also supported by cpo and simpo."""
+    robust is robust DPO. Label smoothing is also supported by cpo and simpo."""
     reference_free: bool = False
     """Use no reference model, and assume that it would give all answers the same log-prob. Supported by dpo only."""
     length_normalize: Optional[bool] = None

@@ -102,8 +102,8 @@ PRESETS: dict[str, Settings] = {
 
 * paper: arXiv 2601.05242, equations 4-7, over all sequences of the batch.
 * trl: Hugging Face TRL `normalize_then_sum`. Epsilon is 1e-4. Constant groups are handled only by epsilon.
-* trl_fork: the TRL version of GDPO's authors. Missing rewards become 0 before the statistics (biased); a single
-  component is treated as in GRPO.
+* trl_fork: the TRL version of GDPO's authors. Missing rewards become 0 before the statistics, which is biased; a single
+  reward component is treated as in GRPO.
 * verl: token-weighted whitening. Long answers dominate mean and variance, so group means are not 0 and signs can flip.
   A group with one sample uses its raw reward. Requires `lengths`.
 * ms_swift: like TRL with epsilon 1e-8, which enlarges the float noise of constant groups.

@@ -30,7 +30,7 @@ class RewardTable:
     """float64 [sequences], beta x (KL - mean KL of the group), which `compute_advantages` subtracts. None without KL in
     the reward.
 
-    It is not a component, so that normalisation does not cancel beta.
+    The KL is not a component, so that normalisation does not cancel beta.
     """
 
     @property

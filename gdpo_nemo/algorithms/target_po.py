@@ -35,8 +35,9 @@ def target_po_coefficients(
     """Return the advantage of each sequence with which the workers' `target_po` loss has the gradient of equations 1-4.
 
     u = (score - mean) / std of the group (population std). The target is q = softmax(log p_old + u / temperature), and
-    p is the softmax of the current sequence log-probs. The advantage is (q - p) / number of groups. It is divided by
-    the sequence length if log-probs are means, and by `weights`, because the loss multiplies by the token weights.
+    p is the softmax of the current sequence log-probs. The advantage is (q - p) / number of groups. The advantage is
+    divided by the sequence length if log-probs are means, and by `weights`, because the loss multiplies by the token
+    weights.
 
     Args:
         sequence_logprobs: float [sequences], log-probs of the current policy, summed over trained tokens.

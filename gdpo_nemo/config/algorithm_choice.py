@@ -260,7 +260,7 @@ TRAINED = ("assistant", "last", "all")
 def is_transform(how: Any) -> bool:
     """Return whether the value of ``data.<split>.type`` is the import path of a function to call with each row.
 
-    Such a path has the form ``file.py:function``, ``package.module:function``, or ``module.function`` in axolotl's
+    The import path has the form ``file.py:function``, ``package.module:function``, or ``module.function`` in axolotl's
     notation. A dotted name that contains a known format part is a format name, possibly misspelt.
     """
     if not isinstance(how, str) or ":" in how:

@@ -160,7 +160,8 @@ def samples_per_step(gdpo: GdpoConfig, algorithm: AlgorithmSpec) -> int:
 def prompts_per_round(gdpo: GdpoConfig) -> int:
     """Return the number of prompts in one generation round.
 
-    This equals ``gdpo.num_prompts_per_step``, unless ``gdpo.dynamic_sampling.batch_multiplier`` enlarges the rounds.
+    The number equals ``gdpo.num_prompts_per_step``, unless ``gdpo.dynamic_sampling.batch_multiplier`` enlarges the
+    rounds.
     """
     count = gdpo.num_prompts_per_step
     dynamic = gdpo.dynamic_sampling
@@ -211,8 +212,8 @@ def updates_per_step(config: Config, algorithm: AlgorithmSpec) -> int:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A config with the algorithm, layout and model that it determines. ``validate`` creates it once, and later code
-    reads it."""
+    """A config with the algorithm, layout and model that it determines. ``validate`` creates this object once, and
+    later code reads it."""
 
     config: Config
     algorithm: AlgorithmSpec

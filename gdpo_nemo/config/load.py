@@ -285,7 +285,7 @@ def _read_parents(
 
 
 def _parent(path: Path, name: str) -> Path:
-    """Return the path of a parent file. It is relative to the file that names it, or otherwise to the repository."""
+    """Return the path of a parent file, searched next to the file that names it and then in the repository."""
     sibling = path.parent / name
     return REPOSITORY / name if not sibling.exists() and (REPOSITORY / name).is_file() else sibling
 

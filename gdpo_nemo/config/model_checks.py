@@ -31,8 +31,8 @@ from gdpo_nemo.utils.files import read_json_object
 from gdpo_nemo.utils.source import find_function, parse_file
 
 FACTORY_CONFIGS = "MODEL_CONFIGS"
-"""Name of a dictionary literal in the model factory's file: {function: fields of config.json}. It describes the models
-that the file creates, and is read without executing the file."""
+"""Name of a dictionary literal in the model factory's file: {function: fields of config.json}. The dictionary describes
+the models that the file creates, and is read without executing the file."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".tsv")
 """Supported suffixes of data files."""

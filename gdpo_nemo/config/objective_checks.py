@@ -224,7 +224,7 @@ def _check_dynamic_sampling(config: Config) -> None:
 def _check_replacement(config: Config) -> None:
     """Check dynamic sampling with ``rollout.max_staleness`` above 0. Raises ConfigError.
 
-    Groups are then replaced one at a time, so surplus rounds and partial groups are not supported.
+    With staleness, groups are replaced one at a time, so surplus rounds and partial groups are not supported.
     """
     dynamic = config.gdpo.dynamic_sampling
     if not dynamic.enabled or not config.rollout.max_staleness:

@@ -32,7 +32,7 @@ def new_groups(config: Config) -> int:
 
 
 def resolved_window(rollout: RolloutConfig) -> int:
-    """Return the reorder window W in groups. It is 1 if ``rollout.window`` is null.
+    """Return the reorder window W in groups. The window is 1 if ``rollout.window`` is null.
 
     A larger window reduces the bound on groups in flight, which costs more time than reordering saves. For example,
     with max_staleness 1 and a window of 0.3 steps, the groups of the next step do not fit next to the groups in

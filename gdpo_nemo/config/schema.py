@@ -40,7 +40,7 @@ class RunConfig:
     """Name, folder, seed and restarts of the run."""
 
     name: str = "gdpo"
-    """Name of the run. By default it is also the last part of the run folder's path."""
+    """Name of the run. By default, the name is also the last part of the run folder's path."""
     dir: str = "results/${run.name}"
     """Run folder, which holds all output of the run. If the folder already contains a run, that run is resumed."""
     seed: Annotated[int, Range(0, 2**62)] = 42
@@ -101,7 +101,7 @@ class DynamicSamplingConfig:
     leave_one_out: bool = False
     """Drop single samples instead of whole groups. A sample is dropped if the other samples of its group all have equal
     rewards, even if its own reward differs. The step is then filled up to its number of samples, if necessary with part
-    of a group. This matches NeMo-RL with its leave-one-out baseline. Requires rollout.max_staleness 0."""
+    of a group. This setting matches NeMo-RL with its leave-one-out baseline. Requires rollout.max_staleness 0."""
 
 
 @dataclass
@@ -155,8 +155,8 @@ class GdpoConfig:
     """Number of times that a step trains each sample, in consecutive optimizer updates (mu in GRPO). All importance
     ratios are relative to the weights that generated the samples."""
     group_by: str = "row"
-    """Samples that are compared with each other. row: the samples of one row. prompt: the samples of all rows in the
-    step whose prompts have the same tokens."""
+    """Samples that are compared with each other. row: the samples of the same row. prompt: the samples of all rows in
+    the step whose prompts have the same tokens."""
     max_num_steps: Annotated[int, Range(1)] = 100
     """Number of steps after which training ends."""
     max_num_epochs: Annotated[Optional[int], Range(1)] = None
@@ -234,8 +234,8 @@ class RolloutConfig:
     """Reorder window W, in groups: at most W - 1 later groups may be trained before an earlier group. Null: 1, so that
     groups are trained in the order of the prompts. A larger window allows fewer groups in flight (see depth)."""
     depth: Any = "auto"
-    """Maximum number of groups in flight. It is between P = gdpo.num_prompts_per_step and the bound B = (S + 1) * P -
-    (W - 1). auto: the number is adapted during the run so that the trainer does not wait for samples."""
+    """Maximum number of groups in flight. The number is between P = gdpo.num_prompts_per_step and the bound B = (S + 1)
+    * P - (W - 1). auto: the number is adapted during the run so that the trainer does not wait for samples."""
     sync_every: Annotated[int, Range(1)] = 1
     """Number of steps between weight updates of the engines. Values above 1 require max_staleness of at least
     sync_every - 1."""
@@ -265,8 +265,8 @@ class RolloutConfig:
     samples are written to validation/. For the size of these files see docs/inspector.md."""
     save_trainer_logprobs: bool = False
     """Compute the trainer's log-probs of every sample before it is trained, and save them next to the sampler's
-    log-probs. This costs one additional forward pass. If false, these log-probs are saved only if the step computes
-    them anyway, as it does with several updates per step."""
+    log-probs. Computing these log-probs costs one additional forward pass. If false, these log-probs are saved only if
+    the step computes them anyway, as it does with several updates per step."""
     save_entropies: bool = False
     """Save the policy's entropy at every token. The trainer's log-probs are computed in the same forward pass and are
     also saved."""
@@ -326,7 +326,7 @@ class CheckpointingConfig:
     keep_last: Annotated[int, Range(1)] = 2
     """Number of most recent checkpoints to keep."""
     keep_best: Annotated[int, Range(0)] = 1
-    """Number of best checkpoints by metric_name to keep in addition to the most recent ones."""
+    """Number of best checkpoints by metric_name to keep in addition to the most recent checkpoints."""
     metric_name: Optional[str] = None
     """Metric that ranks the checkpoints, for example validation/correctness. Larger is better."""
     async_save: bool = False
@@ -403,8 +403,8 @@ class LoggerConfig:
     plot: bool = True
     """Draw rewards.png, a plot of the rewards."""
     report_period: Annotated[int, Range(0)] = 50
-    """Number of steps between updates of rewards.png and report.html during the run. A separate process draws them. 0:
-    draw both files only at the end."""
+    """Number of steps between updates of rewards.png and report.html during the run. A separate process draws both
+    files. 0: draw both files only at the end."""
     num_completions: Annotated[int, Range(0)] = 0
     """Number of completions per table that is sent to TensorBoard, Weights & Biases and MLflow, with prompts, rewards
     and advantages. 0: send no completions, so that texts stay in the run folder."""

@@ -143,7 +143,7 @@ class GenerationConfig:
     max_new_tokens: Annotated[int, Range(1)] = 64
     """Maximum number of tokens per completion. A completion also ends when it reaches the context length."""
     temperature: Annotated[float, Range(above=0)] = 1.0
-    """Sampling temperature. The trainer divides its logits by the same value."""
+    """Sampling temperature. The trainer divides its logits by the same temperature."""
     top_p: Annotated[float, Range(above=0, most=1)] = 1.0
     """Nucleus sampling threshold. With a value below 1, the sampler's log-probs belong to a truncated distribution,
     which the trainer does not reproduce."""
@@ -188,8 +188,8 @@ class PolicyConfig:
     """The trained model: source, precision, batching, training and sampling."""
 
     model_name: str = MISSING
-    """Folder with a Hugging Face checkpoint, or a name on the hub. Other formats are converted to such a folder first:
-    a GGUF file, a PEFT adapter, or a Megatron-core or NeMo 2 checkpoint (docs/models.md)."""
+    """Folder with a Hugging Face checkpoint, or a name on the hub. Other formats are first converted to a Hugging Face
+    folder: a GGUF file, a PEFT adapter, or a Megatron-core or NeMo 2 checkpoint (docs/models.md)."""
     model_factory: Optional[str] = None
     """`file.py:function` that creates the model, called as function(folder, seed) if the folder model_name does not
     exist. A dictionary MODEL_CONFIGS in the file, {function: fields of config.json}, describes the model for --dry-run
@@ -211,7 +211,7 @@ class PolicyConfig:
     clip, parity) then cover only the other sequences. Not supported if the loss also depends on the skipped sequences:
     with a KL penalty, an entropy bonus, or a user-defined function that does not declare support."""
     share_prompts: Any = "auto"
-    """Compute the common prefix of the samples of a prompt only once per micro-batch. The gradient is the same.
+    """Compute the common prefix of the samples of a prompt only once per micro-batch. The gradient does not change.
     Accepted values: true, false, or auto. auto shares prompts only on CPU, and only if this saves at least a tenth of
     an update. With shared prefixes, micro_batch_tokens counts only the computed tokens."""
     offload_reference: bool = True
@@ -243,8 +243,8 @@ class StridedConfig:
     context_length: Annotated[int, Range(1)] = MISSING
     """Number of tokens before an anchor that form its prompt."""
     generate_max_len: Annotated[int, Range(1)] = MISSING
-    """Number of tokens after an anchor that form the answer in the data. The policy generates the same number, so
-    policy.generation.max_new_tokens must have the same value."""
+    """Number of tokens after an anchor that form the answer in the data. The policy generates the same number of
+    tokens, so policy.generation.max_new_tokens must have the same value."""
 
 
 @dataclass

@@ -97,7 +97,7 @@ class Algorithm(ABC, Generic[Batch, Prepared]):
         return
 
     def state(self) -> dict[str, Any]:
-        """Return the algorithm's state for a checkpoint. It must be serializable as JSON."""
+        """Return the algorithm's state for a checkpoint. The state must be serializable as JSON."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -16,8 +16,8 @@ Order of events, on the driver unless noted::
 
 ``step_N/`` contains the policy's files, ``state.json`` (state of the driver) and ``files.json`` (size and CRC-32 of
 every file). A folder without a complete ``files.json`` is a damaged checkpoint. All files of a checkpoint are on disk
-before it is renamed, and its name is on disk before an older one is removed. A power failure therefore leaves at least
-one complete checkpoint.
+before it is renamed, and its name is on disk before an older checkpoint is removed. A power failure therefore leaves at
+least one complete checkpoint.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Checkpoints:
         folder: ``checkpoints/`` in the run folder.
         keep_last: number of most recent checkpoints to keep.
         keep_best: number of best checkpoints to keep.
-        metric: metric that ranks the checkpoints; larger is better. None: keep only the most recent ones.
+        metric: metric that ranks the checkpoints; larger is better. None: keep only the most recent checkpoints.
     """
 
     def __init__(self, folder: str | Path, keep_last: int, keep_best: int, metric: str | None):
@@ -144,7 +144,7 @@ class Checkpoints:
         """Complete the checkpoint that ``begin`` has started, and return its folder.
 
         Args:
-            wait: returns when the policy's files are written.
+            wait: function that returns when the policy's files are written.
 
         Raises:
             RunError: if the checkpoint cannot be written. Earlier checkpoints are not lost.

@@ -37,7 +37,7 @@ class Stop:
     def __call__(self, number: int, frame: object) -> None:
         """Handle a signal. The second signal, or a signal before training, ends the run immediately.
 
-        A second SIGHUP is ignored, because the shell and the kernel each send one when a terminal is closed.
+        A second SIGHUP is ignored, because the shell and the kernel each send a SIGHUP when a terminal is closed.
         """
         leave_lost_terminal()
         if number == signal.SIGHUP and self.status:

@@ -60,15 +60,16 @@ class PreparedRollout:
     updates: list[list[TrainSequence]]
     measured: dict[str, float]
     trainer_logprobs: list[np.ndarray | None] | None = None
-    """Trainer's log-probs per trajectory, [completion tokens]; None for a trajectory without them, or None if no
-    trajectory has them."""
+    """Trainer's log-probs per trajectory, [completion tokens]; None for a trajectory without log-probs, or None if no
+    trajectory has log-probs."""
     entropies: list[np.ndarray | None] | None = None
     """Entropy of the policy's distribution at each token in nats, per trajectory, [completion tokens]; None in the same
     cases as ``trainer_logprobs``."""
 
 
 class TokenScores:
-    """Scores of a step's tokens by the trainer before training: log-probs, and if configured entropies and values.
+    """Scores that the trainer computes for a step's tokens before training: log-probs, and if configured, entropies and
+    values.
 
     Each sequence is scored only once. With ``values=True``, the value head also estimates the value of each state.
     """
@@ -166,7 +167,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         measured: dict[str, float],
         scores: TokenScores,
     ) -> PreparedRollout:
-        """Add old and reference log-probs to the sequences of the updates that need them."""
+        """Add old and reference log-probs to the sequences of each update that needs these log-probs."""
         trained = updates_per_step(self.config, spec_of(self.config))
         several = trained > 1 and old_logprobs_source(self.config) == "trainer"
         # TargetPO's coefficients need the whole group, and a covariance needs the whole update.

@@ -60,7 +60,7 @@ class PPO(GDPO):
         """Running mean of the discounted rewards-to-go. None before the first step."""
 
     def prepare(self, batch: Rollout) -> PreparedRollout:
-        """Compute log-probs and values of all tokens with the weights before the step, and the advantages from them.
+        """Compute the log-probs and values of all tokens with the weights before the step, and then the advantages.
 
         Raises:
             RunError: if too many verifications failed, or no trajectory has a reward.

@@ -113,8 +113,8 @@ def total_updates(resolved: Resolved, state: RunState, prompts: int) -> int:
     """Return the number of optimizer updates of the whole run: completed updates plus the updates of the remaining
     steps.
 
-    This is the horizon of a decaying learning rate. Skipped updates are also counted, so that an interrupted run has
-    the same horizon as an uninterrupted one.
+    This number is the horizon of a decaying learning rate. Skipped updates are also counted, so that an interrupted run
+    has the same horizon as an uninterrupted one.
 
     Args:
         prompts: number of training prompts, for ``gdpo.max_num_epochs``.
@@ -130,7 +130,7 @@ def total_updates(resolved: Resolved, state: RunState, prompts: int) -> int:
 def config_files(run_dir: Path) -> list[tuple[int, Path]]:
     """Return (first step, file) for each config of a run, in chronological order.
 
-    A config applies from its first step until the first step of the next one.
+    A config applies from its first step until the first step of the next config.
     """
     return [(first, path) for _, first, path in _numbered(run_dir)] or [(1, run_dir / CONFIG)]
 
@@ -138,7 +138,7 @@ def config_files(run_dir: Path) -> list[tuple[int, Path]]:
 def record_config(config: Config, run_dir: Path, step: int) -> None:
     """Write ``config.yaml``, and if necessary a numbered copy in ``config_history/``.
 
-    A copy is written if the config differs from the previous one, or if the previous one starts at a later step.
+    A copy is written if the config differs from the previous config, or if the previous config starts at a later step.
 
     Args:
         step: number of completed steps. The config applies to later steps.

@@ -302,7 +302,8 @@ class _Sampling:
         self._lap("engines, before the policy")
 
     def wait_for_engines(self) -> None:
-        """Wait for all engines, and compare their log-probs with the policy's. Both have loaded the same model folder.
+        """Wait for all engines, and compare their log-probs with the policy's. The policy and the engines have loaded
+        the same model folder.
 
         Retained engines are not compared, because they have other weights and were compared with an earlier policy.
         """

@@ -1,7 +1,8 @@
 """Algorithms that train on answers in the data: supervised fine-tuning, and preference tuning.
 
-They do not sample, so neither engines nor environments are started. Training loop, policy, checkpoints, resuming and
-export are the same as for all algorithms. The preference losses are in ``algorithms/preference_losses.py``.
+These algorithms do not sample, so neither engines nor environments are started. Training loop, policy, checkpoints,
+resuming and export are the same as for all algorithms. The preference losses are in
+``algorithms/preference_losses.py``.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
     def _kl(self, update: Sequence[TrainSequence]) -> float:
         """Return KTO's KL estimate of an update: the mean log-ratio of answers to other prompts, at least 0.
 
-        This is TRL's estimate, computed over the whole update.
+        This estimate is the same as in TRL, but is computed over the whole update.
         """
         limit = self.config.policy.max_total_sequence_length
         mismatched = [s for s in _mismatched(update) if len(s) <= limit]
@@ -280,8 +281,8 @@ def _update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def preference_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Return means from the sums that ``preference_loss`` has measured. Metrics of a kind of answer that does not occur
-    are left out."""
+    """Return means from the sums that ``preference_loss`` has measured. Metrics of answer types that do not occur are
+    left out."""
     chosen = sums["chosen"]
     rejected = sums["rejected"]
     row = {}
