@@ -38,7 +38,7 @@ class TrainSequence:
     """float32 [completion tokens]: log-probs in the denominator of the ratio. None uses the log-probs of the update
     itself, so that the ratio is 1."""
     reference_logprobs: np.ndarray | None = None
-    """float32 [completion tokens]: log-probs of the reference model; None if there is none."""
+    """float32 [completion tokens]: log-probs of the reference model; None without a reference model."""
     old_values: np.ndarray | None = None
     """float32 [completion tokens]: value of the state before each token, estimated before the step. None without a
     value head. Values of masked tokens are not read."""
@@ -48,8 +48,8 @@ class TrainSequence:
     """bool [completion tokens]: True for tokens that the policy wrote; None if it wrote all tokens. The other tokens
     are only context, without log-probs, loss or metrics."""
     staleness: np.ndarray | None = None
-    """int32 [completion tokens]: policy version in training minus the version that sampled the token. None if it is 0
-    or not used. Values of masked tokens are not read."""
+    """int32 [completion tokens]: policy version in training minus the version that sampled the token. None if the
+    difference is 0 for all tokens or is not used. Values of masked tokens are not read."""
     chosen: np.ndarray | None = None
     """bool [completion tokens]: tokens that the loss kl_cov penalizes (``TokenFields.chosen``); None for no tokens."""
     pair: int = 0
@@ -102,10 +102,10 @@ def assign(
     """Distribute sequences over ``ranks``, in few micro-batches of at most ``token_budget`` tokens.
 
     Every rank gets the same number of micro-batches, a multiple of ``multiple_of``. The number is the lowest for which
-    a greedy fit succeeds. Above 64 per rank, it may exceed this by 1/64. A micro-batch may be empty if there are fewer
-    sequences than micro-batches.
+    a greedy fit succeeds. Above 64 micro-batches per rank, the number may be larger than the lowest by 1/64. A
+    micro-batch may be empty if there are fewer sequences than micro-batches.
 
-    The greedy fit places the longest sequences first, each into the cheapest micro-batch with room for it. The
+    The greedy fit places the longest sequences first, each into the cheapest micro-batch with enough space. The
     micro-batches are then assigned to the ranks in alternating order, from expensive to cheap, to balance the ranks.
     The result is deterministic.
 
@@ -152,8 +152,8 @@ def _whole_rounds(count: int, stages: int) -> int:
 def _least_micro_batches(lengths: Sequence[int], budget: int) -> int:
     """Return a lower bound for the number of micro-batches, to skip fits that must fail.
 
-    For every n, consider the n longest sequences. A micro-batch can hold at most ``budget // length`` of them, for the
-    shortest ``length`` among them.
+    For every n, consider the n longest sequences. A micro-batch can hold at most ``budget // length`` of these
+    sequences, where ``length`` is the shortest of their lengths.
     """
     if not lengths:
         return 1
@@ -203,9 +203,9 @@ def cost_of(tokens: int, quadratic: float, shared: int = 0) -> float:
 def attention_cost(model: Mapping[str, Any]) -> float:
     """Return the cost of attention relative to matrix products (``quadratic``), from a Hugging Face config.
 
-    It is a ratio of multiplications. Every token uses each active weight and the output layer once. Causal attention
-    multiplies queries with keys and scores with values, each with heads * head size * n^2 / 2 multiplications. The
-    ratio is 1e-5 to 1e-4 for models with billions of parameters.
+    The cost is a ratio of numbers of multiplications. Every token uses each active weight and the output layer once.
+    Causal attention multiplies queries with keys and scores with values, each with heads * head size * n^2 / 2
+    multiplications. The ratio is 1e-5 to 1e-4 for models with billions of parameters.
     """
     hidden = model["hidden_size"]
     heads = model["num_attention_heads"]
@@ -248,8 +248,8 @@ def measure(
     """Return packing metrics of an update by name, without their prefix (see ``METRICS``).
 
     Args:
-        multiple: number that each sequence's length is padded to a multiple of.
-        total_multiple: number that a micro-batch's length is padded to a multiple of.
+        multiple: the length of each sequence is padded to a multiple of this number.
+        total_multiple: the length of a micro-batch is padded to a multiple of this number.
         quadratic: coefficient of the quadratic cost (see ``attention_cost``).
         shared: leading tokens of each sequence that another sequence computes; None if all are 0.
     """
@@ -302,7 +302,7 @@ class PackedRows:
 
 
 def pad_lengths(lengths: Sequence[int], multiple: int, total_multiple: int) -> list[int]:
-    """Round each length up to a multiple of ``multiple``. Increase the last one until ``total_multiple`` divides the
+    """Round each length up to a multiple of ``multiple``. Increase the last length until ``total_multiple`` divides the
     sum."""
     padded = [math.ceil(length / multiple) * multiple for length in lengths]
     while sum(padded) % total_multiple:
@@ -323,7 +323,7 @@ def pack_rows(
 
     Args:
         members: indices of the sequences in the batch, in the order of the pack.
-        total_multiple: number that the length of the pack is padded to a multiple of. Under sequence parallelism it is
+        total_multiple: the length of the pack is padded to a multiple of this number. Under sequence parallelism it is
             the number of tensor-parallel times context-parallel ranks.
         positions: function (length, rank, size) that returns the positions of a sequence's tokens on a context-parallel
             rank, as a list, array or tensor of integers. None for one rank.

@@ -13,7 +13,8 @@ from gdpo_nemo.config.sections import PolicyConfig
 
 
 class Outcome(StrEnum):
-    """Outcome of a trajectory. Only OK and TRUNCATED trajectories are trained. The others are masked and counted."""
+    """Outcome of a trajectory. Only OK and TRUNCATED trajectories are trained. All other trajectories are masked and
+    counted."""
 
     OK = "ok"
     TRUNCATED = "truncated"
@@ -40,7 +41,7 @@ class Prompt:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row, which are passed to reward functions."""
     messages: Sequence[Mapping[str, str]] | None = None
-    """Chat messages of the prompt; None if it is not a conversation."""
+    """Chat messages of the prompt; None if the prompt is not a conversation."""
     answer_ids: np.ndarray | None = None
     """int32 [answer tokens]: continuation of the prompt in the source text. None unless ``data.<split>.strided`` is
     set."""
@@ -51,7 +52,8 @@ class TrainerState:
     """Progress of the run when a batch is verified. Contains the supported fields of TRL's ``trainer_state``."""
 
     global_step: int = 0
-    """Number of optimizer updates before the batch is trained. A step has several if train_global_batch_size is set."""
+    """Number of optimizer updates before the batch is trained. A step has several updates if train_global_batch_size is
+    set."""
     max_steps: int = 1
     """Number of optimizer updates in the whole run. At least 1, because reward functions divide by it."""
     epoch: float = 0.0
@@ -82,7 +84,7 @@ class Trajectory:
     """Reward of each component; None if the component does not apply."""
     outcome: Outcome = Outcome.OK
     detail: str = ""
-    """Error description; empty without an error."""
+    """Error description; empty if no error occurred."""
     loss_mask: np.ndarray | None = None
     """bool [completion tokens]: True for tokens that the policy wrote; None if it wrote all tokens."""
     turns: int = 1
@@ -134,7 +136,7 @@ class Verdict:
     """Reward of each component by name; None if the component does not apply."""
     outcome: Outcome = Outcome.OK
     detail: str = ""
-    """Error description; empty without an error."""
+    """Error description; empty if no error occurred."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Extra columns to save with the sample, as plain values."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class UpdateResult:
     skipped: bool
     """True if the loss or the gradient was not finite. No weight was changed."""
     sums: dict[str, float]
-    """Sums over the completion tokens of the update, by name. ``tokens`` is their number."""
+    """Sums over the completion tokens of the update, by name. The entry ``tokens`` is the number of tokens."""
     maxima: dict[str, float]
     """Maxima over the completion tokens of the update, by name."""
     packing: dict[str, float] = field(default_factory=dict)
@@ -162,7 +164,7 @@ class UpdateResult:
     sequences: int = 0
     """Number of sequences in the update."""
     skipped_sequences: int | None = None
-    """Number of these sequences that ``policy.skip_zero_advantage`` skipped; None if it is off."""
+    """Number of these sequences that ``policy.skip_zero_advantage`` skipped; None if this option is off."""
 
 
 @dataclass

@@ -93,7 +93,7 @@ def test_a_scaling_of_frequencies_that_is_not_llama_3s_is_refused(tmp_path, monk
     divisors = tiny_gguf._divisors
     monkeypatch.setattr(tiny_gguf, "_divisors", lambda config: divisors(config)[::-1].copy())
     file = tiny_gguf.write_gguf(write_model("llama", tmp_path / "model"), tmp_path / "tiny.gguf")
-    with pytest.raises(ConfigError, match="do not follow Llama 3's rule"):
+    with pytest.raises(ConfigError, match="differ from Llama 3's rule"):
         read_gguf_model(file, "SOURCE")
 
 
@@ -114,7 +114,7 @@ def whole(tmp_path_factory):
         (b"qwen2.block_count\x04\0\0\0\x04", b"qwen2.block_count\x04\0\0\0\x00", "qwen2.block_count 0"),
         (b"\x04\0\0\0\0\0\0\0gpt2", b"\x04\0\0\0\0\0\0\0bert", "tokenizer of type 'bert'"),
         (b"qwen2.block_count\x04\0\0\0", b"qwen2.block_count\x63\0\0\0",
-         "not a complete GGUF file .a value has unknown type 99"),
+         "not a complete GGUF file .a value has the unknown type 99"),
     ],
 )  # fmt: skip
 def test_a_gguf_file_that_cannot_be_read_is_refused_by_name(before, after, message, whole, tmp_path):

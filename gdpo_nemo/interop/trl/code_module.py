@@ -15,7 +15,7 @@ from gdpo_nemo.interop.trl.trainers import TRAINERS
 from gdpo_nemo.utils.errors import ConfigError
 
 TRAINING = (*TRAINERS, "parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
-"""Functions that extracted code must not call, because they train or read the command line."""
+"""Functions that extracted code must not call, because these functions train or read the command line."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
@@ -38,12 +38,13 @@ class CodeModule:
         return bool(self._wanted or self._added)
 
     def add_name(self, name: str) -> None:
-        """Add a module-level name of the script with its dependencies. Raises ConfigError if they start training."""
+        """Add a module-level name of the script with its dependencies. Raises ConfigError if the code would start
+        training or read the command line."""
         self._check(self._slice({name}))
         self._wanted.add(name)
 
     def add_value(self, name: str, expression: ast.expr) -> None:
-        """Add ``name = expression``, preceded by the local statements that the expression needs."""
+        """Add the assignment ``name = expression``, preceded by the local statements that the expression needs."""
         expression = self.resolver.constants(expression)
         local, outer = self._local(expression)
         lines = [*(ast.unparse(statement) for statement in local), f"{name} = {ast.unparse(expression)}"]
@@ -95,7 +96,7 @@ class CodeModule:
             called = {ast.unparse(n.func).rpartition(".")[2] for n in ast.walk(statement) if isinstance(n, ast.Call)}
             is_definition = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
             if called & set(TRAINING) and not is_definition:
-                raise ConfigError(f"it depends on line {statement.lineno}, which {_reason(called)}")
+                raise ConfigError(f"the code depends on line {statement.lineno}, which {_reason(called)}")
 
     def _source(self, statement: ast.stmt) -> str:
         if statement.col_offset:
