@@ -118,7 +118,7 @@ class Dialogue:
     Without a chat template, history is not used, and every message is continued independently.
 
     Args:
-        system: text of the system message; None for no system message.
+        system: text of the system message (None for no system message).
         context: maximum number of tokens in prompt and reply together.
         reply: number of tokens to reserve for the reply. Older exchanges are dropped to free this space.
     """

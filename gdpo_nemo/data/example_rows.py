@@ -52,7 +52,7 @@ class ExampleReader:
     Args:
         kind: kind of rows that the algorithm reads: ``sft``, ``pairs`` or ``single`` (KTO).
         how: value of ``data.<split>.type``, already validated by the config checks.
-        prompt_key: column of the prompt in TRL's formats; None for ``prompt``.
+        prompt_key: column of the prompt in TRL's formats (None for ``prompt``).
     """
 
     def __init__(self, split: str, kind: str, how: Any, prompt_key: str | None = None):

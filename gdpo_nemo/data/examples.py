@@ -227,7 +227,7 @@ class _Encoder:
         return ids
 
     def _num_written(self, tokens: list[int]) -> int:
-        """Return the number of tokens up to and including the first end token; 0 without an end token.
+        """Return the number of tokens up to and including the first end token, or 0 without an end token.
 
         A template may add a line break after the end token, which a policy never writes.
         """

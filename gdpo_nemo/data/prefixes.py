@@ -1,9 +1,9 @@
 """Prefix sharing: sequences with the same leading tokens are put into one micro-batch, which computes them once.
 
 Under a causal mask, a token's states depend only on the tokens before it. A sequence can therefore reuse the leading
-tokens that it has in common with the previous sequence of its micro-batch. It computes only the remaining tokens, which
-attend to the shared ones. Sequences are sorted lexicographically by their tokens, so that each has its longest common
-prefix with its predecessor. This also shares a prefix that is common to several prompts.
+tokens that it has in common with the previous sequence of its micro-batch. The sequence computes only the remaining
+tokens, which attend to the shared tokens. Sequences are sorted lexicographically by their tokens, so that each has its
+longest common prefix with its predecessor. This order also shares prefixes that are common to several prompts.
 """
 
 from __future__ import annotations

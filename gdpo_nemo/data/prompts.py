@@ -144,7 +144,7 @@ class PromptSource:
         """Return a short description with the longest prompt and the number of skipped rows.
 
         Args:
-            first: number of rows that were loaded; None if all rows of the split were loaded.
+            first: number of rows that were loaded (None if all rows of the split were loaded).
         """
         which = "prompts" if first is None else f"the first {first} prompts"
         longest = max(len(prompt.token_ids) for prompt in self.head())
@@ -287,8 +287,8 @@ class _Renderer:
         return text, conversation
 
     def _messages(self, index: int, value: Messages) -> Messages:
-        """Return the row's messages with a system message. If the row already has one, only a system message in the
-        config replaces it."""
+        """Return the row's messages with a system message. If the row has a system message, only a system message in
+        the config replaces it."""
         if not self._has_template:
             raise self._prompt.error(
                 index, f"{self.key!r} contains messages, which require a chat template; the tokenizer has none"

@@ -37,11 +37,11 @@ class Prompt:
     text: str
     """Rendered prompt, for logs and reward functions."""
     environment: str
-    """Name of the environment that verifies the completions; empty if nothing is sampled."""
+    """Name of the environment that verifies the completions (empty if nothing is sampled)."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row, which are passed to reward functions."""
     messages: Sequence[Mapping[str, str]] | None = None
-    """Chat messages of the prompt; None if the prompt is not a conversation."""
+    """Chat messages of the prompt (None if the prompt is not a conversation)."""
     answer_ids: np.ndarray | None = None
     """int32 [answer tokens]: continuation of the prompt in the source text. None unless ``data.<split>.strided`` is
     set."""
@@ -81,12 +81,12 @@ class Trajectory:
     finish_reason: str
     """Finish reason of the engine: ``stop`` or ``length``."""
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """Reward of each component; None if the component does not apply."""
+    """Reward of each component (None if the component does not apply)."""
     outcome: Outcome = Outcome.OK
     detail: str = ""
-    """Error description; empty if no error occurred."""
+    """Error description (empty if no error occurred)."""
     loss_mask: np.ndarray | None = None
-    """bool [completion tokens]: True for tokens that the policy wrote; None if it wrote all tokens."""
+    """bool [completion tokens]: True for tokens that the policy wrote (None if it wrote all tokens)."""
     turns: int = 1
     """Number of turns of the policy."""
     trainer_state: TrainerState | None = None
@@ -125,7 +125,7 @@ class Group:
     prompt: Prompt
     trajectories: list[Trajectory]
     position: int = -1
-    """Prompt index: number of training prompts before this one since the start of the run; -1 for other prompts."""
+    """Prompt index: number of training prompts before this one since the start of the run (-1 for other prompts)."""
 
 
 @dataclass(frozen=True)
@@ -133,17 +133,17 @@ class Verdict:
     """Reward result of an environment for one completion."""
 
     rewards: Mapping[str, float | None]
-    """Reward of each component by name; None if the component does not apply."""
+    """Reward of each component by name (None if the component does not apply)."""
     outcome: Outcome = Outcome.OK
     detail: str = ""
-    """Error description; empty if no error occurred."""
+    """Error description (empty if no error occurred)."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Extra columns to save with the sample, as plain values."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the verification call, which are the same for all samples that it scored."""
     turn_rewards: Sequence[Mapping[str, float | None]] = ()
-    """Part of ``rewards`` that each turn of the policy earned, for ``gdpo.credit: turn``. If it is empty, the last turn
-    earned all rewards."""
+    """Part of ``rewards`` that each turn of the policy earned, for ``gdpo.credit: turn``. If the tuple is empty, the
+    last turn earned all rewards."""
 
 
 @dataclass
@@ -164,7 +164,7 @@ class UpdateResult:
     sequences: int = 0
     """Number of sequences in the update."""
     skipped_sequences: int | None = None
-    """Number of these sequences that ``policy.skip_zero_advantage`` skipped; None if this option is off."""
+    """Number of these sequences that ``policy.skip_zero_advantage`` skipped (None if this option is off)."""
 
 
 @dataclass

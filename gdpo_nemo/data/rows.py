@@ -25,8 +25,8 @@ Row = dict[str, Any]
 def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], split: str) -> str:
     """Return the default environment of a split's rows, by its name in ``env``.
 
-    The name is empty if ``environment_key`` selects the environment of each row and no default exists. It is also empty
-    in a run without environments, which does not sample.
+    The name is empty if ``environment_key`` selects the environment of each row and no default exists. The name is also
+    empty in a run without environments, which does not sample.
 
     Raises:
         ConfigError: if the config does not determine an environment, or names an unknown environment.
@@ -51,7 +51,8 @@ def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], spli
 def environment_of_row(
     row: Row, dataset: DatasetConfig, environments: Mapping[str, Any], split: str, index: int
 ) -> str:
-    """Return the environment of row ``index``, by its name in ``env``. Raises ConfigError if it is unknown."""
+    """Return the environment of row ``index``, by its name in ``env``. Raises ConfigError if the environment is
+    unknown."""
     if not environments:
         return environment_of(dataset, environments, split)
     named = row.get(dataset.environment_key) if dataset.environment_key is not None else None
@@ -274,7 +275,8 @@ def _check_configuration(key: str, name: str, configuration: str, error: Excepti
             f"{key}: {name} has no configuration {configuration!r}{nearest(configuration, known)}"
         ) from error
     raise ConfigError(
-        f"{key}: {name} has several configurations ({', '.join(known)}); select one, for example {name}:{known[0]}"
+        f"{key}: {name} has several configurations ({', '.join(known)}); select a configuration, "
+        f"for example {name}:{known[0]}"
     ) from error
 
 
@@ -338,7 +340,7 @@ def transformed(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> list
 
 
 def _columns(transform: Transform, row: Row, where: str) -> Row:
-    """Return the columns that the transform returns for a row. Raises ConfigError if it fails."""
+    """Return the columns that the transform returns for a row. Raises ConfigError if the transform fails."""
     try:
         found = transform(dict(row))
     except (Exception, SystemExit) as error:  # user code may raise any exception

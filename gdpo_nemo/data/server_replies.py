@@ -12,7 +12,7 @@ from typing import Any, Mapping
 
 import numpy as np
 
-# Also matches an unterminated string, so that no input is scanned twice.
+# This pattern also matches an unterminated string, so that no input is scanned twice.
 _STRING = re.compile(rb'"(?:[^"\\]|\\.|\\\Z)*+(?:"|\Z)', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _LARGE = 1 << 16
@@ -89,7 +89,7 @@ def validation_errors(body: Any) -> str:
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """Return the seconds to wait from a ``Retry-After`` header; None if it is missing or invalid."""
+    """Return the seconds to wait from a ``Retry-After`` header, or None if it is missing or invalid."""
     if value is None:
         return None
     try:
@@ -132,11 +132,11 @@ class Failure(Exception):
     """A verification failed and did not give a reward.
 
     Args:
-        detail: message for the user: one line without secrets. It quotes at most a few hundred characters of the
-            server's reply.
-        retry_after_s: seconds to wait before a retry, as requested by the server; None if the server did not request a
-            delay.
-        status: HTTP status of the reply; None without a reply.
+        detail: message for the user: one line without secrets. The message quotes at most a few hundred characters of
+            the server's reply.
+        retry_after_s: seconds to wait before a retry, as requested by the server (None if the server did not request a
+            delay).
+        status: HTTP status of the reply (None without a reply).
     """
 
     def __init__(

@@ -52,9 +52,9 @@ class Share:
     """Other per-token fields of ``TrainSequence`` by name: [completion tokens of all sequences]. A field that no
     sequence has is absent."""
     pairs: np.ndarray | None = None
-    """int64 [sequences]: ``TrainSequence.pair``; None if no sequence belongs to a pair."""
+    """int64 [sequences]: ``TrainSequence.pair`` (None if no sequence belongs to a pair)."""
     shared: np.ndarray | None = None
-    """int64 [sequences]: ``TrainSequence.shared``; None if no tokens are shared."""
+    """int64 [sequences]: ``TrainSequence.shared`` (None if no tokens are shared)."""
 
     @classmethod
     def of(

@@ -52,11 +52,11 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token(self) -> str | None:
-        """Text of the end-of-sequence token; None without such a token."""
+        """Text of the end-of-sequence token (None without such a token)."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the end-of-sequence token; None without such a token."""
+        """Id of the end-of-sequence token (None without such a token)."""
 
     @property
     def model_max_length(self) -> int | float:
@@ -87,7 +87,7 @@ class Tokenizer(Protocol):
         """Decode each sequence."""
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
-        """Return the token of each id; None if an id is not in the vocabulary."""
+        """Return the token of each id, or None if an id is not in the vocabulary."""
 
     def decode(
         self,
@@ -128,7 +128,8 @@ def special_tool_calls(folder: Path) -> list[str]:
 
 
 def load_tokenizer(policy: PolicyConfig, folder: str | Path) -> Tokenizer:
-    """Load the tokenizer in ``policy.tokenizer_name``, or the one in the model's ``folder`` if that key is not set.
+    """Load the tokenizer in ``policy.tokenizer_name``, or the tokenizer in the model's ``folder`` if that key is not
+    set.
 
     Raises:
         ConfigError: if a valid tokenizer is not found, or its chat template exceeds the limits.

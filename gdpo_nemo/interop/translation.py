@@ -132,7 +132,7 @@ def line_of(
     """Return the report line of one key. The key is reported as translated only if one of its target keys is written.
 
     Args:
-        result: result of the key's rule; None if no rule matches.
+        result: result of the key's rule (None if no rule matches).
         values: values in the translated config, by dotted key.
         removed: keys that were removed from the translated config -> reason.
     """
@@ -285,7 +285,7 @@ def short(value: Any) -> str:
 
 
 def write_text(name: str, text: str) -> None:
-    """Write a file for the option --out. Raises ConfigError if it cannot be written."""
+    """Write a file for the option --out. Raises ConfigError if the file cannot be written."""
     try:
         write_whole(name, text)
     except OSError as error:
@@ -372,7 +372,7 @@ def fixed(supported: Any, why: str) -> Act:
 
 
 def idle(why: str) -> Act:
-    """Return the rule for a key that does not change the result. It may affect speed, memory or logs."""
+    """Return the rule for a key that does not change the result. The key may affect speed, memory or logs."""
     return lambda value, recipe: RuleResult(text=why)
 
 
@@ -416,7 +416,7 @@ class Findings:
     covered: dict[str, str] = field(default_factory=dict)
     """Pattern of recipe keys -> name of the blocker that prevents their translation."""
     questions: dict[str, str] = field(default_factory=dict)
-    """Key of this project -> question that only the run's files can answer. The dry run checks it."""
+    """Key of this project -> question that only the run's files can answer. The dry run answers the question."""
     files: set[str] = field(default_factory=set)
     """Files that the config refers to and that are not on this machine."""
 
@@ -443,7 +443,7 @@ class Findings:
         self.covered |= dict.fromkeys(keys, name)
 
     def blocker_of(self, key: str) -> str:
-        """Return the name of the blocker that prevents the translation of a recipe key; empty if none does."""
+        """Return the name of the blocker that prevents the translation of a recipe key (empty if no blocker does)."""
         if key in self.blockers:
             return key
         return next((name for pattern, name in self.covered.items() if fnmatchcase(key, pattern)), "")

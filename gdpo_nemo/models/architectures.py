@@ -55,9 +55,9 @@ class Experts:
     width: str
     """Field with the intermediate size of an expert."""
     normalized: str | None = None
-    """Boolean field that normalizes the weights of the selected experts to sum to 1; None if they always sum to 1."""
+    """Boolean field that normalizes the weights of the selected experts to sum to 1 (None if they always sum to 1)."""
     dense_layers: str | None = None
-    """Field with the indices of layers whose MLP is dense; None if the family has no such field."""
+    """Field with the indices of layers whose MLP is dense (None if the family has no such field)."""
     period: str | None = None
     """Field with a number N: only every N-th layer is an MoE layer. None if the family lacks the field."""
     # transformers stacks the experts of a layer in one tensor per projection, and some folders use these names.
@@ -84,7 +84,7 @@ class Family:
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """Types of ``ROPE_PARAMETERS`` that both transformers and vLLM support for this family."""
     experts: Experts | None = None
-    """Description of the MoE layers; None for dense models."""
+    """Description of the MoE layers (None for dense models)."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers for config.json fields that this project reads, if they are not None."""
 
@@ -313,7 +313,7 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
 
 
 _LARGEST_SIZE = 2**31
-"""Maximum value of a size in config.json. It limits loops over layers and experts."""
+"""Maximum value of a size in config.json. This maximum limits loops over layers and experts."""
 
 
 def _check_size(key: str, value: Any) -> None:
@@ -322,7 +322,7 @@ def _check_size(key: str, value: Any) -> None:
 
 
 def num_experts(content: Mapping[str, Any]) -> int:
-    """Return the number of experts in an MoE layer; 0 for a dense model."""
+    """Return the number of experts in an MoE layer, or 0 for a dense model."""
     if not FAMILIES[content["model_type"]].experts:
         return 0
     return next((content[key] for key in EXPERT_COUNTS if content.get(key)), 0)

@@ -194,7 +194,7 @@ class WeightLocation:
     tensor: str
     """Name of the tensor in the file."""
     expert: int | None = None
-    """Index in the tensor's first dimension; None for the whole tensor."""
+    """Index in the tensor's first dimension (None for the whole tensor)."""
     heads: int | None = None
     """Number of heads whose rows must be reordered, because their two halves are interleaved; otherwise None."""
 
@@ -336,7 +336,9 @@ def _llama3(divisors: Sequence[float], theta: float, head: int, file: Path, key:
         expected = [_divisor(2 * math.pi / frequency, original, factor) for frequency in frequencies]
         if len(expected) == len(divisors) and all(abs(a - b) < 1e-3 for a, b in zip(expected, divisors)):
             return {"rope_type": "llama3", **rope, "original_max_position_embeddings": original}
-    raise ConfigError(f"{key}: {file} has {_ROPE_FACTORS} that differ from Llama 3's rule; only this rule is supported")
+    raise ConfigError(
+        f"{key}: {file} has {_ROPE_FACTORS} that differ from Llama 3's rule, which is the only supported rule"
+    )
 
 
 def _divisor(wavelength: float, original: int, factor: float, low: float = 1.0, high: float = 4.0) -> float:

@@ -90,7 +90,7 @@ def _remove_extra_tokens(backend: Any, size: int) -> Any:
     """Remove added tokens whose id is not less than ``size``, the number of tokens in the file.
 
     transformers' ``convert_gguf_tokenizer`` adds GPT-2's <|endoftext|> at the end of the vocabulary. The model has no
-    embedding for it.
+    embedding for this token.
     """
     content = json.loads(backend.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < size]

@@ -35,7 +35,7 @@ class PeftAdapter:
 
     folder: Path
     base: str
-    """Folder or hub name of the base model; empty if unknown."""
+    """Folder or hub name of the base model (empty if unknown)."""
     rank: int
     alpha: float
     dropout: float
@@ -51,7 +51,7 @@ class PeftAdapter:
         return self.alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def base_folder(self) -> Path | None:
-        """Return the folder of the base model; None if it is not found.
+        """Return the folder of the base model, or None if it is not found.
 
         A relative path is tried from the current folder and from the adapter's folder.
         """

@@ -51,7 +51,7 @@ class ModelFacts:
     source: Source | None = None
     """None for a Hugging Face folder, and for a model that has not been downloaded."""
     fields: dict[str, Any] | None = None
-    """Fields of config.json; None if they are unknown."""
+    """Fields of config.json (None if they are unknown)."""
 
 
 def recognise(path: Path, key: str = "policy.model_name") -> Source | None:
@@ -124,7 +124,9 @@ def _gguf_file(folder: Path, key: str) -> Source | None:
     """Return the only GGUF file in a folder, or None. Raises ConfigError for several files or unsupported formats."""
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
-        raise ConfigError(f"{key}: {folder} has {len(files)} GGUF files; specify one of them, for example {files[0]}")
+        raise ConfigError(
+            f"{key}: {folder} has {len(files)} GGUF files; specify one of these files, for example {files[0]}"
+        )
     if files:
         return recognise(files[0], key)
     for pattern in ("*.nemo", "*.onnx", "*.bin", "*.pt", "*.pth"):
@@ -134,7 +136,7 @@ def _gguf_file(folder: Path, key: str) -> Source | None:
 
 
 def _check_is_gguf(file: Path, key: str) -> None:
-    """Raise ConfigError if a file is not GGUF. The message describes its format."""
+    """Raise ConfigError if a file is not GGUF. The message describes the file's format."""
     try:
         with file.open("rb") as stream:
             start = stream.read(512)
@@ -185,7 +187,7 @@ COMPANION = "hf"
 
 
 def source_fields(source: Source, key: str, companion: str | None = None) -> dict[str, Any] | None:
-    """Return the config.json fields of the model in ``source``; None if config.json is on the hub.
+    """Return the config.json fields of the model in ``source`` (None if config.json is on the hub).
 
     Args:
         key: config key or option that specifies the source, for error messages.
@@ -254,7 +256,7 @@ def _check_hub_name(adapter: PeftAdapter, key: str) -> None:
 
 
 def _model_of_run(checkpoint: Path) -> str:
-    """Return ``policy.model_name`` of the run that wrote a checkpoint; empty if it is unknown."""
+    """Return ``policy.model_name`` of the run that wrote a checkpoint (empty if it is unknown)."""
     file = real_path(checkpoint).parent.parent / "config.yaml"
     try:
         return str(parse_yaml(read_text(file))["policy"]["model_name"])
@@ -263,7 +265,7 @@ def _model_of_run(checkpoint: Path) -> str:
 
 
 def _trained_as(source: Source) -> str:
-    """Return NeMo 2's class name of the model in brackets, for a message; empty if it is unknown."""
+    """Return NeMo 2's class name of the model in brackets, for a message (empty if it is unknown)."""
     try:
         content = parse_yaml(read_text(source.root / "context" / "model.yaml"))
         section = content.get("config", content)

@@ -76,7 +76,7 @@ def tensor_shapes(folder: Path, key: str, file: str | None = None) -> dict[str, 
 
     Args:
         key: config key or option that specifies the folder, for error messages.
-        file: name of the only file to read; None for all safetensors files.
+        file: name of the only file to read (None for all safetensors files).
 
     Raises:
         ConfigError: if a file is missing or not in safetensors format.
@@ -113,8 +113,8 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _problem(file: Path) -> str:
-    """Describe the problem of a safetensors file that is truncated, invalid or not supported; empty if the file is
-    usable.
+    """Describe the problem of a safetensors file that is truncated, invalid or not supported (empty if the file is
+    usable).
 
     Stacked experts of MLX are not supported. Dense models from MLX have Hugging Face's tensor names and are supported.
     """

@@ -267,8 +267,8 @@ def test_a_dataset_with_several_configurations_needs_one_and_lists_them(config, 
     assert dry(config(folder)) == 2
     said = capsys.readouterr().err
     assert (
-        f"data.train.path: {folder} has several configurations (main, socratic); select one, for example {folder}:main"
-        in said
+        f"data.train.path: {folder} has several configurations (main, socratic); "
+        f"select a configuration, for example {folder}:main" in said
     )
     assert said.count("\n") == 1
     assert dry(config(Path(f"{folder}:socratic"))) == 0

@@ -107,7 +107,7 @@ def whole(tmp_path_factory):
     "before, after, message",
     [
         (b"\x08\0\0\0\x05\0\0\0\0\0\0\0qwen2", b"\x08\0\0\0\x05\0\0\0\0\0\0\0mamba",
-         "architecture 'mamba', which is not supported; supported: llama, qwen2"),
+         "architecture 'mamba' is not supported; supported: llama, qwen2"),
         (b"llama-bpe", b"other-bpe", "has pre-tokenizer 'other-bpe', which is not supported"),
         (b"attn_norm.weight", b"attn_nerm.weight", "lacks 1 tensors of the model, for example blk.0.attn_norm.weight"),
         (b"GGUF\x03", b"GGUF\x01", "has GGUF version 1"),

@@ -20,11 +20,11 @@ class _Dataset(NamedTuple):
     """Name of the dataset on the Hub."""
     split: str = "train"
     prompt: str | None = None
-    """Column of the prompt; None uses the default columns."""
+    """Column of the prompt (None uses the default columns)."""
     answer: str = "answer"
     """Column of the reference answer."""
     rows: int | None = None
-    """Number of rows in the split; None if unknown."""
+    """Number of rows in the split (None if unknown)."""
 
 
 _DATASETS = {
@@ -143,8 +143,8 @@ def _columns(recipe: Recipe, findings: Findings, split: str, known: _Dataset | N
 
 
 def _data_setting(recipe: Recipe, split: str, key: str) -> Any:
-    """Return the setting ``key`` of the split, of ``data.default`` or of ``data``, in this order; None if it is not
-    set."""
+    """Return the setting ``key`` of the split, of ``data.default`` or of ``data``, in this order (None if it is not
+    set)."""
     names = (f"data.{split}.{key}", f"data.default.{key}", f"data.{key}")
     return next((recipe.get(name) for name in names if recipe.get(name)), None)
 

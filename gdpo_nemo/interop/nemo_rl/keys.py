@@ -123,8 +123,8 @@ GRPO = [
     ("grpo.seed", to("run.seed")),
     ("grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.enabled")),
     ("grpo.dynamic_sampling_max_gen_batches", gated(
-        "grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.max_rounds", note="afterwards NeMo-RL ends "
-                                                                                 "the run; here the step continues"))),
+        "grpo.use_dynamic_sampling", to(
+            "gdpo.dynamic_sampling.max_rounds", note="NeMo-RL then ends the run; this project continues the step"))),
     ("grpo.batch_multiplier", where(
         lambda r: r.get("grpo.use_dynamic_sampling"), required("gdpo.dynamic_sampling.batch_multiplier"),
         missing("no effect without use_dynamic_sampling; NeMo-RL refuses this combination", 1, 1.0))),

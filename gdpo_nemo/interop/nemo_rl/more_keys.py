@@ -49,8 +49,7 @@ def _verifies(recipe: Recipe) -> bool:
 
 
 def _decides(recipe: Recipe) -> bool:
-    """Return whether the data processor affects the translation. It does with the environment ``math`` or with
-    images."""
+    """Return whether the data processor affects the translation, which requires the environment ``math`` or images."""
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
     return _verifies(recipe) or processor.startswith("vlm")
 
@@ -139,7 +138,7 @@ DATA = [
     ("data.*prompt_file", required("data.train.prompt_template")),
     ("data.*processor", where(
         _decides, required("env"), idle(
-            "converts rows to messages; data.<split>.columns and the environment replace it"))),
+            "converts rows to messages; data.<split>.columns and the environment replace this"))),
     ("data.*env_name", required("env")),
     ("data.validation.dataset_name", required("data.validation.path")),
     ("data.validation.data_path", required("data.validation.path")),
@@ -200,7 +199,7 @@ REST = [
     ("checkpointing.ft_keep_latest_k", to("checkpointing.keep_last")),
     ("checkpointing.save_optimizer", idle("checkpoints always contain the optimizer")),
     ("checkpointing.pretrained_checkpoint", missing("training starts from policy.model_name")),
-    ("checkpointing.*", idle("controls when NeMo-RL saves checkpoints; here SIGTERM saves one and stops the run")),
+    ("checkpointing.*", idle("controls when NeMo-RL saves; this project saves a checkpoint on SIGTERM and stops")),
     ("reward_penalties.token_ids*", idle("applies only to the reward penalties, which are reported separately")),
     ("reward_penalties.*", missing("define each penalty as a reward component")),
     ("on_policy_distillation.*", gated(

@@ -73,8 +73,8 @@ def _estimator(recipe: Recipe, findings: Findings) -> None:
 
 
 def _reinforce_plus_plus(recipe: Recipe, findings: Findings) -> None:
-    """Set the estimator reinforce_plus_plus. It standardizes rewards, optionally minus the group's mean, over the
-    batch's tokens."""
+    """Set the estimator reinforce_plus_plus. This estimator standardizes rewards, optionally minus the group's mean,
+    over the batch's tokens."""
     options: dict[str, Any] = {
         "batch_unit": "token",
         "batch_rows": "scored",
@@ -173,7 +173,7 @@ def _scaling(recipe: Recipe, names: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _lengths(recipe: Recipe, findings: Findings, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the shaping rules for long samples. With gdpo there are none, because NeMo-RL shapes only the sum of
+    """Return the shaping rules for long samples. The list is empty for gdpo, because NeMo-RL shapes only the sum of
     rewards."""
     section = "grpo.reward_shaping"
     if recipe.get("grpo.adv_estimator.name") == "gdpo":

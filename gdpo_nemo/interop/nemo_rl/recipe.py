@@ -134,7 +134,7 @@ class Recipe:
 
     @property
     def lora(self) -> str:
-        """Section of the enabled adapters; empty if adapters are disabled."""
+        """Section of the enabled adapters (empty if adapters are disabled)."""
         section = "policy.megatron_cfg.peft" if self.megatron else "policy.dtensor_cfg.lora_cfg"
         return section if self.get(f"{section}.enabled") else ""
 
@@ -158,7 +158,8 @@ class Recipe:
 
     @property
     def held_out(self) -> float | int:
-        """Fraction (below 1) or number of training rows that NeMo-RL's dataset class holds out; 0 if it holds out none.
+        """Fraction (below 1) or number of training rows that NeMo-RL's dataset class holds out (0 if no rows are held
+        out).
 
         Only ``OpenMathInstruct2Dataset`` and ``ResponseDataset`` hold out rows. Most other dataset classes ignore
         ``split_validation_size``.
@@ -344,15 +345,15 @@ class KnownModel(NamedTuple):
     """Facts about a model that its name or folder determines."""
 
     model_type: str
-    """``model_type`` of config.json; empty if the name does not determine it."""
+    """``model_type`` of config.json (empty if the name does not determine it)."""
     mixture: bool = False
     """True for a mixture-of-experts model."""
     refusal: str = ""
-    """Reason why the model is not supported; empty if it is supported."""
+    """Reason why the model is not supported (empty if it is supported)."""
     tied: bool | None = None
-    """True if the output layer shares the weights of the embedding; None if this is unknown."""
+    """True if the output layer shares the weights of the embedding (None if this is unknown)."""
     question: str = ""
-    """Question that only the config.json of an unknown Hub model can answer; empty for a known model."""
+    """Question that only the config.json of an unknown Hub model can answer (empty for a known model)."""
 
 
 _MULTIMODAL = re.compile(r".*(VL|Omni|Vision|Audio)(?![a-z]).*", re.IGNORECASE)

@@ -18,7 +18,7 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return a suffix for messages that suggests the known name closest to ``name``; empty if no name is close."""
+    """Return a suffix for messages that suggests the known name closest to ``name`` (empty if no name is close)."""
     match = get_close_matches(name, known, n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
 

@@ -1,6 +1,6 @@
 """Extraction of reward functions and data code from a script into a module that a run can import.
 
-This is needed if importing the script would start training, or if a required object has no name at module level.
+Extraction is needed if importing the script would start training, or if a required object has no name at module level.
 Statements are copied in order, with their dependencies. Nothing is executed.
 """
 
@@ -75,7 +75,7 @@ class CodeModule:
         """Return the local statements that the expression needs, and the module-level names that they use.
 
         For an expression at module level, all statements except definitions and imports count as local, so that only
-        the needed ones are copied.
+        the needed statements are copied.
         """
         inside = self.resolver.function
         body = (

@@ -129,7 +129,7 @@ def _lengths(run: TrlRun, findings: Findings) -> None:
 
 
 def _positions(model: Any) -> int | None:
-    """Return the maximum number of positions of a model in a local folder; None if it is unknown."""
+    """Return the maximum number of positions of a model in a local folder, or None if it is unknown."""
     file = Path(model) / "config.json" if isinstance(model, str) else None
     if file is None or not file.is_file():
         return None

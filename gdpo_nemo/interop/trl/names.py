@@ -54,7 +54,7 @@ class Binding:
     value: ast.expr | None
     """Assigned expression. None if the value is unknown, because the name is assigned in a branch or a loop."""
     part: int | None = None
-    """Index of the name if a statement assigns several names at once; None for a single name."""
+    """Index of the name if a statement assigns several names at once (None for a single name)."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Resolver:
 
     Args:
         module: names of the module.
-        function: names of the function; None for expressions at module level.
+        function: names of the function (None for expressions at module level).
         parameters: parameters of the function -> arguments of its only call.
         arguments: class that a parser fills -> its fields with their values, from the command line or from defaults.
     """
@@ -139,7 +139,7 @@ class Resolver:
         return None if value is None else Binding(0, value)
 
     def definition(self, name: str) -> ast.stmt | None:
-        """Return the statement that defines or imports a name; None if there is none."""
+        """Return the statement that defines or imports a name, or None if it is not found."""
         local = self.function.definitions.get(name) if self.function else None
         return local or self.module.definitions.get(name)
 
@@ -177,7 +177,7 @@ class Resolver:
                 return "".join(str(part) for part in parts)
         elif isinstance(node, (ast.List, ast.Tuple)):
             return [self.value(element) for element in node.elts]
-        elif isinstance(node, ast.Dict) and all(node.keys):  # the key of **other is None
+        elif isinstance(node, ast.Dict) and all(node.keys):  # ast.Dict marks **other with the key None
             return {self.value(key): self.value(value) for key, value in zip(node.keys, node.values) if key}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
             return {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
@@ -309,7 +309,7 @@ class _Constants(ast.NodeTransformer):
 
 
 def _length(node: ast.expr) -> ast.expr | None:
-    """Return the argument n of ``range(n)``; None for other expressions."""
+    """Return the argument n of ``range(n)``, or None for other expressions."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "range" and len(node.args) == 1:
         return node.args[0]
     return None
@@ -401,7 +401,7 @@ def bounded(operation: ast.operator, left: Any, right: Any) -> bool:
 
 
 def operands(node: ast.expr) -> list[ast.expr]:
-    """Return the operands of an expression that can be evaluated; empty if the expression is not supported."""
+    """Return the operands of an expression that can be evaluated (empty if the expression is not supported)."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return [node.left, node.comparators[0]]
     if isinstance(node, ast.UnaryOp):

@@ -200,7 +200,7 @@ def _delta(run: TrlRun, findings: Findings, high: float) -> None:
     if delta < 1 + high:
         findings.differs(
             "delta",
-            "limits the ratio only for negative advantages; TRL limits it always if delta is below 1 + epsilon_high",
+            "limits the ratio only for negative advantages; TRL always limits the ratio if delta < 1 + epsilon_high",
         )
 
 
@@ -223,7 +223,7 @@ def _reference(run: TrlRun, findings: Findings) -> None:
         return
     findings.set("loss_fn.reference_policy_kl_gradient", "score", "use_bias_correction_kl")
     if run.updates > 1:
-        what = "the KL penalty's importance weight is always 1; in TRL it is the ratio to the policy that sampled"
+        what = "the KL penalty's importance weight is always 1; in TRL it is the ratio to the sampling policy"
         findings.differs("use_bias_correction_kl", what)
 
 

@@ -96,7 +96,7 @@ def row_length(run: TrlRun, findings: Findings, positions: int | None) -> int:
     """Set the maximum number of tokens in a row, and return it.
 
     Args:
-        positions: maximum number of positions in the model's config.json; None if it is unknown.
+        positions: maximum number of positions in the model's config.json (None if it is unknown).
     """
     longest = run.get("max_length")
     if longest is None:
@@ -335,7 +335,7 @@ def _method(node: ast.Call, name: str, names: Resolver) -> Rows | None:
 
 
 def _range(node: ast.Call, names: Resolver) -> int | None:
-    """Return the number n in ``.select(range(n))``; None for other arguments."""
+    """Return the number n in ``.select(range(n))`` (None for other arguments)."""
     chosen = node.args[0] if len(node.args) == 1 else None
     if isinstance(chosen, ast.Call) and ast.unparse(chosen.func) == "range" and len(chosen.args) == 1:
         size = names.value(chosen.args[0])

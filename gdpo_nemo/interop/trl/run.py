@@ -1,4 +1,4 @@
-"""Description of a TRL run, read from a script or its arguments. The translation rules use it as input."""
+"""Description of a TRL run, read from a script or its arguments. The translation rules read this description."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Reward:
     name: str
     """Name of the reward in TRL: the function's ``__name__``, or the name of its class."""
     import_path: str | None = None
-    """Import path; None if the function cannot be imported."""
+    """Import path (None if the function cannot be imported)."""
     problem: str = ""
     """Reason why the function cannot be imported."""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -35,17 +35,17 @@ class Rows:
     """Source of the rows of a dataset split."""
 
     path: Any = None
-    """Value of ``data.<split>.path``; None if it is not known."""
+    """Value of ``data.<split>.path`` (None if it is not known)."""
     split: str | None = None
-    """Name of the dataset's split; None if it is not specified."""
+    """Name of the dataset's split (None if it is not specified)."""
     size: int | None = None
-    """Number of rows to use; None for all rows."""
+    """Number of rows to use (None for all rows)."""
     columns: dict[str, str] = field(default_factory=dict)
     """Renamed columns: new name -> old name."""
     rows: list[dict[str, Any]] | None = None
-    """Rows that the script contains as literals; None if the script loads its rows."""
+    """Rows that the script contains as literals (None if the script loads its rows)."""
     problem: str = ""
-    """Reason why the rows are not available; empty if they are available."""
+    """Reason why the rows are not available (empty if they are available)."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class TrlRun:
     teacher: Any = None
     """Argument ``teacher_model`` of distillation trainers."""
     reference: Any = None
-    """Argument ``ref_model``; None for the initial model."""
+    """Argument ``ref_model`` (None for the initial model)."""
     reward_model: Any = None
     """Argument ``reward_model`` of the PPO trainer."""
     tools: list[Reward] = field(default_factory=list)
@@ -79,7 +79,7 @@ class TrlRun:
     train: Rows = field(default_factory=Rows)
     evaluation: Rows | None = None
     lora: dict[str, Any] | None = None
-    """Fields of ``LoraConfig``; None if the whole model is trained."""
+    """Fields of ``LoraConfig`` (None if the whole model is trained)."""
     others: dict[str, str] = field(default_factory=dict)
     """Other arguments of the trainer -> their source text."""
     files: dict[str, str] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class TrlRun:
     stem: str = ""
     """Path of the config without its suffix. All names in ``files`` begin with this path."""
     images: str = ""
-    """Part of the script that reads images; empty if there is none."""
+    """Part of the script that reads images (empty if there is none)."""
 
     @property
     def asynchronous(self) -> bool:

@@ -182,6 +182,6 @@ def _mini_batches(run: TrlRun, findings: Findings) -> None:
 
 
 def episodes(run: TrlRun) -> int | None:
-    """Return PPO's ``total_episodes``, converted to steps; None if it is not set."""
+    """Return PPO's ``total_episodes``, converted to steps, or None if it is not set."""
     total: Any = run.get("total_episodes") if run.algorithm == "ppo" else None
     return None if total is None else max(1, -(-int(total) // run.samples_per_update))

@@ -269,7 +269,7 @@ class _Reader:
         return Reward(name, f"{self._code}:{name}")
 
     def _spec(self, node: ast.Attribute) -> str:
-        """Return the class in ``_SPECS`` whose object has the attribute; empty if another object has it."""
+        """Return the class in ``_SPECS`` whose object has the attribute (empty if another object has it)."""
         made = self._followed(node.value)
         name = _class_name(made) if isinstance(made, ast.Call) else ""
         source = self._names.definition(name)
@@ -377,7 +377,7 @@ def lora_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def images_of(tree: ast.Module) -> str:
-    """Return the class or column that shows that a script reads images; empty if it does not."""
+    """Return the class or column that shows that a script reads images (empty if it does not)."""
     for node in ast.walk(tree):
         name = ""
         if isinstance(node, ast.Attribute):
@@ -397,8 +397,8 @@ def images_of(tree: ast.Module) -> str:
 
 
 def quantization_config(call: ast.Call, names: Resolver) -> str:
-    """Return the source text of ``quantization_config`` in ``from_pretrained(...)``; empty if the model is not
-    quantized."""
+    """Return the source text of ``quantization_config`` in ``from_pretrained(...)`` (empty if the model is not
+    quantized)."""
     nodes = {keyword.arg: keyword.value for keyword in call.keywords}
     if None in nodes:  # **kwargs
         nodes |= _keywords_in(nodes[None], names)
