@@ -1,8 +1,8 @@
 """Size limits for chat templates, so that a downloaded template cannot use all memory of a machine.
 
 transformers renders templates in jinja's sandbox, which limits only ``range``: ``{{ 'x' * 10**10 }}`` takes 10 GB.
-``BoundedEnvironment`` extends this sandbox. It limits the size of every value that a template creates, and the total
-size of all values in one rendering. An operation with a larger result is refused before it is executed.
+``BoundedEnvironment`` extends this sandbox. This class limits the size of every value that a template creates, and the
+total size of all values in one rendering. An operation with a larger result is refused before it is executed.
 """
 
 from __future__ import annotations

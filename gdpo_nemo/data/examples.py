@@ -43,7 +43,7 @@ class ExampleSource(PromptSource):
     Args:
         kind: kind of rows: ``sft``, ``pairs`` or ``single`` (KTO).
         keep_suffix: True to keep the text that the chat template writes after the end token of the last turn. A reward
-            model needs it, because its score is read at the last token.
+            model needs this text, because the score is read at the last token.
         max_prompt_tokens: maximum number of tokens in a prompt with its longest answer, minus one.
 
     For the other arguments, see ``PromptSource``.

@@ -82,8 +82,8 @@ class TrainSequence:
 
 
 def with_gradient(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Return the sequences with a nonzero advantage and weight. If no sequence has them, return only the
-    shortest sequence, because an update needs at least one."""
+    """Return the sequences with a nonzero advantage and weight. An update needs at least one sequence, so return the
+    shortest sequence if all would be skipped."""
     return [s for s in sequences if s.has_advantage and s.weight] or [min(sequences, key=len)]
 
 

@@ -194,7 +194,7 @@ def _held_out(recipe: Recipe, findings: Findings) -> None:
     if recipe.names_validation:
         findings.differs(
             "data.train.split_validation_size",
-            "only the validation dataset is used; NeMo-RL also validates on held-out training rows",
+            "validation uses only the validation dataset; NeMo-RL adds held-out training rows",
         )
         return
     cut = recipe.cut
@@ -258,7 +258,7 @@ def _validation(recipe: Recipe, findings: Findings) -> None:
         if most < batch:
             findings.differs(
                 "grpo.val_batch_size",
-                f"{most} validation prompts are used; NeMo-RL uses none, because they do not fill a batch of {batch}",
+                f"{most} validation prompts are used; NeMo-RL uses 0, because they do not fill a batch of {batch}",
             )
         most = most // batch * batch or most  # NeMo-RL validates only whole batches
         findings.set(

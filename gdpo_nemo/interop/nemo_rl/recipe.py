@@ -140,8 +140,8 @@ class Recipe:
 
     @property
     def packed_tokens(self) -> int:
-        """Maximum number of tokens in a micro-batch with packing or dynamic batching. 0 if a micro-batch has a fixed
-        number of sequences."""
+        """Maximum number of tokens in a micro-batch with packing or dynamic batching (0 if a micro-batch has a fixed
+        number of sequences)."""
         for section in ("policy.sequence_packing", "policy.dynamic_batching"):
             if self.get(f"{section}.enabled") and self.get(f"{section}.train_mb_tokens"):
                 return int(self.get(f"{section}.train_mb_tokens"))

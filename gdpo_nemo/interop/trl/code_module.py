@@ -116,7 +116,7 @@ def _dependencies(body: Sequence[ast.stmt], names: set[str], before: int | None 
     repeated until no statement is added.
 
     Args:
-        before: line number. Only statements above this line are considered.
+        before: line number. Only statements above the line are considered.
     """
     kept: set[int] = set()
     needed = set(names)

@@ -301,7 +301,8 @@ def _made(name: str, given: dict[str, Any]) -> Rows | None:
 
 
 def _loaded(path: str, given: dict[str, Any]) -> Rows | None:
-    """Translate ``load_dataset(path, name, data_files=..., split=...)``. Return None if it has other arguments."""
+    """Translate ``load_dataset(path, name, data_files=..., split=...)``. Return None if the call has other
+    arguments."""
     known = {"0", "1", "path", "name", "split", "data_files", "streaming", "token", "num_proc"}
     if set(given) - known:
         return None

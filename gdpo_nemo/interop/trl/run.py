@@ -166,7 +166,7 @@ class TrlRun:
 
     @property
     def total_updates(self) -> int | None:
-        """Number of optimizer updates in the whole run. None if it depends on an unknown number of rows."""
+        """Number of optimizer updates in the whole run (None if it depends on an unknown number of rows)."""
         if self.get("max_steps") > 0:
             return int(self.get("max_steps"))
         rows = self.train.rows

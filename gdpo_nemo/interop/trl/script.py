@@ -248,8 +248,8 @@ class _Reader:
         return Reward(name, f"{self._code}:{name}")
 
     def _factory(self, node: ast.expr | None) -> Reward | None:
-        """Return the class passed as ``environment_factory``. It is copied to the reward module if a function of the
-        script defines or modifies it."""
+        """Return the class passed as ``environment_factory``. The class is copied to the reward module if a function of
+        the script defines or modifies it."""
         if node is None or _is_none(node):
             return None
         inside = self._names.function

@@ -65,8 +65,8 @@ def translate_trl(
     Args:
         sources: a .py file, or JSON and YAML files with arguments, or both. Later files take precedence. Instead of a
             script, the first source may be one of TRL's commands (``COMMANDS``).
-        out: path of the config. Extracted rows and functions of the script are written next to it. If it is None, no
-            file is written, and a config that requires such files is reported as ``cannot run``.
+        out: path of the config. Extracted rows and functions of the script are written next to the config. If ``out``
+            is None, no file is written, and a config that requires such files is reported as ``cannot run``.
         processes: number of data-parallel processes with which TRL would be launched.
         options: command-line arguments of the script (``--NAME VALUE``), which take precedence over the files.
 
