@@ -49,13 +49,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Progress of the run when a batch is verified. Contains the supported fields of TRL's ``trainer_state``."""
+    """Progress of the run when a batch is verified. This class contains the supported fields of TRL's
+    ``trainer_state``."""
 
     global_step: int = 0
     """Number of optimizer updates before the batch is trained. A step has several updates if train_global_batch_size is
     set."""
     max_steps: int = 1
-    """Number of optimizer updates in the whole run. At least 1, because reward functions divide by it."""
+    """Number of optimizer updates in the whole run. The number is at least 1, because reward functions divide by it."""
     epoch: float = 0.0
     """Number of epochs before the batch, with fractions."""
 
@@ -164,7 +165,7 @@ class UpdateResult:
     sequences: int = 0
     """Number of sequences in the update."""
     skipped_sequences: int | None = None
-    """Number of these sequences that ``policy.skip_zero_advantage`` skipped (None if this option is off)."""
+    """Number of sequences in the update that ``policy.skip_zero_advantage`` skipped (None if this option is off)."""
 
 
 @dataclass

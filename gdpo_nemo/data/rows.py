@@ -81,7 +81,7 @@ def load_rows(
         split: ``train`` or ``validation``. An environment that generates rows receives this name if ``dataset.split``
             is null.
         seed: random seed for environments that generate rows.
-        at_most: maximum number of rows to read; None reads all rows.
+        at_most: maximum number of rows to read (None reads all rows).
 
     Raises:
         ConfigError: if a file is missing or malformed, a dataset or column is unknown, a transform fails, the split is

@@ -84,7 +84,7 @@ def variable_rules(section: str) -> list[tuple[str, Act]]:
         *((f"{section}.env_vars.{name}", idle("affects only speed, memory or logs")) for name in _HARMLESS_VARIABLES),
         (f"{section}.env_vars.*_MOE_*", of_experts),
         (f"{section}.env_vars.*", selects_kernels),
-        (f"{section}.env_vars", idle("no variables are set")),
+        (f"{section}.env_vars", idle("no environment variables are set")),
     ]
 
 

@@ -73,7 +73,7 @@ class Recipe:
 
     @property
     def megatron(self) -> bool:
-        """True if the training backend is Megatron; False for DTensor."""
+        """True if the training backend is Megatron (False for DTensor)."""
         return bool(self.get("policy.megatron_cfg.enabled", False))
 
     @property

@@ -48,7 +48,7 @@ class Parsed:
 
 @dataclass(frozen=True)
 class Binding:
-    """One assignment of a name."""
+    """Assignment of a name in a script."""
 
     line: int
     value: ast.expr | None

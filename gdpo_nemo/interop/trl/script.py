@@ -346,7 +346,7 @@ def _parameters(tree: ast.Module, function: ast.FunctionDef) -> dict[str, ast.ex
 
 
 def _callable_name(node: ast.expr | None, otherwise: str) -> str:
-    """Return TRL's name of a reward: the name of a function, also inside a partial, or of an object's class."""
+    """Return TRL's name of a reward: the name of the function, which a partial may wrap, or of the object's class."""
     while isinstance(node, ast.Call):
         node = node.args[0] if ast.unparse(node.func).endswith("partial") and node.args else node.func
     name = ast.unparse(node).rpartition(".")[2] if isinstance(node, (ast.Name, ast.Attribute)) else ""
