@@ -77,8 +77,8 @@ def test_a_checkpoint_of_megatron_core_is_trained_and_comes_back(name, layout, m
     [
         (dict(hidden_size=64), "has hidden_size 32, but its config.json has 64"),
         (dict(num_hidden_layers=6), "has num_hidden_layers 4, "),
-        (dict(vocab_size=200), "has 99 tokens, but its config.json has 200"),
-        (None, "which has no config.json; name a Hugging Face folder of the same model (policy.tokenizer_name)"),
+        (dict(vocab_size=200), "has a vocabulary of 99 tokens, but its config.json has 200"),
+        (None, "which has no config.json; specify a Hugging Face folder of the same model (policy.tokenizer_name)"),
     ],
 )
 def test_a_dry_run_tells_what_does_not_fit_and_converts_nothing(changes, said, made, tmp_path, capsys):
