@@ -40,8 +40,7 @@ from gdpo_nemo.utils.files import Refused, check_interpolations, check_yaml, rea
 from gdpo_nemo.utils.source import DEMO, REPOSITORY, find_file
 
 MOST_FILES = 100
-"""Maximum number of inherited files. A file is counted each time it is inherited: two parents that have two parents
-each add up to six files."""
+"""Maximum number of inherited files. A file that is inherited twice is counted twice."""
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -111,8 +110,7 @@ def merge_sources(sources: Sources, merged: DictConfig | None = None) -> DictCon
 
 @functools.cache
 def _schema() -> DictConfig:
-    """Return the schema with its defaults. Callers must copy the schema. A copy takes a fifth of the time that creating
-    the schema takes."""
+    """Return the schema with its defaults. Callers must copy it, which is five times as fast as creating it."""
     return cast(DictConfig, OmegaConf.structured(Config))
 
 
@@ -178,8 +176,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 _WRITTEN: dict[tuple[Any, ...], tuple[Any, str]] = {}
-"""Value and original text of each config value that comes from environment variables, by path. Shared by all configs of
-this process."""
+"""(value, original text) of config values from environment variables, by path, for all configs of this process."""
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)[^}]*\}")
 
 

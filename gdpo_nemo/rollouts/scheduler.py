@@ -74,8 +74,7 @@ METRICS = {
     ),
 }
 _LATE_ROUNDS = 4
-"""Maximum number of rounds of a synchronous step without dynamic sampling. Late groups of the last round are not
-replaced."""
+"""Maximum number of rounds of a synchronous step without dynamic sampling. The last round's late groups are lost."""
 
 
 class RolloutScheduler:
@@ -244,8 +243,7 @@ class RolloutScheduler:
 
     def _prompts_at(self, rows: Sequence[int]) -> list[Prompt]:
         found = [self._prompts.batch(row, 1)[0] for row in rows]
-        # With staleness, it is not yet known which prompts share a batch. The ids are made unique later, by
-        # ``make_prompt_ids_unique``.
+        # With staleness, prompts of a batch are not known yet. ``make_prompt_ids_unique`` makes the ids unique later.
         return with_unique_ids(found) if self._exact else found
 
     def _trainer_state(self, position: int) -> TrainerState:
@@ -426,8 +424,7 @@ class RolloutScheduler:
         while (missing := batch_samples - num_samples(kept)) > 0:
             if rollout.rounds >= max_rounds or self._tracker.prompts_left <= 0:
                 break
-            # With ``batch_multiplier``, every round has the full size. Without this setting, a round only fills the
-            # batch.
+            # With ``batch_multiplier``, every round has the full size. Otherwise a round only fills the batch.
             full_rounds = dynamic.enabled and dynamic.batch_multiplier
             round_size = prompts_per_round(self._config.gdpo) if full_rounds else -(-missing // size)
             count = int(min(round_size, self._tracker.prompts_left))
@@ -440,8 +437,7 @@ class RolloutScheduler:
             rollout.spans += extra_rollout.spans
             rollout.rounds += 1
             num_sampled += count
-        # The parallel layout requires a divisible batch size. Rejected groups with advantage 0 fill the batch up to
-        # this size.
+        # The parallel layout requires a divisible batch size. Rejected groups with advantage 0 fill the batch.
         rollout.groups = first_samples(kept + spare, batch_samples)
         # Return at least 0, because both parts of a split group may be in the batch and count as two groups.
         rollout.dropped_groups = max(0, num_sampled - len(rollout.groups))
