@@ -32,7 +32,7 @@ from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError, GdpoError
 
 _OVERRIDE = re.compile(r"(?:(\d+):)?([\w.]*=.*)", re.DOTALL)
-"""``section.key=value``, or ``2:section.key=value`` for stage 2. Paths with a slash before ``=`` do not match."""
+"""``section.key=value``, or ``2:section.key=value`` for stage 2. File paths with a slash before ``=`` do not match."""
 _MODEL = "policy.model_name"
 _LENGTH_KEYS = ("gdpo.max_num_steps", "gdpo.max_num_epochs")
 _WITHOUT_EFFECT = ("logger.", "checkpointing.", "health.", "cluster.", "run.max_restarts")
@@ -41,10 +41,10 @@ _WITHOUT_EFFECT = ("logger.", "checkpointing.", "health.", "cluster.", "run.max_
 
 @dataclass
 class Stage:
-    """Stage of the chain, which is one run."""
+    """One stage of the chain, which is a training run."""
 
     name: str
-    """Name for messages: number and config file of the stage."""
+    """Name of the stage in messages: its number and config file."""
     file: str
     overrides: list[str]
     """Config overrides of this stage, including the initial model if a previous stage exports it."""
@@ -121,7 +121,7 @@ def _show(stage: Stage, resolved: Resolved) -> None:
 
 
 def _in_subprocess(arguments: argparse.Namespace, work: Callable[[], int]) -> int:
-    """Call ``work`` in a child process if this process may fork, otherwise in this process. Return its exit status."""
+    """Call ``work`` in a child process if forking is allowed, otherwise in this process. Return the exit status."""
     status: int = in_child(work) if arguments.alone else work()
     return status
 
@@ -193,7 +193,7 @@ def _check_stage(stage: Stage, stages: Sequence[Stage]) -> Resolved:
 
 
 def _recorded(run_dir: Path) -> dict[str, Any] | None:
-    """Return the saved config of the run in ``run_dir``; None without a run. Raises ConfigError."""
+    """Return the saved config of the run in ``run_dir``, or None if it contains no run. Raises ConfigError."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         return None
@@ -206,7 +206,7 @@ def _finished(stage: Stage, changes: Sequence[Change]) -> bool:
     Raises:
         ConfigError: if the finished run has a different config.
     """
-    outcome = status_if_whole(stage.folder).get("outcome")  # None: unknown, so the stage is trained
+    outcome = status_if_whole(stage.folder).get("outcome")  # None if unknown, so that the stage is trained
     if any(change.key in _LENGTH_KEYS for change in changes) or outcome != "complete":
         return False
     if stage.config.checkpointing.export_hf and not any(stage.model.glob("*.safetensors")):
@@ -223,8 +223,8 @@ def _finished(stage: Stage, changes: Sequence[Change]) -> bool:
 def _config_for_checks(stage: Stage, stages: Sequence[Stage]) -> Config:
     """Return the stage's config for validation before the stage starts.
 
-    If its initial weights do not exist yet, they are replaced by those of the first stage, which have the same
-    architecture and tokenizer.
+    If the stage's initial weights do not exist yet, the first stage's initial weights replace them, because they have
+    the same architecture and tokenizer.
     """
     earlier = stages[: stages.index(stage)]
     if not earlier or earlier[-1].finished:

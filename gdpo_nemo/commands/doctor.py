@@ -14,7 +14,9 @@ def add(commands: Commands) -> None:
         "doctor", help="find what blocks a live run: collect stacks, waits and logs of all its processes in one folder"
     )
     command.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="run folder (--environment: folder of new runs)")
-    command.add_argument("--environment", action="store_true", help="check the machine and the installation instead")
+    command.add_argument(
+        "--environment", action="store_true", help="check the machine and the installation instead of a run"
+    )
     command.set_defaults(command=run)
 
 

@@ -77,4 +77,4 @@ def _open_output(out: str) -> Iterator[TextIO]:
     with whole_file(out) as file:
         text = io.TextIOWrapper(file, encoding="utf-8")
         yield text
-        text.detach()  # flush, but leave the file open
+        text.detach()  # flush the text, but leave the file open

@@ -116,12 +116,12 @@ def _index(folder: Path) -> None:
         (
             "run",
             lambda d: (d / "model" / "notes.txt").symlink_to(d.parent / "key"),
-            "notes.txt: is a link to a file outside the",
+            "notes.txt: links to a file outside the",
         ),
         (
             "run",
             lambda d: (d / "model" / "notes").symlink_to(d.parent),
-            "notes: is a link to a file outside the model's folder",
+            "notes: links to a file outside the model's folder",
         ),
         ("run", lambda d: _index(d / "model"), "(model-00002.safetensors is missing)"),
         (

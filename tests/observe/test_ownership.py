@@ -223,7 +223,7 @@ def test_claim_with_an_impossible_value_is_unreadable(tmp_path, key, value):
     (tmp_path / FILE).write_text(json.dumps({**asdict(Claim.of_this_process()), key: value}))
     ownership.check_free(tmp_path)
     with owned(tmp_path, stale_s=0.01) as owner:
-        assert owner.predecessor == f"taking over {tmp_path}: its {FILE} cannot be read and is not being renewed"
+        assert owner.predecessor == f"taking over {tmp_path}: its {FILE} cannot be read and is no longer renewed"
 
 
 def test_claim_at_the_largest_values_is_printed_in_one_line(tmp_path):

@@ -49,15 +49,15 @@ def add(commands: Commands) -> None:
     )
     command.add_argument("--split", choices=SPLITS, help="split of --row (default: validation if the run has one)")
     command.add_argument(
-        "--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy (default: the run's)"
+        "--temperature", type=float, metavar="T", help="sampling temperature, 0 for greedy (default: the run's)"
     )
     command.add_argument(
         "--max-new-tokens", type=int, metavar="N", help="maximum tokens of a reply (default: the run's)"
     )
     command.add_argument(
-        "--seed", type=int, metavar="N", help="random seed; equal seeds give equal replies (default: the run's)"
+        "--seed", type=int, metavar="N", help="random seed that determines the replies (default: the run's)"
     )
-    command.add_argument("--system", metavar="TEXT", help="system message; '' for none (default: the run's)")
+    command.add_argument("--system", metavar="TEXT", help="system message, '' to omit it (default: the run's)")
     command.add_argument("--json", action="store_true", help="print a JSON object for every prompt")
     add_verbosity(command)
     add_overrides(command)
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
                 first = None if arguments.row is None else rows.row(arguments.split, arguments.row)
                 on_this_machine(sources)
             speakers = _start_speakers(arguments, sources, rows, stack)
-            stack.callback(rows.close)  # before the session ends, so that no shared memory of this process remains
+            stack.callback(rows.close)  # free shared memory before the Ray session ends
             display.write(display.ready())
         screen = _screen(arguments.json)
         chat = Chat(speakers, rows, screen, sources[0].config.run.seed if arguments.seed is None else arguments.seed)
@@ -140,7 +140,7 @@ def _start_speakers(
 
 
 def _system(requested: str | None, source: Source, rows: RunRows) -> str | None:
-    """Return the requested system message, or else that of the run's prompts; None if there is none."""
+    """Return the requested system message, or else the system message of the run's prompts, or None without both."""
     dataset = source.config.data.train
     if requested is not None or dataset.system_prompt is not None:
         return requested if requested is not None else dataset.system_prompt
@@ -148,8 +148,8 @@ def _system(requested: str | None, source: Source, rows: RunRows) -> str | None:
         return None
     try:
         environments = rows.environments
-    except ConfigError as error:  # the chat works without a system message
-        say(f"note: no system message from the run's environments: {error}", to_stderr=True)
+    except ConfigError as error:  # chat works without a system message
+        say(f"note: cannot read the system message of the run's environments: {error}", to_stderr=True)
         return None
     name = dataset.environment or (next(iter(environments)) if len(environments) == 1 else None)
     return environments[name].system_prompt if name is not None and name in environments else None
@@ -170,7 +170,7 @@ def _interactive() -> bool:
 def _greet(sources: Sequence[Source], screen: Screen) -> None:
     for source in sources:
         if not source.chat:
-            screen.note(f"{source.name}: no chat template, so it continues each text without conversation history")
+            screen.note(f"{source.name}: no chat template, so each text is continued without conversation history")
     if _interactive():
         screen.note(HELP)
 
@@ -183,8 +183,8 @@ def _lines() -> Iterator[str]:
         yield from sys.stdin
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - if available, its import adds a history to input()
-    # A process that a script starts in the background ignores Ctrl-C, but a user at a terminal expects it to work.
+        import readline  # noqa: F401 - importing readline, if available, adds a history to input()
+    # Background processes of a shell script ignore Ctrl-C, but a user at a terminal expects Ctrl-C to work.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         try:
@@ -200,7 +200,7 @@ class Chat:
     """Conversation with one or two models.
 
     Args:
-        seed: random seed, which together with the number of the prompt determines the replies.
+        seed: random seed. The seed and the number of the prompt determine the replies.
     """
 
     def __init__(self, speakers: Sequence[Speaker], rows: RunRows, screen: Screen, seed: int):
@@ -245,7 +245,7 @@ class Chat:
             raise ConfigError(f"{command} is not a command; {HELP}")
 
     def ask(self, asked: str | RunRow) -> None:
-        """Show the replies to a text or a row of the data, for a row with rewards. Raises GdpoError."""
+        """Show the replies to a text or to a row of the data. For a row, also show the rewards. Raises GdpoError."""
         from gdpo_nemo.commands.chat.screen import Answer
         from gdpo_nemo.rollouts.batches import sample_seed
 

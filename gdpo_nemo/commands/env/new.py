@@ -1,6 +1,8 @@
-"""Template of the plugin package that ``gdpo-nemo env new`` creates. It is minimal, passes its test and can be trained.
+"""Template of the plugin package that ``gdpo-nemo env new`` creates.
 
-Its task is possible for the demo's model: write the largest digit of the prompt, in few characters.
+The package is minimal, passes its test and can be trained.
+
+The demo's model can learn the environment's task: write the largest digit of the prompt, in few characters.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ name = "gdpo-nemo-@DASHED@"
 version = "0.1.0"
 description = "The environment @NAME@ for gdpo_nemo"
 requires-python = ">=3.12"
-dependencies = []  # requirements of verify; not gdpo_nemo, which loads this package and is already installed
+dependencies = []  # packages that verify requires; gdpo_nemo is not listed, because it loads this package
 
 [project.entry-points."gdpo_nemo.environments"]
 @NAME@ = "gdpo_nemo_@NAME@:@CLASS@"

@@ -18,10 +18,10 @@ HOST = "127.0.0.1"
 
 @contextlib.contextmanager
 def serving(folder: Path, port: int | None) -> Iterator[str | None]:
-    """Serve a folder on the loopback address during the block, and yield the page's URL; None if it is not served.
+    """Serve a folder on the loopback address during the block, and yield the page's URL, or None without a server.
 
     Args:
-        port: port number; 0: any free port; None: do not serve.
+        port: port number. 0 means any free port, and None means no server.
 
     Raises:
         ConfigError: if the port is in use.
@@ -66,7 +66,7 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 
 def follow(run_dir: str | Path, out: Path, every: float | None) -> None:
-    """Wait forever. Every ``every`` seconds, rewrite the page if the run's samples have changed; None: never.
+    """Wait forever. Every ``every`` seconds, rewrite the page if the run's samples have changed. None means never.
 
     Raises:
         ConfigError, RunError: from ``builder.build``, if it fails twice for the same files.
@@ -81,7 +81,7 @@ def follow(run_dir: str | Path, out: Path, every: float | None) -> None:
         try:
             builder.build(run_dir, out, live=True)
             seen = stamp
-        except GdpoError:  # files were removed meanwhile, for example by a run that resumes
+        except GdpoError:  # files may be removed during the build, for example by a run that resumes
             if stamp == failed:
                 raise
             failed = stamp
