@@ -32,7 +32,7 @@ from gdpo_nemo.utils.errors import ConfigError, nearest
 from gdpo_nemo.utils.files import real_path
 
 _EQUAL = 1e-5
-"""Tolerance for equal advantages, relative to the largest advantage. It exceeds differences caused by epsilon."""
+"""Tolerance for equal advantages, relative to the largest advantage and above differences caused by epsilon."""
 _PAIRS_SHOWN = 3
 _COLUMNS = (
     "prompt_id", "sample_index", "environment", "prompt", "completion", "rewards", "outcome", "finish_reason",
@@ -227,8 +227,8 @@ def _collapse_lines(step: _Step) -> list[str]:
     if not any(pairs):
         return ["Summing the rewards would distinguish the same pairs of samples as these advantages."]
     return [
-        f"Summing the rewards would give the same advantage to {sum(pairs)} pairs of samples that these distinguish, "
-        f"in {sum(map(bool, pairs))} of {len(pairs)} groups."
+        f"Summing the rewards would give the same advantage to {sum(pairs)} pairs of samples that these advantages "
+        f"distinguish, in {sum(map(bool, pairs))} of {len(pairs)} groups."
     ]
 
 

@@ -108,8 +108,8 @@ def rollout_file(path: str) -> str:
 def terminal() -> Console:
     """Return a rich console for standard output.
 
-    It has 120 columns if the output is not a terminal and COLUMNS is not set. Control characters in the text are
-    escaped, but not those that rich generates for styles.
+    The console has 120 columns if the output is not a terminal and COLUMNS is not set. Control characters in the text
+    are escaped, except control characters that rich generates for styles.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -164,7 +164,8 @@ def standalone_config(
 ) -> Config:
     """Return a config for the policy ``model`` in ``layout`` on this machine's GPUs or, without CUDA, its CPU.
 
-    The config has no engines, so the policy may use every GPU. ``with_engine`` converts it to the config of an engine.
+    The config does not contain engines, so the policy may use every GPU. ``with_engine`` converts this config to the
+    config of an engine.
 
     Args:
         longest: maximum sequence length in tokens. None means the model's context length.

@@ -1,8 +1,8 @@
-"""``gdpo-nemo chain``: train stages in sequence, each from the weights of the previous one.
+"""``gdpo-nemo chain``: train stages in sequence, each from the weights of the previous stage.
 
-Each stage is a run with a config and a folder, as with ``gdpo-nemo train``. Its initial model is the folder ``model/``
-that the previous stage exported. All stages are checked before the first one starts. After an interruption, the same
-command continues: finished stages are skipped, and the interrupted stage resumes.
+Each stage is a run with a config and a folder, as with ``gdpo-nemo train``. The initial model of a stage is the folder
+``model/`` that the previous stage exported. All stages are checked before the first stage starts. After an
+interruption, the same command continues: finished stages are skipped, and the interrupted stage resumes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Stage:
 def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser(
-        "chain", help="train several stages in sequence, each from the weights of the previous one"
+        "chain", help="train several stages in sequence, each from the weights of the previous stage"
     )
     command.add_argument(
         "overrides",
@@ -82,7 +82,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check all stages, then train the unfinished ones."""
+    """Check all stages, then train the unfinished stages."""
     stages = read_stages(arguments.overrides)
     checked = [_check_stage(stage, stages) for stage in stages]
     if arguments.dry_run:
@@ -131,7 +131,7 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
 
     Raises:
         ConfigError: if no file is specified, a config cannot be read, two stages use the same folder, or a stage does
-            not export the weights for the next one.
+            not export the weights for the next stage.
     """
     files = [word for word in arguments if not _OVERRIDE.fullmatch(word)]
     overrides = [match.groups() for word in arguments if (match := _OVERRIDE.fullmatch(word))]
@@ -163,9 +163,7 @@ def _check_folder(run: RunConfig, earlier: Sequence[Stage]) -> None:
     """Raise ConfigError if an earlier stage uses the same folder."""
     for stage in earlier:
         if stage.folder.absolute() == Path(run.dir).absolute():
-            raise ConfigError(
-                f"run.dir: stage {stage.name} also writes {run.dir}; use another run.name for one of them"
-            )
+            raise ConfigError(f"run.dir: stage {stage.name} also writes {run.dir}; use another run.name for one stage")
 
 
 def _check_stage(stage: Stage, stages: Sequence[Stage]) -> Resolved:

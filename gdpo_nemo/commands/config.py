@@ -36,8 +36,8 @@ def add(commands: Commands) -> None:
     command = configs.add_parser(
         "from-nemo-rl",
         help="translate a NeMo-RL GRPO or GDPO recipe to a gdpo_nemo config, key by key",
-        epilog="Exit status: 0 same, or runs but differs (3 with --strict); 1 cannot run; 2 the recipe is not "
-        "readable.",
+        epilog="Exit status: 0 if the config can run, 1 if it cannot run, 2 if the recipe is not readable, and 3 if "
+        "the run differs and --strict is set.",
     )
     command.add_argument(
         "recipe", metavar="RECIPE", help="YAML file of the recipe; parent files listed under defaults: must also exist"
@@ -48,8 +48,9 @@ def add(commands: Commands) -> None:
         "from-trl",
         help="translate a TRL script or its arguments to a gdpo_nemo config, key by key",
         usage="gdpo-nemo config from-trl FILE [FILE ...] [--num-processes N] [--out FILE] [--strict] [-- OPTION ...]",
-        epilog="Scripts are parsed, never executed. Command-line options of the script follow --. Exit status: 0 "
-        "same, or runs but differs (3 with --strict); 1 cannot run; 2 the input is not readable.",
+        epilog="Scripts are parsed, never executed. Command-line options of the script follow --. Exit status: "
+        "0 if the config can run, 1 if it cannot run, 2 if the input is not readable, and 3 if the run differs and "
+        "--strict is set.",
     )
     command.add_argument(
         "sources",
@@ -65,7 +66,8 @@ def add(commands: Commands) -> None:
     command = configs.add_parser(
         "from-axolotl",
         help="translate an axolotl config (SFT, preferences, GRPO, GDPO, EBFT) to a gdpo_nemo config, key by key",
-        epilog="Exit status: 0 same, or runs but differs (3 with --strict); 1 cannot run; 2 the input is not readable.",
+        epilog="Exit status: 0 if the config can run, 1 if it cannot run, 2 if the input is not readable, and 3 if "
+        "the run differs and --strict is set.",
     )
     command.add_argument("recipe", metavar="CONFIG", help="YAML file of the axolotl config")
     _add_processes(command, "axolotl")

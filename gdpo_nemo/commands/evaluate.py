@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
         "--config", metavar="FILE", help="config file (default: config.yaml of the run that contains SOURCE)"
     )
     command.add_argument("--step", type=int, metavar="N", help="step of the run's checkpoint (default: the newest)")
-    command.add_argument("--out", metavar="DIR", help="new folder to write eval.json and samples.jsonl to")
+    command.add_argument("--out", metavar="DIR", help="new folder for eval.json and samples.jsonl")
     command.add_argument("--json", action="store_true", help="print JSON")
     add_verbosity(command)
     add_overrides(command)

@@ -49,8 +49,8 @@ def _selected_files(run_dir: Path, steps: list[int] | None) -> list[tuple[int, P
         raise ConfigError(f"{run_dir}: no samples found; set rollout.save_samples to write them")
     if missing := sorted(set(steps or []) - set(files)):
         raise ConfigError(
-            f"--step: {run_dir} has no samples of step {missing[0]}; its samples are of steps {min(files)} to "
-            f"{max(files)}"
+            f"--step: {run_dir} has no samples of step {missing[0]}; existing samples are from steps "
+            f"{min(files)} to {max(files)}"
         )
     return [(step, path) for step, path in files.items() if not steps or step in steps]
 

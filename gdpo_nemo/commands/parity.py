@@ -344,7 +344,7 @@ def describe(report: ParityReport) -> str:
 
 
 _EXPLAINED = 0.1
-"""A cause is reported if it explains all but this fraction of the mean difference."""
+"""A cause is reported if the difference that it does not explain is less than this fraction of the mean difference."""
 
 
 @dataclass

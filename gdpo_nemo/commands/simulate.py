@@ -69,7 +69,8 @@ def _add_scope(command: argparse.ArgumentParser) -> None:
     command.add_argument("--scheduler", type=_names, default=["continuous"], metavar="NAME,...",
                          help="continuous (individual groups) or barrier (whole batches, for comparison)")  # fmt: skip
     command.add_argument("--steps", type=_number(1, _MOST_STEPS, int), default=20,
-                         help="steps to simulate; statistics cover the second half (default: %(default)s)")  # fmt: skip
+                         help="number of steps to simulate, of which the second half is measured (default: "
+                             "%(default)s)")  # fmt: skip
     command.add_argument(
         "--seed", type=_number(0, kind=int), default=0, help="random seed for lengths (default: %(default)s)"
     )

@@ -1,4 +1,7 @@
-"""Health checks of a run: bounds and drifts of metrics. They are reported after a run, and as alerts during it."""
+"""Health checks of a run: bounds and drifts of metrics.
+
+Findings are reported after a run, and as alerts during the run.
+"""
 
 from __future__ import annotations
 
@@ -223,8 +226,8 @@ def _warning(metric: str, of: str, window: int, why: str, remedy: str, **bounds:
 
 
 DRIFTS = (
-    # The demo's reward rises by at least 5.5 in 40 steps, even at staleness 4. Without off-policy correction, it rises
-    # only by 2 at staleness 4.
+    # The demo's reward rises by at least 5.5 in 40 steps, even at staleness 4. Without off-policy correction, the
+    # reward rises only by 2 at staleness 4.
     _warning(
         "reward/total/mean",
         "rise",

@@ -175,7 +175,7 @@ def section(title: str, parts: Sequence[str]) -> list[str]:
 
 
 def image(png: bytes, what: str) -> str:
-    """Return an HTML image with the PNG embedded. ``what`` is its alternative text."""
+    """Return an HTML image with the PNG embedded. ``what`` is the image's alternative text."""
     return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 

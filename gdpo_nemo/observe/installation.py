@@ -65,7 +65,10 @@ def check_installation(folder: str | Path = ".") -> list[Check]:
 
 
 def check_before_download() -> list[Check]:
-    """Check the system requirements before the packages are installed. Requires only the standard library."""
+    """Check the system requirements before the packages are installed.
+
+    This check requires only the standard library.
+    """
     free = shutil.disk_usage(".").free
     disk = Check("disk", free >= _INSTALLED_BYTES, f"{free / 1e9:.0f} GB free; the packages take about 7 GB")
     return [_libraries(), disk, _shared_memory(), _open_files(), _ports()]

@@ -34,8 +34,8 @@ class RunLog:
     Args:
         start_step: number of finished steps. Records of later steps are removed, or archived if ``start_step`` is 0.
         last_step: last step of the run. None means ``gdpo.max_num_steps``.
-        guard: function that is called before a step is recorded. It raises an exception if another process has taken
-            over the run folder.
+        guard: function that is called before a step is recorded. The function raises an exception if another process
+            has taken over the run folder.
         restarted: reason why the supervisor restarted the run. If the earlier steps are archived together with the
             original alert, the reason is reported again.
 

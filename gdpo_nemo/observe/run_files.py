@@ -21,7 +21,7 @@ from gdpo_nemo.utils.files import parse_json, parse_yaml, read_bytes, read_text
 
 STATUS = "status.json"
 LATEST_S = 1e11
-"""Upper bound on times in seconds since the epoch, in the year 5138."""
+"""Upper bound on times in seconds since the epoch, which is in the year 5138."""
 LAST_STEP = 10**9
 LARGEST_COUNT = 10**12
 LARGEST = 1e100

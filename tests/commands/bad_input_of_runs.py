@@ -76,7 +76,7 @@ RUNS = [
     ("rollouts {d}/absent", None, "absent: not a run folder"),
     ("rollouts {d}/rows.jsonl", None, "rows.jsonl: not a run folder"),
     ("rollouts {d}/model", None, "model: no samples found"),
-    (EXPORT + " --step 7", None, "no samples of step 7; its samples are of steps 1 to 2"),
+    (EXPORT + " --step 7", None, "no samples of step 7; existing samples are from steps 1 to 2"),
     (EXPORT + " --step one", None, "--step"),
     (EXPORT + " --out {d}/empty", None, "--out: "),
     (EXPORT + " --out {d}/absent/x", None, "--out: "),

@@ -208,7 +208,7 @@ class Speaker:
         self.dialogue = Dialogue(conversation, system, context, sampling.max_new_tokens)
         self._sampling = sampling
         cluster = replace(config.cluster, cpus_per_node=max(1, cores(config.cluster) // share))
-        # Without policy ranks Ray chooses the engine's devices.
+        # Without policy ranks, Ray chooses the engine's devices.
         self.fleet: EngineFleet = EngineFleet(
             replace(config, cluster=cluster), str(folder.absolute()), Placement(Places((), (0,)))
         )
@@ -349,7 +349,7 @@ class RunRows:
     def prompt(self, row: RunRow, tokenizer: Tokenizer) -> Prompt:
         """Return the prompt that the run would create from the row, with tokens of ``tokenizer``.
 
-        For ``strided`` data, it is the first prompt of the text. Raises ConfigError.
+        For ``strided`` data, the result is the first prompt of the text. Raises ConfigError.
         """
         config = self._of_a_run()
         source = prompts_of(
@@ -413,7 +413,7 @@ class RunRows:
 
 
 def rewards_line(trajectory: Trajectory, weighted: list[str]) -> str:
-    """Format the reward components, trained ones first."""
+    """Format the reward components, beginning with trained components."""
     if trajectory.outcome is Outcome.ENV_FAILED:
         return f"no rewards because the environment failed: {trajectory.detail}"
     names = dict.fromkeys([*(name for name in weighted if name in trajectory.rewards), *trajectory.rewards])

@@ -124,7 +124,7 @@ class Then(StrEnum):
 
     CONTINUES = "continues"
     REBUILDS = "rebuilds"
-    """The driver rebuilds the policy, or the supervisor restarts everything."""
+    """The driver rebuilds the policy, or the supervisor restarts the whole run."""
     RESTARTS = "restarts"
     """The supervisor restarts the run."""
     ENDS = "ends"

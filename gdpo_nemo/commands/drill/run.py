@@ -250,7 +250,7 @@ def _last_step(file: Path) -> int:
 
 
 def _pace(file: Path) -> float:
-    """Return the seconds of two steps, estimated by the median of the last five steps. Some steps take longer."""
+    """Return twice the median seconds of the last five steps, which a few slow steps do not affect."""
     times = [float(row.get("time/step", 0.0)) for row in islice(_newest_rows(file), 5)]
     return 2 * statistics.median(times or [0.0])
 
@@ -264,7 +264,7 @@ def _newest_rows(file: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     for line in reversed(lines):
-        row = parse_row(line)  # None for an incomplete line, such as the first one
+        row = parse_row(line)  # None for an incomplete line, such as the first line
         if row is not None and "loss" in row:
             yield row
 

@@ -1,4 +1,4 @@
-"""``gdpo-nemo env list | check | new``: list environments, check one, or create a package for a new one."""
+"""``gdpo-nemo env list | check | new``: list environments, check an environment, or create a plugin package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_ROWS = 1_000_000
 
 def add(commands: Commands) -> None:
     """Register ``env`` and its actions."""
-    command = commands.add_parser("env", help="list and check environments, or create a new one")
+    command = commands.add_parser("env", help="list and check environments, or create a new environment")
     actions = command.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
     action = actions.add_parser("list", help="list the named environments and reward functions")
     action.set_defaults(command=list_all)

@@ -53,7 +53,7 @@ from gdpo_nemo import Environment, Trajectory, Verdict, read_options
 
 
 class @CLASS@(Environment):
-    """Components: ``correctness`` (0 or 1: the last digit written is the largest one) and ``brevity`` (1 to 0).
+    """Components: ``correctness`` (0 or 1: the last digit written is the largest) and ``brevity`` (1 to 0).
 
     Option: ``longest``, the number of tokens at which ``brevity`` reaches 0 (40).
     """
@@ -74,7 +74,7 @@ class @CLASS@(Environment):
         return [max(row["digits"]), "no idea"]
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """Return one verdict per trajectory, in order. A reward of None means that it does not apply."""
+        """Return one verdict per trajectory, in order. A reward of None means that the component does not apply."""
         return [Verdict(self._rewards(trajectory)) for trajectory in trajectories]
 
     def _rewards(self, trajectory: Trajectory) -> dict[str, float | None]:

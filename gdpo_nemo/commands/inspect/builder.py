@@ -152,7 +152,7 @@ def _files(run_dir: Path) -> list[tuple[int, int, Path]]:
 def _stamp(files: list[tuple[int, int, Path]]) -> str:
     stats = []
     for kind, step, path in files:
-        with contextlib.suppress(FileNotFoundError):  # a run that resumes may remove files
+        with contextlib.suppress(FileNotFoundError):  # a resumed run may remove files
             found = path.stat()
             stats.append((kind, step, found.st_mtime_ns, found.st_size))
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]

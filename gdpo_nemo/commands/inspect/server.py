@@ -44,7 +44,10 @@ def serving(folder: Path, port: int | None) -> Iterator[str | None]:
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
-    """Request handler for the page's files. It rejects requests for other host names, to prevent DNS rebinding."""
+    """Request handler for the page's files.
+
+    The handler rejects requests for other host names, to prevent DNS rebinding.
+    """
 
     def send_head(self) -> Any:
         name = (self.headers.get("Host") or "").rpartition(":")[0]
