@@ -36,7 +36,7 @@ _OVERRIDE = re.compile(r"(?:(\d+):)?([\w.]*=.*)", re.DOTALL)
 _MODEL = "policy.model_name"
 _LENGTH_KEYS = ("gdpo.max_num_steps", "gdpo.max_num_epochs")
 _WITHOUT_EFFECT = ("logger.", "checkpointing.", "health.", "cluster.", "run.max_restarts")
-"""Keys that may change for a finished stage, because its weights do not depend on them."""
+"""Keys that may change for a finished stage, because the stage's weights do not depend on these keys."""
 
 
 @dataclass
@@ -237,7 +237,7 @@ def _config_for_checks(stage: Stage, stages: Sequence[Stage]) -> Config:
 
 
 def _check_inputs(unfinished: Sequence[tuple[Stage, Resolved]]) -> int:
-    """Read the data of the unfinished stages, which raises ConfigError if it is invalid."""
+    """Read the data of the unfinished stages. Raises ConfigError if the data is invalid."""
     for stage, resolved in unfinished:
         _inputs(stage, resolved)
     return 0

@@ -140,9 +140,7 @@ def evaluate(
     subject = find_subject(Path(source), config_file, step)
     config = load_config(subject.config, overrides)
     if config.data.validation is None:
-        raise ConfigError(
-            "data.validation: eval requires held-out prompts; set them, for example data.validation.path=FILE"
-        )
+        raise ConfigError("data.validation: eval requires held-out prompts; set for example data.validation.path=FILE")
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out: {out} already exists")
     if out is not None:

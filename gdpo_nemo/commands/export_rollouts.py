@@ -46,7 +46,7 @@ def _selected_files(run_dir: Path, steps: list[int] | None) -> list[tuple[int, P
         raise ConfigError(f"{run_dir}: not a run folder")
     files = dict(rollout_files(run_dir))
     if not files:
-        raise ConfigError(f"{run_dir}: no samples found; set rollout.save_samples to write them")
+        raise ConfigError(f"{run_dir}: no samples found; set rollout.save_samples to write samples")
     if missing := sorted(set(steps or []) - set(files)):
         raise ConfigError(
             f"--step: {run_dir} has no samples of step {missing[0]}; existing samples are from steps "

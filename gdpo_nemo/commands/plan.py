@@ -16,7 +16,7 @@ from gdpo_nemo.utils.errors import ConfigError
 def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser(
-        "plan", help="estimate memory, batches, time and the best layout of a config before it runs"
+        "plan", help="estimate memory, batches, time and the best layout of a config before a run"
     )
     add_config(command)
     command.add_argument(

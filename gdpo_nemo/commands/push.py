@@ -24,7 +24,9 @@ _INDEX = "model.safetensors.index.json"
 def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser("push", help="upload an exported model to the Hugging Face Hub, private by default")
-    command.add_argument("source", metavar="FOLDER", help="exported model, or run folder that contains one")
+    command.add_argument(
+        "source", metavar="FOLDER", help="exported model, or run folder that contains an exported model"
+    )
     command.add_argument("repo", metavar="REPO", help="repository OWNER/NAME on the Hub; created if it does not exist")
     command.add_argument("--public", action="store_true", help="make the repository public")
     command.add_argument(
@@ -67,7 +69,7 @@ def exported_model(source: Path) -> Path:
     Raises ConfigError if the model is missing or incomplete.
     """
     if (source / "files.json").is_file():
-        raise ConfigError(f"{source}: is a checkpoint; convert it to a model with `gdpo-nemo convert --to hf`")
+        raise ConfigError(f"{source}: is a checkpoint; convert this checkpoint with `gdpo-nemo convert --to hf`")
     folder = source / "model" if (source / "config.yaml").is_file() else source
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{source}: no exported model (no {'config.json' if folder == source else 'model/ in it'})")
@@ -127,7 +129,7 @@ def _format_size(size: int) -> str:
 
 
 def _token(file: str | None) -> str:
-    """Return the access token from ``file`` or, if None, from HF_TOKEN. Raises ConfigError."""
+    """Return the access token from ``file`` or, if ``file`` is None, from HF_TOKEN. Raises ConfigError."""
     try:
         token = Path(file).read_text(encoding="utf-8").strip() if file else os.environ.get("HF_TOKEN", "").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -155,7 +157,9 @@ def push(folder: Path, files: list[str], repo: str, token: str, public: bool = F
     try:
         page = api.create_repo(repo, private=not public, exist_ok=True)
         if not public and not api.model_info(page.repo_id).private:
-            raise ConfigError(f"{page.repo_id} already exists and is public; use --public to upload to it")
+            raise ConfigError(
+                f"{page.repo_id} already exists and is public; use --public to upload to a public repository"
+            )
         message = f"Upload {real_path(folder).name} with gdpo_nemo"
         api.upload_folder(repo_id=page.repo_id, folder_path=folder, allow_patterns=files, commit_message=message)
     except ConfigError:

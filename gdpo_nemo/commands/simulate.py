@@ -230,7 +230,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: if the config or the options are invalid.
     """
     if arguments.run and arguments.calibration:
-        raise ConfigError("--calibration: conflicts with --run, which provides speeds; use one of them")
+        raise ConfigError("--calibration: conflicts with --run, which provides speeds; use one of these options")
     source = _Source(arguments)
     configs = _configs(source)
     rows = [row for config in configs for row in _rows(source, config)]

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _follow(screen: Console, now: Snapshot, arguments: argparse.Namespace) -> Snapshot:
     """Update the view until the run ends, and return the last snapshot.
 
-    The view uses the terminal's alternate screen, so that it is completely removed even if larger than the window.
+    The view uses the terminal's alternate screen, so that a view larger than the window is also removed completely.
     """
     import time
 

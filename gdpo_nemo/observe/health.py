@@ -301,7 +301,9 @@ def live_checks(config: Config) -> list[Check]:
 
 
 class HealthAlerts:
-    """Health alerts of one run. An alert is repeated only if its metric returns to its range and leaves it again.
+    """Health alerts of one run.
+
+    An alert is repeated only if its metric returns to the accepted range and leaves this range again.
 
     Args:
         say: function that is called with the text of an alert.

@@ -209,7 +209,7 @@ def draw(run_dir: str | Path, plot: bool) -> None:
 class Redraw:
     """Every ``period`` steps, start a process that redraws the report of a run. A period of 0 disables redrawing.
 
-    A redraw is skipped if the previous one is still running.
+    A redraw is skipped if the previous redraw is still running.
     """
 
     def __init__(self, run_dir: str | Path, period: int, plot: bool):

@@ -334,7 +334,7 @@ def _site_packages() -> list[Path]:
 
 
 def _import_error(module: str) -> str | None:
-    """Import a module in a new process. Return the last line of its error, or None if the import succeeds."""
+    """Import a module in a new process. Return the last line of the error, or None if the import succeeds."""
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
@@ -353,7 +353,7 @@ def flashinfer() -> Finding:
     """
     installed = version("flashinfer-python")
     if installed is None:
-        return Finding(None, "not installed; vLLM works without it")
+        return Finding(None, "not installed; vLLM works without FlashInfer")
     if importlib.util.find_spec("flashinfer_cubin"):
         return Finding(usable=True, text=f"flashinfer-python {installed}, with compiled kernels")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -368,12 +368,12 @@ def flashinfer() -> Finding:
         what = (
             f"flashinfer-python {installed} compiles its kernels, but did not find {' and '.join(missing_tools)}{where}"
         )
-        return Finding(None, f"{what}; vLLM works without it{hint}")
+        return Finding(None, f"{what}; vLLM works without FlashInfer{hint}")
     return Finding(usable=True, text=f"flashinfer-python {installed}, compiles its kernels with {nvcc}")
 
 
 def nccl(loaded: str | None) -> Finding:
-    """Check whether torch loads the NCCL version that was installed with it.
+    """Check whether torch loads the NCCL version that was installed with torch.
 
     Args:
         loaded: NCCL version that torch reports. None without a GPU.

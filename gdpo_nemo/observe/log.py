@@ -29,7 +29,7 @@ from gdpo_nemo.utils.errors import RunError, printable, without_secrets
 class RunLog:
     """Log of one run, which is written to files and shown on displays.
 
-    Call ``close`` in a ``finally`` block, because it restores the terminal after the live display.
+    Call ``close`` in a ``finally`` block, because ``close`` restores the terminal after the live display.
 
     Args:
         start_step: number of finished steps. Records of later steps are removed, or archived if ``start_step`` is 0.

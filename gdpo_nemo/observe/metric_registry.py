@@ -77,7 +77,7 @@ class Metric:
         return [self.pattern.replace(NAME, name) for name in names] if NAME in self.pattern else [self.pattern]
 
     def matches(self, key: str) -> bool:
-        """Return True if ``key`` is the metric's key or belongs to its family."""
+        """Return True if ``key`` is the metric's key or belongs to the metric's family."""
         return self._match(key) is not None
 
     def about_key(self, key: str) -> str:

@@ -6,8 +6,8 @@ owner is detected at once, because its lock is free and no process has its id an
 without waiting. The start time is in clock ticks since boot, so it does not depend on the wall clock.
 
 On another host or in another container, an owner counts as dead if it has not renewed its file for ``STALE_S``. The age
-of the file is the difference of two times on the same file system. The file is also watched for ``STALE_S / 4``,
-because the clock of that file system may be changed.
+of the file is the difference of two times on the same file system. The owner file is also watched for ``STALE_S / 4``,
+because the clock of the file system may be changed.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ def _check_regular(file: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):
-        raise ConfigError(f"run.dir: {file} is not a regular file; remove it, or use another run.name")
+        raise ConfigError(f"run.dir: {file} is not a regular file; remove this file, or use another run.name")
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
@@ -414,7 +414,7 @@ def _start_ticks(process: int) -> int | None:
     """Return the start time of a process in clock ticks since boot. It does not depend on the wall clock.
 
     Returns:
-        None if the process does not exist or is a zombie. 0 if its start time is unknown.
+        None if the process does not exist or is a zombie. 0 if the start time of the process is unknown.
     """
     try:
         text = Path(f"/proc/{process}/stat").read_text(errors="replace")

@@ -197,7 +197,7 @@ def read_run_config(run_dir: str | Path, shown: bool = True) -> dict[str, Any]:
     """Read the config of a run, which another version may have written, as nested dictionaries.
 
     Args:
-        shown: True to make all texts printable for display. False to return them unchanged.
+        shown: True to make all texts printable for display. False to return the texts unchanged.
 
     Raises:
         ConfigError: if the folder has no config, or the file is not a valid config.

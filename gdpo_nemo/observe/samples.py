@@ -203,11 +203,11 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
 
 
 def iter_rollouts(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the samples of one file as dictionaries, with only a few of them in memory at a time.
+    """Yield the samples of one file as dictionaries, with only a few samples in memory at a time.
 
     Raises:
         OSError: if the file cannot be opened.
-        ValueError: if it is not a rollout file.
+        ValueError: if the file is not a rollout file.
     """
     path = Path(path)
     if path.suffix != ".parquet":
@@ -229,7 +229,7 @@ def read_columns(path: str | Path, names: Sequence[str], rows: int | None = None
 
     Raises:
         OSError: if the file cannot be opened.
-        ValueError, KeyError, TypeError, AttributeError: if it is not a rollout file.
+        ValueError, KeyError, TypeError, AttributeError: if the file is not a rollout file.
     """
     import pyarrow as pa
 

@@ -112,7 +112,7 @@ class MlflowLog:
         section = config.logger.mlflow
         default_uri = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
         uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri
-        # A server chooses the location of artifacts. Without a server, they are stored in the run folder.
+        # A server chooses the location of artifacts. Without a server, artifacts are stored in the run folder.
         self._artifacts = (run_dir / "mlflow_artifacts").absolute().as_uri() if uri == default_uri else None
         self._client = MlflowClient(uri)
         known = section.run_id or _read_run_id(run_dir, "mlflow", start_step)

@@ -141,7 +141,7 @@ def load_rates(path: str | Path) -> Rates:
         return Rates(**phases, **content)
     except FileNotFoundError:
         raise ConfigError(
-            f"--calibration: {path} not found; create it with `gdpo-nemo plan --calibrate RUN --out {path}`"
+            f"--calibration: {path} not found; create the file with `gdpo-nemo plan --calibrate RUN --out {path}`"
         ) from None
     except OSError as error:
         raise ConfigError(f"--calibration: {path} cannot be read ({error.strerror})") from None

@@ -441,7 +441,7 @@ def _staleness(config: Config) -> str:
         least = f"{valid_needed(config)} of {config.gdpo.num_generations_per_prompt}"
         parts.append(
             f"after {rollout.group_timeout_s:g} s a group is trained if at least {least} samples have reward results, "
-            "otherwise it is dropped"
+            "otherwise the group is dropped"
         )
     buffer = rollout.replay_buffer
     if buffer.groups:

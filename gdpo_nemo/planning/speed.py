@@ -155,7 +155,10 @@ def _tensor_traffic(config: Config, shape: Shape, device: Device, layout: Layout
 
 
 def _gradients(resolved: Resolved, shape: Shape, device: Device, layout: Layout) -> float:
-    """Return the seconds of a step's gradient reductions. ``overlap_grad_reduce`` is assumed to hide half of them."""
+    """Return the seconds of a step's gradient reductions.
+
+    ``overlap_grad_reduce`` is assumed to hide half of this time.
+    """
     config = resolved.config
     replicas = layout.data * layout.context
     if replicas == 1:

@@ -107,7 +107,7 @@ class HalfPair(ValueError):
 def check_pairs(text: str) -> None:
     r"""Refuse a text with a lone surrogate, for example ``\ud83d``, which is half of an emoji.
 
-    UTF-8 cannot encode it, but tokenizers, files and servers require UTF-8.
+    UTF-8 cannot encode lone surrogates, but tokenizers, files and servers require UTF-8.
 
     Raises:
         HalfPair: if the text contains a lone surrogate.
@@ -262,7 +262,7 @@ def whole_file(path: str | Path, *, sync: bool = False) -> Iterator[BinaryIO]:
 
     If the block fails, ``path`` does not change.
 
-    The new file has the permissions of the old one. A symbolic link is followed, and its target is replaced. Devices
+    The new file has the permissions of the old file. A symbolic link is followed, and its target is replaced. Devices
     and pipes are not replaced but written directly.
 
     Args:

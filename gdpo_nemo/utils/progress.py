@@ -104,8 +104,8 @@ def watched(watcher: Callable[[Phase], None]) -> Iterator[None]:
 def importing(freeze: bool = True) -> Iterator[None]:
     """Turn off garbage collection in this block, and exclude the imported objects from later collections.
 
-    The modules of vLLM and Megatron contain more than a million permanent objects. Scanning them repeatedly would take
-    a fifth of an engine's startup time.
+    The modules of vLLM and Megatron contain more than a million permanent objects. Scanning these objects repeatedly
+    would take a fifth of an engine's startup time.
 
     Args:
         freeze: True to exclude all objects that exist at the end of the block from later collections (``gc.freeze``).

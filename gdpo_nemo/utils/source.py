@@ -218,7 +218,7 @@ def _file_of(module: str, beside: Path | None) -> Path | None:
     if not first:
         return None
     candidates: list[Path] = []
-    # find_spec is used only for the outermost package. For a submodule it would import the parent package.
+    # find_spec is used only for the outermost package. For a submodule, find_spec would import the parent package.
     spec = find_spec(first)
     if spec is not None and spec.submodule_search_locations:
         candidates += [Path(folder) for folder in spec.submodule_search_locations]

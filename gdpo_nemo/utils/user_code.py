@@ -90,7 +90,7 @@ def _unpickled(file: str, name: str) -> Any:
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ConfigError(
-            f"cannot read the objects in {file}: {first_line(error)}; they require the modules and the Python "
+            f"cannot read the objects in {file}: {first_line(error)}; these objects require the modules and the Python "
             "version that they were written with"
         ) from error
     if not isinstance(objects, dict):

@@ -180,7 +180,7 @@ RUNS = [
     (
         "push {d}/run/checkpoints/step_1 me/mine",
         None,
-        "is a checkpoint; convert it to a model with `gdpo-nemo convert --to hf`",
+        "is a checkpoint; convert this checkpoint with `gdpo-nemo convert --to hf`",
     ),
     ("push {d}/model", None, "REPO"),
     ("push {d}/model a//b --dry-run", None, "is not a valid repository name"),

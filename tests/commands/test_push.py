@@ -110,7 +110,7 @@ def _index(folder: Path) -> None:
     "source, spoil, message",
     [
         ("absent", None, "absent: no exported model (no config.json)"),
-        ("run/checkpoints/step_1", None, "is a checkpoint; convert it to a model with `gdpo-nemo convert --to hf`"),
+        ("run/checkpoints/step_1", None, "is a checkpoint; convert this checkpoint with `gdpo-nemo convert --to hf`"),
         ("run", lambda d: (d / "model" / "config.json").unlink(), "no exported model (no model/ in it)"),
         ("run", lambda d: (d / "model" / "model.safetensors").unlink(), "(its *.safetensors is missing)"),
         (

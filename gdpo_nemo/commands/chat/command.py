@@ -47,7 +47,9 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--row", type=int, metavar="N", help="start with row N of the run's data, and show its rewards"
     )
-    command.add_argument("--split", choices=SPLITS, help="split of --row (default: validation if the run has one)")
+    command.add_argument(
+        "--split", choices=SPLITS, help="split of --row (default: validation if the run has this split)"
+    )
     command.add_argument(
         "--temperature", type=float, metavar="T", help="sampling temperature, 0 for greedy (default: the run's)"
     )

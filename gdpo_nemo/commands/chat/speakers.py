@@ -164,7 +164,10 @@ def weights_of(source: Source) -> Path:
 
 
 def sampling_of(policy: PolicyConfig, temperature: float | None, max_new_tokens: int | None) -> Sampling:
-    """Return the run's sampling settings, with ``temperature`` and ``max_new_tokens`` replaced unless None."""
+    """Return the run's sampling settings.
+
+    ``temperature`` and ``max_new_tokens`` replace settings unless they are None.
+    """
     generation = policy.generation
     return Sampling(
         generation.temperature if temperature is None else temperature,
@@ -218,7 +221,7 @@ class Speaker:
         self.fleet.ready()
 
     def question(self, asked: str | Prompt, seed: int) -> Question:
-        """Create the request for a prompt. Raises ConfigError if the model does not support it."""
+        """Create the request for a prompt. Raises ConfigError if the model does not support the prompt."""
         try:
             prompt, forgotten = self.dialogue.prompt(asked)
         except RunError as error:

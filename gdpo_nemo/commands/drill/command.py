@@ -24,7 +24,7 @@ also bitwise equal. In runs on several hosts, only processes on this host are ta
 def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser(
-        "drill", help="inject faults into a run and check that it recovers", description=_DESCRIPTION
+        "drill", help="inject faults into a run and check that the run recovers", description=_DESCRIPTION
     )
     add_config(command)
     command.add_argument(

@@ -121,7 +121,7 @@ def build(
         raise ConfigError(f"{run_dir}: not a run folder")
     files = _files(run_dir)
     if not files:
-        raise ConfigError(f"{run_dir}: no samples found; set rollout.save_samples to write them")
+        raise ConfigError(f"{run_dir}: no samples found; set rollout.save_samples to write samples")
     config, note = _config(run_dir)
     try:
         with Scripts(out / FOLDER) as scripts:

@@ -72,7 +72,7 @@ def follow(run_dir: str | Path, out: Path, every: float | None) -> None:
     """Wait forever. Every ``every`` seconds, rewrite the page if the run's samples have changed. None means never.
 
     Raises:
-        ConfigError, RunError: from ``builder.build``, if it fails twice for the same files.
+        ConfigError, RunError: if ``builder.build`` fails twice for the same files.
     """
     seen = builder.stamp_of(run_dir)
     failed = ""

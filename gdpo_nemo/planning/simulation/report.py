@@ -107,7 +107,7 @@ def describe_bottleneck(row: Row) -> list[str]:
     result, scenario = row.result, row.result.scenario
     sentences = [
         f"At max_staleness {scenario.max_staleness} a step takes {result.step_s:.3g} s. The trainer waits "
-        f"{result.trainer_idle:.0%} of this time. Engines are idle {result.engine_idle:.0%} of it and fill "
+        f"{result.trainer_idle:.0%} of this time. Engines are idle {result.engine_idle:.0%} of this time and fill "
         f"{result.slots_used:.0%} of their slots. {_reason(result)}"
     ]
     if result.kv_use > 1:
@@ -132,7 +132,7 @@ def _reason(result: Result) -> str:
         "weight update per step.",
         "driver": f"The driver is the bottleneck: it is busy {result.driver:.0%} of the time, "
         f"{scenario.driver_s * 1e3:.3g} ms per sample.",
-        "verifiers": f"The verifiers are the bottleneck: {scenario.verify_workers} of them are busy "
+        "verifiers": f"The verifiers are the bottleneck: {scenario.verify_workers} verifiers are busy "
         f"{result.verifiers:.0%} "
         "of the time.",
         "engines": f"The engines' throughput is the bottleneck: on average, {result.queued:,.0f} samples wait for a "
