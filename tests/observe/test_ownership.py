@@ -201,7 +201,7 @@ def test_owner_that_is_not_a_regular_file_is_refused_at_once(tmp_path, kind):
     run = tmp_path / "run"
     run.mkdir()
     NOT_FILES[kind](run / FILE)
-    said = f"run.dir: {run / FILE} is not a regular file; remove it"
+    said = f"run.dir: {run / FILE} is not a regular file; remove this file"
     for wanted in (f"with owned(Path({str(run)!r})): pass", f"check_free(Path({str(run)!r}))"):
         script = f"from pathlib import Path; from gdpo_nemo.observe.ownership import check_free, owned\n{wanted}"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
