@@ -154,7 +154,9 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
 def _run_config_path(path: Path) -> Path:
     config = real_path(path).parent.parent / "config.yaml"
     if not config.is_file():
-        raise ConfigError(f"{path}: config.yaml not found in its run folder {config.parent}; use --config")
+        raise ConfigError(
+            f"{path}: config.yaml not found in its run folder {config.parent}; specify a file with --config"
+        )
     return config
 
 

@@ -133,7 +133,7 @@ def test_without_a_config_beside_it_one_is_asked_for(tmp_path, capsys):
     path = recorded(tmp_path, two_groups())
     (tmp_path / "config.yaml").unlink()
     assert cli.main(["explain-advantages", str(path)]) == 2
-    assert "specify one with --config" in capsys.readouterr().err
+    assert "specify a file with --config" in capsys.readouterr().err
     assert "prompt first" in shown(capsys, path, "--config", DEMO)
 
 
