@@ -148,7 +148,7 @@ RUN_FILES = [
         )
         for wrong in ({"step": "x"}, {"step": -1}, {"step": 1e300}, {"text": 3}, {"level": 3}, {"time": "x"})
     ),
-    *((REPORT, metrics(step=value), "line 2: not a row of metrics") for value in (-1, True, 10**30, 1.5)),
+    *((REPORT, metrics(step=value), "line 2: not a valid metrics row") for value in (-1, True, 10**30, 1.5)),
     *(
         (CALIBRATE, metrics(**{name: value}), f"metrics.jsonl: {name} of step 2 must be")
         for name, value in (("time/train", -1), ("time/train", 10**400), ("time/rollout", 0), ("rollout/tokens", 0))

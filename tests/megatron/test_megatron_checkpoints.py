@@ -166,4 +166,4 @@ def test_a_checkpoint_of_a_lora_run_becomes_an_adapter_of_peft(on_ranks, model_f
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(dist_cases.tokens()).logits
     torch.testing.assert_close(adapted, hf_logits(tmp_path / "merged"), atol=1e-5, rtol=0)
     status, said = convert("megatron", checkpoint, tmp_path / "mcore")
-    assert status == 2 and "contains adapters; convert it --to hf first" in said
+    assert status == 2 and "contains adapters; use --to hf first" in said
