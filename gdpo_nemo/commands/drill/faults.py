@@ -244,7 +244,8 @@ def _torn_lines(run_dir: Path) -> str:
 # Between these two phrases, the supervisor may quote the last warning of the process's Ray client.
 _KILLED = r"was killed by SIGKILL\b.*; the run is restarted"
 _DIED = "a worker process died"
-_RAY = f"Ray's (raylet|gcs_server|client)|{_DIED}"
+# Ray's processes notice a lost server at different times, so the reason for the restart varies.
+_RAY = f"Ray's (raylet|gcs_server|client)|{_DIED}|; the run is restarted"
 
 FAULTS = {
     fault.name: fault

@@ -163,7 +163,9 @@ class DrilledRun:
             # The run reports a fault at the end of the step, or at the next use of a process that was idle.
             self._until(lambda: self._is_reported(fault, since, logged, furthest), "a report of the fault")
             outcome.said = self._find_reports(fault, since, logged)
-            outcome.wrong = None if outcome.said else f"the run did not report the fault; see {self.log}"
+            if not outcome.said:
+                others = "; ".join(self._reports(since, logged)) or "none"
+                outcome.wrong = f"the run did not report the fault; its reports since then: {others}; see {self.log}"
         return outcome
 
     def _is_reported(self, fault: Fault, since: float, logged: int, step: int) -> bool:
@@ -172,12 +174,16 @@ class DrilledRun:
 
     def _find_reports(self, fault: Fault, since: float, logged: int) -> list[str]:
         """Return the alerts and error lines that match the fault's pattern."""
+        return [text for text in self._reports(since, logged) if fault.says and re.search(fault.says, text)]
+
+    def _reports(self, since: float, logged: int) -> list[str]:
+        """Return the alerts since a time, and the error lines of the log from byte ``logged``."""
         alerts = [alert["text"] for alert in read_alerts(self.run_dir) if alert.get("time", 0.0) >= since]
         with open(self.log, "rb") as log:
             log.seek(logged)
             lines = log.read().decode(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return [text for text in [*alerts, *errors] if fault.says and re.search(fault.says, text)]
+        return [*alerts, *errors]
 
     def _start_again(self, fault: Fault, outcome: Outcome) -> None:
         """Restart the run like a user would, or set ``outcome.wrong`` if it should not have ended."""
