@@ -315,7 +315,7 @@ class TokenFields:
     """
 
     advantages: Tensor
-    """float32; advantage of the token's sequence, or of the token with credit by turn."""
+    """float32; advantage of the token's sequence, or the token's advantage if advantages are computed by turn."""
     weights: Tensor
     """float32; `token_weights` of the token's sequence, 0 for tokens that are not trained."""
     sequence_ids: Tensor

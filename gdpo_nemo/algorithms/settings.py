@@ -33,7 +33,8 @@ class Settings:
     With "scored", zero-variance groups reduce the standard deviation of the batch, which enlarges all other advantages.
     """
     residue: float = 1e-9
-    """Threshold below which a batch whose rewards cancel is set to 0; 0: never.
+    """Threshold below which the rewards of a batch are considered to cancel, and all its advantages are set to 0. A
+    threshold of 0 disables this check.
 
     The threshold applies to the standard deviation without epsilon, as a fraction of the size of the terms. Below this
     threshold, only rounding errors and the effect of epsilon remain, and the batch norm would scale them to full size.

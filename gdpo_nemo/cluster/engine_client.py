@@ -8,8 +8,8 @@ A request passes through ``submit``, ``adopt``, ``_outbox``, ``_flush`` in the n
 ``PendingRequest.answer``. If the engine dies, ``_poll`` raises WorkerDied. ``_replace`` then calls ``owner.reassign``,
 waits for ``owner.awake`` and creates a new actor. Finally, ``_begin`` calls ``_send`` for the remaining requests.
 
-``EngineState`` documents the states and their transitions. A death leads from every state except DEAD to STARTING or
-DEAD. Any other error ends ``serve`` and the run.
+``EngineState`` documents the states and their transitions. If an engine dies in any state except DEAD, its next state
+is STARTING, or DEAD if it is not replaced. Any other error ends ``serve`` and the run.
 """
 
 from __future__ import annotations

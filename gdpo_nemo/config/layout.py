@@ -287,7 +287,8 @@ def check_stages(layers: int | None, layout: MegatronConfig) -> None:
         layers: number of layers of the model; None if unknown, so that only the settings are checked.
 
     Raises:
-        ConfigError: if the layers cannot be divided. The message contains the key and the possible values.
+        ConfigError: if the layers cannot be divided among the stages. The message contains the key and the possible
+            values.
     """
     pipeline = layout.pipeline_model_parallel_size
     virtual = layout.virtual_pipeline_model_parallel_size

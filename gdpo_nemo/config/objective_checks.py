@@ -348,7 +348,8 @@ def check_teacher(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> N
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {str(error).removeprefix('policy.model_name: ')}") from None
     vocabulary = (read_model(config.policy).fields or {}).get("vocab_size", 0)
-    if fields and fields.get("vocab_size", 0) < vocabulary:  # The model on the hub may not be known yet.
+    # ``fields`` is empty if the config of a hub model is not available on this machine.
+    if fields and fields.get("vocab_size", 0) < vocabulary:
         raise ConfigError(
             f"{_KEY}: {name} has {fields.get('vocab_size')} tokens, fewer than the policy's {vocabulary}; use a "
             "teacher with the same vocabulary"

@@ -278,8 +278,9 @@ class DatasetConfig:
     """Template for each prompt, in which `{prompt}` is replaced by the prompt. In a conversation, the template applies
     to the last message."""
     chat: Optional[bool] = None
-    """Render prompts with the tokenizer's chat template. Null: true if the tokenizer has a chat template. False: text
-    prompts are passed to the model unchanged (as in TRL), but chat messages are still rendered."""
+    """Render prompts with the tokenizer's chat template. False: text prompts are passed to the model unchanged (as in
+    TRL), but chat messages are still rendered. Null selects true if the tokenizer has a chat template, and false
+    otherwise."""
     chat_template_kwargs: Dict[str, Any] = field(default_factory=dict)
     """Additional arguments for the chat template, such as `{enable_thinking: false}`. A column with this name sets
     arguments for a single row."""
@@ -297,7 +298,7 @@ class DatasetConfig:
     template) and argilla, argilla_chat, icr, intel, prompt_pairs or ultra. For these algorithms and sft, the value may
     be a mapping with keys such as field_prompt, field_chosen and prompt_format. Null: the columns that TRL expects."""
     train_on: str = "assistant"
-    """Tokens of a conversation that sft trains: assistant (all turns of the assistant), last (only its last turn) or
+    """Tokens of a conversation that sft trains on: assistant (all turns of the assistant), last (only its last turn) or
     all (all tokens except the first)."""
     strided: Optional[StridedConfig] = None
     """Cut prompts out of raw text: each anchor in a row is a separate prompt. Null: each row is one prompt."""

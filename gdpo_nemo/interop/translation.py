@@ -429,7 +429,7 @@ class Findings:
         self.differences[name] = what
 
     def asks(self, key: str, what: str) -> None:
-        """Record a question about a key of this project that only the dry run can answer."""
+        """Record a question that only the dry run can answer. ``key`` is a config key of this project."""
         self.questions[key] = what
 
     def blocks(self, name: str, why: str, *keys: str) -> None:

@@ -47,7 +47,7 @@ class PeftAdapter:
     """Last parts of module names, or a regular expression for full names."""
 
     def scale(self, rank: int) -> float:
-        """Return the scale of B A for a module with this rank."""
+        """Return the scaling factor of the LoRA product ``B @ A`` for a module with this rank."""
         return self.alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def base_folder(self) -> Path | None:

@@ -319,7 +319,7 @@ def _check_json(key: str, value: Any) -> None:
     """Check that JSON preserves ``value``. Tuples are accepted, although they become lists.
 
     Raises:
-        ConfigError: if JSON cannot represent the value. ``key`` is the beginning of the message.
+        ConfigError: if JSON cannot represent the value. The message begins with ``key``.
     """
     if isinstance(value, Mapping):
         for name, item in value.items():

@@ -414,7 +414,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
 MOST = 1_000_000
 """Maximum number of characters in a value with its nested values, after expanding interpolations."""
 _MOST_COMPUTED = 8
-"""Maximum number of references that contain a reference, such as ``${a.${b}}``.
+"""Maximum number of nested references, such as ``${a.${b}}``, in a config.
 
 The sizes of their targets are unknown.
 """

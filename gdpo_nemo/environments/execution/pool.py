@@ -322,7 +322,7 @@ def is_remote(name: str, options: Mapping[str, Any]) -> bool:
 
 
 class RemoteEnvironments:
-    """Remote environments of a config, which run on the driver.
+    """Environments of a config with ``remote = True``. Their methods run on the driver, not in worker processes.
 
     Args:
         section: remote environments of the config section ``env``, options by environment name.

@@ -336,7 +336,7 @@ def _resolver(tree: ast.Module, function: ast.FunctionDef | None, arguments: Map
 
 
 def _parameters(tree: ast.Module, function: ast.FunctionDef) -> dict[str, ast.expr]:
-    """Return the parameters of a function -> the arguments of its only call."""
+    """Return the arguments of the only call of a function, by parameter name."""
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == function.name]
     if len(calls) != 1:
         return {}

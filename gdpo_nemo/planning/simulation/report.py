@@ -184,7 +184,7 @@ def candidates(result: Result) -> list[Change]:
 
 
 def helpful_changes(result: Result, changes: Sequence[Change]) -> list[tuple[str, Result]]:
-    """Simulate the changes. Return (description, result) of each change that makes a step faster, in order of speed."""
+    """Simulate the changes. Return (description, result) of each change that makes a step faster, fastest first."""
     tried = [(change.words, simulate(change.scenario.changed(trace=False))) for change in changes]
     better = [(words, other) for words, other in tried if other.step_s < (1 - _GAIN) * result.step_s]
     return sorted(better, key=lambda found: found[1].step_s)

@@ -36,7 +36,7 @@ class CollectiveTransport(StreamingTransport):
     _members = ""
     """Identifier on rank 0 of the persistent group's engines."""
     _persistent_receivers: tuple[CollectiveReceiver, ...] = ()
-    """Newest receivers of the persistent group's engines."""
+    """Receivers of the persistent group's engines, from the group's most recent delivery."""
 
     def prepare(self, version: int) -> None:
         """Set the version to send."""
