@@ -146,6 +146,9 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
     Raises:
         ConfigError: if a setting is not supported.
     """
+    for name in ("batch_norm", "epsilon"):
+        if name in gdpo.options:
+            raise ConfigError(f"gdpo.options.{name}: not an option; set gdpo.{name}")
     if function is None and is_import_path(gdpo.estimator):
         _check_import_path("gdpo.estimator", gdpo.estimator)
         return

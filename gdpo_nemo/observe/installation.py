@@ -1,4 +1,4 @@
-"""Checks of the machine and its libraries (``gdpo-nemo doctor --installation``)."""
+"""Checks of the machine and its libraries (``gdpo-nemo doctor --environment``)."""
 
 from __future__ import annotations
 

@@ -75,6 +75,7 @@ def test_only_what_costs_nothing_to_build_is_asked_for_its_components(minimal, t
         (["gdpo.options={bounds: 3}", "gdpo.estimator=sa_mrpo"], "gdpo.options: "),
         (["gdpo.options={mode: soft}", "gdpo.estimator=gd2po"], "mode must be 'hard' or 'snr'"),
         (["gdpo.options={asymmetric: 1}", "gdpo.estimator=dara"], "option 'asymmetric' must be like False"),
+        (["gdpo.options={epsilon: 0.1}"], "gdpo.options.epsilon: not an option; set gdpo.epsilon"),
         (["gdpo.options={missing: ignore}"], "gdpo.options: missing='ignore'"),
         (["gdpo.options={ddof: 2}"], "ddof must be 0 or 1"),
         (["gdpo.options={batch_unit: token}", "gdpo.estimator=grpo"], "has no effect without the batch norm"),
