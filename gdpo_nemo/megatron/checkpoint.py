@@ -1,8 +1,8 @@
 """Checkpoints of model, optimizer, schedule and random state, which can be loaded in any parallel layout.
 
-The format is the fully reshardable one of Megatron's ``dist_checkpointing``. The caller writes to a temporary folder
-and renames it, so a folder with the final name is complete. Files may be written during training, from a copy of the
-state in host memory.
+The format is the fully reshardable one of Megatron's ``dist_checkpointing``. Each rank writes and reads its own share
+(see ``checkpoint_shards``). The caller writes to a temporary folder and renames it, so a folder with the final name is
+complete. Files may be written during training, from a copy of the rank's share in host memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import queue
 import shutil
 import threading
 import zlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +24,25 @@ from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
+    is_main_replica,
 )
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gdpo_nemo.megatron import checkpoint_index
+from gdpo_nemo.megatron.checkpoint_shards import as_blocks, divide, load_divided, optimizer_ranges
 from gdpo_nemo.megatron.lora import load_adapters, sharded_adapters
+from gdpo_nemo.megatron.optimizer import host_memory_like
 from gdpo_nemo.megatron.runtime import random_state, set_random_state
 from gdpo_nemo.utils.errors import RunError
 
 _NO_SPACE = 4 << 20
 _SHARDING = "fully_reshardable"
+"""Megatron's name of the format in the files."""
+_RANGES = "fully_sharded_model_space"
+"""Megatron's name of a loaded state that contains each rank's ranges, as ``optimizer_ranges`` requests them."""
 
 # Megatron's background saves are processes that return their results through a manager process. Saves in this module
 # are threads. A plain queue avoids the manager, which takes seconds to start and is orphaned after a kill.
@@ -66,23 +73,25 @@ class Save:
     """
 
     def __init__(self, policy, folder: str | Path, background: bool):
-        self._policy = policy
         self._folder = Path(folder)
         if dist.get_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         with policy.params_synced(), policy.optimizer_on_device(), self._explained():
             _fill_moments(policy.built.optimizer)
-            state = _state(policy, is_loading=False)
-            # Compute checksums before the next update changes the weights. ``finish`` compares the files with them.
-            self._sums = _checksums(_weights(policy))
+            state = _state(policy)
+            divide(state)
+            self._weights = _own_weights(state, [name for name, _ in _named_chunks(policy)])
+            on_cpu = (part.data for part in nested_values(state) if isinstance(part, ShardedTensor))
+            live = {tensor.untyped_storage().data_ptr() for tensor in on_cpu if not tensor.is_cuda}
             # Use "mcore", because the other strategy requires NVIDIA's resiliency extension, whose wheels are for GPUs.
             self._request = dist_checkpointing.save(
                 state, str(self._folder), async_sharded_save=True, async_strategy="mcore"
             )
             arguments = list(self._request.async_fn_args)
             if self._request.async_fn is not None:
-                arguments[1] = _in_host_memory(arguments[1], copy=background)
+                arguments[1] = _in_host_memory(arguments[1], live if background else set())
+        self._sums: dict[_Place, int] = {}
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         if not background:
@@ -91,6 +100,7 @@ class Save:
     def _write(self, *arguments) -> None:
         # Megatron's results queue passes errors to `finish`.
         if self._request.async_fn is not None:
+            self._sums = _checksums(arguments[1], {_place(weight) for weight in self._weights})
             self._request.async_fn(*arguments)
 
     @property
@@ -109,8 +119,8 @@ class Save:
             dist.barrier()  # the index lists the files of all ranks
             for function in self._request.finalize_fns:
                 function()
-            sums = _checksums(_read_back(self._policy, self._folder))
-        wrong = sorted(name for name in self._sums if sums.get(name) != self._sums[name])
+            sums = _read_back(self._weights, self._folder)
+        wrong = sorted({key for key, offset in self._sums if sums[key, offset] != self._sums[key, offset]})
         if wrong:
             raise RunError(f"{len(wrong)} tensors have other values when read back, for example {wrong[0]}")
         dist.barrier()
@@ -123,30 +133,74 @@ class Save:
             raise RunError(_reason(error, self._folder)) from error
 
 
-def _in_host_memory(buckets: list[Any], copy: bool) -> list[Any]:
-    """Return Megatron's write buckets with all tensors in host memory; ``copy`` also copies those on the CPU."""
+def _in_host_memory(buckets: list[Any], live: set[int]) -> list[Any]:
+    """Return Megatron's write buckets with all tensors in host memory.
+
+    Args:
+        live: addresses of storages on the CPU that training changes, whose tensors must be copied. Megatron has copied
+            the tensors that are parts of such storages.
+    """
+    tensors = [tensor for _, _, (_, of_file) in buckets for _, tensor in of_file]
+    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+    copies = {id(tensor): tensor.clone() for tensor in tensors if tensor.untyped_storage().data_ptr() in live}
+    for tensor, host in zip(on_gpu, host_memory_like(on_gpu, pinned=bool(on_gpu))):
+        copies[id(tensor)] = with_own_storage(host.copy_(tensor, non_blocking=True))
+    if on_gpu:
+        torch.cuda.synchronize()
     return [
-        (path, key, (blobs, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
-        for path, key, (blobs, tensors) in buckets
+        (path, key, (blobs, [(item, copies.get(id(tensor), tensor)) for item, tensor in of_file]))
+        for path, key, (blobs, of_file) in buckets
     ]
 
 
-def _weights(policy) -> dict[str, torch.Tensor]:
-    """Return this rank's weights, or only its adapters under LoRA. The keys are ``chunk.name`` as in a checkpoint."""
-    state = {name: _chunk_weights(policy, chunk) for name, chunk in _named_chunks(policy)}
-    return {f"{name}.{key}": value for name, weights in state.items() for key, value in weights.items()}
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the same host memory whose storage contains nothing else. ``torch.save`` writes storages."""
+    return torch.frombuffer(_bytes(tensor).numpy(), dtype=tensor.dtype).view(tensor.shape)
 
 
-def _chunk_weights(policy, chunk) -> dict[str, torch.Tensor]:
-    """Return the live tensors of a chunk that a checkpoint contains, by name."""
-    if policy.lora:
-        return {key: tensor.data for key, tensor in sharded_adapters(chunk).items()}
-    return _tensors(chunk.state_dict())
+_Place = tuple[str, tuple[int, ...]]
+"""Key of a tensor in a checkpoint, and offset of a block in it."""
 
 
-def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state dictionary, without the scales for fp8."""
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra(key)}
+def _place(part: ShardedTensor) -> _Place:
+    return part.key, tuple(part.global_offset)
+
+
+def _own_weights(state: dict[str, Any], chunks: list[str]) -> list[ShardedTensor]:
+    """Return the blocks of the model's weights that this rank writes, without data.
+
+    Args:
+        state: divided state (see ``checkpoint_shards.divide``).
+        chunks: keys of the model's chunks in the state.
+    """
+    parts = (part for name in chunks for part in nested_values(state[name]) if isinstance(part, ShardedTensor))
+    return [block.without_data() for part in parts if is_main_replica(part.replica_id) for block in as_blocks(part)]
+
+
+def _checksums(buckets: list[Any], places: set[_Place]) -> dict[_Place, int]:
+    """Return the CRC-32 of the blocks at ``places`` in Megatron's write buckets."""
+    sums = {}
+    for _, _, (_, tensors) in buckets:
+        for item, tensor in tensors:
+            place = item.index.fqn, tuple(item.index.offset)
+            if place in places:
+                sums[place] = zlib.crc32(_bytes(tensor).numpy())
+    return sums
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _read_back(weights: list[ShardedTensor], folder: Path) -> dict[_Place, int]:
+    """Return the CRC-32 of this rank's blocks of the weights in the files; collective."""
+    read = {}
+    for number, weight in enumerate(weights):
+        values = torch.empty(weight.local_shape, dtype=weight.dtype)
+        _bytes(values).fill_(0xFF)  # NaN, which remains if a block is not read
+        read[str(number)] = replace(weight, data=values)
+    loaded = dist_checkpointing.load(dict(read), str(folder), validate_access_integrity=False)
+    return {_place(weight): zlib.crc32(_bytes(loaded[key]).numpy()) for key, weight in read.items()}
 
 
 def _is_extra(key: str) -> bool:
@@ -156,26 +210,6 @@ def _is_extra(key: str) -> bool:
     save the entry of an attention module.
     """
     return key.rpartition(".")[2].startswith("_extra_state")
-
-
-def _read_back(policy, folder: Path) -> dict[str, torch.Tensor]:
-    """Read this rank's weights from the files into new memory. The keys are those of ``_weights``."""
-    state = _model_state(policy)
-    for part in nested_values(state):
-        if isinstance(part, (ShardedTensor, ShardedTensorFactory)):
-            # The load overwrites these tensors, so they must not be the live weights. NaN marks a tensor that was not
-            # read.
-            part.data = torch.full_like(part.data, float("nan"))
-    state = dist_checkpointing.load(state, str(folder))
-    return {f"{name}.{key}": value for name, _ in _named_chunks(policy) for key, value in _tensors(state[name]).items()}
-
-
-def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Return the CRC-32 of every tensor's bytes."""
-    return {
-        name: zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        for name, tensor in tensors.items()
-    }
 
 
 def _reason(error: BaseException, folder: Path) -> str:
@@ -211,7 +245,7 @@ def load_weights(policy, folder: str | Path) -> None:
     with checkpoint_index.reading(folder):
         requested = _model_state(policy)
         _remove_absent_extras(requested, load_sharded_metadata(str(folder)))
-        _fill_model(policy, dist_checkpointing.load(requested, str(folder)))
+        _fill_model(policy, load_divided(requested, str(folder)))
     dist.barrier()
 
 
@@ -251,7 +285,8 @@ def load_checkpoint(policy, folder: str | Path) -> None:
 
 
 def _load(policy, folder: str | Path) -> None:
-    requested = _state(policy, is_loading=True)
+    _fill_moments(policy.built.optimizer)
+    requested = _state(policy)
     stored = load_sharded_metadata(str(folder))
     _remove_absent_extras({name: requested[name] for name, _ in _named_chunks(policy)}, stored)
     # Each rank has its own random state. A checkpoint of another number of ranks does not contain it, so the newly
@@ -263,7 +298,7 @@ def _load(policy, folder: str | Path) -> None:
     model_weights = _rename_main_weights(requested["optimizer"], stored)
     if not any(key.startswith(_MAIN_WEIGHTS[:2]) for key in stored):
         _read_separately(requested["optimizer"], model_weights, str(folder))
-    state = dist_checkpointing.load(requested, str(folder))
+    state = load_divided(requested, str(folder))
     _fill_model(policy, state)
     _fill_reference(policy, state)
     optimizer = policy.built.optimizer
@@ -271,6 +306,9 @@ def _load(policy, folder: str | Path) -> None:
     saved = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
     converted = _convert_optimizer_state(state["optimizer"], saved, parts)
     _restore_settings(converted, parts)
+    for part_state in converted.values() if len(parts) > 1 else [converted]:
+        if "param_state" in part_state:
+            part_state["param_state_sharding_type"] = _RANGES
     optimizer.load_state_dict(converted)
     # The scheduler reads only the number of updates and keeps its settings (see `optimizer.make_schedule`).
     policy.built.scheduler.load_state_dict(state["scheduler"])
@@ -310,7 +348,7 @@ def _rename_main_weights(requested: dict[str, Any], stored) -> dict[str, Any]:
 def _read_separately(requested: dict[str, Any], tensors: dict[str, Any], folder: str) -> None:
     """Read ``tensors`` from the checkpoint and replace them by their values in ``requested``, in place."""
     numbers = {id(tensor): number for number, tensor in tensors.items()}
-    values = dist_checkpointing.load(dict(tensors), folder)
+    values = load_divided(dict(tensors), folder)
 
     def replace_by_value(part):
         return LocalNonpersistentObject(values[numbers[id(part)]]) if id(part) in numbers else part
@@ -376,17 +414,33 @@ def sharded_weights(policy) -> list[tuple[str, dict[str, Any]]]:
     return [(name, chunk.sharded_state_dict(metadata=_metadata())) for name, chunk in _named_chunks(policy)]
 
 
-def _state(policy, is_loading: bool) -> dict[str, Any]:
+def _state(policy) -> dict[str, Any]:
     chunks = _model_state(policy)
-    metadata = _metadata()
-    model = chunks if len(chunks) > 1 else chunks["model"]
     return {
         **chunks,
         **_reference_state(policy),
-        "optimizer": policy.built.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
+        "optimizer": _optimizer_state(policy.built.optimizer, chunks if len(chunks) > 1 else chunks["model"]),
         "scheduler": policy.built.scheduler.state_dict(),
         "random": _random_object(),
     }
+
+
+def _optimizer_state(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, Any]:
+    """Return the optimizer's sharded state. Chained optimizers (dense and expert parameters) have the keys 0 and 1."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(parts) > 1:
+        optimizer._synchronize_steps()
+    states = [
+        {
+            **part.state_dict(),
+            "param_state": optimizer_ranges(part, model_state),
+            "param_state_sharding_type": _SHARDING,
+        }
+        if isinstance(part, DistributedOptimizer)
+        else part.sharded_state_dict(model_state, metadata=_metadata())
+        for part in parts
+    ]
+    return dict(enumerate(states)) if len(parts) > 1 else states[0]
 
 
 def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts: list[Any]) -> dict[Any, Any]:
