@@ -59,7 +59,7 @@ SETTINGS = {
 LEARNING_RATE = """## Learning rate
 
 The learning rate has more effect than the estimator.
-The share All at the end of the first setting was measured once with a plain PyTorch loop and six seeds:
+The final share *All* in the first setting was measured once with a plain PyTorch loop and six seeds:
 
 | learning rate | GRPO | GDPO |
 |---|---|---|
@@ -264,15 +264,15 @@ def headline(curves: Curves) -> str:
     lines = [
         "The runs show:",
         "",
-        f"* In the first setting, 40 % of the samples have all three right after {to_all['gdpo']} steps with GDPO "
-        f"and after {to_all['grpo']} with GRPO.",
-        f"  GRPO with weights chosen by hand takes {to_all['control']} steps.",
+        f"* In the first setting, 40 % of the samples meet all three conditions after {to_all['gdpo']} steps with GDPO "
+        f"and after {to_all['grpo']} steps with GRPO.",
+        f"  GRPO with manually chosen weights takes {to_all['control']} steps.",
         f"* Correctness ends at {end['gdpo']} with GDPO and {end['grpo']} with GRPO.",
     ]
     if ("equal", "gdpo") in curves:
         gap = _cells(curves["equal", "gdpo"].mean(axis=1) - curves["equal", "grpo"].mean(axis=1), "+.3f")
         lines += [
-            "* In the second setting the rewards have equal scale.",
+            "* In the second setting, the rewards have equal scales.",
             f"  Averaged over the run, GDPO minus GRPO is {gap[0]} in C and {gap[3]} in All.",
         ]
     return "\n".join(lines)
@@ -287,28 +287,27 @@ def report(curves: Curves, complete: dict[str, list[int]], command: str) -> str:
         seeds = "; ".join(f"seeds {found} ({SETTINGS[setting][0]})" for setting, found in named.items())
     sections = [
         "# GDPO compared with GRPO on a CPU",
-        "After this page you know when GDPO helps and by how much, on a small model.",
+        "After this page you can judge when GDPO helps, and by how much, from experiments on a small model.",
         f"```bash\n{command}\n```",
-        "This command makes this page.\n"
-        "The model sorts digits for three rewards: C (correct), F (format) and L (length).\n"
-        "*All* is the share of samples with all three right.",
-        "* In the first setting C is in {-3, 3}, and L is paid only if the answer is correct.\n"
+        "This command runs the experiments and writes this page.\n"
+        "The model learns to sort digits with three rewards: C (correct), F (format) and L (length).\n"
+        "*All* is the share of samples that meet all three conditions.",
+        "* In the first setting C is in {-3, 3}, and L is given only if the answer is correct.\n"
         "* In the second setting, which `--quick` skips, C, F and L are in {0, 1}.",
         headline(curves),
         "GDPO does not learn correctness faster.\n"
-        "It does not find skills that the model lacks: the warm-up taught sorting, and reinforcement learning selects "
-        "it.\n"
-        "If the rewards have equal scales, or weights that undo the scales, GDPO gains little.\n"
-        "If a reward has a larger scale because it matters more, GDPO removes this effect; set the reward's weight "
-        "instead.",
+        "GDPO also does not add skills: the warm-up taught sorting, and reinforcement learning selects this skill.\n"
+        "If the rewards have equal scales, or weights that compensate for their scales, GDPO gains little.\n"
+        "If a reward has a larger scale because it matters more, GDPO removes this effect.\n"
+        "To give a reward more influence, set its weight.",
         "## Results",
         f"Method: the real trainer on a model of 224,256 parameters after 250 warm-up steps, with {seeds}.\n"
         f"Each run has {STEPS} steps of 16 prompts x 8 samples, learning rate 1.5e-4, one update per step and no KL.\n"
-        "Values are the raw flags C, F and L of the training batches, whatever rewards were trained.\n"
-        f'"At the end" is the mean of the last {WINDOW} steps; {STEPS + 1} steps means "not within {STEPS} steps".\n'
-        "± is the standard error, which is itself uncertain with so few seeds.",
+        "Values are the raw flags C, F and L of the training batches, independent of the trained rewards.\n"
+        f'"At the end" is the mean of the last {WINDOW} steps. {STEPS + 1} steps means "not within {STEPS} steps".\n'
+        "The number after ± is the standard error, which is uncertain with so few seeds.",
         ends_table(curves),
-        f"Paired differences of the mean over all {STEPS} steps (same seed, same model, same prompts):",
+        f"The table shows paired differences of the mean over all {STEPS} steps (same seed, model and prompts):",
         differences_table(curves),
         LEARNING_RATE,
     ]

@@ -4,8 +4,9 @@
 
     result = train("base.yaml", rewards={"correct": correct, "short": (short, 0.5)}, data=rows)
 
-User files (environments, algorithms, losses, transports) should import from this package only, because its modules may
-move. A public name is imported on first access, so importing the package is fast. See ``docs/library.md``.
+User files (environments, algorithms, losses, transports) should import names only from ``gdpo_nemo`` itself, because
+its modules may move. A public name is imported on first access, so that ``import gdpo_nemo`` is fast. See
+``docs/library.md``.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ _HOME = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [*sorted(_HOME), "__version__"]
 
 
-if not TYPE_CHECKING:  # A type checker would give every unknown name the type Any.
+if not TYPE_CHECKING:  # A type checker would assign the type Any to every unknown name.
 
     def __getattr__(name: str) -> Any:
         """Import a public name on first access, because some modules import torch."""
@@ -147,7 +148,7 @@ def _version() -> str:
 
     try:
         return version("gdpo-nemo")
-    except PackageNotFoundError:  # a source checkout on sys.path that is not installed
+    except PackageNotFoundError:  # the package is a source checkout on sys.path, which is not installed
         return "unknown"
 
 

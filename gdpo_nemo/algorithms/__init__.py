@@ -1,8 +1,7 @@
 """Computation of updates from reward vectors: advantages, losses, off-policy corrections and diagnostics.
 
-The names below are imported on first access. The modules that check a config (estimators, settings, reward shaping)
-must be usable without importing torch. The function ``policy_loss`` is not listed here, because a module has the same
-name.
+Public names are imported on first access. The modules that check a config (estimators, settings, reward shaping) must
+be usable without importing torch. The function ``policy_loss`` is not listed here, because a module has the same name.
 """
 
 from __future__ import annotations

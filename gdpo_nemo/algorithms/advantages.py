@@ -2,8 +2,8 @@
 
     advantages = compute_advantages({"correct": [1, 0, 0, 1], "short": [0, 1, None, 1]}, group_ids=[7, 7, 7, 7])
 
-The driver computes in float64 NumPy on the CPU, over the whole global batch at once, because batch statistics per rank
-or per micro-batch would differ.
+The driver computes all advantages of the global batch at once, in float64 NumPy on the CPU, because batch statistics
+per rank or per micro-batch would differ.
 """
 
 from __future__ import annotations
@@ -69,32 +69,33 @@ def compute_advantages(
     By default this is GDPO (arXiv 2601.05242): z-scores of each component within its group, their weighted sum, and
     standardisation of that sum over the sequences with signal. The paper standardises over all sequences, including
     groups without signal, which enlarges the other advantages; `preset="paper"` reproduces this. Equal inputs give
-    bitwise equal results. Another order of the rows changes only the last digits.
+    bitwise equal results. A different order of the rows changes only the last digits.
 
-    With `kl`, the advantage becomes A - kl_coefficient x (kl - mean kl of the group). This is applied before the batch
-    norm and is not normalised itself, because normalisation would cancel the coefficient. KL does not give a row a
-    signal, so the rows of the batch statistics do not change. A row that has only KL is divided by the same deviation
-    as the others. With batch norm, a batch without any other signal stays 0. Estimators of the sum include the KL in
-    the sum instead, as published.
+    With `kl`, the advantage becomes A - kl_coefficient x (kl - mean kl of the group). The KL term is applied before the
+    batch norm and is not normalised itself, because normalisation would cancel the coefficient. The KL term does not
+    count as a signal, so the rows of the batch statistics do not change. A row with KL but without a signal is divided
+    by the same deviation as the other rows. With batch norm, the advantages of a batch without any signal stay 0.
+    Estimators of the sum include the KL in the sum instead, as published.
 
     Args:
-        rewards: [sequences, components], with NaN for a missing reward. Or a mapping of name to [sequences], in which
-            None is also a missing reward.
+        rewards: [sequences, components], with NaN for a missing reward. A mapping of component name to [sequences] is
+            also accepted, in which None also means a missing reward.
         group_ids: integers [sequences], equal for the samples of one prompt. Any order; groups may differ in size.
         weights: weight of each component, by name or in order; default 1. A component of weight 0 is only logged. A row
-            that has only such rewards counts as a row without a reward.
+            whose rewards all have weight 0 is treated as a row without a reward.
         valid: bool [sequences]; False for failed rows, which are excluded from all statistics and get advantage 0.
         lengths: tokens per sequence [sequences]. Only needed by variants that weight by tokens.
         kl: log-ratio of policy to reference, summed over each sequence [sequences]. NaN or None excludes a row.
         kl_coefficient: positive coefficient beta; required with `kl`.
         estimator: a name in `ESTIMATORS`, or a custom function (table, settings, **options) -> `Terms`.
         preset: a name in `PRESETS`, a published variant of gdpo.
-        batch_norm: standardise over the batch; None: as the estimator was published.
+        batch_norm: standardise over the batch; None: as in the publication of the estimator.
         epsilon: constant added to every standard deviation. With a preset, the default 1e-6 keeps the preset's value.
         options: fields of `Settings`, or options of the estimator.
 
     Raises:
-        ValueError: if a name, row or component is invalid. The message contains it, and the nearest existing name.
+        ValueError: if a name, row or component is invalid. The message contains the invalid value and the nearest
+            existing name.
     """
     entry, settings, estimator_options = select(estimator, preset, batch_norm, epsilon, options)
     table = build_table(rewards, group_ids, weights, valid, lengths)
@@ -147,7 +148,7 @@ def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> np.nda
     divisor = np.sqrt(variance + eps) if settings.batch_epsilon_inside else np.sqrt(variance) + eps
     if not 0 < divisor < np.inf:
         raise ValueError(f"cannot standardise advantages up to {np.abs(values).max():.3g} with deviation {divisor:.3g}")
-    # A row that has only KL is divided, not shifted: the mean is over the rows with signal.
+    # A row with KL but without a signal is divided but not shifted, because the mean is over the rows with signal.
     scaled: np.ndarray = 0.0 - penalty / divisor
     scaled[rows] = (values - mean) / divisor
     return scaled
@@ -173,16 +174,16 @@ def _moments(values: np.ndarray, unit: np.ndarray, ddof: int) -> tuple[float, fl
 _SMALL = 0.1
 """Cancellation is checked only if the deviation of the advantages is below this fraction of the size of their terms."""
 _LESS_EPSILON = 1e-9
-"""Factor that makes epsilon negligible, to compute what remains without its effect. Not 0, because a custom estimator
-may divide by epsilon."""
+"""Factor that makes epsilon negligible, to compute the remainder without the effect of epsilon. The factor is not 0,
+because a custom estimator may divide by epsilon."""
 
 
 def _cancelled(table: RewardTable, terms: Terms, settings: Settings, recompute: Callable[..., Terms]) -> bool:
     """Return True if the batch has nothing to standardise.
 
-    That is the case for a batch without rows or without deviation, or if the rewards cancel up to the effect of
+    A batch has nothing to standardise if it has no rows or no deviation, or if the rewards cancel up to the effect of
     epsilon. Epsilon is added to unequal deviations, so opposed rewards of different scale do not cancel exactly. The
-    terms are computed again with a negligible epsilon, to see whether the remainder exceeds this effect.
+    terms are computed again with a negligible epsilon, to see whether the remainder exceeds the effect of epsilon.
     """
     rows, unit = _counted(table, terms, settings)
     if unit.sum() <= settings.ddof:
@@ -200,7 +201,7 @@ def _cancelled(table: RewardTable, terms: Terms, settings: Settings, recompute: 
 
 
 def _term_size(terms: Terms) -> float:
-    """Return the size of the terms, with which cancellation is compared: root mean square of a row's norm, over rows
-    with signal."""
+    """Return the size of the terms, which is the scale for detecting cancellation: the root mean square of the norms of
+    all rows with signal."""
     flat = terms.components.ravel()
     return float(np.sqrt(flat @ flat / max(terms.has_signal.sum(), 1)))

@@ -51,10 +51,11 @@ def dead_groups(table: RewardTable) -> np.ndarray:
 
 
 def count_distinct(values: np.ndarray) -> int:
-    """Return the number of distinct values. Values count as equal if they differ by less than 1e-5 of the largest one.
+    """Return the number of distinct values. Two values are considered equal if they differ by less than 1e-5 of the
+    largest value.
 
-    Without this tolerance, the epsilon of the normalisation would separate values by about 1e-6 that are equal in the
-    formula.
+    Without this tolerance, values that are equal in the formula would be considered different, because the epsilon of
+    the normalisation separates them by about 1e-6.
     """
     if not len(values):
         return 0
@@ -63,7 +64,7 @@ def count_distinct(values: np.ndarray) -> int:
 
 
 METRICS = {
-    "reward/NAME/mean": ("reward", "Mean of component NAME over the samples of the batch that have it"),
+    "reward/NAME/mean": ("reward", "Mean of component NAME over the samples of the batch that have this reward"),
     "reward/NAME/std": ("reward", "Sample standard deviation of component NAME over the batch"),
     "reward/NAME/dead_groups": (
         "share",
@@ -73,7 +74,7 @@ METRICS = {
             "max": 0.999,
             "at": "end",
             "required": True,
-            "why": "constant in every group; ignored for a component that stays at its best value",
+            "why": "constant in every group; not checked for a component that stays at its best value",
         },
     ),
     "reward/NAME/missing": ("share", "Samples to which component NAME does not apply"),
@@ -128,8 +129,8 @@ class Diagnostics:
     effective_weight: np.ndarray
     """[components], cov(term_k, A) / var(A) before the batch norm.
 
-    This is the component's fraction of the advantage variance. The fractions sum to 1. Negative for a reward that is
-    outvoted.
+    This is the component's fraction of the advantage variance. The fractions sum to 1. A fraction is negative if the
+    reward is outvoted.
     """
     sign_conflicts: np.ndarray
     """[components, components], fraction of rows in which the terms have opposite signs, among rows with both terms
@@ -139,7 +140,8 @@ class Diagnostics:
     shrinkage: np.ndarray
     """[components], epsilon / (std + epsilon), the fraction by which epsilon reduces the z-scores.
 
-    std is the median deviation over the groups in which the component varies. NaN if components have no z-scores.
+    std is the median deviation over the groups in which the component varies. NaN if the estimator computes no z-scores
+    of components.
     """
     advantage_std: float
     """Standard deviation of the advantages over rows with signal."""
@@ -183,7 +185,7 @@ class Diagnostics:
         pairs = zip(*np.nonzero(np.triu(np.nan_to_num(self.sign_conflicts) >= 1 / 3, 1)), strict=True)
         return [
             f"{self.names[k]!r} and {self.names[m]!r} pull in opposite directions in {self.sign_conflicts[k, m]:.0%}"
-            f" of the rows where both act (correlation {self.correlation[k, m]:+.2f})"
+            f" of the rows in which both terms are non-zero (correlation {self.correlation[k, m]:+.2f})"
             for k, m in pairs
         ]
 
@@ -223,7 +225,7 @@ def diagnose(
         terms: float64 [components, sequences], weighted terms in the table's row order.
         has_signal: bool [sequences], rows with signal.
         values: float64 [sequences], advantages.
-        epsilon: constant added to the deviations of components within their groups; None if none was added.
+        epsilon: constant added to the deviations of components within their groups; None if no epsilon was added.
     """
     present = table.present
     count = present.sum(axis=1)
@@ -313,8 +315,8 @@ def _pairs(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def pass_at_k(values: Sequence[float], k: int) -> float:
     """Return the expected maximum of k values that are drawn from ``values`` without replacement.
 
-    For values 0 and 1 this is pass@k, 1 - C(n - c, k) / C(n, k) with c ones among n values (arXiv 2107.03374 eq. 1).
-    The estimate is unbiased. In contrast, 1 - (1 - c / n)^k and the best of all n samples are biased.
+    For values 0 and 1 this is pass@k, 1 - C(n - c, k) / C(n, k) with c ones among n values (arXiv 2107.03374, equation
+    1). The estimate is unbiased. In contrast, 1 - (1 - c / n)^k and the best of all n samples are biased.
 
     Raises:
         ValueError: if k is not between 1 and the number of values.

@@ -10,7 +10,7 @@ from gdpo_nemo.algorithms.loss_settings import LossSettings
 
 
 def covariances(logprobs: np.ndarray, advantages: np.ndarray) -> np.ndarray:
-    """Return each token's contribution to the covariance of log-probs and advantages (eq. 9): float64 [tokens]."""
+    """Return each token's contribution to the covariance of log-probs and advantages (equation 9): float64 [tokens]."""
     values = np.asarray(logprobs, np.float64)
     credit = np.asarray(advantages, np.float64)
     if not len(values):
@@ -28,14 +28,14 @@ def clip_cov(
     bounds: tuple[float, float],
     draw: np.random.Generator,
 ) -> np.ndarray:
-    """Select the tokens that get no gradient (eq. 10): bool [tokens].
+    """Select the tokens that get no gradient (equation 10): bool [tokens].
 
     Samples a fraction ``ratio`` of all tokens, at least one, from the tokens whose covariance is between the bounds.
 
     Args:
         logprobs: [tokens], log-probs under the weights that the update starts from.
         clipped: bool [tokens], tokens without a gradient because their ratio is clipped. These tokens are not selected.
-        bounds: lower and upper bound of the covariance, both excluded.
+        bounds: lower and upper bound of the covariance, both exclusive.
     """
     found = covariances(logprobs, advantages)
     candidates = np.flatnonzero((found > bounds[0]) & (found < bounds[1]) & ~clipped)
@@ -46,10 +46,10 @@ def clip_cov(
 
 
 def kl_cov(logprobs: np.ndarray, advantages: np.ndarray, *, ratio: float) -> np.ndarray:
-    """Select the tokens that get a KL penalty to the old policy (eq. 12): bool [tokens].
+    """Select the tokens that get a KL penalty to the old policy (equation 12): bool [tokens].
 
-    These are the fraction ``ratio`` of all tokens, at least one, with the largest covariances. If covariances are
-    equal, the earlier token is selected.
+    The fraction ``ratio`` of all tokens with the largest covariances is selected, but at least one token. If
+    covariances are equal, the earlier token is selected.
     """
     found = covariances(logprobs, advantages)
     chosen = np.zeros(len(found), bool)

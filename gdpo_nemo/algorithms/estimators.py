@@ -1,8 +1,8 @@
 """Advantage estimators. An estimator computes weighted terms per component from a reward table.
 
 All estimators have the same steps: transform each component, apply the weights, mask rollouts, scale over the batch. An
-estimator implements the first three; `advantages.compute_advantages` implements the last. Rows are in the table's
-order.
+estimator implements the first three steps, and `advantages.compute_advantages` implements the last step. Rows are in
+the table's order.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Terms:
 
 
 def z_scores(table: RewardTable, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
-    """Return z = (r - mean) / (std + epsilon) within each group, for each component separately (GDPO eq. 4).
+    """Return z = (r - mean) / (std + epsilon) within each group, for each component separately (GDPO equation 4).
 
     Returns:
-        z, float64 [components, sequences], and bool [components, sequences] that is True in groups that vary. Both are
-        0 for components of weight 0.
+        z, float64 [components, sequences], and bool [components, sequences] that is True in groups that vary. Both
+        arrays are 0 for components of weight 0.
     """
     z = np.zeros_like(table.columns)
     has_signal = np.zeros(table.columns.shape, dtype=bool)
@@ -81,8 +81,8 @@ def _scale(values: np.ndarray, stats: Moments, settings: Settings) -> np.ndarray
 
 
 def _leave_one_out(table: RewardTable, k: int, settings: Settings) -> np.ndarray:
-    """Return (r - mean) / std with mean and std of the group's other samples. No division if these are constant or only
-    one."""
+    """Return (r - mean) / std with mean and std of the group's other samples. The score is not divided if the other
+    samples are constant or there is only one other sample."""
     stats = moments(table.groups, table.columns[k], table.present[k], settings.ddof, settings.exact_zero)
     scores: np.ndarray = stats.deviation * _leave_one_out_scale(table.groups, stats, settings)
     return scores
@@ -115,8 +115,8 @@ def weighted_terms(z: np.ndarray, has_signal: np.ndarray, weights: np.ndarray) -
 
 
 def gdpo(table: RewardTable, settings: Settings) -> Terms:
-    """A = sum_k w_k z_k. Normalise each reward within its group, then apply the weights (arXiv 2601.05242 eq. 4, 5,
-    7)."""
+    """A = sum_k w_k z_k. Normalise each reward within its group, then apply the weights (arXiv 2601.05242, equations 4,
+    5, 7)."""
     weighted = np.flatnonzero(table.weights)
     if len(weighted) == 1 and settings.single_reward == "error":
         only = table.names[weighted[0]]
@@ -165,7 +165,7 @@ def grpo(table: RewardTable, settings: Settings) -> Terms:
 
 
 def dr_grpo(table: RewardTable, settings: Settings) -> Terms:
-    """A = r - mean of the weighted reward sum, without division by the standard deviation (Dr. GRPO, arXiv
+    """A = r - mean of the weighted reward sum, without division by the standard deviation (``dr_grpo``, arXiv
     2503.20783)."""
     return _summed(table, settings, lambda stats, s: np.ones(len(stats.count)))
 
@@ -178,8 +178,8 @@ def rloo(table: RewardTable, settings: Settings) -> Terms:
 def gpg(table: RewardTable, settings: Settings, f_norm: float = 1.0) -> Terms:
     """A = alpha (r - mean) / f_norm (GPG, arXiv 2504.02546).
 
-    alpha = number of samples / number of samples in groups that vary. It compensates for groups without a gradient,
-    which still count in the batch mean. Use it with the loss ``reinforce``.
+    alpha = number of samples / number of samples in groups that vary. The factor alpha compensates for groups without a
+    gradient, which are still included in the batch mean. Use it with the loss ``reinforce``.
 
     Raises:
         ValueError: if f_norm is not positive.
@@ -238,7 +238,7 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
 def dvao(table: RewardTable, settings: Settings) -> Terms:
     """A = sum_k v_k z_k with v_k = w_k std_k / sum_l |w_l| std_l per group (DVAO, arXiv 2605.25604).
 
-    Each reward counts in proportion to its variation within the group. |A| is smaller than in GRPO.
+    Each reward is weighted in proportion to its variation within the group. |A| is smaller than in GRPO.
     """
     z, has_signal = z_scores(table, settings)
     spread = table.weights[:, None] * _group_stds(table, settings)
@@ -297,8 +297,8 @@ def corr_grpo(table: RewardTable, settings: Settings) -> Terms:
     """A = (r - mean) / sqrt(sum_lm rho_lm + epsilon) (CorrGRPO, arXiv 2609.36820): GRPO with another scale.
 
     r is the weighted reward sum. rho_lm are the Pearson correlations between components within the group, without
-    constant components. Their sum equals the variance of the sum of the standardised components. A missing reward has
-    deviation 0.
+    constant components. The sum of all rho_lm equals the variance of the sum of the standardised components. A missing
+    reward has deviation 0.
     """
     groups = table.groups
     summed = np.zeros(table.columns.shape[1])

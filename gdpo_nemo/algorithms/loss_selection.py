@@ -22,11 +22,11 @@ from gdpo_nemo.algorithms.table import nearest
 
 Entry = TypeVar("Entry", Loss, Correction)
 Objective = LossSettings | PreferenceUpdate | ActorCriticSettings
-"""Settings of an update's loss, which every rank receives. `OBJECTIVES` in `policy_loss.py` maps their types to loss
-functions."""
+"""Settings of an update's loss, which every rank receives. `OBJECTIVES` in `policy_loss.py` maps the types of settings
+to loss functions."""
 Functions = Mapping[str, Callable[..., Any]]
-"""Custom functions by their import paths (file.py:name) in the settings. Callers must load them; this package does
-not."""
+"""Custom functions by their import paths (file.py:name) in the settings. Callers must load these functions, because
+this package does not load them."""
 
 
 def is_import_path(name: str) -> bool:
@@ -93,7 +93,7 @@ def _not_loaded(*arguments: Any) -> Any:
 
 
 def check_options(given: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-    """Check that a function has the given options.
+    """Check that a function supports the given options.
 
     Args:
         given: options from the config.
@@ -109,7 +109,7 @@ def check_options(given: Mapping[str, Any], known: tuple[str, ...], what: str) -
             raise ValueError(f"unknown option {name!r} of {what}; {hint}")
 
 
-# -- settings that fit their loss and correction --------------------------------------------------------------------
+# -- combinations of loss and correction ----------------------------------------------------------------------------
 
 
 def check_loss(settings: LossSettings, functions: Functions | None = None) -> None:

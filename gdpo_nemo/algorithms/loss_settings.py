@@ -24,20 +24,21 @@ class OffPolicySettings:
 
     mode: Optional[str] = None
     """none: no correction. truncate (TIS): weight tokens by the importance ratio of `level`, clipped at ratio_max. mask
-    (MIS): weight tokens by that ratio if it is within ratio_min and ratio_max, otherwise by 0. icepop: weight tokens by
-    their own token-level ratio; the ratio of `level` only decides which tokens are masked. A custom function is named
-    by its import path, `file.py:name`, and called as (log_gap, fields, settings) -> weights. Null: truncate if stale
-    samples (rollout.max_staleness above 0) are trained with loss_fn.old_logprobs trainer or type reinforce; level is
-    then geometric for type gspo. Otherwise, and for target_po or a custom loss, null means none."""
+    (MIS): weight tokens by the ratio of `level` if it is between ratio_min and ratio_max, otherwise by 0. icepop:
+    weight tokens by their own token-level ratio; the ratio of `level` only decides which tokens are masked. A custom
+    function is named by its import path, `file.py:name`, and called as (log_gap, fields, settings) -> weights. Null:
+    truncate if stale samples (rollout.max_staleness above 0) are trained with loss_fn.old_logprobs trainer or type
+    reinforce. For type gspo, this also changes level token to geometric. Otherwise, and for target_po or a custom loss,
+    null means none."""
     level: str = "token"
     """Level of the importance ratio: token, sequence (product over the sequence) or geometric (geometric mean over the
     sequence)."""
     ratio_max: Annotated[float, Range(above=0, most=math.inf)] = 2.0
-    """Upper bound of the importance ratio. truncate clips larger ratios to it; mask and icepop mask tokens with a
-    larger ratio."""
+    """Upper bound of the importance ratio. truncate clips larger ratios to this bound, while mask and icepop mask
+    tokens with a larger ratio."""
     ratio_min: Annotated[float, Range(0)] = 0.0
-    """Lower bound of the importance ratio. mask and icepop mask tokens with a smaller ratio; truncate does not use it.
-    """
+    """Lower bound of the importance ratio. mask and icepop mask tokens with a smaller ratio, while truncate ignores
+    this bound."""
     sequence_mask_threshold: Annotated[Optional[float], Range()] = None
     """Mask a sequence with a negative advantage if its mean log-prob gap, sampler minus trainer, exceeds this value
     (DeepSeek-V3.2). Null: off."""
@@ -46,7 +47,8 @@ class OffPolicySettings:
 
     @property
     def correction(self) -> str:
-        """Mode of the correction; none if it is null. `resolved_loss` in the config package resolves null for a run."""
+        """Mode of the correction, or none if the mode is null. `resolved_loss` in the config package resolves null for
+        a run."""
         return self.mode or "none"
 
 
@@ -70,18 +72,18 @@ class LossSettings:
     aggregation: str = "token_mean"
     """Reduction of token losses to one loss. token_mean: mean over all tokens. sequence_mean: mean over the sequences
     of each sequence's token mean. sequence_sum: mean over the sequences of each sequence's token sum (with type gspo:
-    LUSPO). constant: token sum divided by the number of sequences and constant_length (Dr. GRPO)."""
+    LUSPO). constant: token sum divided by the number of sequences and constant_length, as in dr_grpo."""
     constant_length: Annotated[Optional[int], Range(1)] = None
     """Divisor for `aggregation: constant`, in tokens. Null: the maximum number of tokens that the policy may generate
-    in a trajectory. That is rollout.turns.max_tokens, or if it is null, policy.generation.max_new_tokens times
-    rollout.turns.max_turns."""
+    in a trajectory. This number is rollout.turns.max_tokens, or if that key is null, policy.generation.max_new_tokens
+    times rollout.turns.max_turns."""
     old_logprobs: Optional[str] = None
     """Source of the old log-probs in the importance ratio: trainer or sampler. Null: trainer if rollout.max_staleness
     is 0 or with type reinforce, which has no ratio; otherwise sampler."""
     reference_policy_kl_penalty: Annotated[float, Range(0)] = 0.0
     """Coefficient of the KL penalty to the initial model. With 0, the loss needs no reference model."""
     reference_policy_kl_type: str = "k3"
-    """Estimator of this KL divergence: k1, k2, k3, abs or mse."""
+    """Estimator of the KL divergence to the initial model: k1, k2, k3, abs or mse."""
     reference_policy_kl_gradient: str = "estimator"
     """Gradient of the KL penalty. estimator: only the gradient of the estimator. score: also the gradient of the
     sampling probability, through a weight of pi over its detached value. With k1 or k3, this is the gradient of the
@@ -99,7 +101,7 @@ class LossSettings:
     use_adaptive_entropy: bool = False
     """Adapt the entropy coefficient after every update by entropy_coef_delta: raise it if the entropy is at most
     entropy_target, otherwise lower it. An update uses the coefficient only if the entropy of the previous update was at
-    most the target; otherwise it uses 0 (Skywork-OR1; TRL)."""
+    most the target. Otherwise the update uses the coefficient 0 (as in Skywork-OR1 and TRL)."""
     entropy_target: Annotated[float, Range(above=0)] = 0.2
     """Target entropy for use_adaptive_entropy, in nats per token."""
     entropy_coef_delta: Annotated[float, Range(above=0)] = 0.005
@@ -120,12 +122,12 @@ class LossSettings:
     """Lower bound of the covariance between log-prob and advantage. clip_cov selects only tokens with a covariance
     between both bounds."""
     clip_cov_ub: Annotated[float, Range()] = 5.0
-    """Upper bound of this covariance."""
+    """Upper bound of the covariance between log-prob and advantage, for clip_cov."""
     kl_cov_ratio: Annotated[float, Range(above=0, most=1)] = 0.002
-    """Fraction of an update's tokens on which kl_cov puts a KL penalty to the old policy, at least one token. These are
-    the tokens with the largest covariance. The paper uses 2e-3 for 7B and 2e-4 for 32B models."""
+    """Fraction of an update's tokens on which kl_cov puts a KL penalty to the old policy, at least one token. kl_cov
+    selects the tokens with the largest covariance. The paper uses 2e-3 for 7B and 2e-4 for 32B models."""
     kl_cov_coef: Annotated[float, Range(0)] = 1.0
-    """Coefficient of this penalty, which is the absolute log-ratio to the old policy."""
+    """Coefficient of kl_cov's penalty, which is the absolute log-ratio to the old policy."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of a custom loss function, that is, its parameters after (logprobs, fields, settings)."""
     off_policy: OffPolicySettings = field(default_factory=OffPolicySettings)

@@ -54,14 +54,15 @@ def token_weights(lengths: object, aggregation: str, *, constant_length: int | N
     """Return the weight of a token in each sequence, with which the loss of an update is aggregated.
 
     * token_mean: 1 / (trained tokens of the batch), as in DAPO.
-    * sequence_mean: 1 / (sequences x length), the mean over sequences of token means (GRPO eq. 3).
+    * sequence_mean: 1 / (sequences x length), the mean over sequences of token means (GRPO equation 3).
     * sequence_sum: 1 / sequences, the mean over sequences of token sums. With the loss gspo this is LUSPO (arXiv
-      2602.05261), in which a sequence counts in proportion to its length.
-    * constant: 1 / (sequences x constant_length), Dr. GRPO's normalisation without lengths.
+      2602.05261), in which a sequence is weighted in proportion to its length.
+    * constant: 1 / (sequences x constant_length), the normalisation of ``dr_grpo``, which does not depend on the
+      lengths.
 
     Args:
-        lengths: number of trained tokens [sequences]. Masked sequences have length 0, get weight 0 and do not count as
-            sequences.
+        lengths: number of trained tokens [sequences]. Masked sequences have length 0, get weight 0 and are not counted
+            as sequences.
 
     Returns:
         float64 [sequences].
@@ -87,10 +88,11 @@ def importance_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def clipped_pg(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
-    """max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max)) with r = pi / pi_old (PPO; clip-higher as in DAPO).
+    """max(-A r, -A clip(r, 1 - ratio_clip_min, 1 + ratio_clip_max)) with r = pi / pi_old (PPO, with clip-higher as in
+    DAPO).
 
     With ratio_clip_c, the loss for A < 0 is at most -A x ratio_clip_c (dual clip, arXiv 1912.09729). ratio_clip_c
-    should exceed 1 + ratio_clip_max, so that it applies only where the other clip does not.
+    should exceed 1 + ratio_clip_max, so that the dual clip applies only to tokens that the other clip does not affect.
     """
     ratio = importance_ratio(logprobs - required(fields.old_logprobs, "old_logprobs"))
     return _clipped(ratio, fields.advantages, settings)
@@ -117,9 +119,9 @@ def _clipped(ratio: Tensor, advantages: Tensor, settings: LossSettings) -> Token
 
 
 def gspo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
-    """Clipped loss with one ratio per sequence, s = exp(mean_t log r_t) (GSPO, arXiv 2507.18071 eq. 7).
+    """Clipped loss with one ratio per sequence, s = exp(mean_t log r_t) (GSPO, arXiv 2507.18071, equation 7).
 
-    Each token has the value of s and its own gradient, s x grad(logprob_t) (GSPO-token, eq. 14). All tokens of a
+    Each token has the value of s and its own gradient, s x grad(logprob_t) (GSPO-token, equation 14). All tokens of a
     sequence have equal weights, so their gradients sum to the gradient of the sequence form, and no gradient crosses
     ranks. Per-token importance corrections would make the weights unequal, so `check_loss` refuses them.
     """
@@ -128,7 +130,7 @@ def gspo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> Token
 
 
 def cispo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
-    """-A x stop_gradient(clip(r)) x logprob (CISPO, arXiv 2506.13585 eq. 4).
+    """-A x stop_gradient(clip(r)) x logprob (CISPO, arXiv 2506.13585, equation 4).
 
     The clip limits the weight of a token, but every token keeps a gradient.
     """
@@ -138,8 +140,8 @@ def cispo(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> Toke
 
 
 def kl_cov(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
-    """-A r, plus kl_cov_coef x |log r| for tokens that `entropy.kl_cov` has selected (KL-Cov, arXiv 2505.22617 eq.
-    13)."""
+    """-A r, plus kl_cov_coef x |log r| for tokens that `entropy.kl_cov` has selected (KL-Cov, arXiv 2505.22617,
+    equation 13)."""
     log_ratio = logprobs - required(fields.old_logprobs, "old_logprobs")
     ratio = importance_ratio(log_ratio)
     loss = -fields.advantages * ratio
@@ -151,8 +153,8 @@ def kl_cov(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> Tok
 def reinforce(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenLoss:
     """-A x logprob (REINFORCE).
 
-    With A = 1 this is the cross-entropy of supervised fine-tuning. It can train any objective of whole sequences, if
-    the driver sets A to the objective's derivative with respect to the log-prob of the sequence.
+    With A = 1 this is the cross-entropy of supervised fine-tuning. This loss can train any objective of whole
+    sequences, if the driver sets A to the objective's derivative with respect to the log-prob of the sequence.
     """
     return -fields.advantages * logprobs
 
@@ -166,14 +168,14 @@ class Loss:
 
     function: Callable[..., TokenLoss]
     reads: tuple[str, ...] = ()
-    """Keys of `loss_fn` that this loss reads, but not all losses. A changed key that the loss in use does not read is
-    an error."""
+    """Keys of `loss_fn` that this loss reads and some other losses do not read. It is an error to change a key that the
+    selected loss does not read."""
     options: tuple[str, ...] = ()
     """Names of the loss's options, the keys of `loss_fn.options`."""
     has_ratio: bool = True
     """True if the loss weights tokens by pi / pi_old. Otherwise `loss_fn.old_logprobs` has no effect."""
     by_sequence: bool = False
-    """True if the gradient is only correct if all tokens of a sequence have equal weights."""
+    """True if the gradient is correct only when all tokens of a sequence have equal weights."""
     by_group: bool = False
     """True if the coefficients depend on all samples of a group, which must then be in the same update."""
     by_covariance: bool = False
@@ -183,7 +185,8 @@ class Loss:
     skips_zero_advantage: bool = False
     """True if a sequence with advantage 0 has no gradient and does not affect other sequences.
 
-    `policy.skip_zero_advantage` may then skip it. A custom function declares this with an attribute of the same name.
+    `policy.skip_zero_advantage` may then skip such a sequence. A custom function declares this with an attribute of the
+    same name.
     """
 
 
@@ -249,7 +252,7 @@ def kl_penalty(
         output_clamp: bound of the weighted estimate; clamped values have no gradient.
 
     Returns:
-        [tokens]
+        Estimates [tokens].
 
     Raises:
         ValueError: if the kind is unknown.
@@ -278,7 +281,7 @@ def score_weight(logprobs: Tensor, sampled_logprobs: Tensor | None = None) -> Te
 Reduce = Callable[["Tensor"], "Tensor"]
 """Function that sums a float64 [sequences] tensor over the ranks that share the sequences (context parallelism).
 
-It is only called with detached tensors, and does not propagate gradients.
+The function is only called with detached tensors, and does not propagate gradients.
 """
 
 
@@ -298,7 +301,7 @@ class LossMetrics:
     """Metrics over the trained tokens of one micro-batch."""
 
     sums: dict[str, Tensor]
-    """Scalars that are summed over micro-batches and ranks. Divided by `tokens`, they are means."""
+    """Scalars that are summed over micro-batches and ranks. Divided by `tokens`, the sums are means."""
     maxima: dict[str, Tensor]
     """Scalars that are combined by maximum. Empty if the micro-batch has no trained token."""
 
@@ -312,7 +315,7 @@ class TokenFields:
     """
 
     advantages: Tensor
-    """float32; advantage of the token's sequence, or of the token with credit by turn."""
+    """float32; advantage of the token's sequence, or the token's advantage if advantages are computed by turn."""
     weights: Tensor
     """float32; `token_weights` of the token's sequence, 0 for tokens that are not trained."""
     sequence_ids: Tensor
@@ -338,7 +341,8 @@ class TokenFields:
     Custom losses and corrections always receive a tensor.
     """
     pairs: Tensor | None = None
-    """int64; number of the token's pair of completions in the micro-batch, from 1 to at most `num_sequences`.
+    """int64; number of the pair of completions to which the token belongs, counted within the micro-batch from 1 to at
+    most `num_sequences`.
 
     Negative for rejected completions. None for losses without pairs.
     """
@@ -355,7 +359,8 @@ class TokenFields:
     def sequence_sums(self, values: Tensor) -> Tensor:
         """Return the sum of a per-token tensor over the token's sequence, on all ranks: [tokens], detached.
 
-        It is summed in float64, so that the order of additions, which is not fixed on a GPU, hardly affects the result.
+        The sum is computed in float64, so that the order of additions, which is not fixed on a GPU, hardly affects the
+        result.
         """
         return self._sums(values)[self.sequence_ids]
 

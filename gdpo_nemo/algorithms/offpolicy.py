@@ -99,7 +99,7 @@ def sequence_keep_mask(logprobs: Tensor, fields: TokenFields, threshold: float) 
     (DeepSeek-V3.2, arXiv 2512.02556). Sequences with a positive advantage are never masked.
 
     Returns:
-        [tokens]
+        Mask [tokens].
     """
     gap = (required(fields.sampler_logprobs, "sampler_logprobs") - logprobs.detach()).nan_to_num(nan=0.0)
     far = fields.sequence_means(gap) > threshold

@@ -44,7 +44,7 @@ METRICS = {
         {
             "max": 1.0,
             "advisory": True,
-            "why": "far from the initial model",
+            "why": "the policy is far from the initial model",
             "remedy": "a larger loss_fn.reference_policy_kl_penalty, a lower learning rate",
         },
     ),
@@ -71,11 +71,12 @@ def policy_loss(
             ranks and the loss or correction uses whole sequences. All of these ranks must call this function with the
             same settings, even without a trained token.
         functions: custom functions by their import paths in the settings.
-        all_trained: True if the caller has removed all tokens of weight 0. Removing them here requires a GPU sync.
+        all_trained: True if the caller has removed all tokens of weight 0. Removing these tokens here requires a GPU
+            sync.
 
     Returns:
-        `sum_t weights[t] * loss[t]` as a scalar, and the metrics. Tokens of weight 0 affect neither, whatever their
-        log-probs are.
+        `sum_t weights[t] * loss[t]` as a scalar, and the metrics. Tokens of weight 0 affect neither the loss nor the
+        metrics, regardless of their log-probs.
 
     Raises:
         ValueError: if `check_loss` refuses the settings, required log-probs or entropies are missing, or a custom
@@ -151,7 +152,7 @@ def _token_loss(
     # The hook on a separate view attributes a non-finite gradient to this function.
     view = logprobs.view_as(logprobs)
     if view.requires_grad:
-        hook: Any = view.register_hook  # torch does not annotate it
+        hook: Any = view.register_hook  # register_hook has no type annotation in torch.
         hook(lambda gradient: _check_custom_result(gradient, logprobs, f"{what} has a gradient that"))
     loss, metrics = _with_metrics(_called(what, entry.function, view, fields, settings, settings.options))
     _check_custom_result(loss, view, f"{what} returned a loss that")
@@ -223,15 +224,15 @@ def importance_weights(fields: TokenFields, settings: OffPolicySettings, functio
     what = f"loss_fn.off_policy.mode: {settings.mode}"
     weights: Tensor = _called(what, entry.function, gap, fields, settings, settings.options)
     _check_custom_result(weights, gap, f"{what} returned a weight that")
-    return weights  # without gradient, because no input of the function has one
+    return weights  # The result has no gradient, because no input of the function has one.
 
 
 def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> dict[str, Tensor]:
     """Return per-token differences between sampler and trainer.
 
-    These are the absolute difference of log-probs, the absolute difference of probabilities, and the k3 estimate of
-    KL(sampler || trainer). The trainer's log-probs are those before the update. If the sampler's log-probs are used as
-    old log-probs, they are those of this forward pass.
+    The results are the absolute difference of log-probs, the absolute difference of probabilities, and the k3 estimate
+    of KL(sampler || trainer). The trainer's log-probs are those before the update. If the sampler's log-probs are used
+    as old log-probs, the trainer's log-probs are those of this forward pass.
     """
     if fields.sampler_logprobs is None:
         return {}
@@ -247,7 +248,8 @@ def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> di
 
 
 def _collect(per_token: dict[str, Tensor], tokens: int, like: Tensor) -> LossMetrics:
-    """Sum all per-token metrics, and take the maxima of some. Sums are float64, so that counts of 1e8 tokens are exact.
+    """Sum all per-token metrics, and compute the maxima of some metrics. Sums are float64, so that counts of 1e8 tokens
+    are exact.
 
     `clipped_low` counts clipped tokens with a ratio below 1. `ratio_negated` is the maximum of -ratio, because parts of
     a batch are combined by maximum.
@@ -316,11 +318,11 @@ def actor_critic_loss(
     )
 
 
-# -- by the type of the settings ------------------------------------------------------------------------------------
+# -- dispatch by settings type ------------------------------------------------------------------------------------
 
 Columns = tuple[Tensor, ...]
-"""Model outputs for the trained tokens, each float32 [tokens] with gradient: log-probs; entropies (except for a reward
-model); and with a value head, values of the state before each token."""
+"""Model outputs for the trained tokens, each float32 [tokens] with gradient: log-probs, entropies (except for a reward
+model), and with a value head the values of the state before each token."""
 
 
 def _policy_gradient(
@@ -356,7 +358,7 @@ OBJECTIVES: dict[type[Objective], ObjectiveLoss] = {
 
 
 def objective_loss(settings: Objective) -> ObjectiveLoss:
-    """Return the loss function for settings whose type, or a base class of it, is in ``OBJECTIVES``.
+    """Return the loss function that ``OBJECTIVES`` lists for the type of the settings, or for one of its base classes.
 
     Raises:
         TypeError: if no type matches.
@@ -364,4 +366,4 @@ def objective_loss(settings: Objective) -> ObjectiveLoss:
     for kind in type(settings).__mro__:
         if kind in OBJECTIVES:
             return OBJECTIVES[kind]
-    raise TypeError(f"settings of type {type(settings).__name__} do not select a loss")
+    raise TypeError(f"no loss function for settings of type {type(settings).__name__}")

@@ -28,8 +28,8 @@ class PPOSettings:
     """Learning-rate multiplier of the value head, relative to the policy's learning rate (Megatron's name). The head is
     initialized to 0. verl's recipes use 10."""
     cliprange_value: Annotated[Optional[float], Range(above=0)] = 0.2
-    """Clip range of the value loss: an update does not move a token's value further than this from its value before the
-    step. Null: no clipping."""
+    """Clip range of the value loss: an update does not move the value of a token by more than this from the value
+    before the step. Null: no clipping."""
     whiten_advantages: bool = True
     """Normalize the advantages over all trained tokens of a step to mean 0 and standard deviation 1."""
 
@@ -64,7 +64,7 @@ class ActorCriticSettings(LossSettings):
 
 
 def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> tuple[np.ndarray, np.ndarray]:
-    """Compute advantages A_t = delta_t + gamma lam A_(t+1) and returns A_t + V_t (eq. 16).
+    """Compute advantages A_t = delta_t + gamma lam A_(t+1) and returns A_t + V_t (equation 16).
 
     delta_t = r_t + gamma V_(t+1) - V_t. The returns are the training targets of the values.
 
@@ -93,8 +93,8 @@ def discounted_sums(values: np.ndarray, factor: float) -> np.ndarray:
 def whitened(parts: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Normalize the values of all arrays jointly to mean 0 and standard deviation 1.
 
-    Computes (x - mean) / sqrt(var + 1e-8) with the unbiased variance, as TRL and verl do (``masked_whiten``). If there
-    is only one value, it is returned unchanged.
+    Computes (x - mean) / sqrt(var + 1e-8) with the unbiased variance, as TRL and verl do (``masked_whiten``). A single
+    value is returned unchanged.
     """
     joined = np.concatenate(parts) if parts else np.zeros(0)
     if len(joined) < 2:

@@ -50,7 +50,8 @@ class PairSums:
 
 
 def preference_losses(sums: PairSums, update: PreferenceUpdate) -> Tensor:
-    """Return the loss of each pair, or with KTO of each completion: [pairs]. It does not include the `rpo_alpha` term.
+    """Return the loss of each pair, or with KTO of each completion: [pairs]. The loss does not include the `rpo_alpha`
+    term.
 
     Raises:
         ValueError: if the objective is unknown.
@@ -69,9 +70,9 @@ def preference_losses(sums: PairSums, update: PreferenceUpdate) -> Tensor:
 def _contrast(sums: PairSums, kind: str, settings: PreferenceSettings) -> Tensor:
     """Return losses of the score difference, chosen minus rejected.
 
-    DPO (arXiv 2305.18290 eq. 7), cDPO with label smoothing (Mitchell 2023), robust DPO (arXiv 2403.00409), the hinge
-    loss of SLiC (arXiv 2305.10425), IPO (arXiv 2310.12036 eq. 17; per token, as its authors confirmed to TRL), CPO
-    (arXiv 2401.08417 eq. 3), SimPO (arXiv 2405.14734 eq. 6).
+    DPO (arXiv 2305.18290, equation 7), cDPO with label smoothing (Mitchell 2023), robust DPO (arXiv 2403.00409), the
+    hinge loss of SLiC (arXiv 2305.10425), IPO (arXiv 2310.12036, equation 17, per token, as its authors confirmed to
+    TRL), CPO (arXiv 2401.08417, equation 3), SimPO (arXiv 2405.14734, equation 6).
     """
     beta = settings.strength(kind)
     chosen, rejected = sums.scores(settings.averages(kind))
@@ -91,8 +92,8 @@ def _contrast(sums: PairSums, kind: str, settings: PreferenceSettings) -> Tensor
 
 
 def _orpo(sums: PairSums, beta: float) -> Tensor:
-    """-beta log sigmoid(log odds(chosen) - log odds(rejected)), with the odds of mean log-probs (arXiv 2403.07691 eq.
-    7)."""
+    """-beta log sigmoid(log odds(chosen) - log odds(rejected)), with the odds of mean log-probs (arXiv 2403.07691,
+    equation 7)."""
     chosen, rejected = sums.scores(averaged=True)
     return -beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
@@ -106,7 +107,7 @@ def _log_odds(logprob: Tensor) -> Tensor:
 def _kto(sums: PairSums, update: PreferenceUpdate) -> Tensor:
     """1 - sigmoid(beta (score - kl)) for desirable completions, 1 - sigmoid(beta (kl - score)) for undesirable ones.
 
-    Each is multiplied by its weight (KTO, arXiv 2402.01306 eq. 8).
+    Each loss is multiplied by its weight (KTO, arXiv 2402.01306, equation 8).
     """
     beta = update.settings.strength("kto")
     chosen, rejected = sums.scores(averaged=False)
@@ -116,15 +117,15 @@ def _kto(sums: PairSums, update: PreferenceUpdate) -> Tensor:
 
 
 def _bradley_terry(sums: PairSums, centering: float) -> Tensor:
-    """-log sigmoid(chosen - rejected) of reward-model scores (arXiv 2203.02155 eq. 1), plus ``centering`` times their
-    squared sum (arXiv 2312.09244)."""
+    """-log sigmoid(chosen - rejected) of reward-model scores (arXiv 2203.02155, equation 1), plus ``centering`` times
+    their squared sum (arXiv 2312.09244)."""
     return -logsigmoid(sums.chosen - sums.rejected) + centering * (sums.chosen + sums.rejected) ** 2
 
 
 def rewards(sums: PairSums, update: PreferenceUpdate) -> tuple[Tensor, Tensor]:
     """Return the rewards of chosen and rejected completions, as TRL logs them.
 
-    These are the scores of a reward model, or otherwise the implicit rewards, beta times the log-ratios.
+    For a reward model, the rewards are its scores. Otherwise the rewards are implicit: beta times the log-ratios.
     """
     if update.kind == "reward_model":
         return sums.chosen, sums.rejected
@@ -149,8 +150,8 @@ def preference_loss(
         reduce: sums a detached tensor over the context-parallel ranks. All of these ranks must call it.
 
     Returns:
-        A scalar and metrics. Value and gradient of the scalar, summed over micro-batches and ranks, are those of the
-        update. Metrics are sums over pairs; each pair is divided among its tokens.
+        A scalar and metrics. Summed over micro-batches and ranks, the scalar has the value and the gradient of the
+        update's loss. Metrics are sums over pairs, and the value of a pair is divided among the pair's tokens.
 
     Raises:
         ValueError: if the pairs or required reference log-probs are missing.
@@ -226,7 +227,8 @@ def _metrics(
     logprobs: Tensor,
     tokens: Tensor,
 ) -> dict[str, Tensor]:
-    """Return sums over pairs, or over chosen or rejected completions. A pair that ranks share is divided among them."""
+    """Return sums over pairs, or over chosen or rejected completions. A pair whose tokens are on several ranks is
+    divided among these ranks."""
     reward_chosen, reward_rejected = (values.detach() for values in rewards(sums, update))
     margin = reward_chosen - reward_rejected
     per_pair = (1.0 / tokens)[pair]

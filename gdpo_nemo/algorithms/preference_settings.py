@@ -45,19 +45,19 @@ class PreferenceSettings:
     objectives support only sigmoid."""
     beta: Annotated[Optional[float], Range(above=0)] = None
     """Strength of the preference: the factor of the log-probs, or with dpo and kto of the log-ratios to the initial
-    model. With loss_type ipo it is tau, and with orpo the weight of the odds ratio. Null: 2.0 for simpo, 0.1 for the
-    others."""
+    model. With loss_type ipo, this is tau. With orpo, it is the weight of the odds ratio. Null: 2.0 for simpo, 0.1 for
+    the other algorithms."""
     label_smoothing: Annotated[float, Range(0, below=0.5)] = 0.0
     """Assumed fraction of wrong preference labels, from 0 to below 0.5. For dpo, loss_type sigmoid is then cDPO and
-    robust is robust DPO. Also supported by cpo and simpo."""
+    robust is robust DPO. Label smoothing is also supported by cpo and simpo."""
     reference_free: bool = False
-    """Use no reference model, by assuming that it gives all answers the same log-prob. Supported by dpo only."""
+    """Use no reference model, and assume that it would give all answers the same log-prob. Supported by dpo only."""
     length_normalize: Optional[bool] = None
     """Use the mean instead of the sum of an answer's token log-probs. Null: as published and as in TRL, which is the
     mean for simpo, orpo and loss_type ipo, and the sum otherwise."""
     rpo_alpha: Annotated[Optional[float], Range(0)] = None
-    """Weight of an additional cross-entropy loss on the chosen answers, averaged over their tokens (RPO; cpo_alpha in
-    TRL). Null: 1 for cpo and orpo, which are published with this loss, and 0 for the others."""
+    """Weight of an additional cross-entropy loss on the chosen answers, averaged over their tokens (RPO, or cpo_alpha
+    in TRL). Null: 1 for cpo and orpo, which are published with this loss, and 0 for the other algorithms."""
     simpo_gamma: Annotated[float, Range(0)] = 0.5
     """Target margin of simpo between the rewards of the chosen and the rejected answer."""
     desirable_weight: Annotated[float, Range(0)] = 1.0
@@ -66,7 +66,7 @@ class PreferenceSettings:
     """Weight of undesirable answers in the kto loss."""
     center_rewards_coefficient: Annotated[Optional[float], Range(0)] = None
     """Coefficient of a term that keeps the mean reward of reward_model near 0: the squared sum of both rewards of a
-    pair (arXiv 2312.09244). TRL suggests 0.01. Null: no such term."""
+    pair (arXiv 2312.09244). TRL suggests 0.01. Null: the loss has no such term."""
 
     def check(self, kind: str) -> None:
         """Raise ValueError if a value is not valid for the objective ``kind``.
@@ -114,7 +114,7 @@ class PreferenceSettings:
         return self.rpo_alpha if self.rpo_alpha is not None else float(kind in ("cpo", "orpo"))
 
     def needs_reference(self, kind: str) -> bool:
-        """Return True if the objective needs log-probs of the starting model."""
+        """Return True if the objective needs log-probs of the initial model."""
         return kind in WITH_REFERENCE and not self.reference_free
 
 

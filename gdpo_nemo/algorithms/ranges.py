@@ -12,8 +12,8 @@ from functools import cache
 from typing import Any, Iterator, get_args, get_type_hints
 
 LARGEST = 10**15
-"""Default limit for the absolute value of any number. No sensible value is larger: it is a petabyte, or a quadrillion
-tokens or steps."""
+"""Default limit for the absolute value of any number. No sensible value is larger than this limit, which is a petabyte,
+or a quadrillion tokens or steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Range:
     """Valid values outside the range that have a special meaning, such as -1 for all."""
 
     def __contains__(self, value: float) -> bool:
-        """Return True if a number is in the range. NaN is in no range."""
+        """Return True if a number is in the range. NaN is outside every range."""
         return value in self.also or (self.least <= value <= self.most and self._inside(value))
 
     def __str__(self) -> str:
@@ -40,8 +40,8 @@ class Range:
         return " or ".join([*map(_number, self.also), words])
 
     def demand(self, value: float) -> str:
-        """Describe the bounds for an invalid number. The default limits are only mentioned if the number exceeds
-        them."""
+        """Describe the valid bounds for a message about an invalid number. The default limits are only mentioned if the
+        number exceeds them."""
         if value > LARGEST and self.most == LARGEST and math.isinf(self.below):
             return f"at most {_number(LARGEST)}"
         if value < -LARGEST and self.least == -LARGEST and math.isinf(self.above):
@@ -49,7 +49,7 @@ class Range:
         return str(self)
 
     def _inside(self, value: float) -> bool:
-        # Infinity equals the default of an excluded bound, which excludes nothing.
+        # Infinity is the default of an exclusive bound and excludes no number.
         lower = math.isinf(self.above) or value > self.above
         return lower and (math.isinf(self.below) or value < self.below)
 
@@ -73,7 +73,8 @@ class Field:
 
     name: str
     range: Range | None
-    """Range of the field's numbers; None if it has no numbers or declares no range. A test prevents the latter."""
+    """Range of the field's numbers; None if it has no numbers or declares no range. A test ensures that every field
+    with numbers declares a range."""
     has_numbers: bool
     """True if the type of the field contains int or float."""
     section: type | None
@@ -118,7 +119,7 @@ def _field(name: str, hint: Any) -> Field:
 
 
 def _kinds(hint: Any) -> Iterator[Any]:
-    """Yield a type and all types in it."""
+    """Yield a type and all types that are nested in it."""
     yield hint
     for part in get_args(hint):
         yield from _kinds(part)

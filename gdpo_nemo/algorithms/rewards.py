@@ -95,7 +95,8 @@ def _linear(values: np.ndarray, ranges: Mapping[str, Sequence[float]], context: 
 
 
 def _condition(values: np.ndarray, rule: Mapping[str, Any], context: ShapingContext) -> np.ndarray:
-    """Keep the reward if another component passes a threshold (GDPO paper eq. 8), otherwise replace it by `else`."""
+    """Keep the reward if another component passes a threshold (GDPO paper equation 8), otherwise replace it with
+    `else`."""
     other, operator, threshold = parse_condition(rule)
     gate = context.columns[other]
     result = np.where(COMPARISONS[operator](gate, threshold), values, rule.get("else", 0.0))
@@ -117,8 +118,8 @@ def _length(values: np.ndarray, rule: Mapping[str, float], context: ShapingConte
 
 
 def _overlong(values: np.ndarray, rule: Mapping[str, float], context: ShapingContext) -> np.ndarray:
-    """Subtract DAPO's soft overlong penalty (arXiv 2503.14476 eq. 13): 0 up to max_length - buffer tokens, then linear
-    up to `penalty` at max_length."""
+    """Subtract DAPO's soft overlong penalty (arXiv 2503.14476, equation 13): 0 up to max_length - buffer tokens, then
+    linear up to `penalty` at max_length."""
     options = _options(rule, {"buffer": None, "penalty": 1.0, "max_length": context.max_length})
     if not options["buffer"] or options["buffer"] <= 0:
         raise ValueError("requires a positive `buffer` in tokens")
@@ -129,7 +130,7 @@ def _overlong(values: np.ndarray, rule: Mapping[str, float], context: ShapingCon
 
 
 def _truncated(values: np.ndarray, rule: Mapping[str, float], context: ShapingContext) -> np.ndarray:
-    """Replace the reward of samples that reached the length limit by `value`."""
+    """Replace the reward of samples that reached the length limit with `value`."""
     value = _options(rule, {"value": 0.0})["value"]
     return np.where(context.need("truncated") & ~np.isnan(values), value, values)
 
@@ -173,7 +174,7 @@ def apply_shaping(
     truncated: Any = None,
     functions: Functions | None = None,
 ) -> dict[str, np.ndarray]:
-    """Apply the shaping rules and return all components. New components are last.
+    """Apply the shaping rules and return all components. New components come last.
 
     Args:
         columns: components by name, float [sequences], NaN for a missing reward.
@@ -184,9 +185,9 @@ def apply_shaping(
         functions: custom functions by their import paths in the rules. None: custom rules have no effect.
 
     Raises:
-        ValueError: if a component, transformation or option is unknown, an argument is invalid, or conditions are
-            cyclic. Also if a custom function returns a non-finite reward. The message contains the rule, and the
-            nearest existing name.
+        ValueError: if a component, transformation or option is unknown, an argument is invalid, conditions are cyclic,
+            or a custom function returns a non-finite reward. The message contains the rule, and the nearest existing
+            name.
     """
     order = _order(rules, list(columns))
     inputs = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
@@ -291,7 +292,7 @@ def _apply_custom(
     options = rule[name] or {}
     check_options(options, custom_options(function, "values, context"), name)
     try:
-        with np.errstate(all="ignore"):  # non-finite values are refused below, with a message
+        with np.errstate(all="ignore"):  # Non-finite values are refused below, with a clear message.
             shaped = np.asarray(function(column.copy(), context, **options), dtype=np.float64)
     except Exception as error:
         raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
@@ -325,7 +326,7 @@ def parse_condition(rule: Mapping[Any, Any]) -> tuple[str, str, float]:
     """Return the other component, the comparison and the threshold of a condition.
 
     Raises:
-        ValueError: if one of these is missing, or an option is unknown.
+        ValueError: if one of these three is missing, or an option is unknown.
     """
     # YAML 1.1 reads the bare word `on` as true.
     rule = {"on" if key is True else key: value for key, value in rule.items()}

@@ -183,7 +183,8 @@ def _refuse_not_finite(terms: Terms, table: RewardTable, name: str) -> None:
 
 
 def _default(entry: Estimator, name: str) -> Any:
-    """Return the default of an option, with whose type the value is compared. None if the option has no default."""
+    """Return the default of an option. An option's value must have the type of its default. None if the option has no
+    default."""
     if name in entry.options:
         return inspect.signature(entry.function).parameters[name].default
     return getattr(Settings(), name, None) if name in SETTING_NAMES else None

@@ -19,7 +19,7 @@ class Settings:
     epsilon: float = 1e-6
     """Constant added to the standard deviation of each group."""
     batch_norm: bool = True
-    """Standardise the advantages over the batch (eq. 6 of the GDPO paper)."""
+    """Standardise the advantages over the batch (equation 6 of the GDPO paper)."""
     batch_epsilon: float | None = None
     """Constant added to the standard deviation of the batch; None: the value of `epsilon`."""
     batch_epsilon_inside: bool = False
@@ -33,15 +33,16 @@ class Settings:
     With "scored", zero-variance groups reduce the standard deviation of the batch, which enlarges all other advantages.
     """
     residue: float = 1e-9
-    """Threshold below which a batch whose rewards cancel is set to 0; 0: never.
+    """Threshold below which the rewards of a batch are considered to cancel, and all its advantages are set to 0. A
+    threshold of 0 disables this check.
 
-    It applies to the standard deviation without epsilon, as a fraction of the size of the terms. Below it, only
-    rounding errors and the effect of epsilon remain, and the batch norm would scale these to full size.
+    The threshold applies to the standard deviation without epsilon, as a fraction of the size of the terms. Below this
+    threshold, only rounding errors and the effect of epsilon remain, and the batch norm would scale them to full size.
     """
     ddof: int = 1
     """1: sample standard deviation; 0: population standard deviation."""
     missing: Literal["exclude", "zero", "error"] = "exclude"
-    """Treatment of missing rewards: leave them out of the statistics, count them as 0, or raise an error."""
+    """Treatment of missing rewards: exclude them from the statistics, count them as 0, or raise an error."""
     singleton: Literal["zero", "raw"] = "zero"
     """Score in a group with only one present value: 0, or the raw reward."""
     single_reward: Literal["gdpo", "grpo", "error"] = "gdpo"
@@ -52,7 +53,7 @@ class Settings:
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of the centred rewards (of each component, or of the sum).
 
-    group: standard deviation of the group. batch: standard deviation of the batch (TRL's name for it; arXiv
+    group: standard deviation of the group. batch: standard deviation of the batch (named batch in TRL, arXiv
     2508.08221). none: no division (NeMo-RL: normalize_rewards false).
     """
     exact_zero: bool = True
@@ -100,15 +101,15 @@ PRESETS: dict[str, Settings] = {
 }
 """Published variants of GDPO, with these differences from the defaults:
 
-* paper: arXiv 2601.05242 eq. 4-7, over all sequences of the batch.
+* paper: arXiv 2601.05242, equations 4-7, over all sequences of the batch.
 * trl: Hugging Face TRL `normalize_then_sum`. Epsilon is 1e-4. Constant groups are handled only by epsilon.
-* trl_fork: the TRL version of GDPO's authors. Missing rewards become 0 before the statistics (biased); a single
-  component is treated as in GRPO.
+* trl_fork: the TRL version of GDPO's authors. Missing rewards become 0 before the statistics, which is biased; a single
+  reward component is treated as in GRPO.
 * verl: token-weighted whitening. Long answers dominate mean and variance, so group means are not 0 and signs can flip.
   A group with one sample uses its raw reward. Requires `lengths`.
 * ms_swift: like TRL with epsilon 1e-8, which enlarges the float noise of constant groups.
 * nemo_rl: missing rewards become 0, the batch norm has no epsilon, and a single component is an error. NeMo-RL's
-  default configuration also enables `leave_one_out`; its GDPO recipes do not.
+  default configuration also enables `leave_one_out`, but its GDPO recipes do not.
 
 A component of weight 0 does not affect any of these variants. In TRL itself, such a component makes a row count as
 scored even if the row has no other reward.

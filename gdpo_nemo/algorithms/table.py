@@ -30,7 +30,7 @@ class RewardTable:
     """float64 [sequences], beta x (KL - mean KL of the group), which `compute_advantages` subtracts. None without KL in
     the reward.
 
-    It is not a component, so that normalisation does not cancel beta.
+    The KL is not a component, so that normalisation does not cancel beta.
     """
 
     @property
@@ -45,7 +45,8 @@ class RewardTable:
         return np.asarray(~self.present & self.valid & (self.weights != 0)[:, None])
 
     def zero_filled(self) -> RewardTable:
-        """Return the table with all `gaps` filled with rewards of 0. Some trainers have this defect."""
+        """Return the table with all `gaps` filled with rewards of 0. Some trainers fill missing rewards in this way,
+        which is a defect."""
         return replace(self, present=self.present | self.gaps)
 
     def with_kl(self, kl: Any, coefficient: float | None) -> RewardTable:
@@ -56,8 +57,8 @@ class RewardTable:
             coefficient: beta.
 
         Raises:
-            ValueError: if only one of the two is given, the coefficient is not positive, or a KL value is infinite or
-                has the wrong shape.
+            ValueError: if only one of kl and coefficient is given, the coefficient is not positive, or a KL value
+                is infinite or has the wrong shape.
         """
         if kl is None or coefficient is None:
             raise ValueError(
@@ -220,11 +221,11 @@ def _refuse_infinite(columns: np.ndarray, rows: np.ndarray, names: tuple[str, ..
 
 
 CONSTANT_RANGE = 1e-9
-"""A group counts as constant if max - min <= CONSTANT_RANGE * max(1, max |r|)."""
+"""A group is considered constant if max - min <= CONSTANT_RANGE * max(1, max |r|)."""
 
 
 class Groups:
-    """Rows with equal ids, sorted so that each group is contiguous.
+    """Groups of rows with equal ids. The rows are sorted so that each group is contiguous.
 
     Args:
         ids: integer [sequences], in any order.
@@ -282,7 +283,7 @@ class Moments:
     count: np.ndarray
     """Per group: number of present values."""
     std: np.ndarray
-    """Per group: standard deviation of the present values; 0 if there are fewer than two."""
+    """Per group: standard deviation of the present values; 0 if there are fewer than two values."""
     constant: np.ndarray
     """Per group: True if it has no signal, because fewer than two values are present or their range is 0."""
 
@@ -295,7 +296,7 @@ def moments(groups: Groups, values: np.ndarray, present: np.ndarray, ddof: int =
     advantage.
 
     Args:
-        values: float64 per row; finite even if not present.
+        values: float64 per row; absent values must also be finite.
         present: bool per row.
         ddof: 1 for the sample standard deviation, 0 for the population standard deviation.
         exact: False keeps the rounding noise of groups that are constant up to `CONSTANT_RANGE`, like most published

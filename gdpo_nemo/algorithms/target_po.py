@@ -2,7 +2,7 @@
 distribution.
 
 The loss L = -sum_i q_i log p_i couples all samples of a group, because p is the softmax of the group's sequence
-log-probs. Computed directly, it would require the whole group in one micro-batch. The gradient with respect to a
+log-probs. Computed directly, the loss would require the whole group in one micro-batch. The gradient with respect to a
 sequence log-prob, dL/dl_i = p_i - q_i, has no such coupling. The driver therefore computes this coefficient from two
 forward passes without gradient. The workers' loss is then linear in the log-probs, so samples can be on any rank,
 pipeline stage or micro-batch.
@@ -32,16 +32,17 @@ def target_po_coefficients(
     length_normalize: bool = True,
     weights: Any = None,
 ) -> torch.Tensor:
-    """Return the advantage of each sequence with which the workers' `target_po` loss has the gradient of eq. 1-4.
+    """Return the advantage of each sequence with which the workers' `target_po` loss has the gradient of equations 1-4.
 
     u = (score - mean) / std of the group (population std). The target is q = softmax(log p_old + u / temperature), and
-    p is the softmax of the current sequence log-probs. The advantage is (q - p) / number of groups. It is divided by
-    the sequence length if log-probs are means, and by `weights`, because the loss multiplies by the token weights.
+    p is the softmax of the current sequence log-probs. The advantage is (q - p) / number of groups. The advantage is
+    divided by the sequence length if log-probs are means, and by `weights`, because the loss multiplies by the token
+    weights.
 
     Args:
         sequence_logprobs: float [sequences], log-probs of the current policy, summed over trained tokens.
-        old_sequence_logprobs: the same for the policy that sampled. They do not change if a batch is trained
-            repeatedly.
+        old_sequence_logprobs: summed log-probs of the policy that sampled. These log-probs do not change if a batch is
+            trained repeatedly.
         scores: float [sequences], rewards, or for several rewards the advantages of `compute_advantages`.
         group_ids: int64 [sequences].
         valid: bool [sequences]. Other sequences are excluded from statistics and distributions and get 0. None:
@@ -52,7 +53,7 @@ def target_po_coefficients(
         weights: token weight of each sequence from `token_weights` [sequences]; None: all 1.
 
     Returns:
-        float64 [sequences]
+        Advantages, float64 [sequences].
 
     Raises:
         ValueError: if the temperature is not positive, or lengths are required but missing.

@@ -1,13 +1,13 @@
-"""Cleanup process: ends processes that a dead driver has left running.
+"""Cleanup process, which ends the processes that a dead driver has left running.
 
-The driver starts this file as a small separate process and holds the write end of its standard input. This end closes
-when the driver ends, even after kill -9. Then every process with the run's mark in its environment gets a few seconds
-to exit, and is killed. Ray's servers, agents, actors and the verifiers inherit the mark. Finally the cleanup process
-removes their temporary folder and their named shared memory.
+The driver runs this file as a small separate process and holds the write end of its standard input. This pipe closes
+when the driver ends, even after kill -9. Every process with the run's mark in its environment then gets a few seconds
+to exit before it is killed. Ray's servers, agents, actors and the verifiers inherit the mark. Finally, the cleanup
+process removes the temporary folder and the named shared memory of these processes.
 
-An engine's actor also starts this file, as a guard for vLLM's processes. These would outlive a killed actor, and its
-replacement could not use their GPU memory. An actor with environment workers starts it too, because the workers'
-semaphores would remain on the node.
+An engine's actor also runs this file, as a guard for vLLM's processes. Without the guard, vLLM's processes would
+outlive a killed actor, and the actor's replacement could not use their GPU memory. An actor with environment workers
+also runs this file, because the workers' semaphores would otherwise remain on the node.
 
 This file uses only the standard library and reads /proc, so it starts in milliseconds.
 """
@@ -32,18 +32,20 @@ MARK = "GDPO_NEMO_RUN"
 GUARD_MARK = "GDPO_NEMO_GUARDED"
 """Environment variable that marks the descendants of a guarded process."""
 _GRACE_S = 3.0
-"""Time for processes to exit before they are killed."""
+"""Seconds that processes have to exit before they are killed."""
 _SCAN_INTERVAL_S = 1.0
 _SCANS_PER_MEMORY_SCAN = 10
-"""Number of process scans between two scans of memory maps, which take longer."""
+"""Number of process scans per scan of memory maps, which takes longer."""
 _SHARED = re.compile(rb"(/dev/shm/(?:sem\.mp-|psm_|vllm_dist_|gdpo_nemo_)\S+)$", re.MULTILINE)
-"""Names of shared memory of multiprocessing, vLLM and this project. It remains when its process is killed."""
-# -S: it starts faster without site-packages. -E: the user's PYTHON* environment variables cannot break it.
+"""Names of shared memory of multiprocessing, vLLM and this project, which remains when its process is killed."""
+# -S: Python starts faster without site-packages. -E: Python ignores the user's PYTHON* environment variables.
 _COMMAND = (sys.executable, "-S", "-E", os.path.abspath(__file__))
 
 
 class CleanupProcess:
-    """Driver side of the cleanup process. The constructor marks this process and its future children, and starts it.
+    """Driver side of the cleanup process.
+
+    The constructor sets the mark for this process and its future children, and starts the cleanup process.
 
     Args:
         scratch: temporary folder that the cleanup process removes at the end.
@@ -66,7 +68,7 @@ class CleanupProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=environment,
-            start_new_session=True,  # Ctrl-C in the terminal must not end it
+            start_new_session=True,  # Ctrl-C in the terminal must not end the cleanup process
         )
 
     def _restart_if_ended(self) -> None:
@@ -79,7 +81,7 @@ class CleanupProcess:
                 self._process = self._start()
 
     def close(self) -> None:
-        """Make the cleanup process end the remaining processes, and wait for it."""
+        """Make the cleanup process end the remaining processes, and wait until it has finished."""
         os.environ.pop(MARK, None)
         with self._lock:
             self._closed = True
@@ -92,7 +94,7 @@ class CleanupProcess:
 def guard_children() -> None:
     """Start a guard for this process's future descendants.
 
-    When this process ends, the guard kills them and removes their named shared memory.
+    When this process ends, the guard kills its descendants and removes their named shared memory.
 
     Raises:
         CalledProcessError: if the guard could not be started.
@@ -112,7 +114,7 @@ def guard_children() -> None:
 
 
 def marked(mark: str) -> set[int]:
-    """Return the ids of all processes with ``mark`` (NAME=value) in their environment.
+    """Return the ids of all processes whose environment contains ``mark`` (NAME=value).
 
     This process and its parent are excluded.
     """
@@ -133,10 +135,11 @@ def _pids() -> set[int]:
 
 
 def _stat(pid: int) -> tuple[int, int] | None:
-    """Return (parent's id, start time) of a running process; None if it has ended or is a zombie."""
+    """Return (parent's id, start time) of a running process, or None if the process has ended or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # Split after the last ")". The command's name is in parentheses and may contain spaces and parentheses.
+            # Split after the last ")", because the command's name is in parentheses and may contain spaces and
+            # parentheses.
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return None
@@ -144,15 +147,16 @@ def _stat(pid: int) -> tuple[int, int] | None:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return a process's start time, which distinguishes it from a later process with its id; None if it has ended."""
+    """Return a process's start time, or None if it has ended. The start time detects that a process id was reused."""
     stat = _stat(pid)
     return stat and stat[1]
 
 
 def marked_tree(mark: str) -> dict[int, int]:
-    """Return the start times of the marked processes and all their descendants, by process id.
+    """Return the start times of the marked processes and of all their descendants, by process id.
 
-    Descendants are included because a process may lose the mark: Ray's agents write their title over their environment.
+    Descendants are included because a process may lose the mark: Ray's agents overwrite their environment with their
+    title.
     """
     stats = {pid: stat for pid in _pids() if (stat := _stat(pid))}
     members = marked(mark)
@@ -162,9 +166,9 @@ def marked_tree(mark: str) -> dict[int, int]:
 
 
 def _is_resource_tracker(pid: int) -> bool:
-    """Return whether a process is multiprocessing's resource tracker.
+    """Return whether a process is the resource tracker of Python's multiprocessing.
 
-    It must not be killed: it cleans up after its last user and then exits.
+    The tracker must not be killed: it cleans up after its last user and then exits.
     """
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -196,7 +200,7 @@ def inode_of(path: str) -> int | None:
 
 def _remove(shared: set[tuple[str, int]]) -> None:
     for path, inode in shared:
-        if inode_of(path) == inode:  # not removed, and not a newer file with the same name
+        if inode_of(path) == inode:  # still the same file, not a newer file with this name
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
@@ -218,7 +222,8 @@ def _watch(mark: str, scratch: str) -> None:
 
 
 def _guard(mark: str, pid: int, start_time: int) -> None:
-    # Ray kills the children of an actor that it ends. Fork and exit the parent, so that the guard is not such a child.
+    # When Ray ends an actor, it kills the actor's children. Fork and exit the parent, so that the guard is not a child
+    # of the actor.
     if os.fork():
         os._exit(0)
     known: dict[int, int] = {}
@@ -226,7 +231,8 @@ def _guard(mark: str, pid: int, start_time: int) -> None:
     scans = 0
     while _start_time(pid) == start_time:
         new = marked_tree(mark)
-        # Scan the memory of new processes at once. Ray kills them with their actor, and their mappings are then lost.
+        # Scan the memory of new processes at once. Ray kills these processes with their actor, and their mappings are
+        # then lost.
         if new.keys() - known.keys() or scans % _SCANS_PER_MEMORY_SCAN == 0:
             shared |= shared_memory(new)
         known.update(new)
@@ -237,7 +243,7 @@ def _guard(mark: str, pid: int, start_time: int) -> None:
 
 
 def _end(mark: str, known: dict[int, int], grace_s: float) -> None:
-    """Wait for the marked and the known processes to exit, and kill the remaining ones.
+    """Wait for the marked and the known processes to exit, and kill those that remain.
 
     Args:
         known: start times by process id; updated in place.
@@ -259,7 +265,7 @@ def _end(mark: str, known: dict[int, int], grace_s: float) -> None:
 
 
 def _main(mode: str, mark: str, *arguments: str) -> None:
-    # A signal to the process group must not end the cleanup process before the processes that it watches.
+    # A signal to the process group must not end the cleanup process before the watched processes.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if mode == "run":

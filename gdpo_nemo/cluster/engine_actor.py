@@ -13,7 +13,7 @@ from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 from gdpo_nemo.generation.vllm_core import in_process
 
 _CALLS = 8
-"""Maximum number of concurrent calls of an engine's actor: polls, updates, new requests and queries."""
+"""Maximum number of concurrent calls to an engine's actor: polls, updates, new requests and queries."""
 
 
 class EngineActor(Engine):
@@ -27,12 +27,12 @@ class EngineActor(Engine):
 
 
 def start_engine(config: Config, folder: str, placement: Placement, devices: Sequence[str], index: int) -> Any:
-    """Start the actor of an engine on its node.
+    """Start the actor of an engine on the engine's node.
 
     Args:
         folder: Hugging Face folder of the model.
-        devices: GPU of each policy rank, as in CUDA_VISIBLE_DEVICES. Used only if engines share GPUs with the policy
-            (``Places.shared``).
+        devices: GPU of each policy rank, as in CUDA_VISIBLE_DEVICES. The argument is used only if engines share GPUs
+            with the policy (``Places.shared``).
         index: number of the engine.
     """
     vllm = config.policy.generation.vllm_cfg
@@ -44,11 +44,11 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
     shared = placement.places.shared
     if shared and not on_cpu:
         # Ray has assigned these GPUs to the policy's ranks and supports only one owner per GPU. Fractional GPUs do not
-        # work for a tensor-parallel engine, because they are limited to one GPU. So request no GPU from Ray, and select
-        # the GPUs by this variable.
+        # work for a tensor-parallel engine, because a fraction cannot span several GPUs. Therefore request no GPU from
+        # Ray, and select the GPUs with this variable.
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices[rank] for rank in shared[index])
     actor = ray.remote(EngineActor).options(
-        num_cpus=0,  # Ray would queue actors if there are more processes than cores; threads are limited above
+        num_cpus=0,  # with CPU requests, Ray would queue actors if there are more processes than cores
         num_gpus=0 if on_cpu or shared else vllm.tensor_parallel_size,
         max_concurrency=_CALLS,
         runtime_env={"env_vars": environment},

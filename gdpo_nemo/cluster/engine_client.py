@@ -1,24 +1,15 @@
-"""Client of one engine: it polls the engine, stores the unanswered requests, and replaces the engine after a death.
+"""Client of one engine: polls the engine, stores unanswered requests, and replaces the engine if it dies.
 
 All code in this module runs on the fleet's event loop. A request stays in ``pending`` until its completion arrives, so
 that a replacement can receive it again with the same seed.
 
-    request     submit > adopt > _outbox > (next loop iteration) _flush > _send > actor.submit
-    completion  serve > _poll: actor.poll > _take: sets ``PendingRequest.answer``
-    death       _poll raises WorkerDied > _replace > owner.reassign > owner.awake > new actor > _begin > _send
+A request passes through ``submit``, ``adopt``, ``_outbox``, ``_flush`` in the next loop iteration, ``_send`` and
+``actor.submit``. A completion returns through ``actor.poll``, ``_poll`` and ``_take``, which sets
+``PendingRequest.answer``. If the engine dies, ``_poll`` raises WorkerDied. ``_replace`` then calls ``owner.reassign``,
+waits for ``owner.awake`` and creates a new actor. Finally, ``_begin`` calls ``_send`` for the remaining requests.
 
-    state     entered when                                      next state
-    --------  ------------------------------------------------  -----------------------------------------------
-    STARTING  an actor is created (``__init__``, ``_replace``)  LOADED; LOST if the node left the cluster
-    LOADED    the actor answers ``__ray_ready__``               READY after ``owner.deliver``. In an exact run a
-                                                                replacement first waits for a request or update
-    READY     the engine has the newest weights                 UPDATING, ASLEEP
-    UPDATING  ``EngineFleet.update`` begins                     READY
-    ASLEEP    ``EngineFleet.sleep`` is done                     READY after ``wake("kv_cache")``
-    LOST      the node left while the engine started            LOADED when the actor runs on another node
-    DEAD      more than ``REPLACEMENTS`` deaths in a row        none
-
-A death leads from every state except DEAD to STARTING or DEAD. Any other error ends ``serve`` and the run.
+``EngineState`` documents the states and their transitions. If an engine dies in any state except DEAD, its next state
+is STARTING, or DEAD if it is not replaced. Any other error ends ``serve`` and the run.
 """
 
 from __future__ import annotations
@@ -40,13 +31,13 @@ from gdpo_nemo.utils.errors import GdpoError, RunError
 from gdpo_nemo.utils.waits import Patience, WaitExpired, running, waiting
 
 START_S = 900.0
-"""Time limit for an engine to start. vLLM loads the model, profiles memory and captures graphs before it answers."""
+"""Time limit for an engine to start, in which vLLM loads the model, profiles memory and captures graphs."""
 REPLACEMENTS = 3
-"""Maximum number of consecutive replacements of an engine that returns no completion in between."""
+"""Maximum number of consecutive replacements of an engine without a completion between them."""
 POLL_S = 0.5
 """Maximum duration of a poll if there is nothing to report."""
 SILENT_S = 120.0
-"""Minimum time without an answer after which an engine is considered stopped or stuck.
+"""Minimum time without a response after which an engine is considered stopped or stuck.
 
 A healthy engine answers every poll.
 """
@@ -55,15 +46,16 @@ _LISTEN_S = 0.1
 _NODE_POLL_S = 2.0
 """Interval between two checks of a starting engine's node."""
 FULL_KV = 0.9
-"""Used fraction of the KV cache above which an engine with waiting requests gets no new group.
+"""KV cache usage, as a fraction, above which an engine with waiting requests gets no new group.
 
-vLLM would preempt requests.
+Above this usage, vLLM would preempt requests.
 """
 
 _NO_REPORT = EngineReport([], -1, 0, 0, 0.0, 0.0, 0, 0)
 
-# An engine may report requests of an earlier client of its process, so request names must be unique. Each fleet creates
-# names in a separate thread. ``count`` is thread-safe; a generator is not (ValueError: generator already executing).
+# An engine may report requests from an earlier client in the same process, so request names must be unique. Each fleet
+# creates request names in a separate thread. ``count`` is thread-safe, unlike a generator (ValueError: generator
+# already executing).
 _PROCESS = uuid.uuid4().hex
 _numbers = itertools.count()
 
@@ -72,16 +64,26 @@ class EngineState(StrEnum):
     """State of an engine."""
 
     STARTING = "starting"
-    """The engine's process loads the model."""
+    """The new actor is loading the model. The next state is LOADED, or LOST if the node has left the cluster."""
     LOADED = "loaded"
-    """The model is loaded, but the newest weights are not."""
+    """The model is loaded (the actor answers ``__ray_ready__``), but the newest weights are not loaded yet.
+
+    The next state is READY, after ``owner.deliver``. In an exact run, a replacement first waits for a request or an
+    update.
+    """
     READY = "ready"
+    """The engine has the newest weights. The next state is UPDATING or ASLEEP."""
     UPDATING = "updating"
+    """``EngineFleet.update`` has begun. The next state is READY."""
     ASLEEP = "asleep"
+    """``EngineFleet.sleep`` is done. The next state is READY, after ``wake("kv_cache")``."""
     LOST = "lost"
-    """The engine's node has left the cluster. The engine restarts when another node joins."""
+    """The engine's node left the cluster while the engine started, and Ray waits for another node to join.
+
+    The next state is LOADED, when the actor runs on another node.
+    """
     DEAD = "dead"
-    """The engine died too often and is not replaced again."""
+    """The engine has died more than ``REPLACEMENTS`` times in a row and is not replaced again."""
 
 
 @dataclass(eq=False)
@@ -93,12 +95,12 @@ class PendingRequest:
     sampling: Sampling
     answer: asyncio.Future[Completion]
     client: EngineClient = field(repr=False)
-    """Client of the engine that samples the request. It may change if the engine dies."""
+    """Client of the engine that samples the request. The client may change if the engine dies."""
 
     async def follow(self, on_tokens: Callable[[Sequence[int]], None]) -> Completion:
         """Wait for the completion and return it. Cancelling this coroutine drops the request.
 
-        If an engine dies, the request is repeated and the tokens start over.
+        If the engine dies, the request is repeated and the tokens start from the beginning.
 
         Args:
             on_tokens: function called several times a second with the tokens that were sampled so far.
@@ -106,7 +108,7 @@ class PendingRequest:
         try:
             while not (await asyncio.wait([self.answer], timeout=_LISTEN_S))[0]:
                 if self.client.state is EngineState.READY:
-                    with contextlib.suppress(WorkerDied):  # the client also notices the death, and repeats the request
+                    with contextlib.suppress(WorkerDied):  # the client repeats the request
                         on_tokens(await self.client.drawn(self))
         except asyncio.CancelledError:
             self.client.abort(self)
@@ -115,24 +117,24 @@ class PendingRequest:
 
 
 class ClientOwner(Protocol):
-    """Interface of the fleet that its clients use."""
+    """Interface of the fleet for its clients."""
 
     exact: bool
-    """True if a request must stay on its engine, for reproducible samples.
+    """True if requests must stay on their engine, so that samples are reproducible.
 
     The last digits of log-probs may depend on which requests an engine batches together.
     """
     awake: asyncio.Event
-    """Event that is set while engines may start. On shared devices it is cleared while the policy uses the memory."""
+    """Event that is set while engines may start. On shared devices, it is cleared while the policy uses the memory."""
 
     async def deliver(self, client: EngineClient) -> None:
-        """Send the newest weights to a replacement, if the policy has sent weights before."""
+        """Send the newest weights to a replacement if the policy has already sent weights."""
 
     def note(self, line: str) -> None:
         """Record an event of the run as a sentence for the user."""
 
     def reassign(self, client: EngineClient, reason: str) -> None:
-        """Move the requests of a client whose engine is dead or lost to other clients, if any can sample."""
+        """Move the requests of a client whose engine is dead or lost to other clients, if any client can sample."""
 
     def changed(self) -> None:
         """Notify waiting tasks that the state or the load of a client has changed."""
@@ -156,9 +158,9 @@ class EngineClient:
         self.index = index
         self.slots = slots
         self.version = -1
-        """Version of the engine's weights; -1 for the weights in the model's folder."""
+        """Version of the engine's weights, or -1 for the weights in the model's folder."""
         self.deaths = 0
-        """Number of deaths since the last completion."""
+        """Number of deaths of the engine since its last completion."""
         self.replaced = 0
         """Total number of replacements."""
         self.report = _NO_REPORT
@@ -166,7 +168,7 @@ class EngineClient:
         self._busy_s = 0.0
         self.pending: dict[str, PendingRequest] = {}
         self.promised = 0
-        """Number of samples for which a slot is reserved, but which are not submitted yet."""
+        """Number of samples that have a reserved slot but are not submitted yet."""
         self._cohort: list[PendingRequest] = []
         """All requests since the engine was last idle, including finished requests."""
         self._outbox: list[PendingRequest] = []
@@ -176,7 +178,7 @@ class EngineClient:
         self._owner = owner
         self._state = EngineState.STARTING
         self._needed = asyncio.Event()
-        """Event that makes a replacement load the newest weights: its first request or a weight update."""
+        """Event that makes a replacement load the newest weights: the first request or a weight update."""
         self._progress = running.now()
         self._answering = Patience(timeout_s, SILENT_S)
         self._wait = contextlib.ExitStack()
@@ -195,7 +197,7 @@ class EngineClient:
 
     @property
     def can_sample(self) -> bool:
-        """True if the engine samples requests now, or will do so after the weight update in progress."""
+        """True if the engine is sampling requests, or will sample them after the weight update in progress."""
         return self._state in (EngineState.READY, EngineState.UPDATING)
 
     def has_room(self, version: int) -> bool:
@@ -218,10 +220,10 @@ class EngineClient:
         self._owner.changed()
 
     def busy_since(self) -> float:
-        """Return the time that the engine has spent in decode steps since the last call, in seconds."""
+        """Return the time in seconds that the engine has spent in decode steps since the last call."""
         before = self._busy_s
         self._busy_s = self.report.busy_s
-        return max(0.0, self._busy_s - before)  # negative after a replacement, which starts at 0
+        return max(0.0, self._busy_s - before)  # negative after a replacement, whose time starts at 0
 
     def submit(self, request: SampleRequest, sampling: Sampling) -> PendingRequest:
         """Send a request to the engine. Requests of one event-loop iteration are sent together, in order."""
@@ -232,7 +234,7 @@ class EngineClient:
         return pending
 
     def adopt(self, pending: PendingRequest) -> None:
-        """Add a new request, or a request of another client."""
+        """Add a new request, or take over a request from another client."""
         pending.client = self
         if not self.pending:
             self._progress = running.now()
@@ -246,7 +248,7 @@ class EngineClient:
             self._outbox.append(pending)
 
     async def drawn(self, pending: PendingRequest) -> list[int]:
-        """Return the tokens that an unfinished request has so far. Raises WorkerDied if the engine died."""
+        """Return the tokens that an unfinished request has sampled so far. Raises WorkerDied if the engine died."""
         tokens: list[int] = await answer(self.actor.drawn.remote(pending.name), f"engine {self.index}", self._timeout_s)
         return tokens
 
@@ -278,10 +280,10 @@ class EngineClient:
                 pending.answer.set_exception(error)
 
     async def serve(self) -> None:
-        """Start the engine, poll it, and replace it when it dies. Return after too many deaths (``REPLACEMENTS``).
+        """Start the engine, poll it, and replace it if it dies. Return after too many deaths (``REPLACEMENTS``).
 
         Raises:
-            RunError: for any error other than a death. It ends the run.
+            RunError: for any error other than the death of the engine. This error ends the run.
         """
         while True:
             try:
@@ -299,13 +301,13 @@ class EngineClient:
         await self._wait_for_start()
         self.enter(EngineState.LOADED)
         if self._owner.exact and self.replaced and not self.pending:
-            # Wait until the engine is needed, for a request or a weight update. The policy may be training, and some
-            # transports gather the weights from it again.
+            # Wait until the engine is needed for a request or a weight update. The policy may be training, and some
+            # transports would have to gather the policy's weights again.
             await self._needed.wait()
         await self._owner.deliver(self)
         self.enter(EngineState.READY)
         self._progress = running.now()
-        # In an exact run also repeat finished requests, because the engine must batch the same requests together.
+        # In an exact run, repeat finished requests as well, because the engine must batch the same requests together.
         repeated = list(self._cohort) if self._owner.exact else list(self.pending.values())
         if self.pending:
             self._send(repeated)
@@ -321,7 +323,7 @@ class EngineClient:
                 if self._state is EngineState.STARTING:
                     lost = await asyncio.to_thread(self._owner.lost_node, self)
                     if lost is not None:
-                        # Ray starts the actor when another node joins, without a time limit.
+                        # Ray starts the actor as soon as another node joins, and this wait has no time limit.
                         self.enter(EngineState.LOST)
                         reason = f"its node {lost} is no longer in the cluster"
                         self._owner.note(f"engine {self.index}: {reason}; the other engines continue")
@@ -341,7 +343,7 @@ class EngineClient:
         except WaitExpired:
             if limit >= remaining + POLL_S:
                 raise
-            # The engine does not answer, although it must do so even during long samples.
+            # The engine does not answer, although engines must answer polls even during long samples.
             self._kill_unresponsive()
             raise WorkerDied(f"engine {self.index} has not answered for {limit:.0f} s") from None
         self._answering.took(running.now() - start)
@@ -356,7 +358,7 @@ class EngineClient:
             pending = self.pending.pop(finished.name, None)
             if pending is not None and not pending.answer.done():
                 pending.answer.set_result(finished.completion)
-        if report.finished:  # only a completion proves that the engine works
+        if report.finished:  # only a completion proves that the engine can sample
             self.deaths = 0
             self._progress = running.now()
             self._begin_wait()
@@ -365,7 +367,7 @@ class EngineClient:
             self._owner.changed()
 
     def _begin_wait(self) -> None:
-        """Register a wait for this engine that begins now, so that it can be displayed."""
+        """Register a wait for this engine, so that the wait can be displayed."""
         self._wait.close()
         self._wait.enter_context(waiting("sampling", f"engine {self.index}", self._timeout_s))
 
@@ -383,7 +385,7 @@ class EngineClient:
 
     def _send(self, requests: list[PendingRequest]) -> None:
         by_name = {pending.name: (pending.request, pending.sampling) for pending in requests}
-        # Call the actor now. In the next loop iteration it may be a replacement without the newest weights.
+        # Call the actor now: in the next loop iteration, the actor may be a replacement without the newest weights.
         submitted = self.actor.submit.remote(by_name)
         task = asyncio.get_running_loop().create_task(self._wait_for_submit(submitted, self.actor, requests))
         self._tasks.add(task)
@@ -393,10 +395,10 @@ class EngineClient:
         try:
             await answer(ref, f"engine {self.index}", self._timeout_s)
         except WorkerDied:
-            return  # the poll also notices the death, and the replacement gets all requests again
+            return  # the replacement will get these requests
         except GdpoError as error:
             if self.actor is not actor:
-                return  # the replacement has received them
+                return  # the replacement has received these requests
             for pending in requests:
                 if self.pending.pop(pending.name, None) is not None and not pending.answer.done():
                     pending.answer.set_exception(error)
@@ -411,7 +413,7 @@ class EngineClient:
                 os.kill(process, signal.SIGKILL)
 
     async def _replace(self, error: WorkerDied) -> bool:
-        """Replace a dead engine. Return False if it died too often and is not replaced."""
+        """Replace a dead engine. Return False if it has died too often and is not replaced."""
         self.deaths += 1
         self.replaced += 1
         self._outbox.clear()
@@ -422,11 +424,11 @@ class EngineClient:
         if self.deaths > REPLACEMENTS:
             self.enter(EngineState.DEAD)
             reason = f"it died {self.deaths} times in a row, last: {error}"
-            self._owner.note(f"engine {self.index} is given up: {reason}")
+            self._owner.note(f"engine {self.index} is abandoned: {reason}")
             self._owner.reassign(self, reason)
             return False
         self.enter(EngineState.STARTING)
-        self._owner.note(f"{error}; it is replaced, and its samples are generated again")
+        self._owner.note(f"{error}; the engine is replaced and its samples are repeated")
         if not self._owner.exact:
             self._owner.reassign(self, str(error))
         await self._owner.awake.wait()

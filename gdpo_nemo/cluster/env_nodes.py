@@ -1,8 +1,8 @@
-"""Environments on separate nodes: the driver calls an actor on each node, which runs the worker pools.
+"""Environments on separate nodes: the driver calls one actor per node, which runs the worker pools of its node.
 
-An actor does what the driver does without such nodes: it runs worker processes, enforces time limits and returns typed
-verdicts. If an actor dies, it is replaced on the same node and its call is repeated. Environments that are clients of
-servers run in the driver.
+An actor does the work that the driver does without environment nodes: it runs worker processes, enforces time limits
+and returns typed verdicts. If an actor dies, it is replaced on the same node and its call is repeated. Environments
+that run on servers are called from the driver.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from gdpo_nemo.utils.errors import ConfigError, InfrastructureFailed, RunError
 from gdpo_nemo.utils.waits import WaitExpired
 
 _CALLS = 64
-"""Maximum number of concurrent calls of an actor. It leaves room for liveness checks, which must not queue."""
+"""Maximum number of concurrent calls to an actor. The limit is high, because liveness checks must not queue."""
 _LIVENESS_S = 60.0
-"""Time without an answer after which an actor's liveness is checked, and time limit of this check."""
+"""Time without an answer after which an actor's liveness is checked, and the time limit of this check."""
 _REPLACEMENTS = 3
 """Maximum number of replacements of an actor during one call."""
 _CLOSE_S = 10.0
@@ -68,14 +68,14 @@ class EnvironmentHost:
         return self._pools.step(steps), self._pools.take_recoveries()
 
     def close(self) -> None:
-        """End the workers, and remove the semaphores that they share with this process. Call no method afterwards."""
+        """End the workers and remove the semaphores that they share with this process. This must be the last call."""
         self._pools.close()
         del self._pools
         gc.collect()
 
 
 class EnvironmentNodes:
-    """``EnvironmentPools`` with the workers on the nodes of ``cluster.env_nodes``.
+    """``EnvironmentPools`` whose workers run on environment nodes (``cluster.env_nodes``).
 
     Raises:
         ConfigError: if no environment in the config has workers.
@@ -108,7 +108,8 @@ class EnvironmentNodes:
                     section[name] = options
             elif name in workers:
                 section[name] = {**options, "num_workers": workers[name]}
-        # Worker processes inherit this setting. One thread each, because there are enough workers to use all cores.
+        # Worker processes inherit this setting. Each worker gets one thread, because there are enough workers to use
+        # all cores.
         environment = {**thread_environment(1), "CUDA_VISIBLE_DEVICES": ""}
         options = dict(num_cpus=0, max_concurrency=_CALLS, runtime_env={"env_vars": environment})
         actor = ray.remote(EnvironmentHost).options(**options, **self._placement.on(self._nodes[index]))
@@ -117,7 +118,7 @@ class EnvironmentNodes:
         return host
 
     def process_locations(self) -> dict[int, tuple[str, int]]:
-        """Return (host name, process id) of every actor that has started, by environment node."""
+        """Return (host name, process id) of every actor that has started, by number of the environment node."""
         return answered(dict(self._locations))
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
@@ -126,7 +127,7 @@ class EnvironmentNodes:
         Raises:
             InfrastructureFailed: if an actor dies repeatedly.
 
-        It also raises the errors of ``EnvironmentPool.verify``.
+        This method also raises the errors of ``EnvironmentPool.verify``.
         """
         return self._call_all("verify", trajectories)
 
@@ -141,11 +142,11 @@ class EnvironmentNodes:
         return (await asyncio.to_thread(self.step, [step]))[0]
 
     def abandon(self, step: EpisodeStep) -> None:
-        """Release an episode. See ``EnvironmentPool.abandon``. Only episodes on servers, in the driver, need it."""
+        """Release an episode (see ``EnvironmentPool.abandon``). Only environments on servers need this."""
         self._driver_pools.abandon(step)
 
     def _call_all(self, method: str, items: Sequence[Any]) -> list[Any]:
-        """Call a method on the driver and on all nodes, each with its part of the items. Return answers in order."""
+        """Call a method in the driver and on all nodes, each with its part of the items. Return answers in order."""
         parts = {node: indices for node, indices in self._indices_by_node(items).items() if indices}
         answers: dict[int, Any] = {}
         with ThreadPoolExecutor(max(1, len(parts)), thread_name_prefix="environments") as threads:
@@ -158,12 +159,12 @@ class EnvironmentNodes:
         return [answers[index] for index in range(len(items))]
 
     def _indices_by_node(self, items: Sequence[Any]) -> dict[int | None, list[int]]:
-        """Return the indices of the items by node, in proportion to the nodes' workers. The driver has the key None."""
+        """Return item indices by node, in proportion to the number of workers. The driver's items have the key None."""
         pools: dict[Any, list[int]] = {}
         parts: dict[int | None, list[int]] = {None: []}
         for index, item in enumerate(items):
             name = item.prompt.environment
-            if name not in self._on_nodes:  # a client of servers, or an unknown name, which the driver's pools reject
+            if name not in self._on_nodes:  # a server, or an unknown name, which the pools reject
                 parts[None].append(index)
                 continue
             has_workers = self._on_nodes[name].get("num_workers") is not None
@@ -191,7 +192,7 @@ class EnvironmentNodes:
         raise InfrastructureFailed(f"environment node {node}: its process died {1 + _REPLACEMENTS} times in a row")
 
     def _wait(self, node: int, actor: Any, ref: Any) -> Any:
-        """Wait for the answer while the actor lives. The time limits of environments are enforced by the pools."""
+        """Wait for the answer as long as the actor is alive. The pools enforce the time limits of environments."""
         owner = f"environment node {node}"
         what = f"verdicts of {', '.join(self._on_nodes)}"
         while True:
@@ -200,8 +201,8 @@ class EnvironmentNodes:
             except WaitExpired:
                 if ray.wait([ref], timeout=0)[0]:
                     break
-                gather([actor.process_location.remote()], f"a sign of life of {owner}", _LIVENESS_S, owner)
-        # Either the actor itself has raised WaitExpired, which is raised again here, or the answer has just arrived.
+                gather([actor.process_location.remote()], f"liveness check of {owner}", _LIVENESS_S, owner)
+        # Either the actor itself has raised WaitExpired, which this call raises again, or the answer has just arrived.
         return gather([ref], what, _LIVENESS_S, owner)[0]
 
     def _replace(self, node: int, dead: Any, error: WorkerDied) -> None:
@@ -223,15 +224,15 @@ class EnvironmentNodes:
         with self._lock:
             self._closed = True
         self._driver_pools.close()
-        # Ray kills an actor together with its children, which include multiprocessing's tracker of named semaphores. A
-        # semaphore that the actor has not removed before would remain on its node.
+        # Ray kills an actor together with its children, which include multiprocessing's tracker of named semaphores.
+        # Semaphores that the actor has not removed before would remain on its node.
         ray.wait([actor.close.remote() for actor in self._actors], num_returns=len(self._actors), timeout=_CLOSE_S)
         for actor in self._actors:
             ray.kill(actor)
 
 
 def divide(indices: Sequence[int], shares: Sequence[int], group_of: Callable[[int], Any]) -> list[list[int]]:
-    """Split ``indices`` into one part per share, with sizes in proportion to the shares.
+    """Split ``indices`` into one part per share, with sizes proportional to the shares.
 
     Adjacent indices of the same group (``group_of``) are not separated, so the proportions are approximate.
     """
@@ -240,7 +241,7 @@ def divide(indices: Sequence[int], shares: Sequence[int], group_of: Callable[[in
     done = 0
     for _, members in groupby(indices, key=group_of):
         group = list(members)
-        # A group that crosses a boundary goes to the part that contains its middle, and thus most of it.
+        # A group that crosses a boundary goes to the part that contains its middle, and thus most of the group.
         parts[int(np.searchsorted(bounds, done + len(group) / 2))] += group
         done += len(group)
     return parts

@@ -1,24 +1,20 @@
 """Driver side of the vLLM engines: distribute requests, update weights, replace dead engines.
 
 The thread "rollouts" runs an event loop with the tasks of the rollouts and one ``EngineClient.serve`` per engine. All
-coroutines run on this loop. The blocking methods are for all other threads.
+coroutines run on this loop. All other threads use the blocking methods.
 
-    caller                    runs on the loop              and waits until
-    ------------------------  ----------------------------  --------------------------------------------------
-    ready                     until                         every client is READY, UPDATING or ASLEEP
-    submit                    EngineClient.submit           nothing; requests of one loop iteration are sent together
-    sample, generate          submit, answer_of             ``EngineClient.serve`` has polled the completion
-    room                      until                         a READY client with these weights has a free slot
-    update                    _update > _deliver            every live engine has the weights; a round consists of
-                              1. _hold: prepare_update        all engines have stopped between two steps
-                              2. _send: Transport.send        senders and engines have answered
-    score                     _score: actor.score           every called engine has answered or died
-    sleep, wake               _all: actor.sleep, .wake      every called engine has answered or died
-    serve, after a death      reassign (not exact), deliver ``awake`` is set, then the lock ``_delivering`` is free
+* ``ready`` waits until every client is READY, UPDATING or ASLEEP. * ``submit`` does not wait. The requests of one loop
+iteration are sent together. * ``sample`` and ``generate`` submit requests and wait until ``EngineClient.serve`` has
+polled the completions. * ``room`` waits until a READY client with weights of the required version has a free slot. *
+``update`` waits until every live engine has the weights. ``_deliver`` repeats the following round for live engines that
+missed the weights: ``_hold`` waits until the engines have stopped between two steps, and ``_send`` waits until the
+senders and the engines have answered. * ``score``, ``sleep`` and ``wake`` wait until every called engine has answered
+or died. * After a death, ``EngineClient.serve`` calls ``reassign`` (unless the run is exact), waits until ``awake`` is
+set, and calls ``deliver``, which waits for the lock ``_delivering``.
 
-``_deliver`` repeats the round for live engines that missed the weights. The lock ``_delivering`` prevents a delivery to
-a replacement during an update: ``WeightSync`` holds it from ``Transport.prepare`` to the end of ``update``. If
-``EngineClient.serve`` raises an error other than a death, ``fail`` raises it in every pending and later request.
+The lock ``_delivering`` prevents a delivery to a replacement during an update: ``WeightSync`` holds it from
+``Transport.prepare`` to the end of ``update``. If ``EngineClient.serve`` raises an error other than the death of an
+engine, ``fail`` raises it in every pending and later request.
 """
 
 from __future__ import annotations
@@ -46,14 +42,14 @@ from gdpo_nemo.weights.manifest import PeerLost
 from gdpo_nemo.weights.transports.base import Transport, errors_named
 
 METRICS = {
-    "engines/idle": ("share", "Share of the step in which an engine did not decode, mean over the engines"),
-    "engines/idle_max": ("share", "engines/idle of the engine that was idle longest"),
-    "engines/requests": ("samples", "Requests in an engine when the batch was complete, mean over the engines"),
-    "engines/kv_used": ("share", "KV cache in use when the batch was complete, mean over the engines"),
+    "engines/idle": ("share", "Share of the step during which an engine did not decode, mean over the engines"),
+    "engines/idle_max": ("share", "engines/idle of the engine that was idle the longest"),
+    "engines/requests": ("samples", "Running and waiting requests when the batch was complete, mean over the engines"),
+    "engines/kv_used": ("share", "Share of the KV cache in use when the batch was complete, mean over the engines"),
     "engines/replaced": ("engines", "Engines that died and were replaced since the run started"),
 }
 _THREADS = 256
-"""Maximum number of reward results, environment steps and rollout functions in flight at the same time."""
+"""Maximum number of concurrent reward computations, environment steps and rollout functions."""
 _UNAVAILABLE = (EngineState.LOST, EngineState.DEAD)
 Result = TypeVar("Result")
 
@@ -61,9 +57,10 @@ Result = TypeVar("Result")
 class EngineFleet:
     """vLLM engines in Ray actors. The constructor starts the engines, and ``ready`` waits for them.
 
-    A dead engine is replaced and gets the newest weights. Only its unfinished samples are repeated, with their seeds:
-    by the replacement if ``rollout.max_staleness`` is 0, for identical samples, otherwise by the other engines. After
-    more than ``REPLACEMENTS`` deaths without a completion, an engine is given up. If no engine is left, the run ends.
+    A dead engine is replaced and gets the newest weights. Only its unfinished samples are repeated, with their seeds.
+    The replacement repeats these samples if ``rollout.max_staleness`` is 0, so that they are identical. Otherwise the
+    other engines repeat them. After more than ``REPLACEMENTS`` deaths without a completion, an engine is abandoned. If
+    no engine is left, the run ends.
 
     Args:
         folder: Hugging Face folder of the model.
@@ -82,11 +79,11 @@ class EngineFleet:
         self._events: list[str] = []
         self._spans: list[tuple[str, str, float, float]] = []
         self._weights: Transport | None = None
-        """Transport of the newest weights, also for replaced engines."""
+        """Transport of the newest weights, which is also used for replaced engines."""
         self._version = -1
         """Version of the newest weights."""
         self._delivering = threading.Lock()
-        """Lock that is held during a delivery, because a transport supports only one delivery at a time."""
+        """Lock that is held during a delivery, because transports support only one delivery at a time."""
         self.loop = asyncio.new_event_loop()
         self.loop.set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="rollouts"))
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="rollouts")
@@ -102,7 +99,7 @@ class EngineFleet:
     def _start(self, index: int) -> Any:
         return self._start_actor(index)
 
-    # -- for all threads except the loop's --------------------------------------------------------------------------
+    # -- for all threads except the loop thread ----------------------------------------------------------------------
 
     def spawn(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         """Run a coroutine on the event loop."""
@@ -113,7 +110,7 @@ class EngineFleet:
         return answered({client.index: client.location for client in self.clients})
 
     def ready(self) -> None:
-        """Wait until every engine can sample or sleeps. Raises RunError if an engine dies or does not start in time."""
+        """Wait until every engine can sample or is asleep. Raises RunError if an engine dies or starts too slowly."""
         refs = [client.actor.__ray_ready__.remote() for client in self.clients]
         states = (EngineState.READY, EngineState.UPDATING, EngineState.ASLEEP)
 
@@ -132,8 +129,8 @@ class EngineFleet:
         """Sample the requests and wait for all completions.
 
         Args:
-            engine: number of the engine for all requests. None distributes them evenly, and consecutive requests use
-                the same engine, for its prefix cache.
+            engine: number of the engine for all requests. None distributes the requests evenly, with consecutive
+                requests on the same engine so that they share its prefix cache.
 
         Raises:
             RunError: if the time limit is exceeded or no engine is left.
@@ -152,12 +149,12 @@ class EngineFleet:
 
     @contextlib.contextmanager
     def delivering(self) -> Iterator[None]:
-        """Prevent deliveries to replaced engines in the block, which prepares and sends new weights."""
+        """Prevent deliveries to replaced engines while the block prepares and sends new weights."""
         with self._delivering:
             yield
 
     def score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
-        """Return the log-probs [tokens - 1] of each sequence, by engine number, from all engines that can sample."""
+        """Return, by engine number, the log-probs [tokens - 1] of each sequence from all engines that can sample."""
         return self.spawn(self._score(sequences)).result()
 
     def sleep(self) -> None:
@@ -175,13 +172,13 @@ class EngineFleet:
         return taken
 
     def take_events(self) -> list[str]:
-        """Return the events of engines since the last call, as one sentence each."""
+        """Return the engine events since the last call, one sentence per event."""
         taken = self._events
         self._events = []
         return taken
 
     def all_ready(self) -> bool:
-        """Return whether every engine can sample and none is being updated."""
+        """Return whether all engines can sample and no engine is being updated."""
         return self.failure is None and all(client.state is EngineState.READY for client in self.clients)
 
     def forget_weights(self) -> None:
@@ -214,7 +211,7 @@ class EngineFleet:
     async def _serve_client(self, client: EngineClient) -> None:
         try:
             await client.serve()
-        except Exception as error:  # any exception: otherwise it would be lost, and requests would wait forever
+        except Exception as error:  # an unreported exception would leave requests waiting forever
             self.fail(error if isinstance(error, GdpoError) else RunError(f"engine {client.index}: {error!r}"))
 
     def fail(self, error: GdpoError) -> None:
@@ -230,14 +227,14 @@ class EngineFleet:
         self._change = asyncio.Event()
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until ``holds``, a condition on the clients, returns true. Raises RunError if sampling has failed."""
+        """Wait until ``holds``, which checks the clients, returns true. Raises RunError if sampling has failed."""
         while not holds():
             if self.failure is not None:
                 raise self.failure
             await self._change.wait()
 
     def least_loaded(self) -> int:
-        """Return the number of the engine with the fewest requests. Prefer engines that can sample to starting engines.
+        """Return the number of the engine with the fewest requests. Engines that can sample precede starting engines.
 
         Raises:
             RunError: if sampling has failed permanently.
@@ -249,9 +246,9 @@ class EngineFleet:
         return min(clients, key=lambda client: (client.load, client.index)).index
 
     async def room(self, version: int, samples: int) -> int:
-        """Wait for an engine with a free slot and weights of ``version`` or newer. Reserve ``samples`` slots there.
+        """Wait for an engine with a free slot and weights of ``version`` or newer, and reserve ``samples`` slots on it.
 
-        For each sample call ``EngineClient.keep_promise`` when it is submitted or cancelled. Return the engine number.
+        Call ``EngineClient.keep_promise`` for each sample that is submitted or cancelled. Return the engine number.
         """
         await self.until(lambda: any(client.has_room(version) for client in self.clients))
         free = [client for client in self.clients if client.has_room(version)]
@@ -265,7 +262,7 @@ class EngineFleet:
         return self._version
 
     def measure(self) -> dict[str, float]:
-        """Return the metrics ``engines/...`` for the time since the last call."""
+        """Return the ``engines/...`` metrics for the time since the last call."""
         now = time.monotonic()
         wall = max(now - self._measured, 1e-9)
         self._measured = now
@@ -291,7 +288,7 @@ class EngineFleet:
         return self._client(engine).submit(request, sampling)
 
     async def answer_of(self, pending: PendingRequest) -> tuple[Completion, int]:
-        """Wait for a request's completion; return it with the number of its engine. Cancelling drops the request."""
+        """Return a request's completion and the number of its engine. Cancelling this coroutine drops the request."""
         try:
             return await pending.answer, pending.client.index
         except asyncio.CancelledError:
@@ -301,7 +298,7 @@ class EngineFleet:
     async def sample(
         self, request: SampleRequest, sampling: Sampling, engine: int | None = None
     ) -> tuple[Completion, int]:
-        """Sample a request; return the completion and the number of its engine. See ``submit``."""
+        """Sample a request, and return the completion and the number of its engine. See ``submit``."""
         return await self.answer_of(self.submit(request, sampling, engine))
 
     async def sample_all(
@@ -362,7 +359,7 @@ class EngineFleet:
         return self._placement.addresses[node] if self._placement.is_lost(node) else None
 
     async def deliver(self, client: EngineClient) -> None:
-        """Send the newest weights to a replaced engine, unless it has them or none were sent."""
+        """Send the newest weights to a replaced engine, unless it already has them or no weights were sent yet."""
         if self._weights is None or client.version == self._version:
             return
         await asyncio.to_thread(self._delivering.acquire)
@@ -389,31 +386,31 @@ class EngineFleet:
             client.request_weights()
 
     async def _deliver(self, clients: Sequence[EngineClient], kv: str) -> None:
-        """Send the newest weights to engines, and repeat this for live engines that missed them."""
+        """Send the newest weights to engines, and repeat the delivery for live engines that missed them."""
         missing = list(clients)
         failures = 0
         while stopped := await self._hold(missing, kv):
             missing = await self._send(stopped)
-            # ``EngineClient`` counts deaths. Count here only rounds that failed although all engines are alive.
+            # ``EngineClient`` counts deaths. Count only rounds that failed although all engines are alive.
             failures += bool(missing) and len(missing) == len(stopped)
             if failures > REPLACEMENTS:
                 raise InfrastructureFailed(f"new weights did not reach the engines in {failures} attempts")
 
     async def _hold(self, clients: Sequence[EngineClient], kv: str) -> list[EngineClient]:
-        """Stop the engines between two steps and let them check the names in the manifest. Return the live ones.
+        """Stop the engines between two steps and let them check the names in the manifest. Return the live engines.
 
-        The sender starts afterwards, because draining an engine may take longer than the sender's time limit.
+        The sender starts after this method, because draining an engine may take longer than the sender's time limit.
         """
         assert self._weights is not None
         actors = [client.actor for client in clients]
         refs = [actor.prepare_update.remote(self._weights.manifest, kv) for actor in actors]
         answers = await self._answers(clients, refs, "updating the engines' weights")
-        # An engine may have died after its answer, while another engine drained. Its replacement has no model yet.
+        # An engine may have died after its answer, while another engine was draining. Replacements have no model yet.
         results = zip(clients, actors, answers)
         return [client for client, actor, result in results if not _died(result) and client.actor is actor]
 
     async def _send(self, clients: Sequence[EngineClient]) -> list[EngineClient]:
-        """Send the weights once. Return the clients of live engines that missed them."""
+        """Send the weights once, and return the clients of live engines that missed them."""
         weights = self._weights
         assert weights is not None
         actors = {client.index: client.actor for client in clients}
@@ -427,7 +424,7 @@ class EngineFleet:
         if sent:
             try:
                 await asyncio.to_thread(gather, sent, "sending weights", self._timeout_s, "policy")
-            except PeerLost:  # the lost engine is unknown until the engines have answered
+            except PeerLost:  # the answers below show which engine was lost
                 missing = list(clients)
         answers = await self._answers(clients, refs, "updating the engines' weights")
         for client, result in zip(clients, answers):
@@ -446,17 +443,17 @@ class EngineFleet:
         died: list[Any] = []
 
         def working() -> list[EngineClient]:
-            # Request the weights again at every change, because a client clears the request when its engine dies.
+            # Request the weights after every state change, because a client clears the request when its engine dies.
             for client in self.clients:
                 client.request_weights()
             return [client for client in self.clients if client.can_sample and client.actor not in died]
 
-        while True:  # if all called engines died, call their replacements
+        while True:  # repeat with the replacements if all called engines died
             await self.until(lambda: bool(working()))
             clients = working()
             actors = [client.actor for client in clients]
             refs = [actor.score.remote(list(sequences)) for actor in actors]
-            answers = await self._answers(clients, refs, "probing the engines")
+            answers = await self._answers(clients, refs, "scoring sequences in the engines")
             scored: dict[int, Any] = {
                 client.index: scores for client, scores in zip(clients, answers) if not _died(scores)
             }
@@ -475,7 +472,7 @@ class EngineFleet:
             self.awake.set()
 
     async def _answers(self, clients: Sequence[EngineClient], refs: Sequence[Any], what: str) -> list[Any]:
-        """Return the result or exception of a call to each engine. Register each wait under the engine's name."""
+        """Return the result or exception of one call per engine. Each wait is registered under the engine's name."""
 
         async def wait_for(client: EngineClient, ref: Any) -> Any:
             with waiting(what, f"engine {client.index}", self._timeout_s):
@@ -488,13 +485,13 @@ class EngineFleet:
         what = {"sleep": "putting the engines to sleep", "wake": "waking the engines"}[method]
         answers = await self._answers(clients, refs, what)
         for client, result in zip(clients, answers):
-            # A dead engine occupies no memory. Its client replaces it after the other engines have woken up.
+            # Dead engines occupy no memory. Clients replace dead engines after the other engines have woken up.
             if not _died(result) and client.state not in (EngineState.STARTING, *_UNAVAILABLE):
                 client.enter(state)
 
 
 def _died(result: Any) -> bool:
-    """Return whether the result of a call is the death of its engine. Raise any other error except ``PeerLost``."""
+    """Return whether a call failed because its engine died. Raise any other error except ``PeerLost``."""
     if isinstance(result, BaseException) and not isinstance(result, (WorkerDied, PeerLost)):
         raise result
     return isinstance(result, WorkerDied)

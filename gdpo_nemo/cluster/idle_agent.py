@@ -1,7 +1,7 @@
 """Stub for Ray's dashboard agent, which the raylet requires but this project does not use.
 
 A raylet ends when its agent ends, but the agent keeps running when its raylet is killed. The stub therefore exits after
-its raylet. It uses only the standard library, because it runs without site-packages.
+its raylet. The stub uses only the standard library, because it runs without site-packages.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Start of a local Ray session, which must also succeed on a busy machine; lookup of network interfaces."""
+"""Start of a local Ray session, even on a busy machine, and lookup of network interfaces."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from gdpo_nemo.utils.errors import InfrastructureFailed, message_line
 _STARTS = 3
 """Number of attempts to start a session before the run fails."""
 _START_LIMIT_S = 900.0
-"""Time limit of an attempt. It is several times Ray's time limits for its processes."""
+"""Time limit of an attempt, which is several times as long as Ray's time limits for its processes."""
 _REGISTER_S = 120.0
 """Time limit for a raylet to register with the GCS. Ray's limit of 30 s is too short on two cores with a load of 16."""
 _POLL_S = 0.2
-"""Interval between two checks of a session's servers. Ray may abort this process soon after it has lost a server."""
+"""Interval between checks of a session's servers. Ray may abort this process soon after it has lost a server."""
 _UNUSED = -1
-"""Port that Ray's dashboard agent writes for a service that it does not offer."""
+"""Port number that Ray's dashboard agent reports for a service that it does not offer."""
 LOOPBACK = "127.0.0.1"
 """Address of a local session. All processes that Ray starts listen only on this address."""
 _LOWEST_PORT = 20_000
-"""Lower bound for ports of servers. Ray's workers listen on ports from 10,002 to 19,999."""
+"""Lower bound of server ports. Ray's workers listen on ports from 10,002 to 19,999."""
 _PORTS_TRIED = 100
 _PORTS = random.SystemRandom()
-"""Random numbers for ports. They are not seeded, because runs with the same seed on a machine need different ports."""
+"""Random generator for ports. It is not seeded, because runs with the same seed on a machine need different ports."""
 _AGENT_ARGUMENT = "--dashboard_agent_command="
 """Argument of the raylet that specifies the command of the dashboard agent. The raylet rejects an empty command."""
 
 
 def start(initialize: Callable[[], None]) -> None:
-    """Start a session, with several attempts. The processes of a failed attempt are killed.
+    """Start a session, in several attempts if necessary. The processes of a failed attempt are killed.
 
     Args:
         initialize: function that starts a session.
@@ -62,8 +62,8 @@ def start(initialize: Callable[[], None]) -> None:
         failure = _attempt(initialize, before)
         if failure is None:
             return
-        # Free the objects of the failed attempt. Otherwise a client of Ray would end this process a minute after it has
-        # lost its server, which is killed below.
+        # Free the objects of the failed attempt. Otherwise a Ray client would end this process a minute after its
+        # server is killed below.
         gc.collect()
         ray.shutdown()
         remaining = set(psutil.Process().children()) - before
@@ -77,7 +77,7 @@ def start(initialize: Callable[[], None]) -> None:
 
 
 def _attempt(initialize: Callable[[], None], before: set[psutil.Process]) -> str | None:
-    """Call ``initialize``. Return its error message in one line, or None if it succeeded.
+    """Call ``initialize``, and return its error message in one line, or None if it succeeded.
 
     Args:
         before: children of this process before the attempt.
@@ -91,19 +91,19 @@ def _attempt(initialize: Callable[[], None], before: set[psutil.Process]) -> str
             _fail_with_servers(),
         ):
             initialize()
-    except Exception as error:  # many types are possible; Ray raises a bare Exception if its node is late
+    except Exception as error:  # Ray raises a bare Exception if its node is late
         return message_line(error)
     return None
 
 
 @contextlib.contextmanager
 def watched(lost: Callable[[str], None]) -> Iterator[None]:
-    """Report the end of a Ray server of this process's session in the block.
+    """Report if a Ray server of this process's session ends in the block.
 
-    Without this report, Ray would print nothing for a minute, and then end this process with a dump of its state.
+    Without this report, Ray would print nothing for a minute and then end this process with a dump of its state.
 
     Args:
-        lost: function that is called from a thread with the reason, at most once.
+        lost: function that a thread calls with the reason, at most once.
     """
     done = threading.Event()
     node: Node = ray._private.worker._global_node
@@ -132,7 +132,7 @@ def _servers(node: Node) -> dict[str, subprocess.Popen[bytes]]:
 
 
 def _ended(servers: dict[str, subprocess.Popen[bytes]]) -> str | None:
-    """Return a sentence about a server that has ended; None if all servers are running."""
+    """Return a sentence about a server that has ended, or None if all servers are running."""
     for name, process in servers.items():
         status = process.poll()
         if status is not None:
@@ -143,10 +143,10 @@ def _ended(servers: dict[str, subprocess.Popen[bytes]]) -> str | None:
 
 @contextlib.contextmanager
 def _fail_with_servers() -> Iterator[None]:
-    """Make the start of a session in this block fail within seconds if one of its servers ends.
+    """Make the start of a session in this block fail within seconds if a server of the session ends.
 
-    Ray itself would query the GCS for the node of a dead raylet until a time limit. Here each query has a short time
-    limit, and is repeated for at most ``_REGISTER_S`` while the servers are running.
+    Ray itself would query the GCS for the node of a dead raylet until a time limit. In this block, each query has a
+    short time limit and is repeated for at most ``_REGISTER_S`` while the servers are running.
     """
     start_raylet = Node.start_raylet
     get_node = services.get_node
@@ -176,8 +176,8 @@ def _fail_with_servers() -> Iterator[None]:
 def _loopback_only() -> Iterator[None]:
     """Make a session that starts in this block use the address ``LOOPBACK``.
 
-    Ray would replace this address, because other machines cannot reach it. Its servers would then listen on every
-    interface.
+    By default, Ray would replace this address, because other machines cannot reach it. Ray's servers would then listen
+    on every interface.
     """
     with _replaced(services, "resolve_ip_for_localhost", lambda host: host):
         yield
@@ -185,18 +185,19 @@ def _loopback_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _predefined_agent_ports() -> Iterator[None]:
-    """Specify the ports of the agents of raylets that start in this block, so that raylets do not wait for them.
+    """Specify the agents' ports for raylets that start in this block, so that raylets do not wait for their agents.
 
     A raylet aborts if its agents have not written their ports to files within 15 s. No setting changes this limit
-    (https://github.com/ray-project/ray/issues/65983). The agents are Python processes with many imports, which need
-    longer on two cores with a load of 12.
+    (https://github.com/ray-project/ray/issues/65983). The agents are Python processes with many imports, and take
+    longer to start on two cores with a load of 12.
     """
     original = Node.start_raylet
 
     def start_raylet(node: Node, *arguments: Any, **options: Any) -> None:
-        # Actors with a custom environment need this agent. They wait for it, up to a time limit set in ``session``.
+        # Actors with a custom runtime environment need this agent. The actors wait for this agent, up to a time limit
+        # set in ``session``.
         node._ray_params.runtime_env_agent_port = _free_port()
-        # A session that ends with the run does not use Ray's metrics and jobs.
+        # A session that ends with the run does not use Ray's metrics or jobs.
         for service in ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port"):
             persist_port(node._session_dir, node._node_id, service, _UNUSED)
         original(node, *arguments, **options)
@@ -209,9 +210,9 @@ def _predefined_agent_ports() -> Iterator[None]:
 def _unused_servers_disabled() -> Iterator[None]:
     """Start sessions in this block without dashboard, dashboard agent, autoscaler and log monitor.
 
-    A session that ends with the run does not use them. Even with ``include_dashboard=False`` Ray starts all four. These
-    Python processes take 4 s of CPU time before the first actor is ready. ``ray.init`` has no arguments to disable
-    them.
+    A session that ends with the run does not use these processes. Ray starts all four even with
+    ``include_dashboard=False``. These Python processes take 4 s of CPU time before the first actor is ready.
+    ``ray.init`` has no arguments to disable them.
     """
     start_head = Node.start_head_processes
     start_process = services.start_ray_process
@@ -245,10 +246,11 @@ def _replaced(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None
 
 
 def _free_port() -> int:
-    """Return a free port that will probably still be free some seconds later.
+    """Return a free port that will probably still be free a few seconds later.
 
     A raylet ends if its agent's port is in use when the agent starts. The port is below the kernel's ephemeral range,
-    whose ports any outgoing connection may get. It is random, because other runs choose such ports too.
+    from which outgoing connections get their ports. The port is random, because other runs choose ports in the same
+    range.
     """
     ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for _ in range(_PORTS_TRIED):
@@ -263,10 +265,10 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _time_limit(limit_s: float, before: set[psutil.Process]) -> Iterator[None]:
-    """Kill the GCS if the start of a session in this block takes longer than ``limit_s``, so that the start fails.
+    """Kill the GCS if a session start in this block takes longer than ``limit_s``, so that the start fails.
 
-    If the GCS is alive but does not answer, Ray makes one attempt for every second of gcs_server_port_wait_time_s. Each
-    attempt takes half a minute, so Ray would wait for hours.
+    If the GCS is alive but does not answer, Ray makes gcs_server_port_wait_time_s attempts of half a minute each, and
+    would thus wait for hours.
     """
 
     def end() -> None:
@@ -296,7 +298,7 @@ def interface_of(address: str) -> str | None:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:  # the interface has no IPv4 address
                 continue
-            # struct ifreq: 16 bytes with the name, then sockaddr_in with the address at byte 4.
+            # struct ifreq contains 16 bytes with the name, then a sockaddr_in with the address at byte 4.
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
@@ -305,9 +307,9 @@ def interface_of(address: str) -> str | None:
 def stay_on(address: str) -> None:
     """Make gloo, NCCL and vLLM use the network interface of ``address``, in this process and its children.
 
-    Environment variables that are already set take precedence. By default gloo uses the address to which the host name
-    resolves, and NCCL uses every interface. NCCL is restricted only for a loopback address: between machines several
-    interfaces are faster.
+    Environment variables that are already set take precedence. By default, gloo uses the address to which the host name
+    resolves, and NCCL uses every interface. NCCL is restricted only for a loopback address, because several interfaces
+    are faster between machines.
     """
     os.environ.setdefault("VLLM_HOST_IP", address)
     interface = interface_of(address)
@@ -315,4 +317,4 @@ def stay_on(address: str) -> None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if ipaddress.ip_address(address).is_loopback:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=" the name is a prefix
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without "=", the name is a prefix

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 _START_S = 900.0
 """Time limit for the ranks to start and to load the model."""
 _SHORTEST_DEADLINE_S = 300.0
-"""Minimum of an adaptive timeout. A busy machine or file system may delay ranks that were fast before."""
+"""Minimum of an adaptive timeout in seconds. A busy machine or file system may delay ranks that were fast before."""
 _COMPUTES = ("train", "logprobs", "teacher_logprobs")
-"""Methods with an adaptive timeout. Other methods wait for disks, which may be fast for days and then busy."""
+"""Methods with an adaptive timeout. Other methods wait for disks, which may be fast for days and then become busy."""
 
 
 def layout_ranks(layout: MegatronConfig) -> int:
-    """Return the number of ranks of a layout. Its ``data_parallel_size`` must be resolved."""
+    """Return the number of ranks of a layout, whose ``data_parallel_size`` must be resolved."""
     return (
         layout.tensor_model_parallel_size
         * layout.pipeline_model_parallel_size
@@ -56,15 +56,15 @@ def layout_ranks(layout: MegatronConfig) -> int:
 class PolicyGroup:
     """All ranks of the policy. The constructor starts the actors, and ``ready`` waits until they have loaded the model.
 
-    Loading starts at once if the engines have separate devices. If they share devices, it starts in ``ready``: vLLM
-    measures the free memory when it starts, and must start first.
+    Loading starts at once if the engines have separate devices. If they share the policy's devices, loading starts in
+    ``ready``: vLLM measures the free memory when it starts, so it must start first.
 
     Args:
         folder: Hugging Face folder with the starting weights.
-        total_updates: number of updates of the complete run, the default end of a learning-rate decay.
-        placement: placement of the ranks; None places all of them on this machine.
-        reference: True to keep the starting weights for ``logprobs(reference=True)``. None keeps them if the loss or
-            the reward contains a KL term.
+        total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
+        placement: placement of the ranks. None places all ranks on this machine.
+        reference: True to keep the starting weights for ``logprobs(reference=True)``. None keeps these weights if the
+            loss or the reward contains a KL term.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class PolicyGroup:
         self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
         world = layout_ranks(self.layout)
         on_gpu = config.cluster.gpus_per_node > 0
-        # All ranks get the number of threads that fits the node with the most ranks. They run in lockstep, so more
-        # threads on other nodes would not help.
+        # All ranks get the number of threads that suits the node with the most ranks. The ranks run in lockstep, so
+        # more threads on other nodes would not help.
         ranks_per_node = max(placement.places.policy_on(node) for node in nodes)
         threads = config.policy.num_threads or max(1, cores(config.cluster) // ranks_per_node)
         environment = thread_environment(threads)
@@ -114,7 +114,7 @@ class PolicyGroup:
         )
         self._building: list[Any] = []
         self._data_ranks: list[int] = []
-        """Data-parallel rank of each rank; empty until it is needed."""
+        """Data-parallel rank of each rank. The list is empty until the first call that needs it."""
         if not placement.places.shared:
             self._build()
 
@@ -132,11 +132,11 @@ class PolicyGroup:
             return gather(self._building, "building the policy", _START_S, "policy")
 
     def devices(self) -> list[str]:
-        """Return the GPU of each rank in the form of CUDA_VISIBLE_DEVICES; empty strings on CPUs."""
+        """Return the GPU of each rank in the format of CUDA_VISIBLE_DEVICES, or empty strings on CPUs."""
         return gather(self._devices, "placing the policy", _START_S, "policy")
 
     def release(self) -> None:
-        """Release the GPU memory that the ranks do not need until the next update."""
+        """Release GPU memory that the ranks do not need until the next update."""
         self._call("release", what="releasing memory")
 
     def process_locations(self) -> dict[int, tuple[str, int]]:
@@ -156,9 +156,9 @@ class PolicyGroup:
         what: str,
         **arguments: Any,
     ) -> list[Any]:
-        """Call a method of all ranks, each with its share of the sequences. Return the results by rank.
+        """Call a method on all ranks, each with its share of the sequences. Return the results by rank.
 
-        Each share is stored once in Ray's object store. All ranks with the same data-parallel rank read it.
+        Each share is stored once in Ray's object store. All ranks with the same data-parallel rank read the same share.
 
         Args:
             layout: assignment of the sequences to data-parallel ranks and micro-batches.
@@ -167,7 +167,7 @@ class PolicyGroup:
             arguments: additional arguments of the method.
         """
         if not self._data_ranks:
-            self._data_ranks = self._call("data_parallel_rank", what="asking for the layout")
+            self._data_ranks = self._call("data_parallel_rank", what="querying the layout")
         shares = [
             ray.put(Share.of(sequences, micro_batches, fields, layout.shared)) for micro_batches in layout.assignment
         ]
@@ -186,14 +186,14 @@ class PolicyGroup:
         """Multiple to which the length of each sequence is padded.
 
         Megatron gives every context-parallel rank two chunks of a sequence, one from each end, so that causal attention
-        takes the same time on all of them.
+        takes the same time on all ranks.
         """
         context = self.layout.context_parallel_size
         return 2 * context if context > 1 else 1
 
     @property
     def _chunks(self) -> int:
-        """Required divisor of the number of micro-batches: with interleaving, the number of pipeline stages."""
+        """Required divisor of the number of micro-batches: the number of pipeline stages with interleaving, else 1."""
         return self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1
 
     def _lay_out(self, sequences: Sequence[TrainSequence], pairs: bool = False) -> Layout:
@@ -219,7 +219,7 @@ class PolicyGroup:
     def _skips(self, settings: Objective) -> bool:
         """Return whether an update skips sequences that have no gradient.
 
-        This is decided for each update, because an algorithm may use a loss other than the one in the config.
+        The decision is made for each update, because an algorithm may use a loss that differs from the config.
         """
         return self.config.skip_zero_advantage and not why_all_sequences(
             settings, load_functions("loss_fn", loss_import_paths(settings))
@@ -256,13 +256,13 @@ class PolicyGroup:
         packed: bool = True,
         teacher: bool = False,
     ) -> list[np.ndarray]:
-        """Return the log-probs of each sequence, float32 [completion tokens], NaN for masked tokens.
+        """Return the log-probs of each sequence, float32 [completion tokens], with NaN for masked tokens.
 
         Args:
-            reference: True to use the weights of the reference.
-            temperature: temperature in place of the sampling temperature; None to use the sampling temperature.
+            reference: True to use the reference weights.
+            temperature: temperature that replaces the sampling temperature, or None to use the sampling temperature.
             packed: False to process each sequence in a separate micro-batch.
-            teacher: True to use the weights of the teacher.
+            teacher: True to use the teacher's weights.
         """
         if teacher:
             return self._scores("teacher_logprobs", sequences, packed=packed, temperature=temperature)
@@ -282,7 +282,7 @@ class PolicyGroup:
 
         Returns:
             float32 [completion tokens, 2] for each sequence: the token's log-prob, and the value head's estimate for
-            the state before the token. With ``entropies`` it is [completion tokens, 3]: the columns of
+            the state before the token. With ``entropies``, the shape is [completion tokens, 3]: the columns of
             ``logprobs_and_entropies``, then the value. NaN for masked tokens.
         """
         return self._scores("logprobs", sequences, Columns(entropies=entropies, values=True))
@@ -296,7 +296,7 @@ class PolicyGroup:
         packed: bool = True,
         **options: bool | float | None,
     ) -> list[np.ndarray]:
-        """Call a method that returns values of tokens on all ranks. Return the values of each sequence's completion."""
+        """Call a method that returns token values on all ranks. Return the values of each sequence's completion."""
         if packed:
             layout = self._lay_out(sequences)
         else:
@@ -308,8 +308,8 @@ class PolicyGroup:
         return by_sequence(sequences, layout.assignment, list(zip(self._data_ranks, results, strict=True)))
 
     def sync_reference(self, alpha: float) -> None:
-        """Set the reference to ``alpha`` times the policy's weights plus 1 - ``alpha`` times its previous weights."""
-        self._call("sync_reference", alpha, what="moving the reference")
+        """Set the reference to ``alpha`` times the policy's weights plus (1 - ``alpha``) times its previous weights."""
+        self._call("sync_reference", alpha, what="updating the reference")
 
     @property
     def engine_processes(self) -> int:
@@ -324,7 +324,7 @@ class PolicyGroup:
         ranks: Iterable[int] | None = None,
         num_returns: int = 1,
     ) -> list[Any]:
-        """Call a method of a transport's sender on some ranks. See ``PolicyRanks.start_sender``."""
+        """Call a method of a transport's sender on selected ranks. See ``PolicyRanks.start_sender``."""
         import_path = import_path_of(sender)
         actors = self.ranks if ranks is None else [self.ranks[rank] for rank in ranks]
         return [
@@ -337,15 +337,15 @@ class PolicyGroup:
         return gather(refs, what, self.timeout_s, "policy")
 
     def begin_save(self, folder: Path, background: bool = False) -> None:
-        """Start to write a checkpoint. With ``background`` return when the ranks have copied their state."""
+        """Start writing a checkpoint. With ``background``, return as soon as the ranks have copied their state."""
         self._call("begin_save", str(folder), background, what=f"writing {folder}")
 
     def save_is_written(self) -> bool:
-        """Return whether all files of the checkpoint of ``begin_save`` are on disk."""
+        """Return whether all files of the checkpoint from ``begin_save`` are on disk."""
         return all(self._call("save_is_written", what="polling a checkpoint"))
 
     def finish_save(self) -> None:
-        """Wait for the checkpoint of ``begin_save``, complete it and verify it."""
+        """Wait for the checkpoint from ``begin_save``, complete it and verify it."""
         self._call("finish_save", what="completing a checkpoint")
 
     def save(self, folder: Path) -> None:
@@ -354,12 +354,12 @@ class PolicyGroup:
         self.finish_save()
 
     def load_checkpoint(self, folder: Path, weights_only: bool = False) -> None:
-        """Read a checkpoint. With ``weights_only`` optimizer, schedule and random state remain unchanged."""
+        """Load a checkpoint. With ``weights_only``, optimizer, schedule and random state remain unchanged."""
         with phase("checkpoint"):
             self._call("load_checkpoint", str(folder), weights_only, what=f"reading {folder}")
 
     def load_adapter(self, folder: Path) -> None:
-        """Initialise LoRA's matrices from a PEFT adapter of this model."""
+        """Initialise the LoRA matrices from a PEFT adapter of this model."""
         self._call("load_adapter", str(folder), what=f"reading {folder}")
 
     def load_teacher(self, folder: Path) -> None:
@@ -369,7 +369,7 @@ class PolicyGroup:
 
     def next_learning_rate(self) -> float:
         """Return the learning rate of the next update."""
-        return float(self._call("next_learning_rate", what="asking for the learning rate")[0])
+        return float(self._call("next_learning_rate", what="querying the learning rate")[0])
 
     def export(self, folder: Path) -> None:
         """Write the weights to a Hugging Face folder."""
@@ -377,7 +377,7 @@ class PolicyGroup:
             self._call("export", str(folder), what=f"exporting {folder}")
 
     def export_adapter(self, folder: Path) -> None:
-        """Write LoRA's matrices to a PEFT folder."""
+        """Write the LoRA matrices to a PEFT folder."""
         self._call("export_adapter", str(folder), what=f"exporting {folder}")
 
     def save_megatron(self, folder: Path) -> None:

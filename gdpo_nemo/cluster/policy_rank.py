@@ -1,4 +1,4 @@
-"""Ray actor for one rank of the policy. The driver's side is in ``policy_group``."""
+"""Ray actor for one rank of the policy. The driver side is in ``policy_group``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Columns:
-    """Values to compute for each token in addition to its log-prob, in a pass without training."""
+    """Values to compute for each token in addition to its log-prob, in a forward pass without training."""
 
     entropies: bool = False
-    """True to compute the entropy in nats of the distribution from which the token was sampled."""
+    """True to compute the entropy, in nats, of the distribution from which the token was sampled."""
     values: bool = False
-    """True to compute the value head's estimate for the state before the token."""
+    """True to compute the value head's estimate for the state before each token."""
 
 
 LOGPROBS = Columns()
@@ -43,7 +43,7 @@ class PolicyRank:
         self._listener: socket.socket | None = None
         self._senders: dict[str, Any] = {}
         """Senders of the run's transport, by import path of their class."""
-        # Ray sets CUDA_VISIBLE_DEVICES to the actor's GPU, so it is device 0 on every rank.
+        # Ray sets CUDA_VISIBLE_DEVICES to the actor's GPU, so this GPU is device 0 on every rank.
         os.environ["LOCAL_RANK"] = "0"
 
     def process_location(self) -> tuple[str, int]:
@@ -51,13 +51,13 @@ class PolicyRank:
         return socket.gethostname(), os.getpid()
 
     def device(self) -> str:
-        """Return this rank's GPU in the form of CUDA_VISIBLE_DEVICES; an empty string on a CPU."""
+        """Return this rank's GPU in the format of CUDA_VISIBLE_DEVICES, or an empty string on a CPU."""
         return ",".join(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def rendezvous(self) -> str:
-        """Open a socket for torch's rendezvous and return its URL, on rank 0."""
+        """Open a socket for torch's rendezvous and return its URL. Only rank 0 calls this method."""
         host = ray.util.get_node_ip_address()
-        # Keep the socket open and pass it to torch. If the port were only looked up, another process could take it.
+        # Keep the socket open and pass it to torch. If the socket were closed, another process could take its port.
         self._listener = socket.create_server((host, 0), backlog=self.world_size + 1)
         return f"tcp://{host}:{self._listener.getsockname()[1]}"
 
@@ -82,7 +82,7 @@ class PolicyRank:
         The other arguments are those of ``megatron.policy.Policy``.
         """
         stay_on(ray.util.get_node_ip_address())
-        # Not imported at the top: the driver imports this module, and Megatron must be imported after ``prepare``.
+        # Import here, because the driver imports this module, and Megatron must be imported after ``prepare``.
         with importing():
             from gdpo_nemo.megatron import runtime
 
@@ -105,7 +105,7 @@ class PolicyRank:
             value_lr_mult=value_lr_mult,
         )
         with self.policy.optimizer_on_device():
-            pass  # the end of the block offloads it, if configured; engines need the memory before the first update
+            pass  # offload the optimizer, if configured, because engines need the memory
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
 
     def data_parallel_rank(self) -> int:
@@ -113,7 +113,7 @@ class PolicyRank:
         return self.policy.data_parallel_rank
 
     def train(self, share: Share, settings: Objective) -> UpdateResult | None:
-        """Run an update. Return its result on rank 0 and None on other ranks."""
+        """Run an update. Return the result on rank 0 and None on other ranks."""
         result = self.policy.train(share.sequences(), share.micro_batches, settings)
         return result if self.rank == 0 else None
 
@@ -122,7 +122,7 @@ class PolicyRank:
     ) -> FlatValues | None:
         """Return this rank's log-probs, and the values of ``columns``, for completion tokens of the share.
 
-        None on ranks that do not return results (``Policy.reports``). The other arguments are those of
+        The result is None on ranks that do not return results (``Policy.reports``). The other arguments are those of
         ``Policy.logprobs``.
         """
         values = self.policy.logprobs(
@@ -160,11 +160,11 @@ class PolicyRank:
         return getattr(self._senders[import_path], method)(*arguments)
 
     def release(self) -> None:
-        """Release the GPU memory that is not needed until the next update, for an engine on the same GPU."""
+        """Release GPU memory that is not needed until the next update, so that an engine on the same GPU can use it."""
         self.policy.release()
 
     def begin_save(self, folder: str, background: bool) -> None:
-        """Start to write this rank's part of a checkpoint (see ``megatron.checkpoint.Save``)."""
+        """Start writing this rank's part of a checkpoint (see ``megatron.checkpoint.Save``)."""
         from gdpo_nemo.megatron.checkpoint import Save
 
         self._save = Save(self.policy, folder, background)
@@ -174,18 +174,18 @@ class PolicyRank:
         return self._save.is_written
 
     def finish_save(self) -> None:
-        """Complete and verify the checkpoint of ``begin_save``."""
+        """Complete and verify the checkpoint from ``begin_save``."""
         self._save.finish()
         del self._save
 
     def load_checkpoint(self, folder: str, weights_only: bool) -> None:
-        """Read this rank's part of a checkpoint of any layout; with ``weights_only`` only the weights."""
+        """Load this rank's part of a checkpoint of any layout, or only its weights with ``weights_only``."""
         from gdpo_nemo.megatron.checkpoint import load_checkpoint, load_weights
 
         (load_weights if weights_only else load_checkpoint)(self.policy, folder)
 
     def load_adapter(self, folder: str) -> None:
-        """Initialise LoRA's matrices from a PEFT adapter of this model."""
+        """Initialise the LoRA matrices from a PEFT adapter of this model."""
         from gdpo_nemo.models.peft import read_peft_adapter
         from gdpo_nemo.weights.adapters import read_pairs
 
@@ -197,7 +197,7 @@ class PolicyRank:
         return self.policy.next_learning_rate()
 
     def export_adapter(self, folder: str) -> None:
-        """Write LoRA's matrices to a PEFT folder, from rank 0."""
+        """Write the LoRA matrices to a PEFT folder, on rank 0."""
         from gdpo_nemo.weights.adapters import write_adapter
 
         matrices = dict(self.policy.update())
@@ -211,9 +211,10 @@ class PolicyRank:
         save_megatron(self.policy, folder)
 
     def export(self, folder: str) -> None:
-        """Write the weights to a Hugging Face folder, from rank 0.
+        """Write the weights to a Hugging Face folder, on rank 0.
 
-        Under LoRA the weights have the adapters merged, and the PEFT folder ``adapter`` is written next to ``folder``.
+        Under LoRA, the adapters are merged into these weights, and also written to the PEFT folder ``adapter`` next to
+        ``folder``.
         """
         from gdpo_nemo.megatron.conversion import write_classifier
         from gdpo_nemo.models.hf_folder import write_model

@@ -14,9 +14,9 @@ from gdpo_nemo.config.schema import ClusterConfig, Config
 from gdpo_nemo.utils.errors import InfrastructureFailed, RunError
 
 _JOIN_S = 300.0
-"""Time limit for all nodes to join the cluster and be free."""
+"""Time limit for all nodes to join the cluster and become free."""
 _LOOK_S = 120.0
-"""Time limit for the check of folders on all nodes. The first task on a node starts a Python process there."""
+"""Time limit for checking folders on all nodes. The first task on a node starts a Python process on this node."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Placement:
 
     places: Places
     group: Any = None
-    """Ray's placement group; None in a local session, which uses only this machine."""
+    """Ray's placement group, or None in a local session, which uses only this machine."""
     bundles: tuple[int, ...] = ()
-    """Index in the group of each node's bundle. The nodes of ``places`` come first, then the environment nodes."""
+    """Bundle index of each node in the group. The nodes of ``places`` come first, then the environment nodes."""
     addresses: tuple[str, ...] = ()
     """Address of each node, in the order of ``bundles``."""
     nodes: tuple[str, ...] = ()
@@ -60,10 +60,10 @@ def _on_one_node(places: Places) -> Placement:
 
 
 def reserve(cluster: ClusterConfig, layout: Layout, shared: Sequence[Path]) -> Placement:
-    """Reserve the nodes of a run. If the driver's node is one of them, it comes first.
+    """Reserve the nodes of a run. If the driver's node is among these nodes, it comes first.
 
     Args:
-        shared: folders that must exist on every node. Environment nodes need the working directory instead.
+        shared: folders that must exist on every node except environment nodes, which need only the working directory.
 
     Raises:
         RunError: if the nodes are not free in time, or if a folder does not exist on a node.
@@ -83,12 +83,14 @@ def reserve(cluster: ClusterConfig, layout: Layout, shared: Sequence[Path]) -> P
     known = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     node_of = placement_group_table(group)["bundles_to_node_id"]
     driver = ray.get_runtime_context().get_node_id()
-    # Without GPUs all bundles are equal, and the order decides which nodes are environment nodes. The driver's node
-    # comes first, so it is not one of them. The others are sorted by address, for the same order at every start.
+    # Without GPUs, all bundles are equal, and the order decides which nodes are environment nodes. The driver's node
+    # comes first, so it is not an environment node. The other nodes are sorted by address, so that every start uses the
+    # same order.
     bundles = sorted(
         node_of, key=lambda b: (bool(gpus) and b >= nodes, node_of[b] != driver, known.get(node_of[b], ""), node_of[b])
     )
-    # Do not watch nodes with only engines. The run continues without them while another node has engines (``fleet``).
+    # Do not watch nodes that run only engines. The run continues without them as long as another node has engines
+    # (``fleet``).
     optional = set(places.engines) - set(places.policy)
     required = [b for node, b in enumerate(bundles) if node not in optional]
     watch_nodes({node_of[b]: known.get(node_of[b], node_of[b]) for b in required})
@@ -118,7 +120,7 @@ def _check_shared(placement: Placement, shared: Sequence[Sequence[Path]]) -> Non
     """Check that the folders of each node exist, before the first checkpoint needs them.
 
     Args:
-        shared: folders of each node.
+        shared: folders that must exist, by node.
     """
     check = ray.remote(num_cpus=0, max_retries=0)(_absent)
     refs = [
@@ -126,7 +128,7 @@ def _check_shared(placement: Placement, shared: Sequence[Sequence[Path]]) -> Non
     ]
     for address, absent in zip(placement.addresses, gather(refs, "checking the nodes' folders", _LOOK_S)):
         if absent:
-            raise RunError(f"{absent[0]} not found on node {address}; it must be on a file system that all nodes share")
+            raise RunError(f"{absent[0]} not found on node {address}; put it on a file system that all nodes share")
 
 
 def _absent(paths: list[str]) -> list[str]:

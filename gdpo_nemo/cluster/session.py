@@ -18,20 +18,21 @@ os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
 # Do not change CUDA_VISIBLE_DEVICES for actors that request no GPU, such as engines that share the policy's GPUs.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-# Hide Ray's output about a lost process, which includes a hundred lines of state. ``log_to_driver`` does not hide it.
-# The run reports the loss in a sentence, and Ray's own logs are kept.
+# Hide Ray's output about a lost process, which includes a hundred lines of state. ``log_to_driver`` does not hide this
+# output. The run reports the loss in a sentence, and Ray's own logs are kept.
 os.environ.setdefault("RAY_DEDUP_LOGS", "1")
 os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-# Ray runs its workers at niceness 15. On a busy machine the run's verifiers, at niceness 0, would starve them.
+# Ray runs its workers at niceness 15. On a busy machine, the run's verifiers would starve these workers, because
+# verifiers have niceness 0.
 os.environ.setdefault("RAY_worker_niceness", "0")
-# Do not let Ray prestart a worker per core. They would be unused, because each of the run's actors has its own
+# Do not let Ray prestart a worker per core. These workers would be unused, because each actor of the run has its own
 # runtime_env.
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-# Ray allows its processes 30 to 100 s to start, and its workers 60 s to register. This is too short on two cores with a
-# load of 16.
+# By default, Ray allows its processes 30 to 100 s to start, and its workers 60 s to register. These limits are too
+# short on two cores with a load of 16.
 for _name, _seconds in (
     ("gcs_server_port_wait_time_s", 300),
-    ("raylet_start_wait_time_s", 1),  # for one query, which ``local_ray`` repeats
+    ("raylet_start_wait_time_s", 1),  # limit of one query, which ``local_ray`` repeats
     ("gcs_server_request_timeout_seconds", 300),
     ("worker_register_timeout_seconds", 600),
     ("agent_register_timeout_ms", 600_000),
@@ -60,9 +61,9 @@ from gdpo_nemo.utils.signals import hangups_held  # noqa: E402
 from gdpo_nemo.utils.waits import WaitExpired, running, waiting  # noqa: E402
 
 _POLL_S = 1.0
-"""Interval at which a wait checks for dead workers and lost nodes."""
+"""Interval in seconds at which a wait checks for dead workers and lost nodes."""
 _NODE_LOSS_S = 20.0
-"""Maximum time until Ray declares an unresponsive node dead, with the health-check settings in docs/cluster.md."""
+"""Maximum time in seconds until Ray declares an unresponsive node dead (health-check settings: docs/cluster.md)."""
 
 
 def cores(config: ClusterConfig) -> int:
@@ -72,19 +73,19 @@ def cores(config: ClusterConfig) -> int:
 
 @contextlib.contextmanager
 def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Join the Ray cluster given by the config or RAY_ADDRESS, or start a cluster that ends with this process.
+    """Join the Ray cluster that the config or RAY_ADDRESS specifies, or start a cluster that ends with this process.
 
     Args:
-        lost: function that is called from a thread, with a sentence, if a server of a local session ends. Ray can then
-            no longer be used.
+        lost: function that a thread calls with a message if a server of a local session ends. Ray can then no longer be
+            used.
 
     Raises:
         ConfigError: if the run requires several nodes, but no cluster is given.
         RunError: if the cluster cannot be joined, or if this process already has a Ray session.
     """
     # A thread that outlives the session may still call Ray, which would then start a cluster. The cleanup process would
-    # end this cluster, and Ray ends a driver whose cluster has ended. (RAY_ENABLE_AUTO_CONNECT is read when ray is
-    # imported, which may already have happened.)
+    # end this cluster, and Ray ends the driver of a cluster that has ended. (RAY_ENABLE_AUTO_CONNECT is read when ray
+    # is imported, which may already have happened.)
     auto_init_hook.enable_auto_connect = False
     if ray.is_initialized():
         raise RunError(
@@ -100,7 +101,7 @@ def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) ->
     arguments = (
         dict(address=address)
         if address
-        # Without "local" Ray would join a cluster that already runs on this machine.
+        # Without "local", Ray would join a cluster that already runs on this machine.
         else dict(
             address="local",
             num_cpus=cores(config),
@@ -127,9 +128,9 @@ def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) ->
 def _scratch() -> Iterator[str]:
     """Create a folder for temporary files of the run's processes, and set TMPDIR to it in the block.
 
-    The cleanup process removes the folder, because some files remain even after a clean exit (vLLM's sockets). Ray's
-    files are in Ray's folder. If the user has no writable home directory, the folder is also the home directory: Ray
-    does not start without one, and libraries store caches there.
+    The cleanup process removes the folder, because some files remain even after a clean exit (vLLM's sockets). Ray
+    stores its own files elsewhere. If the user has no writable home directory, this folder also becomes the home
+    directory, because Ray and the caches of libraries need a home directory.
     """
     before = {name: os.environ.get(name) for name in ("TMPDIR", "RAY_TMPDIR", "HOME", "HF_HOME")}
     # The path must be short, because the folder contains Unix sockets, whose paths are limited to 107 characters.
@@ -178,7 +179,7 @@ def _initialize(arguments: dict[str, Any]) -> None:
         with hangups_held(), _signal_handlers_restored():
             ray.init(log_to_driver=False, logging_level="ERROR", **arguments)
     except SystemExit as end:
-        if end.code == signal.SIGTERM:  # Ray's handler exits with the signal number, 15, but shells expect 143
+        if end.code == signal.SIGTERM:  # Ray's handler exits with 15, but shells expect 143
             raise SystemExit(128 + signal.SIGTERM) from None
         raise
 
@@ -200,7 +201,7 @@ _watched: dict[str, str] = {}
 
 
 def watch_nodes(nodes: dict[str, str]) -> None:
-    """Make every later ``gather`` fail if one of these nodes is lost.
+    """Make every later ``gather`` fail if any of these nodes is lost.
 
     Args:
         nodes: addresses by Ray's id.
@@ -209,7 +210,7 @@ def watch_nodes(nodes: dict[str, str]) -> None:
 
 
 def _check_nodes(what: str, patience_s: float = 0.0) -> None:
-    """Raise RunError if a watched node has left the cluster, or leaves it within ``patience_s``."""
+    """Raise RunError if a watched node has left the cluster or leaves it within ``patience_s``."""
     deadline = time.monotonic() + patience_s
     while _watched:
         lost = _watched.keys() - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -222,10 +223,10 @@ def _check_nodes(what: str, patience_s: float = 0.0) -> None:
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Return environment variables that limit a process to a number of compute threads, which sleep while they wait.
+    """Return environment variables that limit a process to ``threads`` compute threads, which sleep while they wait.
 
-    By default OpenMP threads spin while they wait. With several ranks on a node they would take cores from the rank
-    that computes.
+    By default, OpenMP threads spin while they wait. With several ranks on a node, these threads would take cores from
+    the rank that computes.
     """
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -242,11 +243,11 @@ def gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float, owner: st
 
     Args:
         what: description of the work, for messages.
-        owner: name of the workers, for the display of waits.
+        owner: name of the workers, for displaying the wait.
 
     Raises:
-        RunError: if a worker fails or dies, or if the time limit is exceeded. This project's own exceptions in a worker
-            keep their type.
+        RunError: if a worker fails or dies, or if the time limit is exceeded. Exceptions of this project that a worker
+            raises keep their type.
     """
     with waiting(what, owner, timeout_s):
         return _gather(refs, what, timeout_s)
@@ -267,7 +268,7 @@ def _gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float) -> list[
 
 
 def answered(refs: dict[int, ray.ObjectRef]) -> dict[int, Any]:
-    """Return the results that are already available, by the keys of ``refs``. Do not wait or start a Ray session."""
+    """Return the results that are already available, by the keys of ``refs``, without waiting or starting Ray."""
     if not ray.is_initialized():
         return {}
     done = set(ray.wait(list(refs.values()), num_returns=len(refs), timeout=0)[0]) if refs else set()
@@ -284,18 +285,19 @@ def _raise_failure(ref: ray.ObjectRef, what: str) -> None:
         ray.get(ref)
     except RayError as error:
         if isinstance(error, _GONE):
-            # A connection breaks before Ray declares the node dead. Wait for Ray, to report the node and not a worker.
+            # The connection breaks before Ray declares the node dead. Wait for Ray, in order to report the node, not a
+            # worker.
             _check_nodes(what, _NODE_LOSS_S if isinstance(error, ActorUnavailableError) else 0.0)
         raise _failure(error, what) from (None if _is_own_error(error) else error)
 
 
 async def answer(ref: ray.ObjectRef, what: str, timeout_s: float) -> Any:
-    """Wait for the result of one call on the event loop. Unlike ``gather``, do not check the nodes.
+    """Wait on the event loop for the result of one call. Unlike ``gather``, do not check the nodes.
 
     Raises:
         WorkerDied: if the worker died or is unreachable.
         WaitExpired: if the time limit is exceeded.
-        RunError: if the call fails. This project's own exceptions in a worker keep their type.
+        RunError: if the call fails. Exceptions of this project that a worker raises keep their type.
     """
     future = asyncio.wrap_future(ref.future())
     if not await _answered_within(future, timeout_s):
@@ -321,7 +323,7 @@ _GONE = (ActorDiedError, ActorUnavailableError)
 
 
 def one_has_ended(refs: Sequence[ray.ObjectRef], patience_s: float) -> bool:
-    """Return whether the worker process of one of these calls has died, or dies within ``patience_s``."""
+    """Return whether the worker process of any of these calls has died or dies within ``patience_s``."""
     deadline = time.monotonic() + patience_s
     pending = list(refs)
     while pending:
@@ -340,7 +342,7 @@ def _is_own_error(error: RayError) -> bool:
 
 
 def _failure(error: RayError, what: str) -> GdpoError:
-    """Return the exception to raise for a failed call: this project's exception, or one with a one-line message."""
+    """Return the exception to raise for a failed call: the worker's GdpoError, or an error with a one-line message."""
     if isinstance(error, _GONE):
         return WorkerDied(f"{what}: a worker process died ({message_line(error)})")
     if isinstance(error, RayTaskError):
@@ -355,18 +357,18 @@ def _failure(error: RayError, what: str) -> GdpoError:
 
 
 def _is_network_error(cause: BaseException) -> bool:
-    """Return whether the error may be caused by another rank. If a rank dies, its peers may report errors first."""
+    """Return whether another rank may have caused the error. If a rank dies, its peers may report errors first."""
     kind = type(cause)
     text = str(cause)
     return kind.__module__.startswith("torch") and kind.__name__.startswith("Dist") or "gloo" in text or "NCCL" in text
 
 
 class WorkerDied(InfrastructureFailed):
-    """A worker process died or is unusable. The caller may replace it."""
+    """A worker process died or is unusable. The caller may replace the worker."""
 
 
 def log_folder() -> Path | None:
-    """Return the folder with the worker logs of this session; None without a session."""
+    """Return the folder with the worker logs of this session, or None without a session."""
     # Ray has no public function for this folder.
     return Path(ray._private.worker._global_node.get_logs_dir_path()) if ray.is_initialized() else None
 
@@ -375,7 +377,7 @@ def keep_logs(run_dir: Path) -> Path | None:
     """Copy the worker logs of this session to ``logs/`` in the run folder.
 
     Returns:
-        The folder with the copies; None without logs.
+        The folder with the copied logs, or None without logs.
     """
     source = log_folder()
     if source is None or not source.is_dir():

@@ -1,23 +1,19 @@
 """Weight updates: send the policy's weights to the engines, then compare log-probs of the policy and the engines.
 
-These are the steps of ``WeightSync.publish``; ``>`` means "calls". Each step ends before the next one begins, except
-that send and receive run concurrently.
+A weight update consists of the following steps. Each step ends before the next step begins, except that send and
+receive run concurrently. Steps with an asterisk (*) take place only if engines share the policy's devices.
 
-    step      call                                                  ends when
-    --------  ----------------------------------------------------  ------------------------------------------------
-    sleep*    sleep_engines > fleet.sleep (before the update)       the engines have released their memory
-    wake*     policy.release, fleet.wake("weights")                 the engines have memory for the weights
-    prepare   Transport.prepare(version)                            the transport has a manifest of this version
-    hold      fleet.update > _hold > Engine.prepare_update          each engine has checked the names and stopped
-                                                                    between two steps (``kv``: drained or at once)
-    send      fleet._send > Transport.send > Sender (ranks)         the senders have answered
-    receive   Engine.update_weights > Receiver (engine processes)   the engines hold the version and continue
-    wake*     policy.release, fleet.wake("kv_cache")                the engines have their KV cache and can sample
-    check     SyncCheck.verify > policy.logprobs, fleet.score       both sides agree within the limit
+* sleep*: before the update, ``sleep_engines`` calls ``fleet.sleep``. The engines release their memory. * wake*:
+``policy.release`` and ``fleet.wake("weights")`` give the engines memory for the weights. * prepare:
+``Transport.prepare`` creates a manifest of the version. * hold: ``fleet.update`` calls ``Engine.prepare_update``. Each
+engine checks the names in the manifest and stops between two steps. ``kv`` decides whether the engine drains its
+requests first. * send: ``Transport.send`` starts the senders on the policy's ranks. * receive:
+``Engine.update_weights`` starts the receivers in the engine processes. The engines then continue. * wake*:
+``policy.release`` and ``fleet.wake("kv_cache")`` give the engines memory for their KV cache. * check:
+``SyncCheck.verify`` compares the log-probs of ``policy.logprobs`` and ``fleet.score``.
 
-*: only if engines share the policy's devices. Hold, send and receive are repeated for live engines that missed the
-weights (``EngineFleet._deliver``). The lock ``EngineFleet.delivering`` is held from prepare to receive, so that no
-weights are sent to a replaced engine in between.
+Hold, send and receive are repeated for live engines that missed the weights (``EngineFleet._deliver``). The lock
+``EngineFleet.delivering`` is held from prepare to receive, so that no weights are sent to a replaced engine in between.
 """
 
 from __future__ import annotations
@@ -39,11 +35,10 @@ from gdpo_nemo.weights.transports.memory import MemoryTransport
 METRICS = {
     "time/sync": ("s", "Sending the new weights to every engine, including time/wake and the sync check"),
     "time/sleep": ("s", "Engines releasing their memory before the update, if they share devices with the policy"),
-    "time/wake": ("s", "Engines reallocating their memory after the update, part of time/sync"),
+    "time/wake": ("s", "Engines reallocating memory for their weights and KV cache, part of time/sync"),
     "parity/probe": (
         "nats",
-        "Mean |log-prob of trainer - of engine| on fixed sequences after a weight sync; checks that the weights "
-        "arrived",
+        "Mean |trainer log-prob - engine log-prob| on fixed sequences after a weight sync; verifies the new weights",
     ),
 }
 
@@ -53,9 +48,9 @@ class WeightSync:
 
     Args:
         sync_check: check of the log-probs after every update; None disables it.
-        transport: transport of the policy's weights; None uses Ray's object store.
-        shared: True if the engines share the policy's devices. They then sleep from ``sleep_engines`` to the next
-            ``publish``.
+        transport: transport of the policy's weights. None uses Ray's object store.
+        shared: True if the engines share the policy's devices. In this case, the engines sleep from ``sleep_engines``
+            to the next ``publish``.
         kv: treatment of requests in flight (``rollout.kv``).
     """
 
@@ -70,7 +65,7 @@ class WeightSync:
     ):
         self.transport = transport or MemoryTransport(policy)
         self.version: int | None = None
-        """Version of the last completed update; None before the first."""
+        """Version of the last completed update, or None before the first update."""
         self._policy = policy
         self._fleet = fleet
         self._sync_check = sync_check
@@ -81,8 +76,8 @@ class WeightSync:
     def publish(self, version: int) -> dict[str, float]:
         """Send the policy's current weights to the engines as ``version``, and return metrics.
 
-        The metrics are ``time/sync``, and ``parity/probe`` if there is a sync check. On shared devices they include
-        ``time/sleep`` (the duration of ``sleep_engines``) and ``time/wake`` (part of ``time/sync``).
+        The metrics are ``time/sync``, and ``parity/probe`` if there is a sync check. On shared devices, the metrics
+        include ``time/sleep`` (the duration of ``sleep_engines``) and ``time/wake`` (part of ``time/sync``).
 
         Raises:
             RunError: if the weights cannot be sent, or if the sync check fails.
@@ -104,7 +99,7 @@ class WeightSync:
         return {"time/sync": time.monotonic() - start, **row}
 
     def sleep_engines(self) -> None:
-        """Make engines on shared devices release their memory until the next ``publish``."""
+        """Make engines release their memory until the next ``publish``, if they share devices with the policy."""
         if self._shared:
             start = time.monotonic()
             self._fleet.sleep()
@@ -120,45 +115,46 @@ class WeightSync:
 PROMPTS = 4
 """Number of sequences of a sync check."""
 _MAX_PROMPT = 128
-"""Maximum number of tokens from the end of a prompt."""
+"""Maximum number of prompt tokens, counted from the end of the prompt."""
 _SAMPLED = 16
 """Maximum number of tokens that the model samples after the prompt."""
 _UNIFORM = 8
 """Number of tokens that are sampled uniformly from the vocabulary."""
 _MAX_TOKEN_DIFFERENCE = 1.0
-"""Maximum difference in nats that a token contributes to the mean.
+"""Maximum log-prob difference, in nats, that a token contributes to the mean.
 
-If a router selects another expert because two are nearly tied, the token is an outlier although the weights are equal.
+If a router selects a different expert because two experts are nearly tied, the token is an outlier although the weights
+are equal.
 """
 MARGIN = 4.0
-"""Ratio of the limit to the difference at the start. Rounding errors vary with the weights, and may become larger."""
+"""Ratio of the limit to the initial difference. Rounding errors vary with the weights and may become larger."""
 LEAST = {"float32": 1e-4, "bfloat16": 1e-2}
-"""Minimum of the limit. With a difference near 0 at the start, ``MARGIN`` would allow only a few units of rounding."""
+"""Minimum of the limit. If the initial difference is near 0, ``MARGIN`` would allow only a few rounding errors."""
 MOST = {"float32": 1e-2, "bfloat16": 2.5e-1}
-"""Maximum difference at the start. Swapping two middle layers of a model with 135 M parameters causes 0.4 to 0.6."""
+"""Maximum initial difference. Swapping two middle layers of a 135M model causes a difference of 0.4 to 0.6."""
 
 
 class SyncCheck:
-    """Comparison of the policy's and the engines' log-probs on fixed sequences.
+    """Comparison of the log-probs of policy and engines on fixed sequences.
 
     Args:
         sequences: sequences for which the log-probs are compared.
-        limit: maximum mean difference in nats; None until ``calibrate`` sets it.
+        limit: maximum mean difference in nats, or None until ``calibrate`` sets it.
     """
 
     def __init__(self, sequences: Sequence[TrainSequence], limit: float | None = None):
         self.sequences = list(sequences)
         self.limit = limit
         self.floor: float | None = None
-        """Mean difference at the start in nats; None until ``calibrate`` measures it."""
+        """Mean initial difference in nats, or None until ``calibrate`` measures it."""
         self._engine_logprobs: dict[int, np.ndarray] = {}
 
     @classmethod
     def sampled(cls, fleet: EngineFleet, prompts: Sequence[np.ndarray], vocabulary: int, longest: int) -> SyncCheck:
-        """Create a check from prompts, for which an engine samples continuations. Record the engines' log-probs.
+        """Create a check from prompts for which an engine samples continuations, and record the engines' log-probs.
 
-        The sampled continuations resemble the training data, but their probabilities approach 1 and they cover few
-        tokens of the vocabulary. Therefore tokens that are sampled uniformly from the vocabulary are appended.
+        The sampled continuations resemble the training data, but their probabilities approach 1, and they cover few
+        tokens of the vocabulary. Tokens that are sampled uniformly from the vocabulary are therefore appended.
 
         Args:
             prompts: int32 [tokens] each.
@@ -189,14 +185,14 @@ class SyncCheck:
         }
 
     def by_policy(self, policy: PolicyGroup) -> np.ndarray:
-        """Return the policy's log-probs of all completion tokens, float32 [tokens], at temperature 1 as in engines."""
+        """Return the policy's log-probs of all completion tokens, float32 [tokens], at the engines' temperature 1."""
         return np.concatenate(policy.logprobs(self.sequences, temperature=1.0))
 
     def calibrate(self, policy: PolicyGroup, config: Config) -> None:
-        """Measure the difference between policy and engines before the first update, and set the limit.
+        """Measure the log-prob difference between policy and engines before the first update, and set the limit.
 
         Raises:
-            RunError: if the difference is too large for equal weights.
+            RunError: if the difference is too large for identical weights.
         """
         precision = config.policy.precision
         limit = config.policy.generation.parity_limit
@@ -205,7 +201,7 @@ class SyncCheck:
         max_floor = MOST[precision] if limit is None else limit
         if not self.floor <= max_floor:
             raise NumericsFailed(
-                "policy and engines disagree on the model as both loaded it: their log-probs differ by "
+                "policy and engines disagree on the model before the first update: their log-probs differ by "
                 f"{self.floor:.3g} on average, {max_floor:g} is allowed in {precision}; `gdpo-nemo parity --engine` "
                 "shows where (policy.generation.parity_limit)"
             )
@@ -215,10 +211,10 @@ class SyncCheck:
         """Compare every engine with the policy, and return the largest mean difference.
 
         Raises:
-            RunError: if a mean difference is above the limit, or if no limit is set.
+            RunError: if a mean difference exceeds the limit, or if no limit is set.
         """
         if self.limit is None:
-            raise RunError("the sync check has no limit yet; calibrate it on the model that both loaded")
+            raise RunError("the sync check has no limit yet; call calibrate before the first update")
         policy_logprobs = self.by_policy(policy)
         worst = 0.0
         for index, engine_logprobs in self.by_engines(fleet).items():
@@ -239,7 +235,7 @@ class SyncCheck:
 
 
 def difference(policy_logprobs: np.ndarray, engine_logprobs: np.ndarray) -> float:
-    """Return the mean absolute difference of log-probs [tokens]; NaN if any of them is NaN.
+    """Return the mean absolute difference of log-probs [tokens], or NaN if any log-prob is NaN.
 
     The difference of each token is clipped to ``_MAX_TOKEN_DIFFERENCE``.
     """

@@ -1,4 +1,4 @@
-"""Output of ``gdpo-nemo explain-advantages``: a step's rewards and advantages, compared with those of summed rewards.
+"""Output of ``gdpo-nemo explain-advantages``: a step's rewards, its advantages, and the advantages of summed rewards.
 
 The training code recomputes the advantages from the recorded rewards, so the effect of another config can be seen.
 """
@@ -32,7 +32,7 @@ from gdpo_nemo.utils.errors import ConfigError, nearest
 from gdpo_nemo.utils.files import real_path
 
 _EQUAL = 1e-5
-"""Tolerance for equal advantages, relative to the largest one. Differences caused by epsilon are smaller."""
+"""Tolerance for equal advantages, relative to the largest advantage and above differences caused by epsilon."""
 _PAIRS_SHOWN = 3
 _COLUMNS = (
     "prompt_id", "sample_index", "environment", "prompt", "completion", "rewards", "outcome", "finish_reason",
@@ -48,13 +48,13 @@ def explain_step(
     """Explain the advantages in one file of ``rollouts/``. Returns a renderable for a rich console.
 
     Args:
-        config_path: config file; None: the config.yaml of the run that contains the file.
-        overrides: ``section.key=value`` changes to that config.
-        shown: number of groups to show as tables. Groups in which the sum hides the most differences come first.
+        config_path: config file. None means the config.yaml of the run that contains the rollout file.
+        overrides: config overrides ``section.key=value``.
+        shown: number of groups to show as tables. Groups in which summed rewards hide the most differences come first.
 
     Raises:
-        ConfigError: if the file or config does not exist, the file is not a rollout file, or the config next to the
-            file names custom code.
+        ConfigError: if the file or config does not exist, the file is not a rollout file, or the config in the run
+            folder names a custom function.
     """
     path = Path(path)
     groups, recorded = read_step(path)
@@ -84,7 +84,7 @@ def explain_step(
 
 
 def _refuse_custom_code(gdpo: GdpoConfig, overrides: Sequence[str], beside: Path) -> None:
-    """Raise ConfigError if only the config next to the samples names a custom function.
+    """Raise ConfigError if the config in the run folder names a custom function and ``overrides`` do not replace it.
 
     Viewing the samples of an untrusted folder must not run its code.
     """
@@ -154,7 +154,9 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
 def _run_config_path(path: Path) -> Path:
     config = real_path(path).parent.parent / "config.yaml"
     if not config.is_file():
-        raise ConfigError(f"{path}: config.yaml not found in its run folder {config.parent}; specify one with --config")
+        raise ConfigError(
+            f"{path}: config.yaml not found in its run folder {config.parent}; specify a file with --config"
+        )
     return config
 
 
@@ -184,7 +186,7 @@ class _Step:
         return float(np.ptp(self.values[self.rows(group_index)]))
 
     def collapsed_pairs(self, group_index: int) -> list[tuple[int, int]]:
-        """Return pairs of rows whose rewards and advantages differ, but not their advantages from summed rewards."""
+        """Return pairs of rows that differ in rewards and advantages but have equal advantages from summed rewards."""
         trained = [i for i in self.rows(group_index) if self.trajectories[i].trains]
         return [
             (i, j)
@@ -208,17 +210,17 @@ def _heading(path: Path, step: _Step) -> Text:
 
 
 def _agreement(step: _Step, recorded: np.ndarray) -> str:
-    """Return a sentence on whether the recorded advantages agree with the recomputed ones."""
+    """Describe whether the recorded advantages agree with the recomputed advantages."""
     known = np.isfinite(recorded)
     if not known.any():
-        return "The file does not contain advantages; these are computed from its rewards."
+        return "The file does not contain advantages, so they are computed from its rewards."
     gap = np.abs(step.values - recorded)[known].max()
     if gap <= 1e-6:
         return "The run recorded the same advantages."
     if saves_all_groups(step.config):
         reason = "the run used another config"
     else:
-        reason = "the file has only some groups of the batch"
+        reason = "the file contains only some groups of the batch"
     return f"The advantages recorded by the run differ by up to {gap:.3g}: {reason}."
 
 
@@ -227,8 +229,8 @@ def _collapse_lines(step: _Step) -> list[str]:
     if not any(pairs):
         return ["Summing the rewards would distinguish the same pairs of samples as these advantages."]
     return [
-        f"Summing the rewards would give the same advantage to {sum(pairs)} pairs of samples that these distinguish, "
-        f"in {sum(map(bool, pairs))} of {len(pairs)} groups."
+        f"Summing the rewards would give the same advantage to {sum(pairs)} pairs of samples that these advantages "
+        f"distinguish, in {sum(map(bool, pairs))} of {len(pairs)} groups."
     ]
 
 
@@ -254,7 +256,7 @@ def _group_table(step: _Step, group_index: int) -> Table:
 
 
 def _pair_lines(step: _Step, group_index: int) -> list[str]:
-    """Return lines on the first few pairs of samples that the sum would not distinguish."""
+    """Describe the first few pairs of samples that summed rewards would not distinguish."""
     pairs = step.collapsed_pairs(group_index)
     lines = [
         f"  samples {step.trajectories[i].sample_index} ({_rewards(step, i)}) and {step.trajectories[j].sample_index} "

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 type Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-"""Type of the object with which ``add`` registers a command."""
+"""Type of the ``commands`` argument of each command's ``add`` function."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -95,8 +95,8 @@ def between(kind: Callable[[str], float], low: float, high: float) -> Callable[[
 def rollout_file(path: str) -> str:
     """Return the path of a rollout file.
 
-    Older runs have JSONL files. If ``path`` is a missing JSONL file and its Parquet file exists, return the latter and
-    print a note.
+    Older runs have JSONL files. If ``path`` is a missing JSONL file and its Parquet file exists, return the Parquet
+    path and print a note.
     """
     parquet = Path(path).with_suffix(".parquet")
     if not path.endswith(".jsonl") or Path(path).exists() or not parquet.exists():
@@ -108,8 +108,8 @@ def rollout_file(path: str) -> str:
 def terminal() -> Console:
     """Return a rich console for standard output.
 
-    It has 120 columns if the output is not a terminal and COLUMNS is not set. Control characters in the text are
-    escaped, but not those that rich generates for styles.
+    The console has 120 columns if the output is not a terminal and COLUMNS is not set. Control characters in the text
+    are escaped, except control characters that rich generates for styles.
     """
     from rich.console import Console
     from rich.segment import Segment
@@ -141,7 +141,7 @@ FLAGS = {"sequence": "sequence_parallel", "distributed": "use_distributed_optimi
 
 
 def parse_layout(text: str) -> MegatronConfig:
-    """Parse a layout such as ``tensor=2,pipeline=2,sequence``. An empty text means one rank.
+    """Parse a layout such as ``tensor=2,pipeline=2,sequence``. An empty string means one rank.
 
     Raises:
         ConfigError: if a name is unknown or a size is not a positive number.
@@ -164,10 +164,11 @@ def standalone_config(
 ) -> Config:
     """Return a config for the policy ``model`` in ``layout`` on this machine's GPUs or, without CUDA, its CPU.
 
-    The config has no engines, so the policy may use every GPU. ``with_engine`` converts it to the config of an engine.
+    The config does not contain engines, so the policy may use every GPU. ``with_engine`` converts this config to the
+    config of an engine.
 
     Args:
-        longest: maximum sequence length in tokens; None: the model's context length.
+        longest: maximum sequence length in tokens. None means the model's context length.
 
     Raises:
         ConfigError: if the model does not exist, cannot be divided by the layout, or there are fewer GPUs than ranks.

@@ -1,8 +1,8 @@
-"""``gdpo-nemo chain``: train stages in sequence, each from the weights of the previous one.
+"""``gdpo-nemo chain``: train stages in sequence, each from the weights of the previous stage.
 
-Each stage is a run with a config and a folder, as with ``gdpo-nemo train``. Its initial model is the folder ``model/``
-that the previous stage exported. All stages are checked before the first one starts. After an interruption, the same
-command continues: finished stages are skipped, and the interrupted stage resumes.
+Each stage is a run with a config and a folder, as with ``gdpo-nemo train``. The initial model of a stage is the folder
+``model/`` that the previous stage exported. All stages are checked before the first stage starts. After an
+interruption, the same command continues: finished stages are skipped, and the interrupted stage resumes.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError, GdpoError
 
 _OVERRIDE = re.compile(r"(?:(\d+):)?([\w.]*=.*)", re.DOTALL)
-"""``section.key=value``, or ``2:section.key=value`` for stage 2. Paths with a slash before ``=`` do not match."""
+"""``section.key=value``, or ``2:section.key=value`` for stage 2. File paths with a slash before ``=`` do not match."""
 _MODEL = "policy.model_name"
 _LENGTH_KEYS = ("gdpo.max_num_steps", "gdpo.max_num_epochs")
 _WITHOUT_EFFECT = ("logger.", "checkpointing.", "health.", "cluster.", "run.max_restarts")
-"""Keys that may change for a finished stage, because its weights do not depend on them."""
+"""Keys that may change for a finished stage, because the stage's weights do not depend on these keys."""
 
 
 @dataclass
 class Stage:
-    """Stage of the chain, which is one run."""
+    """One stage of the chain, which is a training run."""
 
     name: str
-    """Name for messages: number and config file of the stage."""
+    """Name of the stage in messages: its number and config file."""
     file: str
     overrides: list[str]
     """Config overrides of this stage, including the initial model if a previous stage exports it."""
@@ -66,7 +66,7 @@ class Stage:
 def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser(
-        "chain", help="train several stages in sequence, each from the weights of the previous one"
+        "chain", help="train several stages in sequence, each from the weights of the previous stage"
     )
     command.add_argument(
         "overrides",
@@ -82,7 +82,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Check all stages, then train the unfinished ones."""
+    """Check all stages, then train the unfinished stages."""
     stages = read_stages(arguments.overrides)
     checked = [_check_stage(stage, stages) for stage in stages]
     if arguments.dry_run:
@@ -121,7 +121,7 @@ def _show(stage: Stage, resolved: Resolved) -> None:
 
 
 def _in_subprocess(arguments: argparse.Namespace, work: Callable[[], int]) -> int:
-    """Call ``work`` in a child process if this process may fork, otherwise in this process. Return its exit status."""
+    """Call ``work`` in a child process if forking is allowed, otherwise in this process. Return the exit status."""
     status: int = in_child(work) if arguments.alone else work()
     return status
 
@@ -131,7 +131,7 @@ def read_stages(arguments: Sequence[str]) -> list[Stage]:
 
     Raises:
         ConfigError: if no file is specified, a config cannot be read, two stages use the same folder, or a stage does
-            not export the weights for the next one.
+            not export the weights for the next stage.
     """
     files = [word for word in arguments if not _OVERRIDE.fullmatch(word)]
     overrides = [match.groups() for word in arguments if (match := _OVERRIDE.fullmatch(word))]
@@ -163,9 +163,7 @@ def _check_folder(run: RunConfig, earlier: Sequence[Stage]) -> None:
     """Raise ConfigError if an earlier stage uses the same folder."""
     for stage in earlier:
         if stage.folder.absolute() == Path(run.dir).absolute():
-            raise ConfigError(
-                f"run.dir: stage {stage.name} also writes {run.dir}; use another run.name for one of them"
-            )
+            raise ConfigError(f"run.dir: stage {stage.name} also writes {run.dir}; use another run.name for one stage")
 
 
 def _check_stage(stage: Stage, stages: Sequence[Stage]) -> Resolved:
@@ -193,7 +191,7 @@ def _check_stage(stage: Stage, stages: Sequence[Stage]) -> Resolved:
 
 
 def _recorded(run_dir: Path) -> dict[str, Any] | None:
-    """Return the saved config of the run in ``run_dir``; None without a run. Raises ConfigError."""
+    """Return the saved config of the run in ``run_dir``, or None if it contains no run. Raises ConfigError."""
     file = run_dir / "config.yaml"
     if not file.is_file():
         return None
@@ -206,7 +204,7 @@ def _finished(stage: Stage, changes: Sequence[Change]) -> bool:
     Raises:
         ConfigError: if the finished run has a different config.
     """
-    outcome = status_if_whole(stage.folder).get("outcome")  # None: unknown, so the stage is trained
+    outcome = status_if_whole(stage.folder).get("outcome")  # None if unknown, so that the stage is trained
     if any(change.key in _LENGTH_KEYS for change in changes) or outcome != "complete":
         return False
     if stage.config.checkpointing.export_hf and not any(stage.model.glob("*.safetensors")):
@@ -223,8 +221,8 @@ def _finished(stage: Stage, changes: Sequence[Change]) -> bool:
 def _config_for_checks(stage: Stage, stages: Sequence[Stage]) -> Config:
     """Return the stage's config for validation before the stage starts.
 
-    If its initial weights do not exist yet, they are replaced by those of the first stage, which have the same
-    architecture and tokenizer.
+    If the stage's initial weights do not exist yet, the first stage's initial weights replace them, because they have
+    the same architecture and tokenizer.
     """
     earlier = stages[: stages.index(stage)]
     if not earlier or earlier[-1].finished:
@@ -239,7 +237,7 @@ def _config_for_checks(stage: Stage, stages: Sequence[Stage]) -> Config:
 
 
 def _check_inputs(unfinished: Sequence[tuple[Stage, Resolved]]) -> int:
-    """Read the data of the unfinished stages, which raises ConfigError if it is invalid."""
+    """Read the data of the unfinished stages. Raises ConfigError if the data is invalid."""
     for stage, resolved in unfinished:
         _inputs(stage, resolved)
     return 0

@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None, alone: bool | None = None) -> int:
     """Run one command and return the exit status.
 
     Args:
-        alone: True if this process only runs the command, so that it may fork to supervise a run. None: True if
-            ``argv`` is None, so that the arguments come from the command line.
+        alone: True if this process only runs the command, so that it may fork to supervise a run. None means True if
+            the arguments come from the command line (``argv`` is None).
     """
     arguments = _parse(argv)
     arguments.alone = argv is None if alone is None else alone
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None, alone: bool | None = None) -> int:
         name = str(error.filename)
         return _fail(ConfigError(f"a path of {len(name)} characters is too long for this system: {name[:60]}..."), 2)
     except SystemExit:
-        if terminated.status:  # While waiting, Ray turns every exit into status 1.
+        if terminated.status:  # Ray turns every exit during a wait into status 1.
             return terminated.status
         raise
 
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None, alone: bool | None = None) -> int:
 class _Terminated:
     """Signal handler that exits, so that a command stops its processes and removes its temporary files.
 
-    Training installs another handler.
+    Training replaces this handler by its own signal handler.
     """
 
     status = 0

@@ -17,10 +17,10 @@ class _ConfigParser(Parser):
 
     takes_options = False
 
-    def parse_known_args(  # type: ignore[override]  # argparse's overloads also take a namespace of another class
+    def parse_known_args(  # type: ignore[override]  # argparse's overloads also accept other namespace classes
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse the arguments before ``--``, and store those after it in ``options``."""
+        """Parse the arguments before ``--``, and store the arguments after ``--`` in ``options``."""
         tokens = list(args or ())
         end = tokens.index("--") if self.takes_options and "--" in tokens else len(tokens)
         found, unknown = super().parse_known_args(tokens[:end], namespace)
@@ -36,11 +36,11 @@ def add(commands: Commands) -> None:
     command = configs.add_parser(
         "from-nemo-rl",
         help="translate a NeMo-RL GRPO or GDPO recipe to a gdpo_nemo config, key by key",
-        epilog="Exit status: 0 same, or runs but differs (3 with --strict); 1 cannot run; 2 the recipe is not "
-        "readable.",
+        epilog="Exit status: 0 if the config can run, 1 if it cannot run, 2 if the recipe is not readable, and 3 if "
+        "the run differs and --strict is set.",
     )
     command.add_argument(
-        "recipe", metavar="RECIPE", help="YAML file of the recipe; parents listed under defaults: must also exist"
+        "recipe", metavar="RECIPE", help="YAML file of the recipe; parent files listed under defaults: must also exist"
     )
     _add_outcome(command)
     command.set_defaults(command=run)
@@ -48,15 +48,16 @@ def add(commands: Commands) -> None:
         "from-trl",
         help="translate a TRL script or its arguments to a gdpo_nemo config, key by key",
         usage="gdpo-nemo config from-trl FILE [FILE ...] [--num-processes N] [--out FILE] [--strict] [-- OPTION ...]",
-        epilog="Scripts are parsed, never executed. Command-line options of the script follow --. Exit status: 0 "
-        "same, or runs but differs (3 with --strict); 1 cannot run; 2 the input is not readable.",
+        epilog="Scripts are parsed, never executed. Command-line options of the script follow --. Exit status: "
+        "0 if the config can run, 1 if it cannot run, 2 if the input is not readable, and 3 if the run differs and "
+        "--strict is set.",
     )
     command.add_argument(
         "sources",
         metavar="FILE",
         nargs="+",
         help="script.py, args.json or args.yaml; a script may be combined with arguments; for trainers other than "
-        "GRPOTrainer, put the trl command first, such as dpo",
+        "GRPOTrainer, the first word is the trl command, such as dpo",
     )
     command.takes_options = True
     _add_processes(command, "TRL")
@@ -65,9 +66,10 @@ def add(commands: Commands) -> None:
     command = configs.add_parser(
         "from-axolotl",
         help="translate an axolotl config (SFT, preferences, GRPO, GDPO, EBFT) to a gdpo_nemo config, key by key",
-        epilog="Exit status: 0 same, or runs but differs (3 with --strict); 1 cannot run; 2 the input is not readable.",
+        epilog="Exit status: 0 if the config can run, 1 if it cannot run, 2 if the input is not readable, and 3 if "
+        "the run differs and --strict is set.",
     )
-    command.add_argument("recipe", metavar="CONFIG", help="YAML file of the config")
+    command.add_argument("recipe", metavar="CONFIG", help="YAML file of the axolotl config")
     _add_processes(command, "axolotl")
     _add_outcome(command)
     command.set_defaults(command=run_from_axolotl)
@@ -93,14 +95,17 @@ def _add_outcome(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Translate a NeMo-RL recipe. Exit status 0, 1 if it cannot run, 3 if it differs and --strict is given."""
+    """Translate a NeMo-RL recipe. Return the exit status.
+
+    The status is 1 if the recipe cannot run, 3 if the run differs and --strict is set, otherwise 0.
+    """
     from gdpo_nemo.interop.nemo_rl.translate import translate
 
     return _deliver(translate(arguments.recipe), arguments.recipe, arguments)
 
 
 def run_from_trl(arguments: argparse.Namespace) -> int:
-    """Translate a TRL script or TRL arguments. The exit status is as for NeMo-RL recipes."""
+    """Translate a TRL script or TRL arguments. Return the same exit statuses as ``run``."""
     from gdpo_nemo.interop.trl.translate import translate_trl
 
     found = translate_trl(arguments.sources, arguments.out, arguments.num_processes, arguments.options)
@@ -109,7 +114,7 @@ def run_from_trl(arguments: argparse.Namespace) -> int:
 
 
 def run_from_axolotl(arguments: argparse.Namespace) -> int:
-    """Translate an axolotl config. The exit status is as for NeMo-RL recipes."""
+    """Translate an axolotl config. Return the same exit statuses as ``run``."""
     from gdpo_nemo.interop.axolotl.translate import translate_axolotl
 
     return _deliver(translate_axolotl(arguments.recipe, arguments.num_processes), arguments.recipe, arguments)

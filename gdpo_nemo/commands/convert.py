@@ -1,7 +1,7 @@
 """``gdpo-nemo convert``: convert models between Hugging Face folders, checkpoints and other programs' formats.
 
 Checkpoints are read and written by Megatron ranks in any layout, and each rank holds only its shards. Hugging Face
-weights are processed tensor by tensor. The rank that writes them holds one shard file of at most 4 GB.
+weights are processed tensor by tensor. The rank that writes the weights holds one shard file of at most 4 GB.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ def add(commands: Commands) -> None:
         help="checkpoints/step_N of a run, Hugging Face folder, GGUF file, PEFT adapter, or Megatron-core or "
         "NeMo 2 checkpoint",
     )
-    command.add_argument("out", metavar="OUT", help="new folder to write")
+    command.add_argument("out", metavar="OUT", help="output folder, which must not exist or must be empty")
     command.add_argument(
         "--model",
         metavar="DIR",
-        help="Hugging Face folder that a checkpoint started from (default: the run's), that an adapter belongs to "
-        "(default: the base model named in the adapter), or that describes a Megatron-core checkpoint",
+        help="Hugging Face folder of a checkpoint's initial model (default: the run's), of an adapter's base model "
+        "(default: the model named in the adapter), or of the model that a Megatron-core checkpoint contains",
     )
     add_layout(command)
     add_verbosity(command)
@@ -88,7 +88,7 @@ def _megatron(arguments: argparse.Namespace) -> Path:
         checkpoint, config, model = _read_checkpoint(arguments.source, arguments.model, arguments.layout)
         if config.policy.lora.rank:
             raise ConfigError(
-                f"{_KEY}: {checkpoint} contains adapters; convert it --to hf first, then the result --to megatron"
+                f"{_KEY}: {checkpoint} contains adapters; use --to hf first, then --to megatron with the result"
             )
         return to_megatron(model, arguments.out, config, checkpoint)
     with _huggingface(arguments) as model:
@@ -101,7 +101,7 @@ _WRITERS = {"hf": _hf, "checkpoint": _checkpoint, "peft": _peft, "megatron": _me
 
 @contextlib.contextmanager
 def _huggingface(arguments: argparse.Namespace) -> Iterator[Path]:
-    """Yield the source as a Hugging Face folder. If it must be converted, the folder is temporary."""
+    """Yield the source as a Hugging Face folder. If the source must be converted, the folder is temporary."""
     source = recognise(Path(arguments.source), _KEY)
     if source is None:
         yield Path(arguments.source)
@@ -123,9 +123,10 @@ def to_huggingface(checkpoint: str | Path, out: str | Path, model: str | Path | 
     """Write the weights of ``checkpoint`` (``.../checkpoints/step_N``) as a Hugging Face folder.
 
     Args:
-        model: Hugging Face folder of the run's initial model. It provides architecture, tokenizer and, with LoRA, the
-            frozen weights. None: read from ``config.yaml`` of the run that contains the checkpoint.
-        layout: parallel layout of the ranks, see ``parse_layout``.
+        model: Hugging Face folder of the run's initial model. It provides the architecture, the tokenizer and, with
+            LoRA, the frozen weights. None means the initial model in ``config.yaml`` of the run that contains the
+            checkpoint.
+        layout: parallel layout of the ranks, in the format of ``parse_layout``.
 
     Raises:
         ConfigError: if a path does not exist, or ``out`` exists and is not empty.
@@ -154,7 +155,7 @@ def to_peft(checkpoint: str | Path, out: str | Path, model: str | Path | None = 
     checkpoint, config, model = _read_checkpoint(checkpoint, model, layout)
     if not config.policy.lora.rank:
         raise ConfigError(f"{_KEY}: {checkpoint} contains a full model (policy.lora.rank is 0); use --to hf")
-    base = Path(model).absolute() if Path(model).is_dir() else model  # stored in the adapter
+    base = Path(model).absolute() if Path(model).is_dir() else model  # this path is stored in the adapter's config
     with whole_folder(out) as folder, session(config.cluster), _policy(config, base) as policy:
         policy.load_checkpoint(checkpoint, weights_only=True)
         policy.export_adapter(folder)
@@ -164,8 +165,8 @@ def to_peft(checkpoint: str | Path, out: str | Path, model: str | Path | None = 
 def to_megatron(model: str | Path, out: str | Path, config: Config, checkpoint: Path | None = None) -> Path:
     """Write a model as a distributed checkpoint of Megatron-core's GPTModel.
 
-    The weights are those of the Hugging Face folder ``model`` or, if specified, of ``checkpoint``. They are written to
-    ``out/release``, and config.json and tokenizer to ``out/hf``.
+    The weights come from ``checkpoint`` or, if it is None, from the Hugging Face folder ``model``. The weights are
+    written to ``out/release``, and config.json and the tokenizer to ``out/hf``.
 
     Raises:
         ConfigError: if a path does not exist, or ``out`` exists and is not empty.
@@ -201,7 +202,7 @@ def _read_checkpoint(checkpoint: str | Path, model: str | Path | None, layout: s
 
 
 def _write_card(checkpoint: Path, out: Path, model: str | Path, run: Config | None) -> None:
-    """Write the model card of an exported checkpoint, with facts about its run if known. Raises RunError."""
+    """Write the model card of an exported checkpoint, with facts about its run if the run is known. Raises RunError."""
     from gdpo_nemo.observe.model_card import write_card
 
     run_dir = real_path(checkpoint).parent.parent if run else None
@@ -250,7 +251,7 @@ def _check_output(out: Path) -> None:
 
 
 def _run_config(checkpoint: Path) -> Config | None:
-    """Return the config of the run that contains the checkpoint; None if it is not in a run folder."""
+    """Return the config of the run that contains the checkpoint, or None if the checkpoint is not in a run folder."""
     file = real_path(checkpoint).parent.parent / "config.yaml"
     return load_config(file) if file.is_file() else None
 

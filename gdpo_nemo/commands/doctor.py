@@ -11,15 +11,18 @@ from gdpo_nemo.utils.errors import ConfigError
 def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser(
-        "doctor", help="find what blocks a live run: collect stacks, waits and logs of all its processes in one folder"
+        "doctor",
+        help="find the processes that block a live run, and collect their stacks, waits and logs in one folder",
     )
     command.add_argument("run_dir", nargs="?", metavar="RUN_DIR", help="run folder (--environment: folder of new runs)")
-    command.add_argument("--environment", action="store_true", help="check the machine and the installation instead")
+    command.add_argument(
+        "--environment", action="store_true", help="check the machine and the installation instead of a run"
+    )
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Diagnose a live run or check the installation. Exit status 1: a process is lost, stopped or silent."""
+    """Diagnose a live run or check the installation. The exit status is 1 if a process is lost, stopped or silent."""
     from gdpo_nemo.observe.diagnosis import examine
 
     if arguments.environment:

@@ -1,7 +1,7 @@
 """``gdpo-nemo eval``: evaluate a run's weights or another model on held-out prompts, with vLLM as in training.
 
-Prompts, number of samples, seeds and rewards are the same as in the run's validation. Equal weights and configs thus
-give equal scores.
+Prompts, number of samples, seeds and rewards are the same as in the run's validation. Equal weights and configs
+therefore give equal scores.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def add(commands: Commands) -> None:
         "--config", metavar="FILE", help="config file (default: config.yaml of the run that contains SOURCE)"
     )
     command.add_argument("--step", type=int, metavar="N", help="step of the run's checkpoint (default: the newest)")
-    command.add_argument("--out", metavar="DIR", help="new folder to write eval.json and samples.jsonl to")
+    command.add_argument("--out", metavar="DIR", help="new folder for eval.json and samples.jsonl")
     command.add_argument("--json", action="store_true", help="print JSON")
     add_verbosity(command)
     add_overrides(command)
@@ -77,13 +77,13 @@ class Score:
 
     mean: float
     error: float | None
-    """Standard error of the mean, from the variance between prompts; None with fewer than two prompts."""
+    """Standard error of the mean, from the variance between prompts. None if there are fewer than two prompts."""
     best: float
     """Mean of the best reward per prompt. For rewards of 0 or 1, this is pass@samples."""
     judged: int
-    """Number of samples that have this component."""
+    """Number of samples that have a reward of this component."""
     pass_at: dict[int, float] = field(default_factory=dict)
-    """Unbiased pass@k by k, for ``gdpo.val_pass_at_k``: mean over prompts with at least k scored samples."""
+    """Unbiased pass@k for each k in ``gdpo.val_pass_at_k``: mean over prompts with at least k scored samples."""
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Evaluation:
 
     model: str
     step: int | None
-    """Training step of the weights; None if unknown."""
+    """Training step of the weights. None if the step is unknown."""
     prompts: int
     samples: int
     """Samples per prompt."""
@@ -108,7 +108,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Subject:
-    """Model to evaluate: either ``model``, or ``checkpoint``, which must be exported first."""
+    """Model to evaluate: either a model, or a checkpoint that must be exported first."""
 
     config: Path
     model: Path | None = None
@@ -126,8 +126,9 @@ def evaluate(
     """Sample and verify the held-out prompts of a config.
 
     Args:
-        source: run folder, checkpoint, or model. A run folder means its newest checkpoint or the one of ``step``.
-        config_file: config file; None: ``config.yaml`` of the run that contains ``source``.
+        source: run folder, checkpoint, or model. For a run folder, evaluate the newest checkpoint or the checkpoint of
+            ``step``.
+        config_file: config file. None means ``config.yaml`` of the run that contains ``source``.
         step: step of the checkpoint, if ``source`` is a run folder.
         out: new folder for ``eval.json`` and ``samples.jsonl``.
 
@@ -139,16 +140,14 @@ def evaluate(
     subject = find_subject(Path(source), config_file, step)
     config = load_config(subject.config, overrides)
     if config.data.validation is None:
-        raise ConfigError(
-            "data.validation: eval requires held-out prompts; set them, for example data.validation.path=FILE"
-        )
+        raise ConfigError("data.validation: eval requires held-out prompts; set for example data.validation.path=FILE")
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out: {out} already exists")
     if out is not None:
         check_creatable_folder("--out", Path(out).parent)
     if subject.model is not None:
         config.policy.model_name = str(subject.model)
-        config.policy.lora = LoraConfig()  # only engines run, with the adapter merged into the weights
+        config.policy.lora = LoraConfig()  # only engines run, and the adapter is merged into the weights
     without_policy(config)
     resolved = validate(config)
     require_libraries(config.cluster)
@@ -192,9 +191,9 @@ def find_subject(source: Path, config_file: str | Path | None = None, step: int 
     if (source / "config.json").is_file() or (recognised is not None and recognised.format is not Format.CHECKPOINT):
         config = Path(config_file) if config_file else real_path(source).parent / "config.yaml"
         if step is not None:
-            raise ConfigError(f"--step: {source} is a model; specify the run folder")
+            raise ConfigError(f"--step: {source} is a model folder; specify the run folder instead")
         if not config.is_file():
-            raise ConfigError(f"--config: required to evaluate {source}, which is not in a run folder")
+            raise ConfigError(f"--config: required, because {source} is not in a run folder")
         return Subject(config, model=source)
     if (source / "files.json").is_file():
         config = _run_config_file(real_path(source).parent.parent, config_file)
@@ -243,7 +242,7 @@ def _sample(resolved: Resolved, subject: Subject) -> list[Group]:
         say(f"sampling {len(inputs.held_out)} held-out prompts x {config.gdpo.val_generations_per_prompt}")
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
         stack.callback(pool.close)
-        # Without policy ranks Ray chooses the engines' devices, on any of its nodes.
+        # Without policy ranks, Ray chooses the engines' devices on any node.
         places = Places((), (0,) * config.policy.generation.engines)
         fleet = EngineFleet(config, str(folder.absolute()), Placement(places))
         fleet.ready()
@@ -299,7 +298,10 @@ def scored(groups: Sequence[Group], gdpo: GdpoConfig, model: str, step: int | No
 
 
 def _score(rows: Sequence[Sequence[float | None]], pass_at: Sequence[int] = ()) -> Score | None:
-    """Compute the score of a component from its values [prompts][samples]; None if no sample has the component."""
+    """Compute the score of a component from its values [prompts][samples].
+
+    Return None if no sample has the component.
+    """
     present = [[value for value in row if value is not None] for row in rows]
     present = [values for values in present if values]
     if not present:

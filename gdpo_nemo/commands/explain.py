@@ -47,10 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
 def explain(key: str = "") -> str:
     """Describe a section, a key or a metric.
 
-    A section lists its keys. A key has its type, default, accepted values and meaning.
+    A section lists its keys. A key is described by its type, default, accepted values and meaning.
 
     Raises:
-        ConfigError: if the key or metric does not exist; the message names the closest one.
+        ConfigError: if the key or metric does not exist. The message names the closest existing key or metric.
     """
     if key in (_METRIC, _METRICS):
         return _all_metrics() + "\n"
@@ -88,7 +88,7 @@ def _explain_section(path: str, section: type) -> str:
 def _explain_key(key: Key) -> str:
     lines = [key.path, f"  type     {key.type}", f"  default  {key.default}"]
     if key.choices:
-        custom = ", or a custom one: file.py:name" if key.accepts_custom else ""
+        custom = ", or a custom function: file.py:name" if key.accepts_custom else ""
         lines.append(f"  accepts  {', '.join(key.choices)}{custom}")
     if key.range:
         lines.append(f"  range    {key.range}")
@@ -99,7 +99,7 @@ def _all_metrics() -> str:
     lines = [
         "Metrics",
         "",
-        *_wrapped(f"Keys of metrics.jsonl. Keys under {OWN} are logged by custom reward functions."),
+        *_wrapped(f"These are the keys of metrics.jsonl. Keys under {OWN} are logged by custom reward functions."),
         "",
     ]
     for metric in metrics().values():
@@ -111,7 +111,7 @@ def _all_metrics() -> str:
 def _explain_metric(key: str) -> str:
     metric = find_metric(key)
     if metric is None and key.startswith(OWN):
-        custom = f"Mean of the values that reward functions log with log_metric as {key.removeprefix(OWN)}."
+        custom = f"Mean of the values that reward functions pass to log_metric under the name {key.removeprefix(OWN)}."
         return "\n".join([f"{_METRIC}/{key}", "", *_wrapped(custom)])
     if metric is None:
         raise ConfigError(_no_metric(key))
@@ -126,7 +126,7 @@ def _explain_metric(key: str) -> str:
 
 def _no_metric(key: str) -> str:
     near = nearest_metric(key)
-    hint = f", did you mean {_METRIC}/{near}?" if near else f"; gdpo-nemo explain {_METRIC} lists them"
+    hint = f", did you mean {_METRIC}/{near}?" if near else f"; gdpo-nemo explain {_METRIC} lists all metrics"
     return f"{_METRIC}/{key}: unknown metric{hint}"
 
 
@@ -145,7 +145,7 @@ class Key:
     path: str
     """Dotted path from the root of the config."""
     section: type | None
-    """Dataclass of the section; None if the key is not a section."""
+    """Dataclass of the section, or None if the key is not a section."""
     type: str
     default: str
     choices: tuple[str, ...]
@@ -153,13 +153,13 @@ class Key:
     accepts_custom: bool
     """True if the import path of a user-defined function is also accepted."""
     range: str
-    """Accepted range of numbers. Empty if there is none."""
+    """Accepted range of a number. Empty if every number is accepted."""
     about: str
     """Meaning of the key, from its docstring."""
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
+        """Last part of the key's dotted path."""
         return self.path.rpartition(".")[2]
 
 
@@ -172,7 +172,7 @@ def keys_of(section: type, prefix: str = "") -> list[Key]:
 
 
 def section_of(hint: Any) -> type | None:
-    """Return the dataclass in a type hint, for example in an optional type; None if there is none."""
+    """Return the dataclass in a type hint, such as an optional type, or None if the hint contains no dataclass."""
     return next((h for h in (hint, *get_args(hint)) if isinstance(h, type) and dataclasses.is_dataclass(h)), None)
 
 

@@ -46,11 +46,11 @@ def _selected_files(run_dir: Path, steps: list[int] | None) -> list[tuple[int, P
         raise ConfigError(f"{run_dir}: not a run folder")
     files = dict(rollout_files(run_dir))
     if not files:
-        raise ConfigError(f"{run_dir}: no samples found; set rollout.save_samples to write them")
+        raise ConfigError(f"{run_dir}: no samples found; set rollout.save_samples to write samples")
     if missing := sorted(set(steps or []) - set(files)):
         raise ConfigError(
-            f"--step: {run_dir} has no samples of step {missing[0]}; its samples are of steps {min(files)} to "
-            f"{max(files)}"
+            f"--step: {run_dir} has no samples of step {missing[0]}; existing samples are from steps "
+            f"{min(files)} to {max(files)}"
         )
     return [(step, path) for step, path in files.items() if not steps or step in steps]
 
@@ -77,4 +77,4 @@ def _open_output(out: str) -> Iterator[TextIO]:
     with whole_file(out) as file:
         text = io.TextIOWrapper(file, encoding="utf-8")
         yield text
-        text.detach()  # flush, but leave the file open
+        text.detach()  # flush the text, but leave the file open

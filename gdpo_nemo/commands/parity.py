@@ -59,7 +59,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare log-probs with those of one rank. The exit status is 1 if a difference exceeds the threshold."""
+    """Compare log-probs with the log-probs of one rank. The exit status is 1 if a difference exceeds the threshold."""
     import json
 
     record = rollout_file(arguments.record) if arguments.record else None
@@ -89,7 +89,7 @@ class ParityReport:
 
     @property
     def passed(self) -> bool:
-        """True if all differences are within the threshold. A difference of NaN is not."""
+        """True if all differences are within the threshold. NaN exceeds every threshold."""
         return all(c.max_abs <= self.threshold for c in self.comparisons) and all(
             value <= self.threshold for value in self.updates.values()
         )
@@ -107,16 +107,16 @@ def measure_parity(
     precision: str = "float32",
     threshold: float = 1e-4,
 ) -> ParityReport:
-    """Compare log-probs and updates of ``layout`` with those of one rank, and with ``engine`` also vLLM's log-probs.
+    """Compare log-probs and updates of ``layout`` with one rank. If ``engine`` is true, also compare vLLM's log-probs.
 
     Args:
         layout: parallel layout in the format of ``arguments.parse_layout``.
-        record: rollout file, whose completions are scored and whose recorded log-probs are also compared. None: score
+        record: rollout file whose completions are scored and whose recorded log-probs are also compared. None means
             fixed random sequences.
 
     Raises:
         ConfigError: if the model, layout or record is invalid or missing.
-        RunError: if ranks or engine failed.
+        RunError: if a rank or the engine fails.
     """
     with phase("imports"):
         from gdpo_nemo.cluster.session import session
@@ -142,7 +142,7 @@ def measure_parity(
         scores, updated = _measure_others(participants, sequences)
         if recorded is not None:
             scores["recorded by the sampler"] = recorded
-        # Last, because the diagnosis of differences requires more log-probs from one rank.
+        # One rank runs last, because the diagnosis of differences requires further log-probs from it.
         with participants.use("one rank") as single:
             if not layout:
                 scores[_NOT_PACKED] = single.logprobs(sequences, packed=False)
@@ -161,7 +161,8 @@ _COMPARED_NAMES = ("layout", _NOT_PACKED, "vLLM", "recorded by the sampler")
 class _Participants:
     """Policies and engines to compare, which are used one after the other in one Ray session.
 
-    They all start at once if there are enough devices. Otherwise each one starts on first use and is stopped after it.
+    All of them start at once if there are enough devices. Otherwise, each policy or engine starts at its first use and
+    stops afterwards.
     """
 
     def __init__(self, one: Config, many: Config | None, folder: str, engine: bool):
@@ -202,7 +203,7 @@ def _measure_others(
 ) -> tuple[dict[str, list[np.ndarray]], list[UpdateResult]]:
     """Return the log-probs of all completion tokens from the layout and vLLM, and the results of two updates.
 
-    The updates are those of the layout; the list is empty without a layout.
+    The layout computes the updates. Without a layout, the list of updates is empty.
     """
     scores = {}
     updated = []
@@ -224,7 +225,7 @@ def _comparisons(
     threshold: float,
     context_size: int,
 ) -> list[Comparison]:
-    """Compare the log-probs in ``scores`` with those of one rank, and diagnose differences above the threshold."""
+    """Compare ``scores`` with the log-probs of one rank, and diagnose differences above the threshold."""
 
     def policy_tokens(values: Iterable[np.ndarray]) -> list[np.ndarray]:
         return [s.where_written(v) for s, v in zip(sequences, values)]
@@ -279,7 +280,7 @@ def _vocabulary(model: str | Path) -> int:
 
 
 def _random_sequences(vocabulary: int, longest: int, count: int = 12) -> list[TrainSequence]:
-    """Return random sequences of different lengths with a fixed seed. Their weights give the mean over all tokens."""
+    """Return random sequences of different lengths with a fixed seed. The sequence weights average over all tokens."""
     rng = np.random.default_rng(0)
     longest = min(longest, 256) - 1
     lengths = np.linspace(max(4, longest // 8), longest, count).astype(int)
@@ -343,7 +344,7 @@ def describe(report: ParityReport) -> str:
 
 
 _EXPLAINED = 0.1
-"""A cause is reported if it leaves less than this fraction of the mean difference unexplained."""
+"""A cause is reported if the difference that it does not explain is less than this fraction of the mean difference."""
 
 
 @dataclass
@@ -383,7 +384,7 @@ def compare(
                 measured=float(measured[sequence][offset]),
             )
         )
-    # NaN must not count as agreement.
+    # A NaN must not be treated as agreement.
     largest = float("nan") if np.isnan(differences).any() else float(differences.max())
     return Comparison(name, largest, float(differences.mean()), rows)
 
@@ -398,7 +399,7 @@ def diagnose(
     prompt_lengths: Sequence[int] | None = None,
     context_size: int = 1,
 ) -> list[str]:
-    """Return the known causes that explain the differences. Empty if no difference exceeds ``threshold``.
+    """Return the known causes that explain the differences. The list is empty if no difference exceeds ``threshold``.
 
     Args:
         tempered: log-probs of the reference at other temperatures, by temperature.
@@ -424,7 +425,9 @@ def diagnose(
     if not causes:
         causes = _renormalised(reference, measured, threshold)
     if not causes and (differences > threshold).mean() > 0.5:
-        causes.append("other weights: nearly all tokens differ, in both directions; one side is stale or another model")
+        causes.append(
+            "other weights: nearly all tokens differ, in both directions; one side has stale weights or another model"
+        )
     return causes or ["no known cause fits"]
 
 

@@ -16,7 +16,7 @@ from gdpo_nemo.utils.errors import ConfigError
 def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser(
-        "plan", help="estimate memory, batches, time and the best layout of a config before it runs"
+        "plan", help="estimate memory, batches, time and the best layout of a config before a run"
     )
     add_config(command)
     command.add_argument(
@@ -26,12 +26,12 @@ def add(commands: Commands) -> None:
         "--link", type=float, metavar="GB/S", help="network bandwidth of one GPU to other nodes, in one direction"
     )
     command.add_argument(
-        "--calibration", metavar="FILE", help="file with speeds measured by --calibrate, instead of assumed ones"
+        "--calibration", metavar="FILE", help="file with speeds measured by --calibrate, which replace assumed speeds"
     )
     command.add_argument(
-        "--calibrate", nargs="+", metavar="RUN", help="measure the speeds of finished runs and write them to --out"
+        "--calibrate", nargs="+", metavar="RUN", help="measure the speeds of finished runs, and write them to --out"
     )
-    command.add_argument("--sweep", type=int, metavar="N", help="rank layouts for up to N GPUs and plot them to --out")
+    command.add_argument("--sweep", type=int, metavar="N", help="rank layouts for up to N GPUs, and plot them to --out")
     command.add_argument("--out", metavar="FILE", help="output file (default: plan.png or calibration.json)")
     command.set_defaults(command=run)
 
@@ -40,7 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the estimates for a config, a ranking of layouts (``--sweep``), or the result of a calibration.
 
     Raises:
-        ConfigError: if the config or the options are invalid, or the model's shape is unknown before a download.
+        ConfigError: if the config or the options are invalid, or the model's shape is unknown because the model is not
+            downloaded.
     """
     _check_options(arguments)
     if arguments.calibrate:

@@ -24,13 +24,15 @@ _INDEX = "model.safetensors.index.json"
 def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser("push", help="upload an exported model to the Hugging Face Hub, private by default")
-    command.add_argument("source", metavar="FOLDER", help="exported model, or run folder that contains one")
-    command.add_argument("repo", metavar="REPO", help="OWNER/NAME on the Hub; created if it does not exist")
+    command.add_argument(
+        "source", metavar="FOLDER", help="exported model, or run folder that contains an exported model"
+    )
+    command.add_argument("repo", metavar="REPO", help="repository OWNER/NAME on the Hub; created if it does not exist")
     command.add_argument("--public", action="store_true", help="make the repository public")
     command.add_argument(
         "--token-file",
         metavar="FILE",
-        help="file with an access token that allows writing (default: the variable HF_TOKEN)",
+        help="file with a write token for the Hub (default: the environment variable HF_TOKEN)",
     )
     command.add_argument(
         "--dry-run", action="store_true", help="list the files that would be uploaded, without network access"
@@ -55,16 +57,19 @@ def run(arguments: argparse.Namespace) -> int:
     size = _format_size(sum((folder / name).stat().st_size for name in files)).strip()
     bars = level != QUIET and sys.stderr.isatty()
     with shown(sys.stderr, level), phase("upload", lambda: f"{len(files)} files, {size}"):
-        with covered() if bars else contextlib.nullcontext():  # the Hub's bars show more than our line
+        with covered() if bars else contextlib.nullcontext():  # the Hub's progress bars replace the status line
             page = push(folder, files, arguments.repo, token, public=arguments.public, bars=bars)
     say(page)
     return 0
 
 
 def exported_model(source: Path) -> Path:
-    """Return the model folder at ``source`` or inside it. Raises ConfigError if it is missing or incomplete."""
+    """Return the model folder: ``source`` or its folder ``model``.
+
+    Raises ConfigError if the model is missing or incomplete.
+    """
     if (source / "files.json").is_file():
-        raise ConfigError(f"{source}: is a checkpoint; convert it to a model with `gdpo-nemo convert --to hf`")
+        raise ConfigError(f"{source}: is a checkpoint; convert this checkpoint with `gdpo-nemo convert --to hf`")
     folder = source / "model" if (source / "config.yaml").is_file() else source
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{source}: no exported model (no {'config.json' if folder == source else 'model/ in it'})")
@@ -96,14 +101,14 @@ def model_files(folder: Path) -> list[str]:
         if any(part.startswith(".") for part in name.parts):
             continue
         if path.is_symlink() and not real_path(path).is_relative_to(inside):
-            raise ConfigError(f"{path}: is a link to a file outside the model's folder; replace it with that file")
+            raise ConfigError(f"{path}: links to a file outside the model's folder; replace the link with the file")
         if path.is_file():
             names.append(str(name))
     return names
 
 
 def _check_name(repo: str) -> None:
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but no __all__ names it
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # public, but missing in __all__
 
     try:
         validate_repo_id(repo)
@@ -124,7 +129,7 @@ def _format_size(size: int) -> str:
 
 
 def _token(file: str | None) -> str:
-    """Return the access token from ``file`` or, if None, from HF_TOKEN. Raises ConfigError."""
+    """Return the access token from ``file`` or, if ``file`` is None, from HF_TOKEN. Raises ConfigError."""
     try:
         token = Path(file).read_text(encoding="utf-8").strip() if file else os.environ.get("HF_TOKEN", "").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -137,14 +142,14 @@ def _token(file: str | None) -> str:
 
 
 def push(folder: Path, files: list[str], repo: str, token: str, public: bool = False, bars: bool = False) -> str:
-    """Upload files of a folder in one commit and return the URL of the repository. ``bars`` shows progress bars.
+    """Upload files of a folder in one commit and return the URL of the repository. ``bars`` enables progress bars.
 
     Raises:
         ConfigError: if the repository is public and ``public`` is false.
         RunError: if the Hub cannot be reached or refuses the upload.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # as above
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # missing in __all__
 
     if not bars:
         disable_progress_bars()
@@ -152,7 +157,9 @@ def push(folder: Path, files: list[str], repo: str, token: str, public: bool = F
     try:
         page = api.create_repo(repo, private=not public, exist_ok=True)
         if not public and not api.model_info(page.repo_id).private:
-            raise ConfigError(f"{page.repo_id} already exists and is public; use --public to upload to it")
+            raise ConfigError(
+                f"{page.repo_id} already exists and is public; use --public to upload to a public repository"
+            )
         message = f"Upload {real_path(folder).name} with gdpo_nemo"
         api.upload_folder(repo_id=page.repo_id, folder_path=folder, allow_patterns=files, commit_message=message)
     except ConfigError:

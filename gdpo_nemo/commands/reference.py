@@ -1,6 +1,7 @@
 """``gdpo-nemo reference``: generate the documentation pages of config keys and metrics.
 
-Config keys are described by the schema's docstrings, metrics by the registry. ``--check`` reports outdated pages.
+Descriptions of config keys come from the schema's docstrings, and descriptions of metrics from the registry.
+``--check`` reports outdated pages.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the pages or, with ``--check``, compare them with the existing ones."""
+    """Write the pages or, with ``--check``, compare them with the existing pages."""
     if not arguments.out.is_dir():
         raise ConfigError(f"--out: {arguments.out} is not a folder")
     if arguments.check:
@@ -74,8 +75,9 @@ def config_page() -> str:
     body = [part for path, about, keys in sections for part in _section(path, about, keys)]
     return _page(
         "Config reference",
-        "Every key with its type, default and meaning. `gdpo-nemo explain KEY` prints the same. A config "
-        "names only what differs from the defaults. How files inherit and are overridden: [recipes](recipes.md).",
+        "This page lists every config key with its type, default and meaning. `gdpo-nemo explain KEY` prints the same "
+        "text. A config contains only the keys that differ from the defaults. [Recipes](recipes.md) describes "
+        "inheritance and overrides.",
         "\n".join(index),
         *body,
     )
@@ -98,10 +100,10 @@ def metrics_page() -> str:
     ]
     return _page(
         "Metrics reference",
-        "The keys of `metrics.jsonl`. Trackers use the same keys. `gdpo-nemo explain metric/KEY` prints one "
-        "of them. `NAME` is the name of a reward component or an environment. A training row has the keys of one "
-        "step, a "
-        "validation row has `step` and `validation/`. Metrics that are not measured or not finite are absent, "
+        "This page lists the keys of `metrics.jsonl`. Trackers use the same keys. `gdpo-nemo explain metric/KEY` "
+        "describes one metric. `NAME` is the name of a reward component or an environment. A training row contains the "
+        "keys of one step. A validation row contains `step` and the keys under `validation/`. Metrics that are not "
+        "measured or not finite are absent, "
         f"never 0. Metrics under `{OWN}` are values that custom reward functions pass to `log_metric`.",
         *body,
         "## Is a run healthy?",
@@ -145,7 +147,7 @@ def _section(path: str, about: str, keys: Sequence[Key]) -> list[str]:
 def _type(key: Key) -> str:
     if not key.choices:
         return _cell(f"{key.type} ({key.range})" if key.range else key.type)
-    own = ", or a custom one (`file.py:name`)" if key.accepts_custom else ""
+    own = ", or a custom function (`file.py:name`)" if key.accepts_custom else ""
     null = ", or null" if key.type.endswith("or null") else ""
     return "one of " + ", ".join(f"`{choice}`" for choice in key.choices) + own + null
 
@@ -161,7 +163,7 @@ def _cell(text: str) -> str:
 
 
 def _prose(text: str) -> str:
-    """Convert a docstring to Markdown: code in single backticks, special characters escaped elsewhere."""
+    """Convert a docstring to Markdown: code in single backticks, special characters escaped outside of code."""
     parts = text.replace("``", "`").split("`")
     return "`".join(
         part if index % 2 else part.replace("<", "&lt;").replace("*", r"\*") for index, part in enumerate(parts)

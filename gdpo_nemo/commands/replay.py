@@ -26,21 +26,24 @@ def add(commands: Commands) -> None:
     command.add_argument("--to", type=int, metavar="STEP", help="last step (default: the run's last step)")
     command.add_argument(
         "--from", type=int, default=0, dest="start", metavar="STEP",
-        help="start from the newest checkpoint at or before this step (default: from the model)",
+        help="start from the newest checkpoint at or before this step (default: start from the initial model)",
     )  # fmt: skip
-    command.add_argument("--out", metavar="DIR", help="new folder to write (default: RUN_DIR/replay_STEP)")
+    command.add_argument("--out", metavar="DIR", help="new output folder (default: RUN_DIR/replay_STEP)")
     command.add_argument(
         "--check", action="store_true", help="also compare the weights; the run must have a checkpoint of STEP"
     )
     command.add_argument(
-        "--audit", action="store_true", help="do not train; check that the journal accounts for every prompt"
+        "--audit", action="store_true", help="do not train, but check that the journal accounts for every prompt"
     )
     add_verbosity(command)
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Repeat the training and compare, or check the journal. The exit status is 1 if there is a difference or error."""
+    """Repeat the training and compare the results, or check the journal.
+
+    Return exit status 1 for differences or errors.
+    """
     if arguments.audit:
         from gdpo_nemo.training.replay import audit_run
 
@@ -72,7 +75,7 @@ def _print_audit(run_dir: Path, found: list[str]) -> int:
     elif has_positions(read_journal(run_dir)):
         result = "every prompt was trained or dropped once, and no sample is too old"
     else:
-        result = "no step is missing and no sample is too old; this journal has no prompt indices to check"
+        result = "no step is missing and no sample is too old; this journal does not record prompt indices"
     say(result)
     return 1 if found else 0
 

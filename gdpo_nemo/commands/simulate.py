@@ -49,8 +49,8 @@ def add(commands: Commands) -> None:
     )
     add_config(command)
     _add_scope(command)
-    _add_speeds(command.add_argument_group("speeds, instead of those of the roofline model or the run"))
-    _add_schedule(command.add_argument_group("schedule, instead of the config's settings"))
+    _add_speeds(command.add_argument_group("speeds, which replace the speeds of the roofline model or the run"))
+    _add_schedule(command.add_argument_group("schedule settings, which replace the config's settings"))
     command.set_defaults(command=run)
 
 
@@ -65,16 +65,17 @@ def _add_scope(command: argparse.ArgumentParser) -> None:
                          help="values of max_staleness to try (default: 0, 1, 2, 4 and the config's)")  # fmt: skip
     command.add_argument("--gpus", type=_list(int, 1), metavar="N,...", help="numbers of GPUs to try")
     command.add_argument("--split", type=_list(float, 0), metavar="FRACTION,...",
-                         help="fractions of the GPUs that sample (default: the config's value)")  # fmt: skip
+                         help="fractions of the GPUs that run engines (default: the config's value)")  # fmt: skip
     command.add_argument("--scheduler", type=_names, default=["continuous"], metavar="NAME,...",
                          help="continuous (individual groups) or barrier (whole batches, for comparison)")  # fmt: skip
     command.add_argument("--steps", type=_number(1, _MOST_STEPS, int), default=20,
-                         help="steps to simulate; the second half is measured (default: %(default)s)")  # fmt: skip
+                         help="number of steps to simulate, of which the second half is measured (default: "
+                             "%(default)s)")  # fmt: skip
     command.add_argument(
         "--seed", type=_number(0, kind=int), default=0, help="random seed for lengths (default: %(default)s)"
     )
     command.add_argument(
-        "--png", metavar="FILE", help="save a plot of step time over staleness and of a timeline of some steps"
+        "--png", metavar="FILE", help="save a plot with step time over staleness and a timeline of a few steps"
     )
     command.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -229,7 +230,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: if the config or the options are invalid.
     """
     if arguments.run and arguments.calibration:
-        raise ConfigError("--calibration: conflicts with --run, which provides speeds; use one of them")
+        raise ConfigError("--calibration: conflicts with --run, which provides speeds; use one of these options")
     source = _Source(arguments)
     configs = _configs(source)
     rows = [row for config in configs for row in _rows(source, config)]
@@ -269,7 +270,7 @@ def _rows(source: _Source, resolved: Resolved) -> list[Row]:
         for staleness in bounds:
             rollout = replace(config.rollout, max_staleness=staleness)
             changes: dict[str, Any] = {"scheduler": scheduler}
-            if staleness == 0:  # one batch in order, independent of the other settings
+            if staleness == 0:  # one batch in order, whatever window and depth are
                 changes |= {"window": 1, "depth": "auto"}
             elif staleness != configured and not source.arguments.staleness and source.overrides.depth is None:
                 changes |= {"depth": "auto"}
@@ -283,7 +284,7 @@ def _row(layout: Layout, scenario: Scenario) -> Row:
 
 
 def _detailed_row(source: _Source, rows: list[Row]) -> Row:
-    """Return the run to describe: the last one with the config's staleness, or else the last run."""
+    """Return the run to describe: the last run with the config's staleness, otherwise the last run."""
     configured = [
         row
         for row in rows
@@ -327,7 +328,7 @@ def _splits(resolved: Resolved, more: bool) -> list[tuple[str, Resolved]]:
         try:
             other = scaled(resolved, gpus, share)
         except ConfigError:
-            continue  # not enough GPUs for a replica or an engine
+            continue  # too few GPUs for a replica or an engine
         engines = other.layout.engines
         if engines != layout.engines and (engines > layout.engines) == more:
             found[engines] = f"policy.generation.engines={engines} ({share:.1%} of the GPUs for sampling)", other

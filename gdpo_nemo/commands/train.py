@@ -76,7 +76,7 @@ def _dry_run(resolved: Resolved) -> int:
 def check_inputs(resolved: Resolved) -> list[tuple[str, str]]:
     """Read local data, load user-defined functions, and compare the config with that of the run to resume.
 
-    Returns the findings as pairs (subject, sentence).
+    Return the findings as pairs (subject, sentence).
 
     Raises:
         ConfigError, RunError: the errors that the run would raise.
@@ -165,7 +165,7 @@ def _check_local(resolved: Resolved, splits: Mapping[str, DatasetConfig]) -> lis
 
 
 def _limit(data: DatasetConfig) -> int | None:
-    """Return the number of rows to read; None to read all of them."""
+    """Return the number of rows to read, or None to read all rows."""
     paths = [Path(os.path.expanduser(location)) for location in data_paths("data", data)]
     if all(path.is_file() for path in paths) and _size(paths) <= SMALL_FILE:
         return None
@@ -181,7 +181,7 @@ def _row_count(rows: list[Row], data: DatasetConfig) -> str:
 
 
 def _local_tokenizer(resolved: Resolved) -> Tokenizer | None:
-    """Return the tokenizer; None if its folder is not on this machine."""
+    """Return the tokenizer, or None if its folder is not on this machine."""
     folder = _tokenizer_folder(resolved)
     if folder is None:
         return None
@@ -191,7 +191,7 @@ def _local_tokenizer(resolved: Resolved) -> Tokenizer | None:
 
 
 def _tokenizer_folder(resolved: Resolved) -> Path | None:
-    """Return the folder with the run's tokenizer; None if it is not on this machine."""
+    """Return the folder with the run's tokenizer, or None if the folder is not on this machine."""
     config = resolved.config
     source = resolved.model.source
     location: str | Path | None = config.policy.tokenizer_name or config.policy.model_name
@@ -201,7 +201,7 @@ def _tokenizer_folder(resolved: Resolved) -> Path | None:
 
 
 def _tool_call_note(resolved: Resolved) -> list[tuple[str, str]]:
-    """Return a note if the model uses special tokens for tool calls, because completions are decoded without them."""
+    """Return a note if the model's tool calls use special tokens, which decoded completions do not contain."""
     folder = _tokenizer_folder(resolved) if resolved.algorithm.samples else None
     names = special_tool_calls(folder) if folder is not None else []
     if not names:
@@ -215,7 +215,7 @@ def _tool_call_note(resolved: Resolved) -> list[tuple[str, str]]:
 
 
 def _converted_tokenizer_folder(run: RunConfig, source: Source) -> Path | None:
-    """Return the tokenizer folder of a model that is not in Hugging Face format; None if only the run creates it."""
+    """Return the tokenizer folder of a model in another format, or None if only the run creates the folder."""
     if source.format is Format.GGUF:
         from gdpo_nemo.training.inputs import converted_path
 
@@ -226,14 +226,17 @@ def _converted_tokenizer_folder(run: RunConfig, source: Source) -> Path | None:
 def _prompts(
     resolved: Resolved, split: str, rows: list[Row], environments: Mapping[str, Any], tokenizer: Tokenizer | None
 ) -> str:
-    """Check the prompts and describe their lengths in tokens. Without a tokenizer, only check that each row has one."""
+    """Check the prompts and describe their lengths in tokens.
+
+    Without a tokenizer, only check that each row has a prompt.
+    """
     from gdpo_nemo.data.examples import check_rows, source_of
 
     config = resolved.config
     data = getattr(config.data, split)
     check_rows(resolved.algorithm, rows, data, split)
     if tokenizer is None:
-        return "prompts not tokenized, because the tokenizer is not available yet"
+        return "prompts are not tokenized, because the tokenizer is not available yet"
     prompt_limit = max_prompt_tokens(config.policy)
     source = source_of(resolved.algorithm)(
         data,
@@ -252,7 +255,7 @@ def _check_one_row(config: Config, name: str, environment: Any, row: Row, key: s
     from gdpo_nemo.commands.env.check import check_environment
 
     if environment.plays_with_endpoint or environment.has_preflight:
-        return f"env.{name}: requires the servers of the run, not checked"
+        return f"env.{name}: not checked, because it requires the servers of the run"
     options = config.env[name] or {}
     rollout = config.rollout
     try:

@@ -31,8 +31,8 @@ def add(commands: Commands) -> None:
     command = commands.add_parser(
         "watch",
         help="show a run in the terminal, updated live",
-        description="Exits when the run ends: status 0 if it is complete, otherwise 1. Ctrl-C closes the view, not "
-        "the run.",
+        description="Exits when the run ends, with status 0 if the run is complete, otherwise 1. Ctrl-C closes the "
+        "view but does not stop the run.",
     )
     command.add_argument("run_dir", metavar="RUN_DIR", help="run folder")
     command.add_argument("--once", action="store_true", help="show the run once and exit (default without a terminal)")
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _follow(screen: Console, now: Snapshot, arguments: argparse.Namespace) -> Snapshot:
     """Update the view until the run ends, and return the last snapshot.
 
-    The view uses the terminal's alternate screen, so that it is completely removed even if larger than the window.
+    The view uses the terminal's alternate screen, so that a view larger than the window is also removed completely.
     """
     import time
 
@@ -73,7 +73,7 @@ def _follow(screen: Console, now: Snapshot, arguments: argparse.Namespace) -> Sn
         while now.outcome is None:
             time.sleep(arguments.every)
             stamp = changed(arguments.run_dir)
-            # An incomplete row is ignored. Without new data, displayed ages still increase.
+            # A snapshot ignores an incomplete row. The view is also redrawn without new data, because it displays ages.
             now = snapshot(arguments.run_dir) if stamp != seen else now
             seen = stamp
             live.update(view(now), refresh=True)
@@ -92,15 +92,15 @@ class Snapshot:
 
     name: str
     steps: int
-    """Number of optimizer steps in the config. If the config has none, number of finished steps."""
+    """Number of optimizer steps in the config, or number of finished steps if the config does not specify it."""
     history: History
     alerts: list[dict[str, Any]]
     status: Mapping[str, Any]
-    """``status.json``; empty if the run has not written it yet."""
+    """Content of ``status.json``. Empty if the run has not written the file yet."""
 
     @property
     def outcome(self) -> str | None:
-        """Outcome of the run; None while it is active. A killed driver is detected only on this host."""
+        """Outcome of the run, or None while the run is active. A killed driver is detected only on this host."""
         outcome = self.status.get("outcome")
         if isinstance(outcome, str):
             return outcome
@@ -116,7 +116,7 @@ def snapshot(run_dir: str | Path) -> Snapshot:
 
     Raises:
         ConfigError: if the folder does not contain a run.
-        RunError: if a file in it is damaged.
+        RunError: if a file in the folder is damaged.
     """
     run_dir = Path(run_dir)
     history = History.of(metrics.read_metrics(run_dir))
@@ -169,7 +169,7 @@ def _state(now: Snapshot) -> list[Text]:
 
 
 def _waits(now: Snapshot) -> list[Text]:
-    """Return lines on the driver's longest waits, longest first."""
+    """Describe the driver's longest waits, one line each, longest first."""
     waits = now.status.get("waits")
     found = []
     for wait in waits if isinstance(waits, list) and not now.outcome else []:

@@ -14,8 +14,8 @@ from gdpo_nemo.utils.errors import ConfigError, nearest
 from gdpo_nemo.utils.source import find_definition
 
 Rows = Literal["sft", "pairs", "single"]
-"""Format of a data row: a prompt with one answer (sft), with a better and a worse answer (pairs), or with one answer
-and a label whether it is good (single)."""
+"""Format of a data row. sft: a prompt with one answer. pairs: a prompt with a better and a worse answer. single: a
+prompt with one answer and a label that is true for a good answer."""
 
 
 class Unused(NamedTuple):
@@ -43,13 +43,12 @@ class AlgorithmSpec:
     """Output layer of the policy. lm: next-token logits. score: one score per sequence. value: next-token logits and a
     value of each state."""
     section: str | None = None
-    """Config section for this algorithm. The keys of the section have no effect with algorithms that use another
-    section or none."""
+    """Config section for this algorithm. The keys of the section have no effect with algorithms that do not use it."""
     unused: tuple[Unused, ...] = ()
     """Keys of other sections that have no effect with this algorithm."""
     check: str | None = None
     """Import path of a function ``(config, spec, layout)`` that raises ConfigError if the algorithm does not support
-    the config. It is imported only if the run uses the algorithm."""
+    the config. The function is imported only if the run uses the algorithm."""
 
     def sequences_per_prompt(self, gdpo: GdpoConfig) -> int:
         """Return the number of sequences that a step creates for each of its prompts."""
@@ -60,15 +59,15 @@ class AlgorithmSpec:
 
 _CHECKS = "gdpo_nemo.config.objective_checks"
 _LOSS_KEYS = tuple(f"loss_fn.{f.name}" for f in fields(LossSettings) if f.name not in ("off_policy", "aggregation"))
-"""Keys of `loss_fn`, without `aggregation`, which sft also reads, and without the section `off_policy`."""
+"""Keys of `loss_fn`, except the section `off_policy` and the key `aggregation`, which sft also reads."""
 _WITH_ANSWERS = (
     Unused(
         (*_LOSS_KEYS, "loss_fn.off_policy.mode"),
-        "with an algorithm that has its own loss (sft, and those of the section preference)",
+        "with an algorithm that has its own loss (sft and the algorithms of the section preference)",
     ),
     Unused(("gdpo.num_generations_per_prompt",), "with an algorithm whose rows determine the number of answers"),
 )
-"""Keys without effect for all algorithms whose data contains the answers."""
+"""Keys that have no effect with any algorithm whose data contains the answers."""
 
 
 _PREFERENCE = AlgorithmSpec(
@@ -149,7 +148,7 @@ ALGORITHMS = {
     "reward_model": replace(
         _PREFERENCE,
         import_path="gdpo_nemo.training.supervised:RewardModelTraining",
-        about="trains a model that scores answers, on the rows of dpo (Bradley-Terry)",
+        about="trains a reward model (Bradley-Terry) on rows in the format of dpo",
         head="score",
     ),
 }
@@ -191,8 +190,8 @@ def spec_of(config: Config) -> AlgorithmSpec:
 
 
 def _class_samples(import_path: str) -> bool:
-    """Return the class attribute ``samples``, read from the source without executing the file. It is True unless the
-    class sets it to a literal False."""
+    """Return the class attribute ``samples``, read from the source without executing the file. The attribute is True
+    unless the class sets it to a literal False."""
     for node in find_definition("algorithm.type", import_path).body:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
@@ -212,9 +211,9 @@ def old_logprobs_source(config: Config) -> str:
 
 
 def trains_stale_samples_as_new(config: Config, algorithm: AlgorithmSpec) -> bool:
-    """Return whether only ``loss_fn.off_policy`` could account for the age of the samples.
+    """Return whether ``loss_fn.off_policy`` is the only setting that can account for the age of the samples.
 
-    A ratio relative to the sampler's log-probs accounts for the age, and so do the coefficients of target_po.
+    A ratio relative to the sampler's log-probs also accounts for the age, as do the coefficients of target_po.
     """
     stale = algorithm.samples and config.rollout.max_staleness > 0 and old_logprobs_source(config) == "trainer"
     return stale and not loss_entry(config.loss_fn.type).by_group
@@ -240,7 +239,7 @@ def resolved_loss(config: Config, algorithm: AlgorithmSpec) -> LossSettings:
 FIELDS = {"sft": ("completion",), "pairs": ("chosen", "rejected"), "single": ("completion", "label")}
 """Columns of each row format in addition to the prompt."""
 PREFIXES = ("chatml", "llama3", "chat_template")
-"""First part of a format name. It selects the chat template: a fixed one, or the tokenizer's."""
+"""First part of a format name. The first part selects a fixed chat template or the tokenizer's chat template."""
 PROMPT_COLUMNS: dict[str, str | None] = {
     "argilla": "instruction",
     "argilla_chat": None,
@@ -249,10 +248,10 @@ PROMPT_COLUMNS: dict[str, str | None] = {
     "prompt_pairs": "prompt",
     "ultra": "prompt",
 }
-"""Column of the prompt for each second part of a format name. None: the answers are conversations that begin with the
-prompt."""
+"""Name of the prompt column for each second part of a format name. None: the answers are conversations that begin with
+the prompt."""
 FORMATS = {"argilla": {"chosen": "chosen_response", "rejected": "rejected_response"}}
-"""Formats whose answers are in columns with other names."""
+"""Formats whose answers are in columns with names other than chosen and rejected."""
 _USER_DEFINED = ("field_prompt", "field_system", "prompt_format")
 TRAINED = ("assistant", "last", "all")
 """Accepted values of ``data.<split>.train_on``."""
@@ -261,8 +260,8 @@ TRAINED = ("assistant", "last", "all")
 def is_transform(how: Any) -> bool:
     """Return whether the value of ``data.<split>.type`` is the import path of a function to call with each row.
 
-    That is ``file.py:function``, ``package.module:function``, or ``module.function`` in axolotl's notation. A dotted
-    name that contains a known format part is a format name, possibly misspelt.
+    The import path has the form ``file.py:function``, ``package.module:function``, or ``module.function`` in axolotl's
+    notation. A dotted name that contains a known format part is a format name, possibly misspelt.
     """
     if not isinstance(how, str) or ":" in how:
         return isinstance(how, str)
@@ -285,8 +284,7 @@ def check_example_type(split: str, how: Any, kind: str) -> None:
         return
     if kind == "sft":
         raise ConfigError(
-            f"{key}: formats of preferences do not apply to sft, which detects the format from the columns; remove "
-            "the key"
+            f"{key}: preference formats do not apply to sft, which detects the format from the columns; remove the key"
         )
     known = [f"{prefix}.{form}" for prefix in PREFIXES for form in PROMPT_COLUMNS] + ["chat_template.default"]
     if how not in known and not (how == "chat_template"):

@@ -15,9 +15,9 @@ _ABSENT = object()
 
 _FIXED = {
     "policy.lora.rank": "the checkpoint contains adapters of that rank, or the whole model if the rank is 0",
-    "policy.lora.alpha": "the adapters would have another scale, which changes the policy",
+    "policy.lora.alpha": "the adapters would have a different scale, which changes the policy",
     "policy.lora.target_modules": "the checkpoint contains the adapters of those modules",
-    "policy.lora.share_a": "the checkpoint contains either one A or several for fused layers",
+    "policy.lora.share_a": "the checkpoint contains either one matrix A or several matrices A for fused layers",
     "policy.megatron_cfg.freeze_moe_router": "the checkpoint's optimizer state covers only parameters trained so far",
 }
 """Keys that must not change when a run is resumed, with the reason. Model and data are not listed, because their
@@ -26,8 +26,8 @@ _HEADS = {"value": "a value head", "score": "a reward model's head"}
 """Heads (``AlgorithmSpec.head``) whose parameters are missing in checkpoints of algorithms with another head."""
 
 _CONSEQUENCES = {
-    "run.seed": "the order of prompts changes from there; in this epoch some prompts repeat and others are skipped",
-    "data.train.shuffle": "the order of prompts changes from there; in this epoch some prompts repeat and others are "
+    "run.seed": "the order of prompts changes at this step; some prompts of this epoch repeat and others are skipped",
+    "data.train.shuffle": "the order of prompts changes at this step; some prompts of this epoch repeat and others are "
     "skipped",
 }
 
@@ -54,8 +54,8 @@ def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
     """Return the keys whose value in ``config`` differs from ``before``, in the order of the schema.
 
     Args:
-        before: content of an earlier config file of the same run. A missing key counts as the default, because the file
-            may be older than the key.
+        before: content of an earlier config file of the same run. A missing key is treated as the default, because the
+            file may be older than the key.
     """
     then = {key: mask_urls(value) if isinstance(value, str) else value for key, value in flattened(before).items()}
     now = flattened(recorded(config))

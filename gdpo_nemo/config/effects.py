@@ -1,9 +1,9 @@
 """Detection of changed config keys that have no effect with the other settings.
 
-Such a key is refused, because the user expects an effect. For example, ``kv_cache_memory_bytes`` has none on GPUs. A
-key counts as changed if its value differs from the schema's default, so the fully resolved config that a run saves is
-also valid. Validation and checkpoints are on by default in many configs. If they are switched off, their remaining
-settings only cause a note, so that switching them off does not require five overrides.
+A changed key without an effect is refused, because the user expects an effect. For example, ``kv_cache_memory_bytes``
+has no effect on GPUs. A key is considered changed if its value differs from the schema's default, so the fully resolved
+config that a run saves is also valid. Validation and checkpoints are on by default in many configs. If they are
+switched off, their remaining settings only cause a note, so that switching them off does not require five overrides.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from gdpo_nemo.config.transports import chosen_transport, declared
 
 
 class Effect(NamedTuple):
-    """Keys that have an effect only if ``when`` is true. Otherwise ``why`` completes the message "KEY: has no effect
-    ..."."""
+    """Keys that have an effect only if ``when`` is true. If the condition is false, ``why`` completes the message "KEY:
+    has no effect ..."."""
 
     keys: tuple[str, ...]
     when: Callable[[Config], bool]
@@ -81,18 +81,19 @@ def _standardises(config: Config) -> bool:
 
 
 def _reads_file(split: str, config: Config) -> bool:
-    """Return whether the rows of a split come from ``path``, or the split is not configured."""
+    """Return True if the rows of a split come from ``path`` or the split is not configured."""
     dataset = getattr(config.data, split)
     return dataset is None or dataset.path is not None
 
 
 def _prompts_are_rows(split: str, config: Config) -> bool:
-    """Return whether each row of a split is one prompt, not a text with anchors, or the split is not configured."""
+    """Return True if each row of a split is one prompt rather than a text with anchors, or if the split is not
+    configured."""
     return value_of(config, f"data.{split}.strided") is None
 
 
 def _reads_type(split: str, config: Config, algorithm: AlgorithmSpec) -> bool:
-    """Return whether the ``type`` of a split has an effect, either as a format of answers or as a transform of rows."""
+    """Return whether the ``type`` of a split has an effect, either as an answer format or as a transform of rows."""
     how = value_of(config, f"data.{split}.type")
     return _reads_file(split, config) if is_transform(how) else algorithm.rows is not None
 
@@ -112,7 +113,7 @@ def _reads_answers(config: Config, algorithm: AlgorithmSpec) -> bool:
 
 def _loss_reads(config: Config, algorithm: AlgorithmSpec) -> tuple[str, ...]:
     """Return the keys of `loss_fn` that the loss reads. `aggregation` is added if there is a KL penalty or an entropy
-    bonus, because it also applies to these."""
+    bonus, because it also applies to these terms."""
     loss = config.loss_fn
     has_penalties = loss.reference_policy_kl_penalty or loss.entropy_bonus or loss.use_adaptive_entropy
     additional = ("aggregation",) if has_penalties else ()
@@ -173,13 +174,13 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
     Effect(
         (f"{_VLLM}.head_dtype",),
         lambda config: config.policy.precision == "bfloat16",
-        "with policy.precision float32, where logits are float32 as well",
+        "with policy.precision float32, whose logits are always float32",
     ),
     Effect(("policy.offload_reference",), _gpu, "on CPU (cluster.gpus_per_node is 0)"),
     Effect(
         ("policy.offload_reference",),
         lambda c: not c.policy.lora.rank,
-        "with policy.lora, where the model without its adapters is the reference",
+        "with policy.lora, whose reference is the model without its adapters",
     ),
     Effect(
         (f"{_VLLM}.kv_cache_memory_bytes",),
@@ -364,7 +365,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
         Effect(
             tuple(f"data.{split}.{key}" for key in ("prompt_key", "columns", "environment_key", "remove_columns")),
             partial(_reads_file, split),
-            f"without data.{split}.path: the environment makes the prompts",
+            f"without data.{split}.path: the environment generates the prompts",
         )
         for split in ("train", "validation")
     ),

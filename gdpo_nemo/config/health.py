@@ -13,15 +13,15 @@ from gdpo_nemo.utils.errors import ConfigError
 BEFORE = 20
 """Number of steps before the window whose median is the base of a check with ``of: before``."""
 _FEWEST = 10
-"""Minimum number of these steps, because the median of fewer values is unreliable."""
+"""Minimum number of steps before the window, because the median of fewer values is unreliable."""
 OF = {
     "value": ("", ""),
     "start": ("{:.4g} times the start", "{} times the start"),
     "before": ("{:.4g} times the earlier median", f"{{}} times the median of the previous {BEFORE} steps"),
     "rise": ("{:+.4g} standard errors from the start", "a rise of {} standard errors"),
 }
-"""Quantities that a check can compare with its bounds. The two texts of each format the checked value and the bounds.
-"""
+"""Quantities that a check can compare with its bounds. For each quantity, the first text formats the checked value and
+the second text formats the bounds."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Parallel layout of a run: ranks, GPUs, pipeline stages, and updates per step. ``Resolved`` combines a config with
-these."""
+"""Parallel layout of a run: ranks, GPUs, pipeline stages, and updates per step. ``Resolved`` combines a config with its
+layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Layout:
     """True if engine ranks share the devices of policy ranks and run only while the policy does not train."""
 
     first_layers: int | None = None
-    """Number of layers of the first pipeline stage if it is configured. ``stage_layers`` divides the other layers."""
+    """Number of layers of the first pipeline stage if it is configured. ``stage_layers`` divides the remaining layers
+    among the other stages."""
     last_layers: int | None = None
     """Number of layers of the last pipeline stage if it is configured."""
 
@@ -55,8 +56,8 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """Number of GPUs in use; on CPU, the number of GPUs that the same layout would use. A device shared by policy
-        and engine counts once."""
+        """Number of GPUs in use; on CPU, the number of GPUs that the same layout would use. A device that policy and
+        engine share is counted once."""
         return self.policy_ranks if self.colocated else self.policy_ranks + self.engine_ranks
 
 
@@ -159,7 +160,8 @@ def samples_per_step(gdpo: GdpoConfig, algorithm: AlgorithmSpec) -> int:
 def prompts_per_round(gdpo: GdpoConfig) -> int:
     """Return the number of prompts in one generation round.
 
-    This equals ``gdpo.num_prompts_per_step``, unless ``gdpo.dynamic_sampling.batch_multiplier`` enlarges the rounds.
+    The number equals ``gdpo.num_prompts_per_step``, unless ``gdpo.dynamic_sampling.batch_multiplier`` enlarges the
+    rounds.
     """
     count = gdpo.num_prompts_per_step
     dynamic = gdpo.dynamic_sampling
@@ -169,7 +171,7 @@ def prompts_per_round(gdpo: GdpoConfig) -> int:
 def prompt_limit(gdpo: GdpoConfig, prompts: int) -> int | None:
     """Return the number of prompts in ``gdpo.max_num_epochs`` epochs; None without a limit.
 
-    Only complete rounds of each epoch count. The result is at least one round.
+    Only complete rounds of each epoch are counted. The result is at least the number of prompts in one round.
 
     Args:
         prompts: number of training prompts in an epoch.
@@ -210,8 +212,8 @@ def updates_per_step(config: Config, algorithm: AlgorithmSpec) -> int:
 
 @dataclass(frozen=True)
 class Resolved:
-    """A config with the algorithm, layout and model that it determines. ``validate`` creates it once, and later code
-    reads it."""
+    """A config with the algorithm, layout and model that it determines. ``validate`` creates this object once, and
+    later code reads it."""
 
     config: Config
     algorithm: AlgorithmSpec
@@ -266,7 +268,7 @@ def stage_layers(layers: int, stages: int, first: int | None = None, last: int |
 
     Args:
         layers: number of layers of the Hugging Face model.
-        stages: number of pipeline stages. Virtual stages count as stages.
+        stages: number of pipeline stages. Virtual stages are counted as stages.
         first, last: ``num_layers_in_first_pipeline_stage`` and ``num_layers_in_last_pipeline_stage``; None: not
             configured.
     """
@@ -285,7 +287,8 @@ def check_stages(layers: int | None, layout: MegatronConfig) -> None:
         layers: number of layers of the model; None if unknown, so that only the settings are checked.
 
     Raises:
-        ConfigError: if the layers cannot be divided. The message contains the key and the possible values.
+        ConfigError: if the layers cannot be divided among the stages. The message contains the key and the possible
+            values.
     """
     pipeline = layout.pipeline_model_parallel_size
     virtual = layout.virtual_pipeline_model_parallel_size

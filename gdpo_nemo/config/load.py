@@ -40,17 +40,17 @@ from gdpo_nemo.utils.files import Refused, check_interpolations, check_yaml, rea
 from gdpo_nemo.utils.source import DEMO, REPOSITORY, find_file
 
 MOST_FILES = 100
-"""Maximum number of inherited files. A file counts each time: two parents with two parents each are six files."""
+"""Maximum number of inherited files. A file that is inherited twice is counted twice."""
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
 ConfigSource = Union[str, "os.PathLike[str]", Mapping[str, Any], Config, None]
-"""A YAML file, the content of one, a loaded config, or None for the demo config."""
+"""A YAML file, its content as a mapping, a loaded config, or None for the demo config."""
 Overrides = Union[Sequence[str], Mapping[str, Any]]
 """List of ``section.key=value`` texts, or mapping of dotted keys to Python values."""
 Sources = list[tuple[str, dict[str, Any], bool]]
 """List of (name for messages, content, complete). If ``complete`` is True, a mapping of rewards or environments in the
-content replaces earlier entries. Otherwise its entries are added."""
+content replaces earlier entries. If it is False, the new entries are added to the earlier entries."""
 _LISTS = ("gdpo", "gdpo.rewards", "env")
 """Keys for which the value of an override is a complete mapping of rewards or environments."""
 
@@ -110,7 +110,7 @@ def merge_sources(sources: Sources, merged: DictConfig | None = None) -> DictCon
 
 @functools.cache
 def _schema() -> DictConfig:
-    """Return the schema with its defaults. Callers must copy it, which takes a fifth of the time of creating it."""
+    """Return the schema with its defaults. Callers must copy it, which is five times as fast as creating it."""
     return cast(DictConfig, OmegaConf.structured(Config))
 
 
@@ -176,7 +176,7 @@ def config_to_dict(config: Config) -> dict[str, Any]:
 
 
 _WRITTEN: dict[tuple[Any, ...], tuple[Any, str]] = {}
-"""Config values from environment variables, with their original text, by path, for all configs of this process."""
+"""(value, original text) of config values from environment variables, by path, for all configs of this process."""
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)[^}]*\}")
 
 
@@ -256,9 +256,9 @@ def to_yaml(config: Config) -> str:
 def _read_with_parents(path: Path, children: tuple[Path, ...], read: Iterator[int]) -> list[tuple[str, dict[str, Any]]]:
     """Return a file's parents, oldest first, followed by the file itself, each as (name for messages, content).
 
-    ``children`` are the files that inherit from this one, outermost first. ``read`` counts the files read so far.
+    ``children`` are the files that inherit from this file, outermost first. ``read`` counts the files read so far.
     """
-    resolved = Path(os.path.realpath(path))  # unlike Path.resolve, never raises
+    resolved = Path(os.path.realpath(path))  # Unlike Path.resolve, realpath never raises.
     if resolved in children:
         chain = " -> ".join(p.name for p in (*children, resolved))
         raise ConfigError(f"defaults: {path} inherits from itself ({chain})")
@@ -282,7 +282,7 @@ def _read_parents(
 
 
 def _parent(path: Path, name: str) -> Path:
-    """Return the path of a parent file, relative to the file that names it, or else to the repository."""
+    """Return the path of a parent file, searched next to the file that names it and then in the repository."""
     sibling = path.parent / name
     return REPOSITORY / name if not sibling.exists() and (REPOSITORY / name).is_file() else sibling
 
@@ -302,7 +302,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(_yaml_message(error, path)) from None
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {message_line(error)}") from None
-    except ValueError as error:  # a number with thousands of digits
+    except ValueError as error:  # The file contains a number with thousands of digits.
         raise ConfigError(f"{path}: {message_line(error)}") from None
     if not isinstance(content, DictConfig):
         raise ConfigError(f"{path}: expected sections (run:, gdpo:, policy:, ...), found a list")
@@ -331,7 +331,7 @@ def build_config(merged: DictConfig) -> Config:
     _remember_secrets(unresolved)
     check_interpolations(unresolved)
     try:
-        _check_chosen(merged, "algorithm.type")  # first, because it determines the mandatory keys
+        _check_chosen(merged, "algorithm.type")  # Checked first, because the algorithm determines the mandatory keys.
         if not spec_named(merged.algorithm.type).samples and OmegaConf.is_missing(merged.gdpo, "rewards"):
             merged.gdpo.rewards = {}
         if OmegaConf.is_missing(merged.gdpo, "rewards"):
@@ -340,7 +340,7 @@ def build_config(merged: DictConfig) -> Config:
         written = OmegaConf.to_container(merged)
         values = _leaves(written).values()
         if any(isinstance(value, str) and (value == MISSING or "${" in value) for value in values):
-            _resolve(merged)  # visits every value twice, so only if there is something to resolve
+            _resolve(merged)  # Slow, because it visits every value twice.
         config = cast(Config, OmegaConf.to_object(merged))
         content = OmegaConf.to_container(merged)
         _note_environment(written, content)
@@ -353,14 +353,14 @@ def build_config(merged: DictConfig) -> Config:
 
 
 def _resolve(merged: DictConfig) -> None:
-    """Resolve interpolations. Raises ConfigError if a mandatory value is missing, and other errors of OmegaConf."""
+    """Resolve interpolations. Raises ConfigError if a mandatory value is missing. Errors of OmegaConf propagate."""
     if missing := sorted(OmegaConf.missing_keys(merged)):
         raise ConfigError(f"{missing[0]}: must be set (gdpo-nemo explain {missing[0]} describes it)")
     OmegaConf.resolve(merged)
 
 
 def _check_chosen(merged: DictConfig, key: str) -> None:
-    """Raise ConfigError if ``CHOICES`` does not list the value of a key, unless it is a permitted import path."""
+    """Raise ConfigError if the value of a key is neither listed in ``CHOICES`` nor a permitted import path."""
     value = OmegaConf.select(merged, key)
     if not (key in CUSTOM_FUNCTIONS and ":" in str(value)):
         _check_choice(key, value, CHOICES[key])
@@ -457,7 +457,8 @@ def _nearest_key(section: str, name: str, siblings: Mapping[str, Any]) -> str:
 
 
 def _elsewhere(path: Path) -> str:
-    """Return where a relative path is searched, for a message about a missing file. Empty for an absolute path."""
+    """Describe the folders in which a relative path is searched, for a message about a missing file. Empty for an
+    absolute path."""
     if path.is_absolute():
         return ""
     demo = DEMO.relative_to(REPOSITORY)
@@ -472,7 +473,8 @@ def _nearest_file(path: Path) -> str:
 
 
 def _wrong(key: str, expected: str, value: Any, source: str) -> ConfigError:
-    got = "null" if value is None else without_secrets(repr(value))  # first: a cut secret is not found
+    # Secrets are masked before the text is cut, because a partial secret would not be found.
+    got = "null" if value is None else without_secrets(repr(value))
     got = got if len(got) <= 60 else got[:57] + "..."
     return ConfigError(f"{key or 'config'}: expected {expected}, got {got}{_where(source)}")
 

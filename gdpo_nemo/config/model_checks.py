@@ -31,8 +31,8 @@ from gdpo_nemo.utils.files import read_json_object
 from gdpo_nemo.utils.source import find_function, parse_file
 
 FACTORY_CONFIGS = "MODEL_CONFIGS"
-"""Name of a dictionary literal in the model factory's file: {function: fields of config.json}. It describes the models
-that the file creates, and is read without executing the file."""
+"""Name of a dictionary literal in the model factory's file: {function: fields of config.json}. The dictionary describes
+the models that the file creates, and is read without executing the file."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".tsv")
 """Supported suffixes of data files."""
@@ -40,10 +40,11 @@ _ROWS_FUNCTION = re.compile(r".+\.py:\w+")
 
 
 def resolve(config: Config) -> Resolved:
-    """Return a config with its algorithm, layout and model, without checking the config. ``validate`` also checks it.
+    """Return a config with its algorithm, layout and model, without checking the config. ``validate`` also checks the
+    config.
 
     Raises:
-        ConfigError: if one of these cannot be derived.
+        ConfigError: if the algorithm, the layout or the model cannot be derived.
     """
     algorithm = spec_of(config)
     return Resolved(config, algorithm, resolve_layout(config, algorithm), read_model(config.policy))
@@ -52,7 +53,7 @@ def resolve(config: Config) -> Resolved:
 def check_files(config: Config, layout: Layout) -> ModelFacts:
     """Check all local paths of a config, and return the facts about the model.
 
-    Names that may be on the Hugging Face Hub are not checked here, but when the run starts.
+    Names that may refer to the Hugging Face Hub are checked later, when the run starts.
 
     Raises:
         ConfigError: if a file is missing, incomplete, or does not fit the layout.
@@ -113,8 +114,8 @@ def companion(policy: PolicyConfig, source: Source) -> str | None:
 def read_model(policy: PolicyConfig) -> ModelFacts:
     """Return the facts about the model that are available on this machine.
 
-    They are read from the model's folder, from the description in the file of ``policy.model_factory``, or from the hub
-    cache. Raises ConfigError.
+    The facts are read from the model's folder, from the description in the file of ``policy.model_factory``, or from
+    the hub cache. Raises ConfigError.
     """
     source = model_source(policy)
     if source is not None:
@@ -157,13 +158,14 @@ def _factory_config(reference: str) -> dict[str, Any] | None:
 
 def _cached_configs(name: str) -> list[Path]:
     """Return the paths of config.json in all cached snapshots of a model from the hub."""
-    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))  # a user may have no home
+    # Path.expanduser would raise if the user has no home folder.
+    home = Path(os.environ.get("HF_HOME") or os.path.expanduser("~/.cache/huggingface"))
     hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
     return sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
 
 
 def check_model(policy: PolicyConfig, layout: Layout) -> ModelFacts:
-    """Check that the model exists, has a supported architecture, and can be divided by the layout.
+    """Check that the model exists, has a supported architecture, and can be sharded in the configured layout.
 
     Returns:
         The facts about the model that are available on this machine.
@@ -236,7 +238,7 @@ def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, k
     if names != set(lora.target_modules):
         raise _unequal("target_modules", ", ".join(sorted(lora.target_modules)), ", ".join(sorted(names)), folder)
     if lora.share_a:
-        raise _unequal("share_a", "true", "a separate A for each module", folder)
+        raise _unequal("share_a", "true", "a separate matrix A for each module", folder)
     if base is None:
         return
     check_fit(shapes, base, key)
@@ -327,7 +329,7 @@ def check_tokenizer(policy: PolicyConfig, model: ModelFacts) -> None:
     name = policy.tokenizer_name
     folder = Path(name or policy.model_name)
     if name is None and model.source is not None:
-        return  # created by the conversion
+        return  # The conversion of the model creates the tokenizer.
     if folder.is_dir():
         if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
             raise ConfigError(
@@ -370,7 +372,7 @@ def data_paths(key: str, data: DatasetConfig) -> list[str]:
 
 
 def _matches(key: str, path: str) -> list[str]:
-    # An existing name is not a pattern, whatever characters it contains.
+    # A path that exists is not a pattern, even if it contains wildcard characters.
     if not glob.has_magic(path) or is_local(path):
         return [path]
     files = sorted(name for name in glob.glob(os.path.expanduser(path), recursive=True) if os.path.isfile(name))
@@ -410,7 +412,7 @@ def is_local(path: str) -> bool:
 
 
 def is_broken_link(path: Path) -> bool:
-    """Return whether ``path`` is a broken symbolic link. Such a path must not be looked up on the hub."""
+    """Return whether ``path`` is a broken symbolic link. A broken link must not be looked up on the hub."""
     return os.path.lexists(path) and not os.path.exists(path)
 
 
@@ -423,4 +425,4 @@ def may_be_on_the_hub(name: str) -> bool:
 
 
 def _remake(policy: PolicyConfig) -> str:
-    return "; remove the folder to have it created again" if policy.model_factory else ""
+    return "; delete the folder so that it is created again" if policy.model_factory else ""

@@ -77,7 +77,7 @@ def kl_in_reward(gdpo: GdpoConfig) -> bool:
 
 
 def objective_notes(config: Config, algorithm: AlgorithmSpec) -> list[str]:
-    """Return notes on valid settings that differ from the loss's paper, or that train stale samples uncorrected."""
+    """Return notes on valid settings that differ from the loss's paper or train stale samples without a correction."""
     return [*_loss_notes(config.loss_fn), *_stale_notes(config, algorithm)] if algorithm.samples else []
 
 
@@ -87,7 +87,7 @@ _PUBLISHED_CLIPS = {
     "cispo": "cispo's paper (2506.13585) has no lower bound, and ScaleRL (2510.13786) has an upper bound of 5; use "
     "ratio_clip_min: 1.0, ratio_clip_max: 4.0",
 }
-"""Losses whose papers use other clip ranges than PPO, with the keys that set these ranges."""
+"""Losses whose papers use different clip ranges than PPO, with the keys that set these ranges."""
 
 
 def _loss_notes(loss: LossSettings) -> list[str]:
@@ -119,7 +119,7 @@ def _stale_notes(config: Config, algorithm: AlgorithmSpec) -> list[str]:
 
 
 def _check_shaping_rules(gdpo: GdpoConfig) -> None:
-    """Check the shaping rules. The components that they name are assumed to exist. Raises ConfigError."""
+    """Check the shaping rules. The components that the rules name are assumed to exist. Raises ConfigError."""
     rules = gdpo.shaping
     try:
         named = {str(rule["component"]) for rule in rules if not creates(rule)}
@@ -224,7 +224,7 @@ def _check_dynamic_sampling(config: Config) -> None:
 def _check_replacement(config: Config) -> None:
     """Check dynamic sampling with ``rollout.max_staleness`` above 0. Raises ConfigError.
 
-    Groups are then replaced one at a time, so surplus rounds and partial groups are not supported.
+    With staleness, groups are replaced one at a time, so surplus rounds and partial groups are not supported.
     """
     dynamic = config.gdpo.dynamic_sampling
     if not dynamic.enabled or not config.rollout.max_staleness:
@@ -348,7 +348,8 @@ def check_teacher(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> N
     except ConfigError as error:
         raise ConfigError(f"{_KEY}: {str(error).removeprefix('policy.model_name: ')}") from None
     vocabulary = (read_model(config.policy).fields or {}).get("vocab_size", 0)
-    if fields and fields.get("vocab_size", 0) < vocabulary:  # the hub's model may not be known yet
+    # ``fields`` is empty if the config of a hub model is not available on this machine.
+    if fields and fields.get("vocab_size", 0) < vocabulary:
         raise ConfigError(
             f"{_KEY}: {name} has {fields.get('vocab_size')} tokens, fewer than the policy's {vocabulary}; use a "
             "teacher with the same vocabulary"
@@ -410,7 +411,7 @@ _PLUGINS = ("nemo_gym", "nemo_gym_agent")
 
 def environment_weights(env: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weight of each reward component that environments list. The default is 1. Raises ConfigError if two
-    environments differ."""
+    environments list different weights."""
     weights: dict[str, Any] = {}
     for key, entry in _entries(env):
         name = entry["name"]
@@ -434,8 +435,8 @@ def check_reward_weights(config: Config) -> None:
 
 
 def _entries(env: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (key, entry) for each listed reward with a name. Malformed entries are left for the environment to
-    report."""
+    """Yield (key, entry) for each listed reward with a name. Malformed entries are skipped, because the environment
+    reports them."""
     for name, options in env.items():
         if not isinstance(options, Mapping) or options.get("plugin", name) not in _PLUGINS:
             continue

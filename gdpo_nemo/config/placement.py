@@ -1,5 +1,5 @@
-"""Placement of policy ranks, engines and environment workers on nodes. It is computed without Ray, for the plan and the
-run."""
+"""Placement of policy ranks, engines and environment workers on nodes. The placement is computed without Ray, for both
+the plan and the run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def place(cluster: ClusterConfig, layout: Layout) -> Places:
     Consecutive ranks share a node if possible, so that the most frequent communication stays within a node. In
     Megatron's rank order, the tensor-parallel rank varies fastest, then context and data, and the pipeline rank
     slowest. The ranks of a tensor-parallel group or of an engine are never split across nodes. On CPU, processes are
-    spread evenly: the limit per node is the smallest with which all fit.
+    spread evenly: each node gets at most the smallest number with which all processes fit.
 
     Raises:
         ConfigError: if the processes do not fit. The message shows the arithmetic.
@@ -115,7 +115,7 @@ def _colocated(layout: Layout, policy: tuple[int, ...]) -> Places:
 
 def _on_cpus(layout: Layout, nodes: int) -> Places:
     processes = layout.policy_ranks + layout.engine_ranks
-    # The search ends, because one node with room for all processes is enough.
+    # The search always succeeds, because the largest limit allows one node to hold all processes.
     return next(places for room in range(1, processes + 1) if (places := _fill(layout, nodes, room)))
 
 
@@ -174,8 +174,8 @@ SHARED = None
 
 
 def worker_pools(config: Config) -> dict[str | None, int]:
-    """Return the number of worker processes per pool. An environment with ``num_workers`` has a separate pool. The
-    others share ``rollout.env_workers`` workers."""
+    """Return the number of worker processes per pool. An environment with ``num_workers`` has a separate pool. All
+    other environments share ``rollout.env_workers`` workers."""
     separate = {name: (options or {}).get("num_workers") for name, options in config.env.items()}
     pools: dict[str | None, int] = {SHARED: config.rollout.env_workers} if None in separate.values() else {}
     return pools | {name: number for name, number in separate.items() if isinstance(number, int)}

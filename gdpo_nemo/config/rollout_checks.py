@@ -21,8 +21,8 @@ def admission_bound(groups: int, steps_ahead: int, window: int) -> int:
 
 
 def steps_ahead(config: Config) -> int:
-    """Return S', the number of steps by which sampling may be ahead of training. With 0, a step is sampled only after
-    the previous step is trained."""
+    """Return S', the number of steps by which sampling may be ahead of training. If it is 0, a step is sampled only
+    after the previous step is trained."""
     return config.rollout.max_staleness - (config.rollout.sync_every - 1)
 
 
@@ -32,11 +32,11 @@ def new_groups(config: Config) -> int:
 
 
 def resolved_window(rollout: RolloutConfig) -> int:
-    """Return the reorder window W in groups; 1 if it is null.
+    """Return the reorder window W in groups. The window is 1 if ``rollout.window`` is null.
 
-    A larger window reduces the bound, which costs more than reordering gains. For example, with max_staleness 1 and a
-    window of 0.3 steps, the groups of the next step do not fit next to the groups in training. The simulated time is
-    then the same as with max_staleness 0.
+    A larger window reduces the bound on groups in flight, which costs more time than reordering saves. For example,
+    with max_staleness 1 and a window of 0.3 steps, the groups of the next step do not fit next to the groups in
+    training. The simulated time is then the same as with max_staleness 0.
     """
     return 1 if rollout.window is None else rollout.window
 
@@ -61,8 +61,9 @@ def resolved_depth(config: Config) -> int | None:
 
 
 def valid_needed(config: Config) -> int:
-    """Return how many samples of a group need a reward so that it is trained after ``rollout.group_timeout_s``."""
-    # Rounded first, because 0.28 * 25 is above 7 in floating point, and 7 samples are enough.
+    """Return the number of a group's samples that must have a reward for the group to be trained after
+    ``rollout.group_timeout_s``."""
+    # The product is rounded first, because 0.28 * 25 is above 7 in floating point although 7 samples are enough.
     return math.ceil(round(config.rollout.min_valid * config.gdpo.num_generations_per_prompt, 8))
 
 
@@ -187,7 +188,7 @@ def check_reuse(config: Config) -> None:
     dynamic = config.gdpo.dynamic_sampling
     if dynamic.enabled and dynamic.reroll_after and dynamic.leave_one_out:
         raise ConfigError(
-            "gdpo.dynamic_sampling.reroll_after: conflicts with leave_one_out, which drops samples and not groups"
+            "gdpo.dynamic_sampling.reroll_after: conflicts with leave_one_out, which drops samples instead of groups"
         )
 
 
@@ -231,13 +232,14 @@ def _check_surroundings(config: Config) -> None:
         )
     if config.gdpo.group_by == "prompt":
         raise ConfigError(
-            f"{_KEY}.groups: requires gdpo.group_by row; by prompt, old samples would be compared with new ones"
+            f"{_KEY}.groups: requires gdpo.group_by row; with group_by prompt, old samples would be compared "
+            "with new samples"
         )
 
 
 TURNS_KEPT = 65_536
-"""Maximum number of turns of unfinished episodes that the endpoint stores. If there are more, the oldest are
-removed."""
+"""Maximum number of turns of unfinished episodes that the endpoint stores. If there are more turns, the oldest turns
+are removed."""
 
 
 def check_turns_kept(config: Config, held_out: int | None = None) -> None:

@@ -40,7 +40,7 @@ class RunConfig:
     """Name, folder, seed and restarts of the run."""
 
     name: str = "gdpo"
-    """Name of the run. By default it is also the last part of the run folder's path."""
+    """Name of the run. By default, the name is also the last part of the run folder's path."""
     dir: str = "results/${run.name}"
     """Run folder, which holds all output of the run. If the folder already contains a run, that run is resumed."""
     seed: Annotated[int, Range(0, 2**62)] = 42
@@ -60,7 +60,7 @@ class AlgorithmConfig:
     """For a user-defined class, use its import path, `file.py:Name` (see `examples/custom_sft.py`). An algorithm that
     does not sample (`samples = False` in its class) needs no engines, no environments and no gdpo.rewards."""
     options: Dict[str, Any] = field(default_factory=dict)
-    """Options of a user-defined algorithm class, by name. The class reads them from the config."""
+    """Options of a user-defined algorithm class, by name. The class reads these options from the config."""
 
 
 @dataclass
@@ -68,8 +68,9 @@ class TeacherConfig:
     """Teacher model for distillation."""
 
     model_name: Optional[str] = None
-    """Hugging Face folder, or name on the hub. The teacher may have any size but must use the policy's tokenizer. It is
-    frozen and runs on the policy's ranks in the same parallel layout, which must also fit the teacher's dimensions."""
+    """Hugging Face folder, or name on the hub. The teacher may have any size but must use the policy's tokenizer. The
+    teacher is frozen and runs on the policy's ranks in the same parallel layout, which must also fit the teacher's
+    dimensions."""
 
 
 @dataclass
@@ -78,17 +79,17 @@ class DynamicSamplingConfig:
     least one of its reward components varies."""
 
     enabled: bool = False
-    """Drop each group in which no weighted reward component varies, after shaping, among the samples that are compared
-    (see group_by). Other prompts are sampled in its place. With rollout.max_staleness above 0, groups are replaced one
-    at a time."""
+    """Drop each group whose weighted reward components, after shaping, are all constant among the samples that are
+    compared (see group_by). Other prompts are sampled in place of a dropped group. With rollout.max_staleness above 0,
+    groups are replaced one at a time."""
     batch_multiplier: Annotated[Optional[float], Range(1)] = None
     """Number of prompts in every generation round, as a multiple of num_prompts_per_step. Surplus groups are discarded
     (DAPO, NeMo-RL). Requires rollout.max_staleness 0. Null: the first round has num_prompts_per_step prompts, and later
     rounds have as many as are still missing."""
     max_rounds: Annotated[int, Range(1)] = 4
-    """Maximum number of generation rounds per step. After the last one, the step trains the groups that it has. With
-    rollout.max_staleness above 0, at most (max_rounds - 1) * num_prompts_per_step groups per step are replaced. Further
-    groups are trained even without a signal."""
+    """Maximum number of generation rounds per step. After the last round, the step trains the groups that are
+    available. With rollout.max_staleness above 0, at most (max_rounds - 1) * num_prompts_per_step groups per step are
+    replaced. Further groups are trained even without a signal."""
     before_shaping: bool = False
     """Look for a signal in the rewards before shaping. A group that varies only because of shaping, for example in its
     lengths, is then replaced."""
@@ -99,8 +100,8 @@ class DynamicSamplingConfig:
     """Maximum number of times per epoch that the same prompt is sampled again."""
     leave_one_out: bool = False
     """Drop single samples instead of whole groups. A sample is dropped if the other samples of its group all have equal
-    rewards, even if its own reward differs. The step is filled up to its number of samples, if necessary with a part of
-    a group. This matches NeMo-RL with its leave-one-out baseline. Requires rollout.max_staleness 0."""
+    rewards, even if its own reward differs. The step is then filled up to its number of samples, if necessary with part
+    of a group. This setting matches NeMo-RL with its leave-one-out baseline. Requires rollout.max_staleness 0."""
 
 
 @dataclass
@@ -127,9 +128,9 @@ class GdpoConfig:
     use all sequences. Null: as published, which is on for gdpo, gd2po, sa_mrpo and dara, and off for the other
     estimators."""
     credit: str = "sequence"
-    """Unit that gets its own advantage: sequence or turn. With turn, an advantage is computed from the rewards of the
-    turn and of later turns (MT-GRPO). With algorithm ppo, this is the position at which a reward counts: the last token
-    of the sequence, or of the turn that earned it."""
+    """Unit that gets its own advantage: sequence or turn. With turn, the advantage of a turn is computed from the
+    rewards of this turn and of later turns (MT-GRPO). With algorithm ppo, this selects the token that receives a
+    reward: the last token of the sequence, or of the turn that earned the reward."""
     discount: Annotated[float, Range(0, 1)] = 1.0
     """Discount factor for the return of the next turn, with credit: turn. 0 uses only the rewards of the turn itself; 1
     does not discount."""
@@ -143,19 +144,19 @@ class GdpoConfig:
     Algorithm ppo subtracts beta times the log-ratio of each token from the reward of that token. Null: off. For a KL
     penalty in the loss see loss_fn.reference_policy_kl_penalty."""
     epsilon: Annotated[float, Range(above=0)] = 1.0e-6
-    """Constant added to every standard deviation. With a preset, the default 1e-6 keeps the preset's value; any other
-    value replaces it."""
+    """Constant added to every standard deviation. With a preset, the default 1e-6 keeps the preset's value, and any
+    other value replaces the preset's value."""
     num_prompts_per_step: Annotated[int, Range(1, 10**8)] = 16
     """Number of prompts per step."""
     num_generations_per_prompt: Annotated[int, Range(1, 10**6)] = 8
-    """Number of samples per prompt (group size G). It is at least 2, or at least 1 with algorithm ppo. If the algorithm
-    does not sample, this is the number of sequences that it creates from each row."""
+    """Number of samples per prompt (group size G). The minimum is 2, or 1 with algorithm ppo. If the algorithm does not
+    sample, this is the number of sequences that it creates from each row."""
     num_iterations: Annotated[int, Range(1)] = 1
     """Number of times that a step trains each sample, in consecutive optimizer updates (mu in GRPO). All importance
     ratios are relative to the weights that generated the samples."""
     group_by: str = "row"
-    """Samples that are compared with each other. row: the samples of one row. prompt: the samples of all rows in the
-    step whose prompts have the same tokens."""
+    """Samples that are compared with each other. row: the samples of the same row. prompt: the samples of all rows in
+    the step whose prompts have the same tokens."""
     max_num_steps: Annotated[int, Range(1)] = 100
     """Number of steps after which training ends."""
     max_num_epochs: Annotated[Optional[int], Range(1)] = None
@@ -167,7 +168,7 @@ class GdpoConfig:
     val_at_start: bool = False
     """Also validate the untrained model before the first step."""
     val_prompts: Annotated[Optional[int], Range(1)] = None
-    """Number of held-out prompts per validation; null uses all of them."""
+    """Number of held-out prompts per validation; null uses all held-out prompts."""
     val_generations_per_prompt: Annotated[int, Range(1, 10**6)] = 1
     """Number of samples per held-out prompt. Validation metrics are means over these samples."""
     val_pass_at_k: Annotated[List[int], Range(1, 10**6)] = field(default_factory=list)
@@ -176,8 +177,8 @@ class GdpoConfig:
     val_temperature: Annotated[float, Range(0)] = 1.0
     """Sampling temperature for validation; 0 is greedy."""
     max_skipped_steps: Annotated[int, Range(1)] = 3
-    """Maximum number of consecutive steps with a non-finite loss or gradient. The run stops with an error at the next
-    such step."""
+    """Maximum number of consecutive steps with a non-finite loss or gradient. The run stops with an error if this
+    number is exceeded."""
 
 
 @dataclass
@@ -198,7 +199,8 @@ class EndpointConfig:
     enabled: bool = False
     """Serve /v1/chat/completions, /tokenize and /v1/models during the run."""
     host: str = "127.0.0.1"
-    """Address to listen on. The server has no authentication, so every client that can reach the address can sample."""
+    """Address to listen on. The server has no authentication, so every client that can reach the address can request
+    completions."""
     port: Annotated[int, Range(0, 65_535)] = 8000
     """Port to listen on. Agents must be configured with the same port. 0 selects any free port."""
 
@@ -223,7 +225,7 @@ class RolloutConfig:
 
     max_staleness: Annotated[int, Range(0, 10**6)] = 0
     """Maximum staleness S in steps: the trained version of the weights minus the version that sampled a token. No
-    trained token exceeds it. 0: exactly on-policy."""
+    trained token exceeds this limit. 0: exactly on-policy."""
     kv: str = "recompute"
     """Treatment of samples in flight at a weight update, with max_staleness above 0. recompute: recompute the cached
     keys and values, and sample the remaining tokens with the new weights. keep: reuse the cached keys and values, which
@@ -232,8 +234,8 @@ class RolloutConfig:
     """Reorder window W, in groups: at most W - 1 later groups may be trained before an earlier group. Null: 1, so that
     groups are trained in the order of the prompts. A larger window allows fewer groups in flight (see depth)."""
     depth: Any = "auto"
-    """Maximum number of groups in flight. It is between P = gdpo.num_prompts_per_step and the bound B = (S + 1) * P -
-    (W - 1). auto: adapted during the run, so that the trainer does not wait for samples."""
+    """Maximum number of groups in flight. The number is between P = gdpo.num_prompts_per_step and the bound B = (S + 1)
+    * P - (W - 1). auto: the number is adapted during the run so that the trainer does not wait for samples."""
     sync_every: Annotated[int, Range(1)] = 1
     """Number of steps between weight updates of the engines. Values above 1 require max_staleness of at least
     sync_every - 1."""
@@ -241,18 +243,20 @@ class RolloutConfig:
     """Seconds after which the unfinished samples of a group are stopped. Stopped samples have the outcome `aborted` and
     are not trained. Null: no limit."""
     min_valid: Annotated[float, Range(above=0, most=1)] = 0.5
-    """Fraction of a group's samples that must have a reward when group_timeout_s expires. A group with fewer rewards is
-    dropped."""
+    """Fraction of a group's samples that must have a reward when group_timeout_s expires. A group in which fewer
+    samples have a reward is dropped."""
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     max_env_failure_share: Annotated[float, Range(0, 1)] = 0.2
-    """Maximum fraction of a step's samples that may fail in the environment. The run stops if more of them fail."""
+    """Maximum fraction of a step's samples that may fail in the environment. The run stops if a larger fraction fails.
+    """
     env_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 30.0
     """Time limit of one verification task, in seconds."""
     env_workers: Annotated[int, Range(1, 4096)] = 1
     """Number of worker processes for verification."""
     generation_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 3600.0
-    """Maximum time, in seconds, in which an engine with pending requests may finish no sample. An engine that does not
-    respond at all is replaced sooner: after ten times its longest response time so far, plus two minutes."""
+    """Maximum time, in seconds, that an engine with pending requests may take without finishing a sample. An engine
+    that does not respond at all is replaced sooner: after ten times its longest response time so far, plus two minutes.
+    """
     train_timeout_s: Annotated[float, Range(above=0, most=_TEN_YEARS_S)] = 3600.0
     """Time limit for the training of one step, in seconds. After three steps, the limit is lowered to ten times the
     longest step so far plus five minutes, if that is less."""
@@ -261,8 +265,8 @@ class RolloutConfig:
     samples are written to validation/. For the size of these files see docs/inspector.md."""
     save_trainer_logprobs: bool = False
     """Compute the trainer's log-probs of every sample before it is trained, and save them next to the sampler's
-    log-probs. This costs one additional forward pass. If false, they are saved only if the step computes them anyway,
-    as it does with several updates per step."""
+    log-probs. Computing these log-probs costs one additional forward pass. If false, these log-probs are saved only if
+    the step computes them anyway, as it does with several updates per step."""
     save_entropies: bool = False
     """Save the policy's entropy at every token. The trainer's log-probs are computed in the same forward pass and are
     also saved."""
@@ -271,7 +275,7 @@ class RolloutConfig:
     is required for replaying the run. `gdpo-nemo plan` shows the size in bytes."""
     function: Optional[str] = None
     """Custom rollout function, `file.py:function` or `package.module.function`, that creates trajectories from prompts.
-    It replaces the built-in generation loop."""
+    The function replaces the built-in generation loop."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     endpoint: EndpointConfig = field(default_factory=EndpointConfig)
 
@@ -283,11 +287,11 @@ class WeightsConfig:
     transport: str = "auto"
     """memory: Ray's object store. gloo: broadcast between hosts. nccl: broadcast between GPUs. ipc: handles of memory
     that colocated processes share. folder: safetensors files on a shared disk. A user-defined class is named by its
-    import path (file.py:Class). auto: ipc if colocated, otherwise nccl on GPUs. On CPU, auto is memory on one node and
-    gloo on several."""
+    import path (file.py:Class). auto: ipc if colocated, otherwise nccl on GPUs. On CPU, auto selects memory on one node
+    and gloo on several nodes."""
     bucket_mib: Annotated[int, Range(1, 2**20)] = 256
-    """Bucket size in MiB: the size of one broadcast, memory handle or file. A larger tensor gets a bucket of its size.
-    Sender and receiver each hold two buffers of this size."""
+    """Bucket size in MiB: the size of one broadcast, memory handle or file. A tensor that is larger gets a separate
+    bucket of the tensor's size. Sender and receiver each hold two buffers of this size."""
 
 
 @dataclass
@@ -295,13 +299,13 @@ class ClusterConfig:
     """Nodes, GPUs and CPUs that the run uses."""
 
     num_nodes: Annotated[int, Range(1, 100_000)] = 1
-    """Number of nodes. With several nodes, a Ray cluster that contains them must be started first; the run then joins
-    it."""
+    """Number of nodes. With several nodes, a Ray cluster that contains the nodes must be started first. The run then
+    joins this cluster."""
     env_nodes: Annotated[int, Range(0, 100_000)] = 0
     """Number of additional nodes without GPUs for the environment workers. 0: the workers run on the driver's host."""
     address: Optional[str] = None
-    """Address of the Ray cluster to join, `host:port` or `auto`. Null: the cluster in RAY_ADDRESS. If that is not set,
-    a new cluster is started on this node."""
+    """Address of the Ray cluster to join, `host:port` or `auto`. Null: the cluster in RAY_ADDRESS. If RAY_ADDRESS is
+    not set, a new cluster is started on this node."""
     gpus_per_node: Annotated[int, Range(0, 1024)] = 0
     """GPUs per node. 0: run on CPU."""
     placement: str = "separate"
@@ -322,7 +326,7 @@ class CheckpointingConfig:
     keep_last: Annotated[int, Range(1)] = 2
     """Number of most recent checkpoints to keep."""
     keep_best: Annotated[int, Range(0)] = 1
-    """Number of best checkpoints by metric_name to keep in addition to the most recent ones."""
+    """Number of best checkpoints by metric_name to keep in addition to the most recent checkpoints."""
     metric_name: Optional[str] = None
     """Metric that ranks the checkpoints, for example validation/correctness. Larger is better."""
     async_save: bool = False
@@ -399,19 +403,20 @@ class LoggerConfig:
     plot: bool = True
     """Draw rewards.png, a plot of the rewards."""
     report_period: Annotated[int, Range(0)] = 50
-    """Number of steps between updates of rewards.png and report.html during the run. A separate process draws them. 0:
-    draw them only at the end."""
+    """Number of steps between updates of rewards.png and report.html during the run. A separate process draws both
+    files. 0: draw both files only at the end."""
     num_completions: Annotated[int, Range(0)] = 0
     """Number of completions per table that is sent to TensorBoard, Weights & Biases and MLflow, with prompts, rewards
-    and advantages. 0: send no completions; texts stay in the run folder."""
+    and advantages. 0: send no completions, so that texts stay in the run folder."""
     completions_period: Annotated[int, Range(1)] = 10
-    """Number of steps between these tables. A table is also sent after the first step."""
+    """Number of steps between tables of completions. A table is also sent after the first step."""
     system_metrics: bool = False
     """Send system metrics of the driver's host to Weights & Biases and MLflow: CPU, memory, disk, network and GPU load.
     """
     aliases: List[str] = field(default_factory=list)
-    """Programs under whose metric names the metrics are also sent to trackers, so that their runs can share a chart.
-    nemo_rl: `train/reward`, `train/probs_ratio` and others. trl: `train/rewards/NAME/mean` and others."""
+    """Programs whose metric names are also used when metrics are sent to trackers, so that runs of several programs can
+    share a chart. nemo_rl: `train/reward`, `train/probs_ratio` and others. trl: `train/rewards/NAME/mean` and others.
+    """
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
     mlflow: MlflowConfig = field(default_factory=MlflowConfig)
@@ -427,16 +432,17 @@ class HealthConfig:
     checks: List[Dict[str, Any]] = field(default_factory=list)
     """Checks of a metric against thresholds. Required keys: `metric`, `at` (a step, start, end or every), and `min` or
     `max` or both. Optional keys: `window`, `optional` (the metric may be absent), `advisory` (a violation is only a
-    warning) and `of`. `of` selects the quantity to check: value (the metric itself); start (its ratio to the start);
-    before (its ratio to the 20 steps before); rise (its increase since the start, in standard errors). If no checks are
-    configured, the default checks for every run apply."""
+    warning) and `of`. `of` selects the quantity to check: value (the metric itself); start (ratio of the metric to its
+    value at the start); before (ratio of the metric to the 20 steps before); rise (increase of the metric since the
+    start, in standard errors). If no checks are configured, the default checks for every run apply."""
     preset: Optional[str] = None
     """Published set of additional thresholds: axolotl (from axolotl's GRPO documentation)."""
     alerts: bool = True
     """Show an alert when a metric that is checked at every step leaves its range. The alert explains the metric and
     suggests a remedy."""
     stop_on: List[str] = field(default_factory=list)
-    """Metrics that stop the run with exit status 1 when they leave their range. They must be checked at every step."""
+    """Metrics that stop the run with exit status 1 when they leave their range. These metrics must be checked at every
+    step."""
 
 
 @dataclass
@@ -454,8 +460,8 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     data: DataConfig = field(default_factory=DataConfig)
     env: Dict[str, Any] = field(default_factory=dict)
-    """Environments by name. The value of each holds the options of its plugin. An environment that a config inherits
-    through `defaults:` and names again keeps its inherited options."""
+    """Environments by name. Each value contains the options of the environment's plugin. An environment that a config
+    inherits through `defaults:` and names again keeps its inherited options."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

@@ -35,7 +35,7 @@ class OptimizerConfig:
 
 @dataclass
 class SchedulerConfig:
-    """Learning-rate schedule. Its unit is the optimizer update, of which a step may have several."""
+    """Learning-rate schedule, which counts optimizer updates. A step may contain several updates."""
 
     lr_decay_style: str = "constant"
     """Shape of the decay: constant, linear or cosine."""
@@ -47,8 +47,8 @@ class SchedulerConfig:
     lr_decay_steps: Annotated[Optional[int], Range(1)] = None
     """Number of the update at which the decay ends. Null: the last update of the run."""
     lr_hold_updates: Annotated[int, Range(1)] = 1
-    """Number of consecutive updates that share one learning rate, which is the rate of the first of them. With the
-    number of updates per step, the rate changes once per step, as in NeMo-RL."""
+    """Number of consecutive updates that use the same learning rate, which is the rate of the first update. If this
+    equals the number of updates per step, the rate changes once per step, as in NeMo-RL."""
 
 
 @dataclass
@@ -90,10 +90,11 @@ class MegatronConfig:
     """Number of layers to recompute in each pipeline stage (or virtual stage), counted from its first layer, with
     `recompute: full`. Null: all layers."""
     attention_backend: str = "auto"
-    """Attention implementation: auto; sdpa (PyTorch, only in layers without TransformerEngine); or flash, fused or
-    unfused (TransformerEngine)."""
+    """Attention implementation: auto, sdpa (PyTorch, only in layers without TransformerEngine), or one of flash, fused
+    and unfused (TransformerEngine)."""
     transformer_engine: Optional[bool] = None
-    """Use TransformerEngine layers. Null: use them if the package can be imported and CUDA is available."""
+    """Use TransformerEngine layers. Null: use these layers if TransformerEngine can be imported and CUDA is available.
+    """
     fused_logprobs: Optional[bool] = None
     """Compute log-probs and entropy with Triton kernels that do not store the logits in memory. Null: use the kernels
     on GPUs with Triton, unless policy.lora adapts lm_head."""
@@ -126,8 +127,9 @@ class VllmConfig:
     enforce_eager: bool = False
     """Disable CUDA graphs. On CPU, execution is always eager."""
     head_dtype: str = "float32"
-    """Precision of the logits of a bfloat16 engine (GPU only). The matrix product is bfloat16 in either case. float32:
-    keep its result in float32 for the softmax. model: round its result to bfloat16 before the softmax."""
+    """Precision of the logits of a bfloat16 engine (GPU only). The matrix product uses bfloat16 with both settings.
+    float32: keep the result of the matrix product in float32 for the softmax. model: round the result of the matrix
+    product to bfloat16 before the softmax."""
 
 
 @dataclass
@@ -139,12 +141,12 @@ class GenerationConfig:
     engines: Annotated[int, Range(1, 100_000)] = 1
     """Number of vLLM engines (data-parallel replicas)."""
     max_new_tokens: Annotated[int, Range(1)] = 64
-    """Maximum number of tokens per completion. The limit is lower if the context length is reached first."""
+    """Maximum number of tokens per completion. A completion also ends when it reaches the context length."""
     temperature: Annotated[float, Range(above=0)] = 1.0
-    """Sampling temperature. The trainer divides its logits by the same value."""
+    """Sampling temperature. The trainer divides its logits by the same temperature."""
     top_p: Annotated[float, Range(above=0, most=1)] = 1.0
-    """Nucleus sampling threshold. Below 1, the sampler's log-probs belong to a truncated distribution, which the
-    trainer does not reproduce."""
+    """Nucleus sampling threshold. With a value below 1, the sampler's log-probs belong to a truncated distribution,
+    which the trainer does not reproduce."""
     top_k: Annotated[int, Range(1, also=(-1,))] = -1
     """Number of most likely tokens to sample from; -1: all tokens."""
     stop_strings: List[str] = field(default_factory=list)
@@ -152,9 +154,9 @@ class GenerationConfig:
     verify_weights: bool = True
     """Check every weight update by comparing the log-probs of a few sequences between trainer and engines."""
     parity_limit: Annotated[Optional[float], Range(above=0)] = None
-    """Maximum mean log-prob difference in the verify_weights check, in nats per token. The run stops if it is exceeded.
-    Null: four times the difference measured at the start, when trainer and engines have the same initial weights. This
-    automatic limit is at least 1e-4 in float32 and 0.01 in bfloat16."""
+    """Maximum mean log-prob difference in the verify_weights check, in nats per token. The run stops if this difference
+    is exceeded. Null: four times the difference measured at the start, when trainer and engines have the same initial
+    weights. This automatic limit is at least 1e-4 in float32 and 0.01 in bfloat16."""
     vllm_cfg: VllmConfig = field(default_factory=VllmConfig)
 
 
@@ -174,11 +176,11 @@ class LoraConfig:
     target_modules: List[str] = field(
         default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     )
-    """Hugging Face names of the linear layers that get an adapter. Supported are the default names (some model families
-    use other names, see docs/models.md), and lm_head if it is not tied to the embedding."""
+    """Hugging Face names of the linear layers that get an adapter. The default names are supported (some model families
+    use other names, see docs/models.md), and so is lm_head if it is not tied to the embedding."""
     share_a: bool = False
-    """Use one shared matrix A for the layers that Megatron fuses (q, k, v; gate, up), as in NeMo's adapters. False: a
-    separate matrix A for each layer, as in PEFT."""
+    """Use one shared matrix A for the layers that Megatron fuses (q, k and v, or gate and up), as in NeMo's adapters.
+    False: a separate matrix A for each layer, as in PEFT."""
 
 
 @dataclass
@@ -186,8 +188,8 @@ class PolicyConfig:
     """The trained model: source, precision, batching, training and sampling."""
 
     model_name: str = MISSING
-    """Folder with a Hugging Face checkpoint, or a name on the hub. Other formats are converted to such a folder first:
-    a GGUF file, a PEFT adapter, or a Megatron-core or NeMo 2 checkpoint (docs/models.md)."""
+    """Folder with a Hugging Face checkpoint, or a name on the hub. Other formats are first converted to a Hugging Face
+    folder: a GGUF file, a PEFT adapter, or a Megatron-core or NeMo 2 checkpoint (docs/models.md)."""
     model_factory: Optional[str] = None
     """`file.py:function` that creates the model, called as function(folder, seed) if the folder model_name does not
     exist. A dictionary MODEL_CONFIGS in the file, {function: fields of config.json}, describes the model for --dry-run
@@ -201,20 +203,20 @@ class PolicyConfig:
     train_global_batch_size: Annotated[Optional[int], Range(1)] = None
     """Number of sequences per optimizer update. Null: all sequences of a step in one update."""
     micro_batch_tokens: Annotated[int, Range(1)] = 8192
-    """Maximum number of tokens in a packed micro-batch of one data-parallel rank. It must be at least
+    """Maximum number of tokens in a packed micro-batch of one data-parallel rank. The value must be at least
     max_total_sequence_length."""
     skip_zero_advantage: bool = False
     """Skip the forward and backward pass of sequences whose advantage or weight is 0, because they have no gradient.
     The token weights of the other sequences do not change. Metrics that are means over trained tokens (entropy, ratio,
-    clip, parity) then cover only the other sequences. Not supported if the loss also depends on these sequences: with a
-    KL penalty, an entropy bonus, or a user-defined function that does not declare support."""
+    clip, parity) then cover only the other sequences. Not supported if the loss also depends on the skipped sequences:
+    with a KL penalty, an entropy bonus, or a user-defined function that does not declare support."""
     share_prompts: Any = "auto"
-    """Compute the common prefix of the samples of a prompt only once per micro-batch. The gradient is the same. true,
-    false, or auto. auto shares prompts only on CPU, if that saves at least a tenth of an update. With shared prefixes,
-    micro_batch_tokens counts only the computed tokens."""
+    """Compute the common prefix of the samples of a prompt only once per micro-batch. The gradient does not change.
+    Accepted values: true, false, or auto. auto shares prompts only on CPU, and only if this saves at least a tenth of
+    an update. With shared prefixes, micro_batch_tokens counts only the computed tokens."""
     offload_reference: bool = True
     """Keep the weights of the KL penalty's reference model in host memory and copy them to the GPU for each forward
-    pass. False: keep them on the GPU next to the policy."""
+    pass. False: keep these weights on the GPU next to the policy."""
     sync_ref_model: bool = False
     """Update the reference model with the policy's weights during training (TR-DPO, arXiv 2404.09656). The reference
     model is used by KL penalties and by the scores of dpo and kto."""
@@ -232,8 +234,8 @@ class PolicyConfig:
 
 @dataclass
 class StridedConfig:
-    """Strided prompts for EBFT: cut prompts out of raw text at regular distances, each followed by its answer from the
-    text."""
+    """Strided prompts for EBFT: prompts are cut out of raw text at regular distances, and the text after a prompt is
+    its answer."""
 
     stride: Annotated[int, Range(1)] = MISSING
     """Distance in tokens between two anchors in a text. The first anchor is at token context_length. The last anchor
@@ -241,8 +243,8 @@ class StridedConfig:
     context_length: Annotated[int, Range(1)] = MISSING
     """Number of tokens before an anchor that form its prompt."""
     generate_max_len: Annotated[int, Range(1)] = MISSING
-    """Number of tokens after an anchor that form the answer in the data. The policy generates the same number, so
-    policy.generation.max_new_tokens must have the same value."""
+    """Number of tokens after an anchor that form the answer in the data. The policy generates the same number of
+    tokens, so policy.generation.max_new_tokens must have the same value."""
 
 
 @dataclass
@@ -252,8 +254,8 @@ class DatasetConfig:
     path: Any = None
     """Source of the rows. A JSONL, JSON, CSV, TSV or Parquet file, or a pattern for such files (`rows-*.jsonl`, read in
     the order of their names). A folder or hub name that Hugging Face's `datasets` can read; append a configuration as
-    `name:configuration`, for example openai/gsm8k:main. A function `file.py:function` that returns the rows. Or a list
-    of such sources, which are concatenated."""
+    `name:configuration`, for example openai/gsm8k:main. A function `file.py:function` that returns the rows. A list of
+    such sources is also accepted and is concatenated."""
     split: Optional[str] = None
     """Split of the hub dataset, or the split name passed to the environment."""
     environment: Optional[str] = None
@@ -263,21 +265,22 @@ class DatasetConfig:
     """Column that names the environment in `env` that verifies each row, so that a batch can mix environments. Rows
     without a value use `environment`."""
     size: Annotated[Optional[int], Range(1)] = None
-    """Number of rows: read from the start of the file, or generated by the environment."""
+    """Number of rows to read from the start of the file, or to generate with the environment."""
     prompt_key: Optional[str] = None
     """Column that contains the prompt (text or chat messages). Null: the first existing column of messages, prompt,
-    question, problem. With strided, this is the column that contains the text; null: text."""
+    question, problem. With strided, this is the column that contains the raw text, and null means the column `text`."""
     columns: Dict[str, str] = field(default_factory=dict)
     """Columns to rename when the data is loaded: {new name: old name}."""
     system_prompt: Optional[str] = None
     """System message to add before each prompt. Null: the environment's system message, if it has one. "": no system
     message."""
     prompt_template: Optional[str] = None
-    """Template for each prompt, in which `{prompt}` is replaced by the prompt. In a conversation, it applies to the
-    last message."""
+    """Template for each prompt, in which `{prompt}` is replaced by the prompt. In a conversation, the template applies
+    to the last message."""
     chat: Optional[bool] = None
-    """Render prompts with the tokenizer's chat template. Null: true if the tokenizer has a chat template. False: text
-    prompts are passed to the model unchanged (as in TRL), but chat messages are still rendered."""
+    """Render prompts with the tokenizer's chat template. False: text prompts are passed to the model unchanged (as in
+    TRL), but chat messages are still rendered. Null selects true if the tokenizer has a chat template, and false
+    otherwise."""
     chat_template_kwargs: Dict[str, Any] = field(default_factory=dict)
     """Additional arguments for the chat template, such as `{enable_thinking: false}`. A column with this name sets
     arguments for a single row."""
@@ -285,16 +288,17 @@ class DatasetConfig:
     """Shuffle the rows, in a different order in every epoch."""
     remove_columns: List[str] = field(default_factory=list)
     """Columns to remove from each row, as with `map` of Hugging Face's `datasets`. The transform in `type` still
-    receives these columns. Columns that it returns are kept, even if they have the name of a removed column."""
+    receives these columns. Columns that the transform returns are kept, even if they have the name of a removed column.
+    """
     type: Any = None
-    """Transform of rows. Either a user-defined `file.py:function` that takes a row and returns its new columns, also
-    for rows that are prompts. Or an axolotl function, `function(cfg)`, which returns such a transform and
-    `{"remove_columns": [...]}`. Or, for dpo, kto, orpo, simpo, cpo and reward_model, an axolotl format name: a prefix
-    (chatml., llama3., or chat_template. for the tokenizer's template) and argilla, argilla_chat, icr, intel,
-    prompt_pairs or ultra. Or, for these and sft, a mapping with keys such as field_prompt, field_chosen and
-    prompt_format. Null: the columns that TRL expects."""
+    """Transform of rows, or the name of a row format. A transform is a user-defined `file.py:function` that takes a row
+    and returns its new columns, also for rows that are prompts. An axolotl function, `function(cfg)`, which returns
+    such a transform and `{"remove_columns": [...]}`, is also accepted. For dpo, kto, orpo, simpo, cpo and reward_model,
+    the value may be an axolotl format name: a prefix (`chatml.`, `llama3.`, or `chat_template.` for the tokenizer's
+    template) and argilla, argilla_chat, icr, intel, prompt_pairs or ultra. For these algorithms and sft, the value may
+    be a mapping with keys such as field_prompt, field_chosen and prompt_format. Null: the columns that TRL expects."""
     train_on: str = "assistant"
-    """Tokens of a conversation that sft trains: assistant (all turns of the assistant), last (only its last turn) or
+    """Tokens of a conversation that sft trains on: assistant (all turns of the assistant), last (only its last turn) or
     all (all tokens except the first)."""
     strided: Optional[StridedConfig] = None
     """Cut prompts out of raw text: each anchor in a row is a separate prompt. Null: each row is one prompt."""

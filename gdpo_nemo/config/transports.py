@@ -33,13 +33,14 @@ CONDITIONS: dict[str, Callable[[Config], bool]] = {
     "engine_tensor_parallel": lambda config: config.policy.generation.vllm_cfg.tensor_parallel_size > 1,
     "lora": lambda config: config.policy.lora.rank > 0,
 }
-"""Conditions under which a transport may declare that it is not supported (``Transport.refuses``), with a predicate on
-the config."""
+"""Conditions that a transport may declare as unsupported (``Transport.refuses``), each with a predicate on the config.
+"""
 
 
 @dataclass(frozen=True)
 class Declared:
-    """Class attributes of a transport that are needed to check a config. They are documented in ``Transport``."""
+    """Class attributes of a transport that are needed to check a config. The attributes are documented in
+    ``Transport``."""
 
     refuses: Mapping[str, str]
     uses_buckets: bool
@@ -109,7 +110,7 @@ def _literal(name: str, attributes: Mapping[str, Any], attribute: str, kind: typ
 
 
 def check_transport(config: Config) -> None:
-    """Check that the transport declares no condition of this config as unsupported. Raises ConfigError."""
+    """Check that the transport supports all conditions that apply to this config. Raises ConfigError."""
     name = chosen_transport(config)
     for condition, why in declared(name).refuses.items():
         if CONDITIONS[condition](config):

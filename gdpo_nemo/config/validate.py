@@ -1,7 +1,8 @@
-"""Checks of the whole config before a run starts. Invalid settings are refused; valid but unexpected settings are
-noted.
+"""Checks of the whole config before a run starts. Invalid settings are refused. Valid settings that may be unintended
+cause a note.
 
-They run at the start of every run and with ``--dry-run``. They read local files, but use neither the network nor a GPU.
+The checks run at the start of every run and with ``--dry-run``. The checks read local files, but use neither the
+network nor a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from gdpo_nemo.utils.errors import ConfigError
 
 _LONGEST_NAME = 255
 _LONGEST_PATH = 3000
-"""Maximum length of the run folder's path in bytes. Linux allows 4096, including the names of files in the folder."""
+"""Maximum length of the run folder's path in bytes. Linux allows 4096 bytes, including the names of files in the
+folder."""
 _RUN_NAME = re.compile(r"(?!/)(?!.*(^|/)\.\.(/|$))[^\x00-\x1f\x7f]*")
 
 
@@ -212,7 +214,8 @@ def _check_schedule(policy: PolicyConfig) -> None:
     lr = policy.megatron_cfg.optimizer.lr
     if schedule.lr_warmup_init is not None and schedule.lr_warmup_init > lr:
         raise ConfigError(
-            f"{prefix}.lr_warmup_init: {schedule.lr_warmup_init} is above optimizer.lr ({lr}), which ends the warm-up"
+            f"{prefix}.lr_warmup_init: {schedule.lr_warmup_init} is above optimizer.lr ({lr}), "
+            "the rate at the end of the warm-up"
         )
 
 
@@ -305,7 +308,7 @@ def _notes(config: Config, layout: Layout, updates: int) -> list[str]:
     if generation.top_p < 1 or generation.top_k != -1:
         notes.append(
             "policy.generation: with top_p or top_k, only the sampler's log-probs belong to a truncated "
-            "distribution; parity/* grows and loss_fn.old_logprobs: sampler would bias the ratio"
+            "distribution; parity/* metrics grow and loss_fn.old_logprobs: sampler would bias the ratio"
         )
     if layout.idle_gpus:
         notes.append(f"cluster: {layout.idle_gpus} of {layout.gpus} GPUs stay idle")

@@ -1,10 +1,10 @@
-"""Prompts cut out of raw text at regular token positions, for EBFT's strided mode (arXiv 2603.12248, axolotl's keys).
+"""Prompts that are cut out of raw text at regular token positions, for EBFT's strided mode (arXiv 2603.12248).
 
-The first anchor of a text is at token ``context_length``, and another one follows every ``stride`` tokens, as in
-axolotl. The ``context_length`` tokens before an anchor are the prompt. The ``generate_max_len`` tokens after it are the
-reference answer. Axolotl samples all blocks of a text inside one sequence. Its mask lets a block attend to the whole
-text before its anchor (``_strided_mask_mod``). Here each block is a separate prompt of exactly ``context_length``
-tokens.
+The first anchor of a text is at token ``context_length``, and further anchors follow every ``stride`` tokens, as in
+axolotl. The ``context_length`` tokens before an anchor are the prompt. The ``generate_max_len`` tokens after an anchor
+are the reference answer. Axolotl samples all blocks of a text inside one sequence. Axolotl's attention mask lets a
+block attend to the whole text before the block's anchor (``_strided_mask_mod``). In this project, each block is a
+separate prompt of exactly ``context_length`` tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gdpo_nemo.data.tokenizer import Tokenizer
 
 TEXT_KEY = "text"
-"""Default column of the text."""
+"""Default name of the text column."""
 
 
 def anchors_of(tokens: int, strided: StridedConfig) -> range:
@@ -48,7 +48,8 @@ def prompts_of(dataset: DatasetConfig, *arguments: Any, **options: Any) -> Promp
 
 
 def check_texts(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> None:
-    """Raise ConfigError if the text of a row is missing, empty or not a string. The tokenizer is not needed."""
+    """Raise ConfigError if the text of a row is missing, empty or not a string. This check does not need a
+    tokenizer."""
     key = _text_key(dataset)
     for index, row in enumerate(rows):
         if key not in row:
@@ -61,12 +62,12 @@ def check_texts(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> None
 
 
 class AnchorSource(PromptSource):
-    """The anchors of one split as prompts with ``answer_ids``. All texts share one order.
+    """Prompts of one split, one per anchor, with ``answer_ids``. One permutation orders the anchors of all texts.
 
-    The id of a prompt is ``<row id>@<anchor>``. Its column ``answer`` contains the answer as text, for environments
-    that read it. The column with the source text is removed. Texts that are too short for an anchor are listed in
-    ``refused``. Texts are tokenized with special tokens and without a chat template. Arguments and errors are those of
-    ``PromptSource``.
+    The id of a prompt is ``<row id>@<anchor>``. The prompt's column ``answer`` contains the answer as text, for
+    environments that read this column. The column with the source text is removed. Texts that are too short for an
+    anchor are listed in ``refused``. Texts are tokenized with special tokens and without a chat template. For arguments
+    and exceptions, see ``PromptSource``.
     """
 
     def one_of_each_row(self) -> list[Prompt]:
@@ -74,17 +75,17 @@ class AnchorSource(PromptSource):
         return [self._anchors[index] for index in self._anchors.first]
 
     def summary(self, first: int | None = None) -> str:
-        """Describe the number of anchors and of skipped texts. Arguments: see ``PromptSource.summary``."""
+        """Describe the number of anchors and of skipped texts. For the arguments, see ``PromptSource.summary``."""
         strided = self._strided
         which = "" if first is None else f" in the first {first} texts"
         refused = f"; {len(self.refused)} {self._limit()} and are skipped" if self.refused else ""
         return (
-            f"{len(self)} anchors{which}, each with {strided.context_length} tokens before it "
-            f"and {strided.generate_max_len} after it{refused}"
+            f"{len(self)} anchors{which}, each with {strided.context_length} prompt tokens "
+            f"and {strided.generate_max_len} answer tokens{refused}"
         )
 
     def _limit(self) -> str:
-        return f"texts are shorter than the {_needed(self._strided)} tokens that an anchor requires"
+        return f"texts are shorter than the minimum of {_needed(self._strided)} tokens for one anchor"
 
     def _read(self, rows: list[Row], verifiers: Sequence[str], dataset: DatasetConfig) -> list[str]:
         assert dataset.strided is not None
@@ -132,7 +133,7 @@ class _Document:
 
 
 class _Anchors(abc.Sequence[Prompt]):
-    """Sequence of all anchors of the documents. Prompts are created on access, because long texts have many anchors."""
+    """Sequence of the prompts for all anchors. Prompts are created on access, because long texts have many anchors."""
 
     def __init__(self, documents: Sequence[_Document], strided: StridedConfig, tokenizer: Tokenizer):
         self._documents = documents

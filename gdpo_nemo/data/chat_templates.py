@@ -1,8 +1,8 @@
 """Size limits for chat templates, so that a downloaded template cannot use all memory of a machine.
 
 transformers renders templates in jinja's sandbox, which limits only ``range``: ``{{ 'x' * 10**10 }}`` takes 10 GB.
-``BoundedEnvironment`` extends this sandbox. It limits the size of every value that a template creates, and the total
-size of all values in one rendering. An operation with a larger result is refused before it is executed.
+``BoundedEnvironment`` extends this sandbox. This class limits the size of every value that a template creates, and the
+total size of all values in one rendering. An operation with a larger result is refused before it is executed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jinja2.runtime import Context, str_join
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 LARGEST = 1 << 26
-"""Maximum number of characters or elements in one value. A context of 10 million tokens stays below it."""
+"""Maximum number of characters or elements in one value. A context of 10 million tokens stays below this limit."""
 _TOTAL = 4
 """Maximum total size of all values in one rendering, as a multiple of the maximum size of one value."""
 _LONGEST_NUMBER = 1 << 16
@@ -36,12 +36,12 @@ _LIMIT: ContextVar[int] = ContextVar("limit", default=LARGEST)
 
 
 class TemplateTooLarge(Exception):
-    """A chat template creates a value, or many values, beyond the size limits."""
+    """Raised if a single value of a chat template, or all its values together, exceed the size limits."""
 
 
 @contextmanager
 def limited(size: int) -> Iterator[None]:
-    """Limit every value to ``size`` characters or elements inside the block."""
+    """Within the ``with`` block, limit every value to ``size`` characters or elements."""
     before = _LIMIT.set(size)
     try:
         yield
@@ -78,7 +78,9 @@ class _Context(Context):
         self.made += size
         _check(size)
         if self.made > _TOTAL * _LIMIT.get():
-            raise TemplateTooLarge(f"makes values of over {_TOTAL * _LIMIT.get():,} characters or elements")
+            raise TemplateTooLarge(
+                f"creates values with more than {_TOTAL * _LIMIT.get():,} characters or elements in total"
+            )
 
 
 class _Filters(dict[str, Callable[..., Any]]):
@@ -149,7 +151,7 @@ def _checked(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
 
 def _check(size: int) -> None:
     if size > _LIMIT.get():
-        raise TemplateTooLarge(f"makes a value of over {_LIMIT.get():,} characters or elements")
+        raise TemplateTooLarge(f"creates a value with more than {_LIMIT.get():,} characters or elements")
 
 
 def _result_size(operator: str, left: Any, right: Any) -> int:
@@ -157,7 +159,7 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
     if isinstance(left, int) and isinstance(right, int):
         factor = {"*": left.bit_length() + right.bit_length(), "**": left.bit_length() * max(right, 0)}
         if factor.get(operator, 0) > _LONGEST_NUMBER:
-            raise TemplateTooLarge(f"computes a number of over {_LONGEST_NUMBER:,} bits")
+            raise TemplateTooLarge(f"computes a number with more than {_LONGEST_NUMBER:,} bits")
         return 1
     if operator == "*":
         many, times = (left, right) if hasattr(left, "__len__") else (right, left)
@@ -168,8 +170,8 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _call_size(name: str, owner: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return the size of the result of a method or filter on ``owner``, or an upper bound. Return 0 if the call adds
-    nothing."""
+    """Return the size of the result of a method or filter on ``owner``, or an upper bound. Return 0 if the call does
+    not enlarge the value."""
     arguments = (*args, *options.values())
     widest = max((abs(value) for value in arguments if isinstance(value, int)), default=0)
     if name in _PADDED:
@@ -203,7 +205,7 @@ def _format_size(text: str, arguments: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    """Return the number of characters in a text or of elements in a collection, and 1 for any other value."""
+    """Return the number of characters in a text or of elements in a collection. Return 1 for any other value."""
     return len(value) if isinstance(value, (str, bytes, list, tuple, dict, set)) else 1
 
 

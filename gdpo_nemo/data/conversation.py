@@ -54,8 +54,8 @@ class Conversation:
     ) -> np.ndarray:
         """Return the tokens to insert between the policy's previous turn and its next turn: int32 [tokens].
 
-        The result begins with the end of the assistant's message, unless the policy has already generated it. These
-        tokens count as written by the environment, also if the policy's turn was truncated.
+        The result begins with the end of the assistant's message, unless the policy has already generated it. All
+        returned tokens are attributed to the environment, even if the policy's turn was truncated.
 
         Args:
             history: messages before the policy's previous turn. None uses a placeholder.
@@ -96,7 +96,7 @@ class Conversation:
                 list(messages), tokenize=False, add_generation_prompt=True, **extra
             )
             return text
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # templates may raise any exception
             raise RunError(f"the chat template rejected a conversation: {first_line(error)}") from error
 
     def _tokens(self, text: str, special: bool = False) -> np.ndarray:
@@ -118,9 +118,9 @@ class Dialogue:
     Without a chat template, history is not used, and every message is continued independently.
 
     Args:
-        system: text of the system message; None for no system message.
-        context: maximum tokens of prompt and reply together.
-        reply: tokens to reserve for the reply. Older exchanges are dropped to free this space.
+        system: text of the system message (None for no system message).
+        context: maximum number of tokens in prompt and reply together.
+        reply: number of tokens to reserve for the reply. Older exchanges are dropped to free this space.
     """
 
     def __init__(self, conversation: Conversation, system: str | None, context: int, reply: int):
@@ -141,7 +141,7 @@ class Dialogue:
     def prompt(self, message: str | Prompt) -> tuple[np.ndarray, int]:
         """Return the prompt for a reply to ``message``, int32 [tokens], and the number of dropped exchanges.
 
-        A ``Prompt`` of the dataset begins a new conversation. Its tokens are used unchanged.
+        A ``Prompt`` of the dataset begins a new conversation. The prompt's tokens are used unchanged.
 
         Raises:
             ConfigError: if the prompt leaves no room for a reply.
@@ -158,13 +158,14 @@ class Dialogue:
             dropped += 1
         if len(ids) >= self._context:
             raise ConfigError(
-                f"the prompt has {len(ids)} tokens, but the context is limited to {self._context} "
+                f"the prompt has {len(ids)} tokens, but the model's context is limited to {self._context} "
                 "(policy.max_total_sequence_length)"
             )
         return ids, dropped
 
     def add(self, message: str | Prompt, reply: Sequence[int] | np.ndarray) -> None:
-        """Append an exchange to the history. Has no effect without a chat template, which would separate the turns."""
+        """Append an exchange to the history. This has no effect without a chat template, because only a template
+        separates turns."""
         if self._conversation.chat:
             self._exchanges.append(Exchange(message, np.asarray(reply, np.int32)))
 
@@ -217,7 +218,7 @@ def output_items(text: str, tool_parser: str = "none", split_reasoning: bool = F
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """Return the content of a leading ``<think>...</think>`` block and the remaining text. Without one, it is empty."""
+    """Return the content of a leading ``<think>...</think>`` block, or an empty text, and the remaining text."""
     thought = _THINK.match(text)
     return (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
 

@@ -43,7 +43,7 @@ class RawExample:
 
 
 class _Wrong(Exception):
-    """A row is invalid. The message describes the error."""
+    """Raised if a row is invalid."""
 
 
 class ExampleReader:
@@ -51,8 +51,8 @@ class ExampleReader:
 
     Args:
         kind: kind of rows that the algorithm reads: ``sft``, ``pairs`` or ``single`` (KTO).
-        how: value of ``data.<split>.type``, which the config checks have accepted.
-        prompt_key: column of the prompt in TRL's formats; None for ``prompt``.
+        how: value of ``data.<split>.type``, already validated by the config checks.
+        prompt_key: column of the prompt in TRL's formats (None for ``prompt``).
     """
 
     def __init__(self, split: str, kind: str, how: Any, prompt_key: str | None = None):
@@ -101,7 +101,8 @@ class ExampleReader:
         return [RawExample(prompt, ((_answer(row, "completion"), 1 if _label(row) else -1),))]
 
     def _user_defined(self, row: Row, how: Mapping[str, Any]) -> Row:
-        """Convert a row to TRL's columns by a user-defined axolotl format: column names and format strings."""
+        """Convert a row to TRL's columns according to a user-defined axolotl format of column names and format
+        strings."""
         names = FIELDS[self._kind]
         formatted: Row = {}
         prompt = _needed(row, how.get("field_prompt", "prompt"), str)

@@ -43,8 +43,8 @@ class ExampleSource(PromptSource):
     Args:
         kind: kind of rows: ``sft``, ``pairs`` or ``single`` (KTO).
         keep_suffix: True to keep the text that the chat template writes after the end token of the last turn. A reward
-            model needs it, because its score is read at the last token.
-        max_prompt_tokens: maximum tokens of a prompt with its longest answer, minus one.
+            model needs this text, because the score is read at the last token.
+        max_prompt_tokens: maximum number of tokens in a prompt with its longest answer, minus one.
 
     For the other arguments, see ``PromptSource``.
 
@@ -52,7 +52,7 @@ class ExampleSource(PromptSource):
         ConfigError: if a row is invalid, or the assistant's tokens cannot be identified with this chat template.
     """
 
-    items = "rows, with their answers,"
+    items = "rows including their answers"
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ def source_of(algorithm: AlgorithmSpec) -> Callable[..., PromptSource]:
 
 
 def check_rows(algorithm: AlgorithmSpec, rows: Sequence[Row], dataset: DatasetConfig, split: str) -> None:
-    """Raise ConfigError if a row is invalid for the algorithm. Checks that need a tokenizer are not made."""
+    """Raise ConfigError if a row is invalid for the algorithm. This function skips checks that need a tokenizer."""
     kind = algorithm.rows
     if kind is None:
         check = check_prompts if dataset.strided is None else check_texts
@@ -180,7 +180,8 @@ class _Encoder:
         return Answer(np.array(ids, np.int32), None if all(mask) else np.array(mask), sign)
 
     def _turns(self, prompt: Prompt, answer: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[bool]]:
-        """Split the rendered text after the prompt. Return (pieces, True for each piece written by the assistant)."""
+        """Split the rendered text that follows the prompt. Return (pieces, True for each piece written by the
+        assistant)."""
         before = list(prompt.messages or ())
         pieces: list[str] = []
         trained: list[bool] = []
@@ -218,7 +219,7 @@ class _Encoder:
                 list(messages), tokenize=False, add_generation_prompt=generation, **template_kwargs
             )
             return text
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # templates may raise any exception
             raise self._error(prompt, f"the chat template rejected the row: {first_line(error)}") from error
 
     def _tokens(self, text: str) -> list[int]:
@@ -226,7 +227,7 @@ class _Encoder:
         return ids
 
     def _num_written(self, tokens: list[int]) -> int:
-        """Return the number of tokens up to and including the first end token; 0 without an end token.
+        """Return the number of tokens up to and including the first end token, or 0 without an end token.
 
         A template may add a line break after the end token, which a policy never writes.
         """

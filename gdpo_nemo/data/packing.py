@@ -38,26 +38,26 @@ class TrainSequence:
     """float32 [completion tokens]: log-probs in the denominator of the ratio. None uses the log-probs of the update
     itself, so that the ratio is 1."""
     reference_logprobs: np.ndarray | None = None
-    """float32 [completion tokens]: log-probs of the reference model; None if there is none."""
+    """float32 [completion tokens]: log-probs of the reference model (None without a reference model)."""
     old_values: np.ndarray | None = None
     """float32 [completion tokens]: value of the state before each token, estimated before the step. None without a
     value head. Values of masked tokens are not read."""
     returns: np.ndarray | None = None
     """float32 [completion tokens]: targets of the values. Targets of masked tokens are not read."""
     loss_mask: np.ndarray | None = None
-    """bool [completion tokens]: True for tokens that the policy wrote; None if it wrote all tokens. The other tokens
+    """bool [completion tokens]: True for tokens that the policy wrote (None if it wrote all tokens). The other tokens
     are only context, without log-probs, loss or metrics."""
     staleness: np.ndarray | None = None
-    """int32 [completion tokens]: policy version in training minus the version that sampled the token. None if it is 0
-    or not used. Values of masked tokens are not read."""
+    """int32 [completion tokens]: policy version in training minus the version that sampled the token. None if the
+    difference is 0 for all tokens or is not used. Values of masked tokens are not read."""
     chosen: np.ndarray | None = None
-    """bool [completion tokens]: tokens that the loss kl_cov penalizes (``TokenFields.chosen``); None for no tokens."""
+    """bool [completion tokens]: tokens that the loss kl_cov penalizes (``TokenFields.chosen``), or None."""
     pair: int = 0
-    """Pair of completions in the update, numbered from 1; 0 for no pair. The number is negative for the rejected or
+    """Pair of completions in the update, numbered from 1 (0 for no pair). The number is negative for the rejected or
     undesirable completion. Both completions are in the same micro-batch."""
     shared: int = 0
-    """Number of leading tokens shared with the previous sequence in the micro-batch, which computes them. Set when a
-    rank packs its sequences (``prefixes.shared_prefixes``)."""
+    """Number of leading tokens shared with the previous sequence in the micro-batch, which computes them. This field is
+    set when a rank packs its sequences (``prefixes.shared_prefixes``)."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -69,7 +69,7 @@ class TrainSequence:
 
     @property
     def has_advantage(self) -> bool:
-        """True if the advantage of any token is not 0. NaN counts as not 0."""
+        """True if the advantage of any token is not 0. NaN is treated as nonzero."""
         return bool(self.advantage.any() if isinstance(self.advantage, np.ndarray) else self.advantage)
 
     def token_advantages(self) -> np.ndarray:
@@ -82,8 +82,8 @@ class TrainSequence:
 
 
 def with_gradient(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Return the sequences with a nonzero advantage and weight. If there are none, return only the shortest sequence,
-    because an update needs at least one."""
+    """Return the sequences with a nonzero advantage and weight. An update needs at least one sequence, so return the
+    shortest sequence if all would be skipped."""
     return [s for s in sequences if s.has_advantage and s.weight] or [min(sequences, key=len)]
 
 
@@ -102,19 +102,19 @@ def assign(
     """Distribute sequences over ``ranks``, in few micro-batches of at most ``token_budget`` tokens.
 
     Every rank gets the same number of micro-batches, a multiple of ``multiple_of``. The number is the lowest for which
-    a greedy fit succeeds. Above 64 per rank, it may exceed this by 1/64. A micro-batch may be empty if there are fewer
-    sequences than micro-batches.
+    a greedy fit succeeds. Above 64 micro-batches per rank, the number may be larger than the lowest by 1/64. A
+    micro-batch may be empty if there are fewer sequences than micro-batches.
 
-    The greedy fit places the longest sequences first, each into the cheapest micro-batch with room for it. The
+    The greedy fit places the longest sequences first, each into the cheapest micro-batch with enough space. The
     micro-batches are then assigned to the ranks in alternating order, from expensive to cheap, to balance the ranks.
     The result is deterministic.
 
     Args:
         lengths: tokens of each sequence.
-        multiple_of: stages of an interleaved pipeline; 1 if the pipeline is not interleaved.
+        multiple_of: stages of an interleaved pipeline (1 if the pipeline is not interleaved).
         quadratic: coefficient of the quadratic cost (see ``attention_cost``). A sequence of n tokens costs
             n + quadratic * n^2.
-        costs: cost of each sequence. None computes it from the length.
+        costs: cost of each sequence. None computes the cost from the length.
 
     Raises:
         ValueError: if a sequence is longer than ``token_budget``.
@@ -152,8 +152,8 @@ def _whole_rounds(count: int, stages: int) -> int:
 def _least_micro_batches(lengths: Sequence[int], budget: int) -> int:
     """Return a lower bound for the number of micro-batches, to skip fits that must fail.
 
-    For every n, consider the n longest sequences. A micro-batch can hold at most ``budget // length`` of them, for the
-    shortest ``length`` among them.
+    For every n, consider the n longest sequences. A micro-batch can hold at most ``budget // length`` of these
+    sequences, where ``length`` is the shortest of their lengths.
     """
     if not lengths:
         return 1
@@ -203,9 +203,9 @@ def cost_of(tokens: int, quadratic: float, shared: int = 0) -> float:
 def attention_cost(model: Mapping[str, Any]) -> float:
     """Return the cost of attention relative to matrix products (``quadratic``), from a Hugging Face config.
 
-    It is a ratio of multiplications. Every token uses each active weight and the output layer once. Causal attention
-    multiplies queries with keys and scores with values, each with heads * head size * n^2 / 2 multiplications. The
-    ratio is 1e-5 to 1e-4 for models with billions of parameters.
+    The cost is a ratio of numbers of multiplications. Every token uses each active weight and the output layer once.
+    Causal attention multiplies queries with keys and scores with values, each with heads * head size * n^2 / 2
+    multiplications. The ratio is 1e-5 to 1e-4 for models with billions of parameters.
     """
     hidden = model["hidden_size"]
     heads = model["num_attention_heads"]
@@ -248,10 +248,10 @@ def measure(
     """Return packing metrics of an update by name, without their prefix (see ``METRICS``).
 
     Args:
-        multiple: number that each sequence's length is padded to a multiple of.
-        total_multiple: number that a micro-batch's length is padded to a multiple of.
+        multiple: the length of each sequence is padded to a multiple of this number.
+        total_multiple: the length of a micro-batch is padded to a multiple of this number.
         quadratic: coefficient of the quadratic cost (see ``attention_cost``).
-        shared: leading tokens of each sequence that another sequence computes; None if all are 0.
+        shared: leading tokens of each sequence that another sequence computes (None if all are 0).
     """
     shared = [0] * len(lengths) if shared is None else shared
     real = padded = 0
@@ -302,7 +302,7 @@ class PackedRows:
 
 
 def pad_lengths(lengths: Sequence[int], multiple: int, total_multiple: int) -> list[int]:
-    """Round each length up to a multiple of ``multiple``. Increase the last one until ``total_multiple`` divides the
+    """Round each length up to a multiple of ``multiple``. Increase the last length until ``total_multiple`` divides the
     sum."""
     padded = [math.ceil(length / multiple) * multiple for length in lengths]
     while sum(padded) % total_multiple:
@@ -323,8 +323,8 @@ def pack_rows(
 
     Args:
         members: indices of the sequences in the batch, in the order of the pack.
-        total_multiple: number that the length of the pack is padded to a multiple of. Under sequence parallelism it is
-            the number of tensor-parallel times context-parallel ranks.
+        total_multiple: the length of the pack is padded to a multiple of this number. Under sequence parallelism, this
+            number is the number of tensor-parallel times context-parallel ranks.
         positions: function (length, rank, size) that returns the positions of a sequence's tokens on a context-parallel
             rank, as a list, array or tensor of integers. None for one rank.
     """
@@ -369,7 +369,8 @@ def _predicting_rows(index: int, sequence: TrainSequence, rows_of: np.ndarray) -
 
     Args:
         index: index of the sequence in the batch.
-        rows_of: index of each of its tokens in the local pack; -1 for tokens of other context-parallel ranks.
+        rows_of: index of each of the sequence's tokens in the local pack (-1 for tokens of other context-parallel
+            ranks).
     """
     before = len(sequence.prompt_ids) - 1
     rows = rows_of[before : before + len(sequence.completion_ids)]

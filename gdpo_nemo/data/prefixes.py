@@ -1,9 +1,9 @@
 """Prefix sharing: sequences with the same leading tokens are put into one micro-batch, which computes them once.
 
 Under a causal mask, a token's states depend only on the tokens before it. A sequence can therefore reuse the leading
-tokens that it has in common with the previous sequence of its micro-batch. It computes only the remaining tokens, which
-attend to the shared ones. Sequences are sorted lexicographically by their tokens, so that each has its longest common
-prefix with its predecessor. This also shares a prefix that is common to several prompts.
+tokens that it has in common with the previous sequence of its micro-batch. The sequence computes only the remaining
+tokens, which attend to the shared tokens. Sequences are sorted lexicographically by their tokens, so that each has its
+longest common prefix with its predecessor. This order also shares prefixes that are common to several prompts.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Layout:
 def shared_prefixes(sequences: Sequence[TrainSequence], least: float = LEAST_SHARE) -> list[int]:
     """Return the number of leading tokens that each sequence of a micro-batch shares with the previous sequence.
 
-    The last token of a sequence is never shared. Prefixes shorter than the fraction ``least`` of the sequence count as
-    0.
+    The last token of a sequence is never shared. Prefixes shorter than the fraction ``least`` of the sequence are not
+    shared.
     """
     tokens = [np.concatenate((s.prompt_ids, s.completion_ids)) for s in sequences]
     shared = [0] * len(tokens)
@@ -88,15 +88,16 @@ def shared_layout(
     the layout with the lowest cost of the most expensive rank is returned.
 
     Args:
-        ranks, token_budget, multiple_of, quadratic: see ``packing.assign``. Only computed tokens count.
-        multiple: number that the computed tokens of a sequence are padded to a multiple of.
+        ranks, token_budget, multiple_of, quadratic: see ``packing.assign``. The budget and the cost include only
+            computed tokens.
+        multiple: the number of computed tokens of a sequence is padded to a multiple of this number.
 
     Raises:
         ValueError: if a sequence is longer than ``token_budget``.
     """
     groups = _by_prompt(sequences)
     lengths = [len(s) for s in sequences]
-    # With padding. No piece can be smaller than this, so the loop ends at this limit.
+    # Includes padding. Pieces cannot be smaller than this, so the loop ends at this limit.
     longest = max((_padded(length, multiple) for length in lengths), default=1)
     limit = token_budget
     best: Layout | None = None
@@ -160,7 +161,7 @@ def pair_layout(
         pairs.setdefault(abs(sequence.pair), []).append(index)
     pieces = list(pairs.values())
     arguments = pieces, sequences, ranks, token_budget, multiple_of, quadratic, multiple
-    # As for groups, the prompt must be long enough (``LEAST_SHARE``) in both sequences.
+    # As in groups, both sequences must have a prompt that is long enough to share (``LEAST_SHARE``).
     shares = [sharing is not False and len(_by_prompt([sequences[i] for i in piece])) == 1 for piece in pieces]
     shared = _assign_pairs(shares, *arguments)
     if sharing is not None or not any(shares):
@@ -226,7 +227,7 @@ def _unshared_tokens(sequence: TrainSequence) -> int:
 
 
 def _piece_tokens(members: Sequence[int], sequences: Sequence[TrainSequence], multiple: int) -> int:
-    """Return an upper bound for the tokens computed for a piece, with padding."""
+    """Return an upper bound for the number of tokens computed for a piece, including padding."""
     first = sequences[members[0]]
     if len(members) == 1:
         return _padded(len(first), multiple)
@@ -237,7 +238,7 @@ def _piece_tokens(members: Sequence[int], sequences: Sequence[TrainSequence], mu
 def _pieces(group: list[int], sequences: Sequence[TrainSequence], limit: int, multiple: int) -> list[list[int]]:
     """Split a group into pieces of at most ``limit`` tokens. A sequence that exceeds the limit is a separate piece.
 
-    The longest completions are placed first, each into the first piece with room for it, which gives few pieces.
+    The longest completions are placed first, each into the first piece with enough space. This gives few pieces.
     """
     prompt = _padded(len(sequences[group[0]].prompt_ids), multiple)
     pieces: list[list[int]] = []

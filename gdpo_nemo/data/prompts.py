@@ -46,7 +46,7 @@ class PromptSource:
         tokenizer: transformers tokenizer.
         split: ``train`` or ``validation``. Used in error messages and in the ids of rows without an id.
         seed: random seed for the order, and for rows that an environment generates.
-        max_prompt_tokens: maximum tokens of a prompt. Longer prompts are skipped and listed in ``refused``.
+        max_prompt_tokens: maximum number of tokens in a prompt. Longer prompts are skipped and listed in ``refused``.
         rows: rows of the split, already loaded; None to load them with ``load_rows``.
 
     Raises:
@@ -81,7 +81,7 @@ class PromptSource:
         verifiers = [environment_of_row(row, dataset, environments, split, index) for index, row in enumerate(rows)]
         texts = self._read(rows, verifiers, dataset)
         self.fingerprint = _fingerprint(rows, texts, self.environment)
-        """SHA-256 of all rows in order, including skipped rows. It detects changed data."""
+        """SHA-256 of all rows in order, including skipped rows, to detect changed data."""
         self._order = lru_cache(maxsize=2)(self._draw_order)
 
     def _read(self, rows: list[Row], verifiers: Sequence[str], dataset: DatasetConfig) -> list[str]:
@@ -91,7 +91,7 @@ class PromptSource:
         prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
         texts = [text for text, _ in prompts]
         rendered = [render.chat or messages is not None for _, messages in prompts]
-        with uncollected():  # creates a few permanent objects per row
+        with uncollected():  # tokenization creates a few permanent objects per row
             token_ids = tokenise(self._tokenizer, texts, rendered)
             if [] in token_ids:
                 raise ConfigError(f"data.{split}: row {token_ids.index([])}: the prompt has no tokens")
@@ -114,7 +114,7 @@ class PromptSource:
         return texts
 
     def __len__(self) -> int:
-        """Return the number of prompts in one epoch. Skipped prompts do not count."""
+        """Return the number of prompts in one epoch. Skipped prompts are not counted."""
         return len(self._prompts)
 
     def batch(self, position: int, n: int) -> list[Prompt]:
@@ -124,7 +124,7 @@ class PromptSource:
         occur in it twice. ``#2``, ``#3``, ... is then appended to the id, because samples are grouped by id.
 
         Args:
-            position: prompt index of the first prompt. It counts prompts since the start of training.
+            position: prompt index of the first prompt, counted since the start of training.
         """
         prompts: list[Prompt] = []
         for index in range(position, position + n):
@@ -144,7 +144,7 @@ class PromptSource:
         """Return a short description with the longest prompt and the number of skipped rows.
 
         Args:
-            first: number of rows that were loaded; None if all rows of the split were loaded.
+            first: number of rows that were loaded (None if all rows of the split were loaded).
         """
         which = "prompts" if first is None else f"the first {first} prompts"
         longest = max(len(prompt.token_ids) for prompt in self.head())
@@ -161,7 +161,7 @@ class PromptSource:
         )
 
     def _limit(self) -> str:
-        """Return the reason for which rows are skipped, as a verb phrase with its subject."""
+        """Return the reason why rows are skipped, as a clause for messages."""
         return f"{self.items} are longer than {self._max_prompt_tokens} tokens"
 
     def _prompt(
@@ -177,7 +177,7 @@ class PromptSource:
 
 
 def check_prompts(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> None:
-    """Raise ConfigError if the prompt of a row is missing or malformed. The tokenizer is not needed."""
+    """Raise ConfigError if the prompt of a row is missing or malformed. This check does not need a tokenizer."""
     prompt = _PromptColumn(dataset, split)
     for index, row in enumerate(rows):
         prompt(index, row)
@@ -281,13 +281,14 @@ class _Renderer:
         options = {"tools": tools} if isinstance(tools, list) and tools else {}
         text = self._rendered(index, conversation, row, **options)
         if environment in self._unchecked:
-            self._unchecked.remove(environment)  # one row is sufficient
+            self._unchecked.remove(environment)  # a check of one row is sufficient
             if text == self._rendered(index, conversation, row):
                 raise ConfigError(f"env.{environment}: the tokenizer's chat template does not show tools to the model")
         return text, conversation
 
     def _messages(self, index: int, value: Messages) -> Messages:
-        """Return the row's messages with a system message. Only a system message of the config replaces the row's."""
+        """Return the row's messages with a system message. If the row has a system message, only a system message in
+        the config replaces it."""
         if not self._has_template:
             raise self._prompt.error(
                 index, f"{self.key!r} contains messages, which require a chat template; the tokenizer has none"
@@ -317,7 +318,7 @@ class _Renderer:
                 list(messages), tokenize=False, add_generation_prompt=True, **options
             )
             return text
-        except Exception as error:  # a template may raise anything, for instance on unknown roles
+        except Exception as error:  # templates may raise any exception, for instance for unknown roles
             raise self._prompt.error(index, f"the chat template rejected the row: {first_line(error)}") from error
 
 
@@ -357,11 +358,12 @@ def _fingerprint(rows: list[Row], texts: list[str], environment: str) -> str:
 
 
 _canonically = json.JSONEncoder(sort_keys=True, default=str).encode
-"""Encoder with sorted keys. It is created once, because ``json.dumps`` would create an encoder for every row."""
+"""Encoder with sorted keys. The encoder is created once, because ``json.dumps`` would create an encoder for every
+row."""
 
 
 def _canonical(value: Any) -> str:
     try:
         return _canonically(value)
-    except TypeError:  # keys that JSON does not allow, in rows generated by an environment
+    except TypeError:  # an environment may generate rows with keys that JSON does not allow
         return repr(value)

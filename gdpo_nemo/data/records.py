@@ -13,7 +13,8 @@ from gdpo_nemo.config.sections import PolicyConfig
 
 
 class Outcome(StrEnum):
-    """Outcome of a trajectory. Only OK and TRUNCATED trajectories are trained. The others are masked and counted."""
+    """Outcome of a trajectory. Only OK and TRUNCATED trajectories are trained. All other trajectories are masked and
+    counted."""
 
     OK = "ok"
     TRUNCATED = "truncated"
@@ -36,11 +37,11 @@ class Prompt:
     text: str
     """Rendered prompt, for logs and reward functions."""
     environment: str
-    """Name of the environment that verifies the completions; empty if nothing is sampled."""
+    """Name of the environment that verifies the completions (empty if nothing is sampled)."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Other columns of the row, which are passed to reward functions."""
     messages: Sequence[Mapping[str, str]] | None = None
-    """Chat messages of the prompt; None if it is not a conversation."""
+    """Chat messages of the prompt (None if the prompt is not a conversation)."""
     answer_ids: np.ndarray | None = None
     """int32 [answer tokens]: continuation of the prompt in the source text. None unless ``data.<split>.strided`` is
     set."""
@@ -48,12 +49,14 @@ class Prompt:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Progress of the run when a batch is verified. Contains the supported fields of TRL's ``trainer_state``."""
+    """Progress of the run when a batch is verified. This class contains the supported fields of TRL's
+    ``trainer_state``."""
 
     global_step: int = 0
-    """Number of optimizer updates before the batch is trained. A step has several if train_global_batch_size is set."""
+    """Number of optimizer updates before the batch is trained. A step has several updates if train_global_batch_size is
+    set."""
     max_steps: int = 1
-    """Number of optimizer updates in the whole run. At least 1, because reward functions divide by it."""
+    """Number of optimizer updates in the whole run. The number is at least 1, because reward functions divide by it."""
     epoch: float = 0.0
     """Number of epochs before the batch, with fractions."""
 
@@ -79,12 +82,12 @@ class Trajectory:
     finish_reason: str
     """Finish reason of the engine: ``stop`` or ``length``."""
     rewards: dict[str, float | None] = field(default_factory=dict)
-    """Reward of each component; None if the component does not apply."""
+    """Reward of each component (None if the component does not apply)."""
     outcome: Outcome = Outcome.OK
     detail: str = ""
-    """Error description; empty without an error."""
+    """Error description (empty if no error occurred)."""
     loss_mask: np.ndarray | None = None
-    """bool [completion tokens]: True for tokens that the policy wrote; None if it wrote all tokens."""
+    """bool [completion tokens]: True for tokens that the policy wrote (None if it wrote all tokens)."""
     turns: int = 1
     """Number of turns of the policy."""
     trainer_state: TrainerState | None = None
@@ -123,7 +126,7 @@ class Group:
     prompt: Prompt
     trajectories: list[Trajectory]
     position: int = -1
-    """Prompt index: number of training prompts before this one since the start of the run; -1 for other prompts."""
+    """Prompt index: number of training prompts before this one since the start of the run (-1 for other prompts)."""
 
 
 @dataclass(frozen=True)
@@ -131,17 +134,17 @@ class Verdict:
     """Reward result of an environment for one completion."""
 
     rewards: Mapping[str, float | None]
-    """Reward of each component by name; None if the component does not apply."""
+    """Reward of each component by name (None if the component does not apply)."""
     outcome: Outcome = Outcome.OK
     detail: str = ""
-    """Error description; empty without an error."""
+    """Error description (empty if no error occurred)."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Extra columns to save with the sample, as plain values."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the verification call, which are the same for all samples that it scored."""
     turn_rewards: Sequence[Mapping[str, float | None]] = ()
-    """Part of ``rewards`` that each turn of the policy earned, for ``gdpo.credit: turn``. If it is empty, the last turn
-    earned all rewards."""
+    """Part of ``rewards`` that each turn of the policy earned, for ``gdpo.credit: turn``. If the tuple is empty, the
+    last turn earned all rewards."""
 
 
 @dataclass
@@ -154,7 +157,7 @@ class UpdateResult:
     skipped: bool
     """True if the loss or the gradient was not finite. No weight was changed."""
     sums: dict[str, float]
-    """Sums over the completion tokens of the update, by name. ``tokens`` is their number."""
+    """Sums over the completion tokens of the update, by name. The entry ``tokens`` is the number of tokens."""
     maxima: dict[str, float]
     """Maxima over the completion tokens of the update, by name."""
     packing: dict[str, float] = field(default_factory=dict)
@@ -162,7 +165,7 @@ class UpdateResult:
     sequences: int = 0
     """Number of sequences in the update."""
     skipped_sequences: int | None = None
-    """Number of these sequences that ``policy.skip_zero_advantage`` skipped; None if it is off."""
+    """Number of sequences in the update that ``policy.skip_zero_advantage`` skipped (None if this option is off)."""
 
 
 @dataclass

@@ -17,7 +17,7 @@ from gdpo_nemo.utils.files import HalfPair, check_pairs, open_file, parse_json
 from gdpo_nemo.utils.user_code import load_object
 
 PROMPT_KEYS = ("messages", "prompt", "question", "problem")
-"""Default prompt columns. The first column that exists is used."""
+"""Default prompt columns. The first of these columns that a row contains is used."""
 
 Row = dict[str, Any]
 
@@ -25,8 +25,8 @@ Row = dict[str, Any]
 def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], split: str) -> str:
     """Return the default environment of a split's rows, by its name in ``env``.
 
-    The name is empty if ``environment_key`` selects the environment of each row and no default exists. It is also
-    empty for a dataset of a run without environments, which does not sample.
+    The name is empty if ``environment_key`` selects the environment of each row and no default exists. The name is also
+    empty in a run without environments, which does not sample.
 
     Raises:
         ConfigError: if the config does not determine an environment, or names an unknown environment.
@@ -36,7 +36,7 @@ def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], spli
     if dataset.environment is not None:
         if dataset.environment not in environments:
             hint = nearest(dataset.environment, environments)
-            raise ConfigError(f"data.{split}.environment: env has no {dataset.environment!r}{hint}")
+            raise ConfigError(f"data.{split}.environment: env does not define {dataset.environment!r}{hint}")
         return dataset.environment
     if dataset.environment_key is not None and len(environments) != 1:
         return ""
@@ -51,13 +51,18 @@ def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], spli
 def environment_of_row(
     row: Row, dataset: DatasetConfig, environments: Mapping[str, Any], split: str, index: int
 ) -> str:
-    """Return the environment of row ``index``, by its name in ``env``. Raises ConfigError if it is unknown."""
+    """Return the environment of row ``index``, by its name in ``env``. Raises ConfigError if the environment is
+    unknown."""
     if not environments:
         return environment_of(dataset, environments, split)
     named = row.get(dataset.environment_key) if dataset.environment_key is not None else None
     name = environment_of(dataset, environments, split) if named is None else named
     if not isinstance(name, str) or name not in environments:
-        problem = f"env has no {name!r}{nearest(str(name), environments)}" if name else "the row names no environment"
+        problem = (
+            f"env does not define {name!r}{nearest(str(name), environments)}"
+            if name
+            else "the row does not select an environment"
+        )
         raise ConfigError(f"data.{split}.environment_key: row {index}: {problem}")
     return name
 
@@ -76,7 +81,7 @@ def load_rows(
         split: ``train`` or ``validation``. An environment that generates rows receives this name if ``dataset.split``
             is null.
         seed: random seed for environments that generate rows.
-        at_most: maximum number of rows to read; None reads all rows.
+        at_most: maximum number of rows to read (None reads all rows).
 
     Raises:
         ConfigError: if a file is missing or malformed, a dataset or column is unknown, a transform fails, the split is
@@ -109,7 +114,7 @@ def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any]
 def _read_by_environment(
     rows: list[Row], dataset: DatasetConfig, environments: Mapping[str, Any], split: str
 ) -> list[Row]:
-    """Convert each row with its environment's ``read_row``. Keep the column that names the environment."""
+    """Convert each row with its environment's ``read_row``. Keep the column that selects the environment."""
     converted = []
     for index, row in enumerate(rows):
         name = environment_of_row(row, dataset, environments, split, index)
@@ -154,7 +159,7 @@ def _rows_of_function(import_path: str, key: str) -> list[Row]:
         rows = [dict(row) for row in load_object(import_path)()]
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    except (Exception, SystemExit) as error:  # the function is the user's
+    except (Exception, SystemExit) as error:  # user code may raise any exception
         raise ConfigError(f"{key}: {import_path} returned no rows: {first_line(error)}") from error
     _check_texts(rows, f"{key}: {import_path}")
     return rows
@@ -246,7 +251,7 @@ def _rows_of_hugging_face(source: str, split_name: str, key: str, at_most: int |
             table = table[split_name] if isinstance(table, datasets.DatasetDict) else table
         else:
             table = datasets.load_dataset(name, configuration or None, split=split_name)
-    except Exception as error:  # the library raises many types; all of them mean that loading failed
+    except Exception as error:  # the library raises many exception types, which all mean that loading failed
         _check_configuration(key, name, configuration, error)
         raise ConfigError(f"{key}: cannot load split {split_name!r} of {source}: {first_line(error)}") from error
     rows: list[Row] = (table if at_most is None else table.take(min(at_most, len(table)))).to_list()
@@ -261,7 +266,7 @@ def _check_configuration(key: str, name: str, configuration: str, error: Excepti
         return
     try:
         known = datasets.get_dataset_config_names(name)
-    except Exception:  # noqa: BLE001 - any type, as above; the caller reports the first error
+    except Exception:  # noqa: BLE001 - any error type is possible; the caller reports the first error
         return
     if configuration in known or known == ["default"]:
         return
@@ -270,7 +275,8 @@ def _check_configuration(key: str, name: str, configuration: str, error: Excepti
             f"{key}: {name} has no configuration {configuration!r}{nearest(configuration, known)}"
         ) from error
     raise ConfigError(
-        f"{key}: {name} has several configurations ({', '.join(known)}); name one, for example {name}:{known[0]}"
+        f"{key}: {name} has several configurations ({', '.join(known)}); select a configuration, "
+        f"for example {name}:{known[0]}"
     ) from error
 
 
@@ -306,7 +312,8 @@ Transform = Callable[[Row], Mapping[str, Any]]
 ALL_COLUMNS = "__all__"
 """Value of ``remove_columns`` that removes all original columns, used by functions written for axolotl."""
 _FACTORY = "cfg"
-"""Name of the first parameter of functions written for axolotl. Such a function returns the transform of a row."""
+"""Name of the first parameter of functions written for axolotl. Functions written for axolotl return the transform of a
+row."""
 
 
 def transformed(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> list[Row]:
@@ -333,10 +340,10 @@ def transformed(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> list
 
 
 def _columns(transform: Transform, row: Row, where: str) -> Row:
-    """Return the columns that the transform returns for a row. Raises ConfigError if it fails."""
+    """Return the columns that the transform returns for a row. Raises ConfigError if the transform fails."""
     try:
         found = transform(dict(row))
-    except (Exception, SystemExit) as error:  # the function is the user's
+    except (Exception, SystemExit) as error:  # user code may raise any exception
         raise ConfigError(f"{where}: {first_line(error)}") from error
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ConfigError(f"{where}: the function must return a mapping of columns, got {_short(found)}")
@@ -362,7 +369,7 @@ def _transform(dataset: DatasetConfig, split: str) -> tuple[Transform | None, li
         if next(iter(inspect.signature(function).parameters), None) != _FACTORY:
             return function, []
         result = function(dataset)
-    except (Exception, SystemExit) as error:  # the function is the user's
+    except (Exception, SystemExit) as error:  # user code may raise any exception
         raise ConfigError(f"{where}: {first_line(error)}") from error
     transform, options = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not callable(transform) or not isinstance(options, Mapping):

@@ -12,11 +12,11 @@ from typing import Any, Mapping
 
 import numpy as np
 
-# Also matches an unterminated string, so that no input is scanned twice.
+# This pattern also matches an unterminated string, so that no input is scanned twice.
 _STRING = re.compile(rb'"(?:[^"\\]|\\.|\\\Z)*+(?:"|\Z)', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _LARGE = 1 << 16
-"""Minimum number of bytes for parsing in a thread. For smaller replies, starting the thread takes longer."""
+"""Minimum number of bytes for parsing in a thread. For smaller replies, starting a thread takes longer than parsing."""
 
 
 async def parse_reply(body: bytes, max_depth: int) -> Any:
@@ -55,8 +55,8 @@ def depth_exceeds(body: bytes, limit: int) -> bool:
 def check_measurement(reply: Mapping[str, Any]) -> None:
     """Raise Failure(VERIFIER) if a NeMo Gym server marks the reward in its reply as invalid.
 
-    Such a reply has status 200 and a reward of 0. It is marked by ``mask_sample`` and ``failure_kind`` (version 0.7),
-    ``_ng_failure_class`` (from 0.5) or ``instance_config.mask_sample``.
+    The reply then has status 200 and a reward of 0. NeMo Gym marks it with ``mask_sample`` and ``failure_kind``
+    (version 0.7), ``_ng_failure_class`` (from 0.5) or ``instance_config.mask_sample``.
     """
     kind = reply.get("failure_kind") or reply.get("_ng_failure_class")
     config = reply.get("instance_config")
@@ -89,7 +89,7 @@ def validation_errors(body: Any) -> str:
 
 
 def retry_after_s(value: str | None) -> float | None:
-    """Return the seconds to wait from a ``Retry-After`` header; None if it is missing or invalid."""
+    """Return the seconds to wait from a ``Retry-After`` header, or None if it is missing or invalid."""
     if value is None:
         return None
     try:
@@ -105,7 +105,7 @@ def retry_after_s(value: str | None) -> float | None:
 
 
 class FailureKind(StrEnum):
-    """Kind of a failed verification. It is the first word of a failed trajectory's ``detail``."""
+    """Kind of a failed verification, which is the first word of a failed trajectory's ``detail``."""
 
     TIMEOUT = "timeout"
     CONNECTION = "connection"
@@ -132,10 +132,11 @@ class Failure(Exception):
     """A verification failed and did not give a reward.
 
     Args:
-        detail: message for the user: one line without secrets. It quotes at most a few hundred characters of the
-            server's reply.
-        retry_after_s: seconds to wait before a retry, as requested by the server; None if it did not request any.
-        status: HTTP status of the reply; None without a reply.
+        detail: message for the user: one line without secrets. The message quotes at most a few hundred characters of
+            the server's reply.
+        retry_after_s: seconds to wait before a retry, as requested by the server (None if the server did not request a
+            delay).
+        status: HTTP status of the reply (None without a reply).
     """
 
     def __init__(

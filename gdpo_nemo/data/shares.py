@@ -22,9 +22,10 @@ TRAINING = (
 )  # fmt: skip
 """Per-token fields of ``TrainSequence`` that an update reads, besides the token ids."""
 SCORING = ("loss_mask",)
-"""Per-token fields that computing log-probs reads."""
+"""Per-token fields that the computation of log-probs reads."""
 _MISSING = {"loss_mask": (bool, True), "staleness": (np.int32, 0), "chosen": (bool, False)}
-"""(type, default) of fields that may be missing in some sequences. Other fields must be set for all or for none."""
+"""(type, default) of fields that may be missing in some sequences. Other fields must be set for all sequences or for
+none."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class Share:
     """Other per-token fields of ``TrainSequence`` by name: [completion tokens of all sequences]. A field that no
     sequence has is absent."""
     pairs: np.ndarray | None = None
-    """int64 [sequences]: ``TrainSequence.pair``; None if no sequence belongs to a pair."""
+    """int64 [sequences]: ``TrainSequence.pair`` (None if no sequence belongs to a pair)."""
     shared: np.ndarray | None = None
-    """int64 [sequences]: ``TrainSequence.shared``; None if no tokens are shared."""
+    """int64 [sequences]: ``TrainSequence.shared`` (None if no tokens are shared)."""
 
     @classmethod
     def of(
@@ -79,7 +80,7 @@ class Share:
         by_token = any(isinstance(s.advantage, np.ndarray) for s in ordered)
         columns: dict[str, np.ndarray] = {}
         for name in fields:
-            # Sampler and old log-probs are often the same arrays. Sharing the column sends them once.
+            # Sampler and old log-probs are often the same arrays. These arrays are sent only once.
             same = name == "old_logprobs" and all(s.old_logprobs is s.sampler_logprobs for s in ordered)
             column = columns.get("sampler_logprobs") if same else _column(ordered, name)
             if column is not None:
@@ -199,7 +200,9 @@ def _column(sequences: Sequence[TrainSequence], name: str) -> np.ndarray | None:
         return None
     if any(value is None for value in values):
         if name not in _MISSING:
-            raise RunError(f"{name}: only some sequences of an update have this field; set it for all or for none")
+            raise RunError(
+                f"{name}: only some sequences of an update have this field; set it for all sequences or for none"
+            )
         dtype, default = _MISSING[name]
         lengths = [len(s.completion_ids) for s in sequences]
         values = [np.full(n, default, dtype) if v is None else v for v, n in zip(values, lengths)]

@@ -28,9 +28,11 @@ _CLASSES = {
 
 
 _MOST_LINES = 100_000
-"""Maximum lines of compiled template code that may run for one short message. Real templates run about 100."""
+"""Maximum number of lines of compiled template code that may run for one short message. Real templates run about 100
+lines."""
 _LARGEST_VALUE = 1_000_000
-"""Maximum characters of a text, or elements of a list, that a template may create for one short message."""
+"""Maximum number of characters in a text, or of elements in a list, that a template may create for one short
+message."""
 
 
 _TOOL_CALL = re.compile(r"tool.?calls?\b|tool.?call.?(begin|end)|python_tag|function.?call|<\|call\|>", re.IGNORECASE)
@@ -50,15 +52,16 @@ class Tokenizer(Protocol):
 
     @property
     def eos_token(self) -> str | None:
-        """Text of the end-of-sequence token; None if there is none."""
+        """Text of the end-of-sequence token (None without such a token)."""
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the end-of-sequence token; None if there is none."""
+        """Id of the end-of-sequence token (None without such a token)."""
 
     @property
     def model_max_length(self) -> int | float:
-        """Maximum number of tokens for the model. A very large number if the files do not specify it."""
+        """Maximum number of tokens for the model. A very large number if the tokenizer's files do not specify a
+        maximum."""
 
     def __len__(self) -> int: ...
 
@@ -84,7 +87,7 @@ class Tokenizer(Protocol):
         """Decode each sequence."""
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
-        """Return the token of each id; None if an id is not in the vocabulary."""
+        """Return the token of each id, or None if an id is not in the vocabulary."""
 
     def decode(
         self,
@@ -102,8 +105,8 @@ class Tokenizer(Protocol):
 def special_tool_calls(folder: Path) -> list[str]:
     """Return the sorted special tokens that mark tool calls. The list is empty without a ``tokenizer.json``.
 
-    Decoding removes these tokens from the text. It does not remove Qwen's <tool_call>, which is an added token but not
-    a special token.
+    Decoding removes these tokens from the text. Decoding does not remove Qwen's <tool_call>, which is an added token
+    but not a special token.
 
     Raises:
         ConfigError: if ``tokenizer.json`` cannot be read.
@@ -125,7 +128,8 @@ def special_tool_calls(folder: Path) -> list[str]:
 
 
 def load_tokenizer(policy: PolicyConfig, folder: str | Path) -> Tokenizer:
-    """Load the tokenizer in ``policy.tokenizer_name``, or the one in the model's ``folder`` if that key is not set.
+    """Load the tokenizer in ``policy.tokenizer_name``, or the tokenizer in the model's ``folder`` if that key is not
+    set.
 
     Raises:
         ConfigError: if a valid tokenizer is not found, or its chat template exceeds the limits.
@@ -136,7 +140,7 @@ def load_tokenizer(policy: PolicyConfig, folder: str | Path) -> Tokenizer:
     name = policy.tokenizer_name or folder
     try:
         tokenizer: Tokenizer = _class_for(Path(name)).from_pretrained(name)
-    except Exception as error:  # noqa: BLE001 - damaged files raise many types, also from the Rust library
+    except Exception as error:  # noqa: BLE001 - damaged files raise many exception types, also from the Rust library
         raise ConfigError(f"policy.tokenizer_name: no tokenizer in {name} ({first_line(error)})") from None
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers accepts a missing vocabulary
         raise ConfigError(f"policy.tokenizer_name: the tokenizer in {name} has no vocabulary")
@@ -151,7 +155,7 @@ _GREETING = [{"role": "user", "content": "a"}]
 
 
 class _Endless(Exception):
-    """A chat template ran more than the maximum number of lines."""
+    """Raised if a chat template runs more than the maximum number of lines."""
 
 
 def _check_template(tokenizer: Tokenizer, name: str | Path) -> None:
@@ -188,7 +192,7 @@ def _check_template(tokenizer: Tokenizer, name: str | Path) -> None:
         raise ConfigError(
             f"policy.tokenizer_name: the chat template in {name} runs more than {_MOST_LINES:,} lines for one message"
         ) from None
-    except Exception:  # noqa: BLE001 - a template may raise anything, for instance on unknown roles
+    except Exception:  # noqa: BLE001 - templates may raise any exception, for instance for unknown roles
         return
     finally:
         sys.settrace(before)
@@ -205,7 +209,7 @@ def check_same_tokens(tokenizer: Tokenizer, folder: str | Path, key: str) -> Non
     """
     try:
         other: Tokenizer = _class_for(Path(folder)).from_pretrained(folder)
-    except Exception as error:  # noqa: BLE001 - any type, as above
+    except Exception as error:  # noqa: BLE001 - damaged files raise many exception types
         raise ConfigError(f"{key}: no tokenizer in {folder} ({first_line(error)})") from None
     vocabulary, other_vocabulary = tokenizer.get_vocab(), other.get_vocab()
     unlike = [
@@ -213,8 +217,8 @@ def check_same_tokens(tokenizer: Tokenizer, folder: str | Path, key: str) -> Non
     ]
     if unlike:
         raise ConfigError(
-            f"{key}: {folder} has a different tokenizer than the policy: {len(unlike)} tokens differ, for "
-            f"example {min(unlike)!r}"
+            f"{key}: {folder} has a different tokenizer than the policy: {len(unlike)} tokens differ, "
+            f"for example {min(unlike)!r}"
         )
     if tokenizer.eos_token_id != other.eos_token_id:
         raise ConfigError(

@@ -17,33 +17,35 @@ class Environment:
     Each worker process builds one instance from the options of the YAML section. The driver also builds an instance,
     so the constructor should be fast.
 
-    The attributes describe the environment. Subclasses override them in the class body or in the constructor.
+    The attributes describe the environment. Subclasses override these attributes in the class body or in the
+    constructor.
     """
 
     reward_names: tuple[str, ...] = ()
     """Names of the reward components that the environment may return. The reward weights of the config must use these
     names."""
     open_rewards: bool = False
-    """True while the component names are unknown. Verdicts may then contain any component, and the reward weights of
-    the config are not checked."""
+    """True while the component names are unknown. In this case, verdicts may contain any component, and the reward
+    weights of the config are not checked."""
     system_prompt: str | None = None
-    """Default system prompt for this environment's prompts. The config may set a different one."""
+    """Default system prompt for this environment's prompts. The config may set a different system prompt."""
     remote: bool = False
-    """Class attribute. True if servers compute the verdicts, with limits on time and reply size. ``verify`` then runs
-    on the driver without worker processes. It is called from several threads, with all trajectories at once."""
+    """Class attribute. True if servers compute the verdicts, with limits on time and reply size. In this case,
+    ``verify`` runs on the driver without worker processes. Several threads call ``verify``, and its trajectories are
+    not split into shards."""
     plays_with_endpoint: bool = False
     """Class attribute. True if external agents play whole episodes against the run's endpoint (``rollout.endpoint``).
-    The class then defines ``play(prompts, sampling)``, which returns the results of the episodes."""
+    In this case, the class defines ``play(prompts, sampling)``, which returns the results of the episodes."""
     by_sample: bool = False
-    """Class attribute. True if the verdict on a sample does not depend on other samples. Each sample is then verified
-    as soon as it is complete, without waiting for its group."""
+    """Class attribute. True if the verdict on a sample does not depend on other samples. In this case, each sample is
+    verified as soon as it is complete, without waiting for its group."""
     instant: bool = False
-    """Class attribute. True if the constructor is fast, opens no connection and runs no third-party code. ``--dry-run``
-    then builds the environment to read its ``reward_names``. Ignored for classes outside this package, because a dry
-    run does not import them."""
+    """Class attribute. True if the constructor is fast, opens no connection and runs no third-party code. In this case,
+    ``--dry-run`` builds the environment to read its ``reward_names``. The attribute is ignored for classes outside this
+    package, because a dry run does not import them."""
 
     offers_tools: bool = False
-    """True if ``read_row`` adds a column ``tools`` to every row. The chat template must then support tools."""
+    """True if ``read_row`` adds a column ``tools`` to every row. The chat template must support tools in this case."""
 
     def __init__(self, options: Mapping[str, Any] | None = None):
         pass
@@ -51,14 +53,15 @@ class Environment:
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory, in order. The method may block; the pool enforces the time limit.
 
-        A reward of None or NaN means 'not applicable'. An exception or an infinite reward counts as a bug in the
+        A reward of None or NaN means "not applicable". An exception or an infinite reward counts as a bug in the
         environment and stops the run. For an external failure, such as an unavailable server, return a verdict with the
         outcome ``ENV_FAILED``.
         """
         raise NotImplementedError
 
     def episode(self) -> Any:
-        """Return a new ``episodes.Episode`` for one multi-turn trajectory. Define it in place of ``verify``."""
+        """Return a new ``episodes.Episode`` for one multi-turn trajectory. Multi-turn environments define this method
+        instead of ``verify``."""
         raise NotImplementedError
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
@@ -69,7 +72,7 @@ class Environment:
 
         Args:
             split: train, validation or test.
-            size: maximum number of rows. If it is None, return all rows, or a default number of rows.
+            size: maximum number of rows. If ``size`` is None, return all rows or a default number of rows.
             seed: seed of the row selection and order.
         """
         raise NotImplementedError
@@ -82,19 +85,20 @@ class Environment:
         return row
 
     def server_of(self, row: Mapping[str, Any]) -> str | None:
-        """Return the name of the server that verifies a row from ``read_row``; None without named servers.
+        """Return the name of the server that verifies a row from ``read_row``, or None without named servers.
 
         ``gdpo-nemo env check`` verifies rows of each server.
         """
         return None
 
     def examples(self, row: Mapping[str, Any]) -> Sequence[str]:
-        """Return example completions for a row, such as a correct answer. ``gdpo-nemo env check`` verifies them."""
+        """Return example completions for a row, such as a correct answer. ``gdpo-nemo env check`` verifies these
+        completions."""
         return ()
 
     def prepare(self) -> None:
-        """Prepare a worker process, for example by slow imports. Called once per process, before any time limit
-        starts."""
+        """Prepare a worker process, for example by slow imports. The pool calls this method once per process, before
+        any time limit starts."""
 
     def preflight(self, prompts: Sequence[Prompt]) -> Any:
         """Check the environment on the driver before the run starts workers and engines.
@@ -107,7 +111,7 @@ class Environment:
         """
 
     def close(self) -> None:
-        """Cancel requests in flight and release resources. Called on the driver after ``preflight``, and also at the
+        """Cancel requests in flight and release resources. The driver calls this method after ``preflight``, and at the
         end of the run if the environment is ``remote``."""
 
     @property
@@ -135,7 +139,7 @@ class Declared(NamedTuple):
     """Attributes of ``Environment`` that can be read from the class, before it is instantiated."""
 
     reward_names: tuple[str, ...] | None
-    """None if the names are known only after instantiation."""
+    """Component names, or None if the names are known only after instantiation."""
     remote: bool
     plays_with_endpoint: bool
     by_sample: bool
@@ -152,7 +156,7 @@ def declared(make: Any) -> Declared:
 def adapted(environment: Any) -> Environment:
     """Return an ``Environment``: the object itself, or a wrapper if its class is not a subclass of ``Environment``.
 
-    The wrapper uses the defaults of ``Environment`` for missing members.
+    The wrapper inherits missing members from ``Environment``.
     """
     return environment if isinstance(environment, Environment) else _Adapted(environment)
 
@@ -176,7 +180,7 @@ def _defines(environment: Environment, method: str) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """Returned by a reward function in place of a reward that could not be computed, for example after a timeout.
+    """Result of a reward function if a reward could not be computed, for example after a timeout.
 
     The sample gets the outcome ``env_failed``: it is masked and counted. In contrast, a reward of None means that the
     reward does not apply to the sample.
@@ -202,7 +206,7 @@ def checked_verdicts(reward_names: Sequence[str], trajectories: Sequence[Traject
 
 
 def reward_value(value: Any, subject: str) -> float | None:
-    """Convert a reward to float. None and NaN ('not applicable') become None.
+    """Convert a reward to float. None and NaN ("not applicable") become None.
 
     Raises RunError if the reward is infinite or not a number; the message begins with ``subject``.
     """
@@ -234,7 +238,8 @@ def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdi
     for component in dict.fromkeys(name for rewards_of_turn in turn_rewards for name in rewards_of_turn):
         if component not in rewards:
             raise RunError(
-                f"verify returned turn_rewards of {component!r} for {sample}, whose rewards do not contain it"
+                f"verify returned turn_rewards of {component!r} for {sample}, but the rewards do not contain this "
+                "component"
             )
     return replace(verdict, rewards=rewards, turn_rewards=tuple(turn_rewards))
 
@@ -257,7 +262,8 @@ def read_options(environment: str, options: Mapping[str, Any] | None, **defaults
     Args:
         environment: name of the environment, for messages.
         options: options from the config.
-        defaults: default of every known option. The type of an option must match its default; None accepts any type.
+        defaults: default of every known option. The type of an option must match its default. A default of None accepts
+            any type.
 
     Raises:
         ConfigError: if an option is unknown, has the wrong type, or is a number beyond 10**15.

@@ -1,19 +1,20 @@
-"""Interface of multi-turn environments: an episode is reset with a row, then answers each message of the policy.
+"""Interface of multi-turn environments: an episode is reset with a row and then answers each message of the policy.
 
-An environment with turns has ``reward_names`` and ``episode()``, which returns an object for one trajectory with
+A multi-turn environment defines ``reward_names`` and ``episode()``. ``episode()`` returns an object for one trajectory
+with these methods:
 
-* ``reset(row) -> prompt | None``: takes the row's columns. Returns the first prompt as text or chat messages. None
-  selects the row's prompt.
-* ``step(message) -> (observation, rewards, done)``: takes the policy's message, ``{"role": "assistant", "content":
+* ``reset(row) -> prompt | None``: receives the row's columns. Returns the first prompt as text or chat messages, or
+  None to use the row's prompt.
+* ``step(message) -> (observation, rewards, done)``: receives the policy's message, ``{"role": "assistant", "content":
   text, "finish_reason": "stop" | "length"}``. The observation is text or chat messages for the policy, or None when the
-  episode is done. The rewards of this step are a mapping by component name, or None. ``done`` is True if the episode is
-  over. Rewards of the same component are summed over the steps.
-* ``cut() -> rewards | None``, optional: called in place of the next step if the turn or token budget is exhausted.
+  episode is done. The rewards of this step are a mapping from component name to reward, or None. ``done`` is True if
+  the episode is over. Rewards of the same component are summed over the steps.
+* ``cut() -> rewards | None``, optional: replaces the next step if the turn or token budget is exhausted.
 
-Steps run in the worker processes of the environment pool, each in any free worker, under ``rollout.env_timeout_s``. The
-episode is pickled between steps. If a worker is killed, the step is retried once from the state before it. An exception
-counts as a bug in the environment and stops the run. To report an external failure, such as an unavailable server,
-raise ``EpisodeFailed``: it masks the trajectory.
+Each step runs in any free worker process of the environment pool, with the time limit ``rollout.env_timeout_s``. The
+episode is pickled between steps. If a worker is killed, the step is retried once from the state before the step. An
+exception counts as a bug in the environment and stops the run. To report an external failure, such as an unavailable
+server, raise ``EpisodeFailed``, which masks the trajectory.
 """
 
 from __future__ import annotations
@@ -28,27 +29,27 @@ from gdpo_nemo.environments.base import Environment, reward_value
 from gdpo_nemo.utils.errors import RunError
 
 MAX_STATE_BYTES = 16 * 2**20
-"""Maximum size of a pickled episode."""
+"""Maximum size of a pickled episode in bytes."""
 MAX_OBSERVATION_CHARACTERS = 2**20
-"""Maximum length of an observation."""
+"""Maximum length of an observation in characters."""
 
 Observation = str | list[Mapping[str, Any]]
 
 
 class EpisodeFailed(Exception):
-    """Raised by an episode that cannot continue because of an external failure. Its trajectory is masked and
-    counted."""
+    """Raised by an episode that cannot continue because of an external failure. The trajectory of the episode is masked
+    and counted."""
 
 
 class Episode(Protocol):
-    """One multi-turn trajectory, as seen by the environment. The module docstring describes the methods."""
+    """Interface of one multi-turn episode in an environment. The module docstring describes the methods."""
 
     def reset(self, row: Mapping[str, Any]) -> Observation | None:
-        """Begin the episode and return the first prompt. None selects the row's prompt."""
+        """Begin the episode and return the first prompt, or None to use the row's prompt."""
         ...
 
     def step(self, message: Mapping[str, Any]) -> tuple[Observation | None, Mapping[str, float | None] | None, bool]:
-        """Answer the policy's message with (observation, rewards, done)."""
+        """Process the policy's message and return (observation, rewards, done)."""
         ...
 
 
@@ -56,7 +57,8 @@ class Episode(Protocol):
 class EpisodeStep:
     """Request to run one step of an episode.
 
-    Without ``state`` it is a reset. With ``state`` and ``message`` it is a step. With ``state`` only, it is a cut.
+    A request without ``state`` resets the episode. A request with ``state`` and ``message`` runs ``step``. A request
+    with ``state`` only runs ``cut``.
     """
 
     prompt: Prompt
@@ -82,7 +84,7 @@ class EpisodeReply:
 
 
 class RemoteEpisodes(Protocol):
-    """Interface of a ``remote`` environment with turns. Its episodes live on servers or in threads of the driver, and
+    """Interface of a ``remote`` multi-turn environment. The episodes run on servers or in threads of the driver, and
     are never pickled."""
 
     def start_step(self, step: EpisodeStep) -> Future[EpisodeReply]:
@@ -137,7 +139,7 @@ def _checked_observation(value: Any) -> Observation:
         and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in value)
     ):
         if any(m["role"] == "assistant" for m in value):
-            raise RunError("an observation contains an assistant message; only the policy may write these")
+            raise RunError("an observation contains an assistant message; only the policy may write assistant messages")
         observation = [dict(message) for message in value]
     else:
         raise RunError(f"an observation must be text or chat messages, not {str(value)[:40]!r}")

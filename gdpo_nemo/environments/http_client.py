@@ -1,4 +1,4 @@
-"""HTTP client for untrusted servers, and a thread with an event loop in which environments run it."""
+"""HTTP client for untrusted servers, and an event loop thread in which environments run the client."""
 
 from __future__ import annotations
 
@@ -31,32 +31,33 @@ from gdpo_nemo.utils.errors import ConfigError, RunError
 Reply = TypeVar("Reply")
 
 CONNECT_S = 10.0
-"""Time limit of opening a connection."""
+"""Time limit in seconds for opening a connection."""
 _ERROR_BYTES = 16 * 1024
-"""Number of bytes of an error reply that are read."""
+"""Maximum number of bytes to read of an error reply."""
 _COOKIES = 16
 """Maximum number of cookies of one trajectory."""
 _COOKIE_BYTES = 4096
-"""Size limit per cookie in bytes. All cookies together may have ``_COOKIES`` times as many."""
+"""Size limit per cookie in bytes. The total size limit of all cookies is ``_COOKIES`` times this value."""
 SPARE_FILES = 256
-"""File descriptors to reserve for other uses when the limit of open files is raised."""
+"""Number of file descriptors to reserve for other uses when the open-file limit is raised."""
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
 
 
 class Cookies:
-    """Cookies that a server has set for one trajectory. They are sent back unchanged, only to this server."""
+    """Cookies that a server has set for one trajectory. The cookies are sent back unchanged, and only to this
+    server."""
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
 
     def header(self) -> str | None:
-        """Return the value of the ``Cookie`` header, or None without cookies."""
+        """Return the value of the ``Cookie`` header, or None if no cookies are set."""
         return "; ".join(f"{name}={value}" for name, value in self._values.items()) or None
 
     def update(self, headers: list[str]) -> None:
-        """Store the cookies of ``Set-Cookie`` headers. Raises Failure(BAD_REPLY) if there are too many or they are too
-        large."""
+        """Store the cookies of ``Set-Cookie`` headers. Raises Failure(BAD_REPLY) if there are too many cookies or their
+        size exceeds the limit."""
         for text in headers:
             if len(text) > 2 * _COOKIE_BYTES:
                 raise Failure(FailureKind.BAD_REPLY, "the server set a cookie that is too large")
@@ -75,13 +76,14 @@ class Cookies:
 
 
 class HttpClient:
-    """JSON client with limits on connections, reply size and nesting depth. Use and close it in the same event loop.
+    """JSON client with limits on connections, reply size and nesting depth. Use and close the client in the same event
+    loop.
 
     Args:
         concurrency: maximum number of connections to one host.
         max_reply_bytes: maximum size of a reply in bytes.
         max_json_depth: maximum nesting depth of a reply.
-        api_key: key to send as a bearer token. It is removed from error messages.
+        api_key: key to send as a bearer token. The key is removed from error messages.
     """
 
     def __init__(self, concurrency: int, max_reply_bytes: int, max_json_depth: int, api_key: str | None = None):
@@ -105,7 +107,7 @@ class HttpClient:
     async def post(
         self, url: str, body: Mapping[str, Any] | bytes, cookies: Cookies, timeout_s: float
     ) -> dict[str, Any]:
-        """Send a POST request like ``ask``. Raises Failure also if the reply is not a JSON object."""
+        """Send a POST request like ``ask``. Also raises Failure if the reply is not a JSON object."""
         reply = await self.ask(url, body, timeout_s, cookies)
         if not isinstance(reply, dict):
             raise Failure(FailureKind.BAD_REPLY, f"expected a JSON object as the reply, got {type(reply).__name__}")
@@ -116,8 +118,8 @@ class HttpClient:
         return await self._exchange("GET", url, None, Cookies(), timeout_s)
 
     async def reach(self, url: str, timeout_s: float) -> None:
-        """Check that an HTTP server responds at the URL. Raises Failure if it does not respond, or if the status is at
-        least 500."""
+        """Check that an HTTP server responds at the URL. Raises Failure if the server does not respond, or if the
+        status is at least 500."""
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._open("GET", url, None, Cookies()) as response:
@@ -134,7 +136,7 @@ class HttpClient:
 
     async def _exchange(self, method: str, url: str, data: bytes | None, cookies: Cookies, timeout_s: float) -> Any:
         if timeout_s <= 0:
-            raise Failure(FailureKind.TIMEOUT, "no time was left for the request")
+            raise Failure(FailureKind.TIMEOUT, "the time limit was reached before the request was sent")
         try:
             async with asyncio.timeout(timeout_s):
                 async with self._open(method, url, data, cookies) as response:
@@ -213,7 +215,7 @@ class HttpClient:
         return Failure(kind, text, retry_after_s=retry_after_s(response.headers.get("Retry-After")), status=status)
 
     async def _excerpt(self, response: aiohttp.ClientResponse) -> str:
-        """Return the start of an error reply's body as one line, for a message."""
+        """Return the beginning of an error reply's body as one line, for an error message."""
         body = await response.content.read(_ERROR_BYTES)
         if "json" not in response.content_type:
             return self._clean(body.decode("utf-8", "replace"), 120)
@@ -247,7 +249,7 @@ async def with_retries(
 
     Args:
         retries: maximum number of attempts after the first.
-        time_left: returns the seconds until the time limit. No attempt starts after the limit.
+        time_left: returns the seconds until the time limit. No attempt starts after this limit.
         limit: description of the time limit, for the message.
 
     Raises:
@@ -303,11 +305,11 @@ def _pause(state: tenacity.RetryCallState) -> float:
 
 
 def base_url(key: str, url: Any) -> str:
-    """Return the URL without a trailing slash.
+    """Check a base URL and return it without a trailing slash.
 
     Raises:
-        ConfigError: if it is not an http(s) URL with a host, or contains a user, password, query or fragment. The
-            message begins with ``key``.
+        ConfigError: if the URL is not http(s) with a host, or contains a user, password, query or fragment. The message
+            begins with ``key``.
     """
     if not isinstance(url, str):
         raise ConfigError(f"{key}: must be a URL such as http://127.0.0.1:12503, not {url!r}")
@@ -340,7 +342,7 @@ def api_key(variable: str | None) -> str | None:
 
 
 def raise_file_limit(minimum: int) -> None:
-    """Raise the process's limit of open files to ``minimum``, or to its hard limit if that is lower."""
+    """Raise the process's open-file limit to ``minimum``, or to the hard limit if the hard limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < minimum:
         resource.setrlimit(
@@ -350,7 +352,7 @@ def raise_file_limit(minimum: int) -> None:
 
 _T = TypeVar("_T")
 _CLOSE_S = 10.0
-"""Maximum duration of the cleanup when a loop is closed."""
+"""Maximum duration in seconds of the cleanup when a loop is closed."""
 
 
 class LoopThread:
@@ -367,7 +369,7 @@ class LoopThread:
         self._closed = False
 
     def start(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Run a coroutine in the loop and return its future. May be called from any thread. Raises RunError after
+        """Run a coroutine in the loop and return its future. Any thread may call this method. Raises RunError after
         ``close``."""
         with self._lock:
             if self._closed:

@@ -1,4 +1,4 @@
-"""Registry of environments: built in, installed as plugins, or specified by import path."""
+"""Registry of environments: built-in, installed as plugins, or specified by an import path."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _OTHER_NAMES = {
 def _tasks() -> dict[str, str]:
     """Return the import paths of the environments in ``tasks``, by file name.
 
-    The files are searched as text, so that no file is imported before its environment is used.
+    The files are searched as text, so that a file is only imported when its environment is used.
     """
     classes = {path.stem: _CLASS.search(path.read_text(encoding="utf-8")) for path in sorted(_TASKS.glob("*.py"))}
     import_paths = {name: f"{__package__}.tasks.{name}:{match[1]}" for name, match in classes.items() if match}
@@ -60,8 +60,9 @@ def origin(point: EntryPoint) -> str:
 def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment:
     """Build the environment ``name`` of the config from its options.
 
-    The option ``plugin`` selects the class: a registered name, ``file.py:Class`` or ``package.module.Class``. Its
-    default is the name of the environment. The option ``num_workers`` is not passed to the class; the pool uses it.
+    The option ``plugin`` selects the class: a registered name, ``file.py:Class`` or ``package.module.Class``. The
+    default of ``plugin`` is the name of the environment. The option ``num_workers`` is used by the pool and is not
+    passed to the class.
 
     Raises:
         ConfigError: if the name is unknown, the class cannot be imported or instantiated, the object is not an
@@ -87,13 +88,13 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
 
 
 def environment_class(name: str, options: Mapping[str, Any] | None = None) -> Any:
-    """Return the class or factory function of an environment. Raises ConfigError if it is not found."""
+    """Return the class or factory function of an environment. Raises ConfigError if the class is not found."""
     return find_plugin(name, plugin_of(name, options))
 
 
 def verifies_by_sample(name: str, options: Mapping[str, Any] | None = None) -> bool:
-    """Return ``by_sample`` of the environment's class. False if the class cannot be imported; the worker then reports
-    the error."""
+    """Return the attribute ``by_sample`` of the environment's class. Return False if the class cannot be imported,
+    because the worker reports this error later."""
     try:
         return declared(environment_class(name, options)).by_sample
     except ConfigError:
@@ -101,8 +102,8 @@ def verifies_by_sample(name: str, options: Mapping[str, Any] | None = None) -> b
 
 
 def plugin_of(name: str, options: Mapping[str, Any] | None) -> str:
-    """Return the option ``plugin`` of an environment, by default its name. Raises ConfigError if the options or the
-    plugin have the wrong type."""
+    """Return the option ``plugin`` of an environment. The default is the environment's name. Raises ConfigError if the
+    options or the plugin have the wrong type."""
     if options is not None and not isinstance(options, Mapping):
         raise ConfigError(f"env.{name}: expected options as keys and values, got {options!r}")
     plugin = (options or {}).get("plugin", name)
@@ -112,12 +113,12 @@ def plugin_of(name: str, options: Mapping[str, Any] | None) -> str:
 
 
 def load_environments(section: Mapping[str, Mapping[str, Any] | None]) -> dict[str, Environment]:
-    """Build all environments of the config section ``env``. Raises like ``load_environment``."""
+    """Build all environments of the config section ``env``. Raises the same exceptions as ``load_environment``."""
     return {name: load_environment(name, options) for name, options in section.items()}
 
 
 def check_rewards(gdpo: GdpoConfig, algorithm: AlgorithmSpec, environments: Mapping[str, Environment]) -> None:
-    """Check that environments return every reward component that the config weights.
+    """Check that the environments return every reward component to which the config assigns a weight.
 
     The check is skipped if the components of an environment are unknown. Raises ConfigError.
     """
@@ -128,8 +129,8 @@ def check_rewards(gdpo: GdpoConfig, algorithm: AlgorithmSpec, environments: Mapp
 
 
 def dedicated_workers(name: str, options: Mapping[str, Any] | None) -> int | None:
-    """Return the option ``num_workers``, the number of dedicated worker processes. None if the environment uses the
-    shared processes.
+    """Return the option ``num_workers``, the number of dedicated worker processes. Return None if the environment uses
+    the shared worker processes.
 
     Raises ConfigError if the option is not an integer from 1 to 4096.
     """
@@ -140,8 +141,8 @@ def dedicated_workers(name: str, options: Mapping[str, Any] | None) -> int | Non
 
 
 def find_plugin(name: str, plugin: str) -> Any:
-    """Return the class or factory function that ``plugin`` selects for the environment ``name``. Raises ConfigError
-    like ``load_environment``."""
+    """Return the class or factory function that ``plugin`` selects for the environment ``name``. Raises ConfigError in
+    the same cases as ``load_environment``."""
     if plugin in BUILT_IN:
         return load_object(BUILT_IN[plugin])
     installed = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=plugin)}
@@ -176,7 +177,7 @@ def _check_environment(name: str, plugin: str, environment: Environment) -> None
 
 
 def announced_components(name: str, options: Mapping[str, Any] | None) -> tuple[str, ...] | None:
-    """Return an environment's reward components without running user code, or None if that is not possible.
+    """Return an environment's reward components without running user code, or None if this is not possible.
 
     User code is parsed, but not executed.
 
@@ -246,7 +247,7 @@ def _check_import_path(key: str, import_path: str, kind: str, known: Any) -> Non
 
 
 def _top_level_names(body: list[ast.stmt]) -> set[str] | None:
-    """Return the names that a module binds at top level, or None if they are known only at run time."""
+    """Return the names that a module binds at top level, or None if the names are known only at run time."""
     names: set[str] = set()
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -1,4 +1,4 @@
-"""Thread-safe vLLM engine, which accepts requests and weight updates while it samples."""
+"""Thread-safe vLLM engine that accepts requests and weight updates during sampling."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ ENVIRONMENT = {
 }
 
 KV_AT_UPDATE = ("drain", "recompute", "keep")
-"""Options for the requests in flight at a weight update. ``Engine.prepare_update`` describes them."""
+"""Options for the requests in flight at a weight update. ``Engine.prepare_update`` describes these options."""
 
 
 class Engine:
-    """A vLLM engine. Create at most one per process.
+    """A vLLM engine. Create at most one engine per process.
 
     The engine starts with the weights of ``model`` as version -1. All methods are thread-safe. A dedicated thread steps
-    vLLM while requests are unfinished. Calls from other threads are executed between two steps, in order of arrival.
+    vLLM while requests are unfinished. Calls from other threads are executed between two engine steps, in order of
+    arrival.
 
     Args:
         model: Hugging Face folder.
@@ -57,7 +58,7 @@ class Engine:
         max_model_len: maximum length of prompt plus completion in tokens.
         seed: vLLM's seed for requests without a seed.
         on_cpu: True to run vLLM's CPU build.
-        sleeps: True to let ``sleep`` release GPU memory. On a CPU it never releases memory.
+        sleeps: True to let ``sleep`` release GPU memory. On a CPU, ``sleep`` never releases memory.
         targets: ``policy.lora.target_modules``. An update of LoRA adapters must contain these layers.
     """
 
@@ -89,16 +90,16 @@ class Engine:
     def submit(self, requests: Mapping[str, tuple[SampleRequest, Sampling]]) -> None:
         """Add requests without waiting. ``poll`` returns their completions.
 
-        All requests of a call are added before the same step, in order. Batches are therefore reproducible. The last
+        All requests of a call are added before the same step, in order. This makes batches reproducible. The last
         digits of a log-prob may depend on the other requests in the batch. Requests that arrive during a weight update
-        start after it.
+        start after the update.
 
         Args:
             requests: requests and sampling settings by name.
 
         Raises:
             RunError: if a prompt is empty or leaves no room for a completion, if the engine sleeps or has received only
-                a part of an update, or if vLLM has failed.
+                part of an update, or if vLLM has failed.
         """
         self._check_can_sample()
         self._pump.submit([self._to_pump_request(name, *request) for name, request in requests.items()])
@@ -106,7 +107,7 @@ class Engine:
     def poll(self, wait_s: float) -> EngineReport:
         """Return the requests that have finished since the last call, and the engine's load.
 
-        Wait until at least one request has finished, but at most ``wait_s`` seconds.
+        Wait up to ``wait_s`` seconds until at least one request has finished.
 
         Raises:
             RunError: if vLLM has failed. The failure is permanent.
@@ -114,18 +115,19 @@ class Engine:
         return self._pump.poll(wait_s)
 
     def abort(self, names: Collection[str]) -> None:
-        """Drop requests, so that ``poll`` does not return them. Unknown names are ignored."""
+        """Drop requests, so that ``poll`` does not return their completions. Unknown names are ignored."""
         self._pump.abort(names)
 
     def drawn(self, name: str) -> list[int]:
-        """Return the tokens that a submitted request has sampled so far. Empty if it has finished or not started."""
+        """Return the tokens that a submitted request has sampled so far. The result is empty if the request has
+        finished or not started."""
         return self._pump.drawn(name)
 
     def generate(self, requests: Sequence[SampleRequest], sampling: Sampling) -> CompletionBatch:
         """Sample one completion per request and return them, in order.
 
         Raises:
-            RunError: as for ``submit``.
+            RunError: in the same cases as ``submit``.
         """
         self._check_can_sample()
         start = time.monotonic()
@@ -139,7 +141,8 @@ class Engine:
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the log-probs of all tokens except the first, at temperature 1.
 
-        Sequences are batched with the requests in flight. Sequences that arrive during a weight update start after it.
+        Sequences are batched with the requests in flight. Sequences that arrive during a weight update start after the
+        update.
 
         Args:
             sequences: token ids. Shape: [tokens] each.
@@ -185,13 +188,14 @@ class Engine:
 
         Args:
             manifest: description of the update.
-            kv: treatment of the requests in flight. ``drain`` finishes them first, so that each has a single version.
-                ``recompute`` stops immediately and recomputes their keys and values with the new weights.
-                ``keep`` stops immediately and keeps their old keys and values. In every case, requests that have not
-                sampled a token yet use only the new weights.
+            kv: treatment of the requests in flight. ``drain`` first finishes these requests, so that each completion
+                has a single version. ``recompute`` stops immediately and recomputes the keys and values with the new
+                weights. ``keep`` stops immediately and keeps the old keys and values. With every option, requests that
+                have not sampled a token yet use only the new weights.
 
         Raises:
-            RunError: if a name is missing, unexpected or duplicated. The engine then continues without the update.
+            RunError: if a name is missing, unexpected or duplicated. In this case, the engine continues without the
+                update.
         """
         if kv not in KV_AT_UPDATE:
             raise ValueError(f"kv must be one of {', '.join(KV_AT_UPDATE)}, not {kv!r}")
@@ -199,19 +203,19 @@ class Engine:
         self._pump.hold(kv)
 
     def update_weights(self, manifest: Manifest, receiver: Receiver, *data: Any) -> int:
-        """Replace all weights, and return their version.
+        """Replace all weights and return their version.
 
-        Cached prefixes of older weights are not used afterwards. Without a call of ``prepare_update``, the engine first
-        finishes its requests (``drain``).
+        Afterwards, cached prefixes of older weights are not used. Without a call of ``prepare_update``, the engine
+        first finishes its requests (``drain``).
 
         Args:
             manifest: description of the update.
-            receiver: receives the tensors in each of the engine's processes.
+            receiver: object that receives the tensors in each process of the engine.
             data: additional arguments of ``Receiver.opened`` in this process.
 
         Raises:
-            RunError: if names or checksums do not match, or the sender stopped early. The engine then has a mix of two
-                versions, and cannot sample until an update succeeds.
+            RunError: if names or checksums do not match, or the sender stopped early. In this case, the engine has a
+                mix of two versions and cannot sample until an update succeeds.
         """
         if not self._pump.held:
             self.prepare_update(manifest)
@@ -223,7 +227,8 @@ class Engine:
         self._pump.close_receiver(receiver)
 
     def resume(self) -> None:
-        """Cancel a prepared update and continue. Raises RunError if the engine has received a part of the update."""
+        """Cancel a prepared update and continue sampling. Raises RunError if the engine has received part of the
+        update."""
         self._pump.resume()
 
     def sleep(self) -> None:
@@ -232,7 +237,7 @@ class Engine:
         self._pump.sleep()
 
     def wake(self, tag: str) -> None:
-        """Reallocate memory after ``sleep``. Call it with ``weights``, update the weights, then call it with
+        """Reallocate memory after ``sleep``. Call this method with ``weights``, update the weights, then call it with
         ``kv_cache``."""
         self._pump.wake(tag)
 

@@ -26,7 +26,7 @@ _SEE_LOG = "(see its output in the engine's log)"
 
 
 def engine_failure(error: BaseException) -> EngineFailed | None:
-    """Return the failure if an error of vLLM makes the engine unusable, or None for other errors.
+    """Return the failure for an error of vLLM that makes the engine unusable, or None for other errors.
 
     Errors of the GPU count as failures, because a process cannot use its GPU after a CUDA error.
     """
@@ -45,7 +45,8 @@ def engine_failure(error: BaseException) -> EngineFailed | None:
 
 
 def death_of(processes: Sequence[BaseProcess], wait_s: float) -> EngineFailed | None:
-    """Wait until a child process ends, and return the failure. None if all are alive after ``wait_s`` seconds.
+    """Wait until a child process ends, and return the failure. Return None if all processes are alive after ``wait_s``
+    seconds.
 
     Without this check, calls that wait for a killed process of vLLM would wait forever.
     """
@@ -53,7 +54,7 @@ def death_of(processes: Sequence[BaseProcess], wait_s: float) -> EngineFailed | 
     if not ended:
         return None
     process = next(process for process in processes if process.sentinel == ended[0])
-    while process.exitcode is None:  # a thread of vLLM may be about to set it
+    while process.exitcode is None:  # another thread of vLLM may be about to set the exit code
         time.sleep(0.01)
     code = process.exitcode
     ending = f"ended with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
@@ -61,17 +62,17 @@ def death_of(processes: Sequence[BaseProcess], wait_s: float) -> EngineFailed | 
 
 
 class Standstill:
-    """Detector of stuck processes: they use no CPU time and do no I/O although a call waits for them.
+    """Detector of stuck processes, which use no CPU time and do no I/O although a call waits for them.
 
-    Stopped or deadlocked processes are detected. Slow processes, for example on a busy machine or with a long prompt,
-    are not considered stuck, and neither are busy loops. Time during which the machine or the detector was suspended
-    does not count.
+    Stopped or deadlocked processes are detected. Processes in a busy loop are not detected. Slow processes, for example
+    on a busy machine or with a long prompt, are not considered stuck. Time during which the machine or the detector was
+    suspended does not count.
     """
 
     LIMIT_S = 120.0
     """Seconds without progress after which processes are considered stuck."""
     LOOK_S = 2.0
-    """Seconds between two checks. A longer interval counts as this value."""
+    """Seconds between two checks. A longer interval counts as ``LOOK_S`` seconds."""
 
     def __init__(self) -> None:
         self._done: object = None
@@ -82,8 +83,8 @@ class Standstill:
         """Record a check. Return whether the processes have made no progress for ``LIMIT_S`` seconds.
 
         Args:
-            done: measure of the work that the processes have done so far (``waits.work_done``); None if no call waits
-                for them.
+            done: measure of the work that the processes have done so far (``waits.work_done``), or None if no call
+                waits for the processes.
             now: time of a monotonic clock in seconds.
         """
         if done is None or done != self._done:
@@ -98,5 +99,5 @@ def stuck_failure() -> EngineFailed:
     """Return the failure for an engine whose processes are stuck."""
     return EngineFailed(
         f"vLLM's processes used no CPU time or I/O for {Standstill.LIMIT_S:.0f} s while the engine waited for them: "
-        f"they are stopped or hang {_SEE_LOG}"
+        f"the processes are stopped or stuck {_SEE_LOG}"
     )

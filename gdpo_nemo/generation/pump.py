@@ -1,4 +1,4 @@
-"""Thread that steps vLLM and executes the operations of other threads between two steps.
+"""Thread that runs the steps of vLLM, and executes the operations of other threads between two steps.
 
     thread        calls                           effect
     ------------  ------------------------------  -----------------------------------------------------------
@@ -70,11 +70,12 @@ class PumpedRequest:
     prompt_ids: list[int]
     parameters: SamplingParams
     answer: Future[RequestOutput] | None = None
-    """Future for the output; None if ``poll`` returns the completion."""
+    """Future for the output, or None if ``poll`` returns the completion."""
 
 
 class Pump:
-    """Thread that creates vLLM, steps it while requests are unfinished, and executes operations between two steps.
+    """Thread that creates vLLM, runs its steps while requests are unfinished, and executes operations between two
+    steps.
 
     Operations are executed in order of arrival. While a hold is requested or active, new requests are parked.
 
@@ -88,16 +89,16 @@ class Pump:
         self._reportable = threading.Condition(self._lock)
         self._operations: deque[Callable[[], None]] = deque()
         self._pending: set[Future[Any]] = set()
-        """Pending calls to this thread. All of them receive the exception if the thread fails."""
+        """Pending calls to this thread. If the thread fails, all pending calls receive the exception."""
         self._failure: GdpoError | None = None
         self._closed = False
-        # ``_lock`` protects the attributes above and ``_finished``. Only the thread uses the others.
+        # ``_lock`` protects the attributes above and ``_finished``. Only the thread uses the other attributes.
         self._finished: list[FinishedRequest] = []
         self._inflight: dict[str, PumpedRequest] = {}
         """Requests inside vLLM by name, in the order in which they were added."""
         self._parked: list[PumpedRequest] = []
         self._kv: str | None = None
-        """Argument ``kv`` of the requested hold; None if no hold is requested."""
+        """Argument ``kv`` of the requested hold, or None if no hold is requested."""
         self._held = False
         self._holds: list[Future[None]] = []
         self._busy_s = 0.0
@@ -108,7 +109,7 @@ class Pump:
         self._load = Load(0, 0, 0.0, 0, 0)
         self._measured_s = 0.0
         self._waits_for_vllm = False
-        """True while the thread waits for vLLM's processes, and not for another process."""
+        """True while the thread waits for vLLM's processes and not for another process."""
         self.core: VllmCore
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(options, started), daemon=True, name="vllm")
@@ -118,7 +119,7 @@ class Pump:
     # -- called by other threads --------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[PumpedRequest]) -> None:
-        """Add requests without waiting. All of them are added before the next step.
+        """Add requests without waiting. All requests of the call are added before the next step.
 
         Raises:
             RunError: if the thread has failed.
@@ -143,7 +144,7 @@ class Pump:
         return answer.result()
 
     def poll(self, wait_s: float) -> EngineReport:
-        """Wait until a request has finished, but at most ``wait_s`` seconds, and return the engine's report.
+        """Wait up to ``wait_s`` seconds until a request has finished, and return the engine's report.
 
         Raises:
             RunError: if the thread has failed.
@@ -167,7 +168,7 @@ class Pump:
             )
 
     def abort(self, names: Collection[str]) -> None:
-        """Drop requests in any state. ``poll`` does not return them after this call."""
+        """Drop requests in any state. After this call, ``poll`` does not return their completions."""
         self.call(partial(self._drop, frozenset(names)))
 
     def drawn(self, name: str) -> list[int]:
@@ -175,7 +176,7 @@ class Pump:
         return self.call(partial(self.core.drawn, name))
 
     def hold(self, kv: str) -> None:
-        """Stop vLLM between two steps, and wait until it has stopped. With ``drain``, it first finishes all requests.
+        """Stop vLLM between two steps, and wait until it has stopped. With ``drain``, vLLM first finishes all requests.
 
         Raises:
             RunError: if ``resume`` ended the hold before vLLM stopped.
@@ -190,7 +191,7 @@ class Pump:
         return self._held
 
     def resume(self) -> None:
-        """End a hold without an update. Raises RunError if the engine has received only a part of an update."""
+        """End a hold without an update. Raises RunError if the engine has received only part of an update."""
         self.call(self._resume)
 
     def update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any]) -> None:
@@ -268,7 +269,7 @@ class Pump:
             threading.Thread(target=watch, daemon=True, name="vLLM's processes").start()
 
     def _turn(self) -> bool:
-        """Wait for work, execute the operations, then run one step. Return False after ``close`` or a failure."""
+        """Wait for work, execute the operations, then run one vLLM step. Return False after ``close`` or a failure."""
         with self._lock:
             self._arrived.wait_for(lambda: self._operations or self._closed or self._failure or self._can_step())
             operations = list(self._operations)
@@ -402,7 +403,7 @@ class Pump:
 
     def _update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any]) -> None:
         if not self._held:
-            raise RunError(f"weight update {manifest.version}: the engine was not prepared for it")
+            raise RunError(f"weight update {manifest.version}: the engine was not prepared for the update")
         keep = self._kv == "keep"
         discarded = 0 if keep else self.core.load().context
         self.core.update(manifest, receiver, data, keep)
@@ -412,7 +413,7 @@ class Pump:
         self._end_hold()
 
     def _add_again(self, names: Collection[str]) -> None:
-        """Abort requests and add them again, so that they do not use cached prefixes of the old weights."""
+        """Abort requests and add them again, so that the requests do not use cached prefixes of the old weights."""
         requests = [request for name, request in self._inflight.items() if name in names]
         self.core.abort([request.name for request in requests])
         self._add(requests)

@@ -17,7 +17,8 @@ class SampleRequest:
     seed: int
     """Seed of the sampler."""
     max_tokens: int | None = None
-    """Maximum number of tokens of this completion; None for ``Sampling.max_new_tokens``. The smaller limit applies."""
+    """Maximum number of tokens of this completion, or None for ``Sampling.max_new_tokens``. The smaller of the two
+    limits applies."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Sampling:
     max_new_tokens: int
     """Maximum number of tokens of a completion."""
     stop_strings: tuple[str, ...] = ()
-    """Strings after which a completion ends. The completion includes the string."""
+    """Strings after which a completion ends. The completion includes the stop string."""
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Completion:
     finish_reason: str
     """``stop`` or ``length``."""
     spans: tuple[tuple[int, int], ...] = ()
-    """Version spans in order, as pairs of weight version and number of tokens. Together they cover all tokens.
+    """Version spans in order, as pairs of weight version and number of tokens. The spans together cover all tokens.
 
     A completion has several spans if the weights were updated while it was sampled.
     """
@@ -78,7 +79,7 @@ class FinishedRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class EngineReport:
-    """Return value of ``Engine.poll``: finished requests, load, and counters since the start of the engine."""
+    """Report of ``Engine.poll``: finished requests, load, and counters since the start of the engine."""
 
     finished: list[FinishedRequest]
     """Requests that have finished since the last poll."""
@@ -91,7 +92,7 @@ class EngineReport:
     kv_used: float
     """Fraction of the KV cache that the running requests use, from 0 to 1.
 
-    It is an upper bound, because shared prefixes are counted once per request.
+    This fraction is an upper bound, because shared prefixes are counted once per request.
     """
     busy_s: float
     """Total time of the engine steps in seconds."""

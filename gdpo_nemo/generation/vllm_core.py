@@ -33,14 +33,14 @@ _BATCHED_TOKENS = 8192
 _CPU_BLOCK = 32
 """Number of tokens in a KV cache block of a CPU engine.
 
-The samples of a group share only full blocks of their prompt. With vLLM's default of 128, they would not share a prompt
-of 49 tokens. vLLM's CPU attention requires at least 32.
+The samples of a group share only complete KV cache blocks of their prompt. With vLLM's default of 128, samples would
+not share a prompt of 49 tokens. vLLM's CPU attention requires at least 32.
 """
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Arguments of ``Engine``, which describes them."""
+    """Arguments of ``Engine``. The docstring of ``Engine`` describes the arguments."""
 
     model: str
     config: VllmConfig
@@ -53,7 +53,7 @@ class EngineOptions:
 
 
 class Load(NamedTuple):
-    """Load of an engine. ``EngineReport`` describes the fields of the same names."""
+    """Load of an engine. ``EngineReport`` describes the fields with the same names."""
 
     running: int
     waiting: int
@@ -65,8 +65,8 @@ class Load(NamedTuple):
 
 
 class VllmCore:
-    """One vLLM engine. Call its methods only from the thread that created it, because OpenMP's settings apply per
-    calling thread."""
+    """One vLLM engine. Call the methods only from the thread that created the object, because OpenMP's settings apply
+    per calling thread."""
 
     def __init__(self, options: EngineOptions):
         _import_vllm()
@@ -103,8 +103,8 @@ class VllmCore:
         self.version = -1
         self._engine.set_weight_version("-1")
         self._updates = 0
-        """Number of weight updates. It is the salt of the prefix cache, so that requests do not share prefixes with
-        requests of older weights."""
+        """Number of weight updates. This number is the salt of the prefix cache, so that requests do not share prefixes
+        with requests of older weights."""
         self.asleep = False
         self.torn = False
         """True if the last weight update was interrupted, so that the weights are a mix of two versions."""
@@ -117,8 +117,8 @@ class VllmCore:
     def add(self, requests: Iterable[tuple[str, list[int], SamplingParams]]) -> None:
         """Add requests as (name, prompt token ids, parameters).
 
-        If the engine is idle, all requests start in the same step. If it is busy and the scheduler runs in a separate
-        process, steps continue while requests are added.
+        If the engine is idle, all requests start in the same step. If the engine is busy and the scheduler runs in a
+        separate process, steps continue while requests are added.
         """
         from vllm.inputs import tokens_input
 
@@ -131,7 +131,7 @@ class VllmCore:
             self.release()
 
     def abort(self, names: Collection[str]) -> int:
-        """Drop requests. Return the number of tokens that they have sampled."""
+        """Drop requests. Return the number of tokens that these requests have sampled."""
         sampled = sum(
             state.detokenizer.num_output_tokens() for state in self._states() if state.external_req_id in names
         )
@@ -153,15 +153,17 @@ class VllmCore:
         return finished
 
     def _output_pending(self) -> bool:
-        """Return whether outputs of a step have not been read yet. They must be read before the weights change."""
+        """Return whether outputs of a step have not been read yet. These outputs must be read before the weights
+        change."""
         core = self._engine.engine_core
         if self._steps_by_itself:  # the process sends all outputs before it confirms the pause
             return not core.outputs_queue.empty()
-        return bool(core.engine_core.batch_queue)  # steps that asynchronous scheduling has started
+        return bool(core.engine_core.batch_queue)  # asynchronous scheduling has started these steps
 
     @property
     def processes(self) -> Sequence[BaseProcess]:
-        """Process of vLLM's scheduler; empty if it runs in this process. vLLM's workers end together with it."""
+        """Process of vLLM's scheduler, or an empty sequence if the scheduler runs in this process. vLLM's workers end
+        together with the scheduler."""
         return self._engine.engine_core.resources.engine_manager.processes if self._steps_by_itself else ()
 
     def _pause(self) -> None:
@@ -179,7 +181,8 @@ class VllmCore:
         return {state.external_req_id for state in self._states() if not state.weight_version_starts}
 
     def drawn(self, name: str) -> list[int]:
-        """Return the tokens that an unfinished request has sampled so far. Empty if it is unknown or not started."""
+        """Return the tokens that an unfinished request has sampled so far. The result is empty if the request is
+        unknown or not started."""
         states = (state for state in self._states() if state.external_req_id == name)
         return [token for state in states for token in state.detokenizer.output_token_ids]
 
@@ -204,18 +207,18 @@ class VllmCore:
         )
 
     def sleep(self) -> None:
-        """Release weights, KV cache and cached prefixes (vLLM's sleep level 2). An update must then provide the
+        """Release weights, KV cache and cached prefixes (vLLM's sleep level 2). Afterwards, an update must provide the
         weights."""
         self._llm.sleep(level=2)
         self.asleep = True
 
     def wake(self, tag: str) -> None:
-        """Reallocate memory after ``sleep``: first for ``weights``, which an update must then provide, later for
+        """Reallocate memory after ``sleep``: first for ``weights``, which an update must provide, and later for
         ``kv_cache``."""
         self.asleep = not self._llm.wake_up(tags=[tag])
 
     def expect(self, manifest: Manifest) -> None:
-        """Raise RunError if a weight update does not have exactly the tensors of this model."""
+        """Raise RunError if the tensors of a weight update are not exactly the tensors of this model."""
         names: list[str] = self._weights
         if manifest.adapters is not None:
             modules = modules_of(self._weights, self._targets)
@@ -223,11 +226,11 @@ class VllmCore:
         manifest.check_names(names)
 
     def update(self, manifest: Manifest, receiver: Receiver, data: Sequence[Any], keep: bool) -> None:
-        """Replace all weights. Call it between ``hold`` and ``release``.
+        """Replace all weights. Call this method between ``hold`` and ``release``.
 
         Args:
             manifest: description of the update.
-            receiver: receives the tensors in each of vLLM's processes.
+            receiver: object that receives the tensors in each of vLLM's processes.
             data: additional arguments of ``Receiver.opened`` in this process.
             keep: True to keep the keys and values of running requests, False to recompute them.
 
@@ -241,7 +244,7 @@ class VllmCore:
             except BaseException:
                 self.torn = True
                 raise
-        # The prefix cache keeps blocks that running requests use. The new salt hides these blocks from later requests.
+        # The prefix cache keeps the blocks of running requests. The new salt hides these blocks from later requests.
         self._updates += 1
         if not keep:
             self._engine.reset_prefix_cache(reset_running_requests=True)
@@ -279,7 +282,7 @@ def in_process(config: VllmConfig) -> bool:
 def _import_vllm() -> None:
     """Import vLLM, without ``torch._inductor.lowering`` if torch's compiler is disabled (``CPU_ENVIRONMENT``).
 
-    vLLM patches this module if it can be imported. The import would take 0.5 s of CPU time.
+    vLLM patches this module if the module can be imported. The import would take 0.5 s of CPU time.
     """
     unused = ["torch._inductor.lowering"] if os.environ.get("TORCHDYNAMO_DISABLE") == "1" else []
     with importing():
@@ -293,7 +296,8 @@ def _register_model(folder: str) -> None:
     """Register the model's class with vLLM in this process.
 
     vLLM inspects an unregistered class in a new process, because its import might initialize CUDA, and caches the
-    result on disk. The first start with an architecture would therefore import vLLM twice, in 10 s of a core.
+    result on disk. Without this registration, the first start with an architecture would import vLLM twice, which takes
+    10 s of CPU time.
     """
     from vllm.model_executor.models import ModelRegistry
 
@@ -322,7 +326,7 @@ def _device_arguments(options: EngineOptions) -> dict[str, Any]:
             enforce_eager=config.enforce_eager,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_sleep_mode=options.sleeps,
-            # vLLM treats this as a field of the model's config.json.
+            # vLLM treats this option as a field of the model's config.json.
             hf_overrides={"head_dtype": config.head_dtype},
         )
     if config.tensor_parallel_size > 1:
@@ -347,15 +351,16 @@ def sampling_parameters(request: SampleRequest, sampling: Sampling, room: int) -
         seed=request.seed,
         stop=list(sampling.stop_strings) or None,
         include_stop_str_in_output=True,
-        detokenize=bool(sampling.stop_strings),  # needed only to find stop strings; the driver decodes the text
-        logprobs=0,  # only the log-prob of the sampled token
-        flat_logprobs=True,  # flat lists instead of one object per token
+        detokenize=bool(sampling.stop_strings),  # only stop strings require it; the driver decodes the text
+        logprobs=0,  # return only the log-prob of the sampled token
+        flat_logprobs=True,  # return flat lists instead of one object per token
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
 
 def scoring_parameters() -> SamplingParams:
-    """Return vLLM's sampling parameters to score a prompt at temperature 1. vLLM must sample at least one token."""
+    """Return vLLM's sampling parameters to score a prompt at temperature 1. The parameters request one token, because
+    vLLM must sample at least one token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

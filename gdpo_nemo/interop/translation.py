@@ -45,7 +45,7 @@ class _Plain(yaml.SafeDumper):
 
 @dataclass
 class Line:
-    """Line of the report on one key."""
+    """Report line for one key."""
 
     key: str
     status: str
@@ -56,14 +56,14 @@ class Line:
 
 @dataclass
 class Translation:
-    """A translated config, with a report on every key of the original."""
+    """A translated config, with a report on every key of the original config."""
 
     content: dict[str, Any]
     lines: list[Line] = field(default_factory=list)
     differences: dict[str, str] = field(default_factory=dict)
     """Key or topic -> difference that changes the result."""
     blockers: dict[str, str] = field(default_factory=dict)
-    """Key or topic -> reason for which the config cannot run."""
+    """Key or topic -> reason why the config cannot run."""
     questions: dict[str, str] = field(default_factory=dict)
     """Key of this project -> question that the dry run answers once the required files are available."""
     variables: list[str] = field(default_factory=list)
@@ -132,7 +132,7 @@ def line_of(
     """Return the report line of one key. The key is reported as translated only if one of its target keys is written.
 
     Args:
-        result: result of the key's rule; None if no rule matches.
+        result: result of the key's rule (None if no rule matches).
         values: values in the translated config, by dotted key.
         removed: keys that were removed from the translated config -> reason.
     """
@@ -154,16 +154,16 @@ def line_of(
         if target in removed:
             return Line(key, NO_EFFECT, f"{short(value)} -> {target}, omitted because it {removed[target]}")
     if result.elsewhere and is_off(value):
-        return Line(key, ALREADY, f"{short(value)}; the original does not use it")
+        return Line(key, ALREADY, f"{short(value)}; the original config does not use it")
     if not (result.needed or result.values):
-        return Line(key, NO_EFFECT, f"{short(value)}; covered by the added keys, no other key is needed")
+        return Line(key, NO_EFFECT, f"{short(value)}; covered by the keys listed under added")
     blocker = findings.blocker_of(key)
     why = f"{blocker} cannot run" if blocker else different or f"{' or '.join(targets)} is not written"
     return Line(key, DIFFERENT, f"{short(value)}; not translated: {why}")
 
 
 def _is_written(values: Mapping[str, Any], key: str) -> bool:
-    """Return whether ``values`` contains ``key`` or a key below it."""
+    """Return whether ``values`` contains ``key`` or a key inside that section."""
     return any(name == key or name.startswith(key + ".") for name in values)
 
 
@@ -179,7 +179,7 @@ def assemble(
     """Assemble a translation from the results of the rules and the findings on combined keys.
 
     Args:
-        results: key of the original -> (value, result of its rule). The result is None if no rule matches.
+        results: key of the original config -> (value, result of its rule). The result is None if no rule matches.
         program: name of the original trainer.
         command: name of the subcommand of ``gdpo-nemo config``.
     """
@@ -227,7 +227,8 @@ def leave_out_idle_keys(translation: Translation, values: dict[str, Any]) -> dic
 
 
 def _loaded(content: dict[str, Any]) -> Config:
-    """Load and check the content as a ``Config``. Missing files are replaced first (``_as_on_the_hub``)."""
+    """Load and check the content as a ``Config``. Missing files are first replaced by Hub names
+    (``_as_on_the_hub``)."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         yaml.safe_dump(_as_on_the_hub(content), file, sort_keys=False)
         file.flush()
@@ -238,7 +239,7 @@ def _loaded(content: dict[str, Any]) -> Config:
 
 
 def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which missing files are replaced by Hub names, so that they do not fail the checks."""
+    """Return a copy in which missing files are replaced by Hub names, so that the checks do not fail."""
     copy: dict[str, Any] = yaml.safe_load(yaml.safe_dump(content))
     sections = [copy.get("policy", {}), *(copy.get("data", {}).get(split) or {} for split in ("train", "validation"))]
     for section in sections:
@@ -284,7 +285,7 @@ def short(value: Any) -> str:
 
 
 def write_text(name: str, text: str) -> None:
-    """Write a file for the option --out. Raises ConfigError if it cannot be written."""
+    """Write a file for the option --out. Raises ConfigError if the file cannot be written."""
     try:
         write_whole(name, text)
     except OSError as error:
@@ -292,7 +293,7 @@ def write_text(name: str, text: str) -> None:
 
 
 class Recipe(Protocol):
-    """Config or run of another trainer, as the rules read it."""
+    """Interface through which rules read a config or run of another trainer."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value at ``key``, or ``default`` if it is not set."""
@@ -301,20 +302,20 @@ class Recipe(Protocol):
 
 @dataclass
 class RuleResult:
-    """Result of a rule for one key of the original."""
+    """Result of a rule for one key of the original config."""
 
     values: dict[str, Any] = field(default_factory=dict)
     """Key of this project -> value to write."""
     text: str = ""
-    """Note on the translation, or the reason for which the key is not translated."""
+    """Note on the translation, or the reason why the key is not translated."""
     same: bool = False
-    """True if this project already behaves like the value, so that no key is written."""
+    """True if this project already behaves as the value specifies, so no key needs to be written."""
     matters: bool = False
     """True if the value is not supported and the result changes."""
     elsewhere: tuple[str, ...] = ()
     """Keys of this project that the key determines together with other keys."""
     needed: bool = False
-    """True if the key counts as different unless one of ``elsewhere`` is written."""
+    """True if the key is reported as different when none of ``elsewhere`` is written."""
 
 
 Act = Callable[[Any, Any], RuleResult]
@@ -327,7 +328,8 @@ def is_off(value: Any, *off: Any) -> bool:
 
 
 def to(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Act:
-    """Return the rule for a key with the same meaning as ``key`` of this project. Null means not set in both.
+    """Return the rule for a key with the same meaning as ``key`` of this project. In both configs, null means that the
+    key is not set.
 
     Args:
         convert: function that converts the value.
@@ -343,7 +345,8 @@ def to(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str 
 
 
 def combined(*keys: str) -> Act:
-    """Return the rule for a key that determines ``keys`` together with others. The report lists them under "added"."""
+    """Return the rule for a recipe key that determines ``keys`` together with other recipe keys. The report lists
+    ``keys`` under "added"."""
     return lambda value, recipe: RuleResult(elsewhere=keys)
 
 
@@ -369,7 +372,7 @@ def fixed(supported: Any, why: str) -> Act:
 
 
 def idle(why: str) -> Act:
-    """Return the rule for a key that does not change the result, only for example speed, memory or logs."""
+    """Return the rule for a key that does not change the result. The key may affect speed, memory or logs."""
     return lambda value, recipe: RuleResult(text=why)
 
 
@@ -384,14 +387,14 @@ def missing(why: str, *off: Any) -> Act:
     def act(value: Any, recipe: Recipe) -> RuleResult:
         unused = is_off(value, *off)
         return RuleResult(
-            text=f"{why}{'; the original does not use it' if unused else ''}", same=unused, matters=not unused
+            text=f"{why}{'; the original config does not use it' if unused else ''}", same=unused, matters=not unused
         )
 
     return act
 
 
 def where(condition: Callable[[Any], Any], act: Act, otherwise: Act) -> Act:
-    """Return a rule that applies ``act`` if ``condition`` is true for the recipe, and ``otherwise`` if not."""
+    """Return a rule that applies ``act`` if ``condition`` is true for the recipe, otherwise ``otherwise``."""
     return lambda value, recipe: (act if condition(recipe) else otherwise)(value, recipe)
 
 
@@ -402,18 +405,18 @@ def gated(switch: str, act: Act) -> Act:
 
 @dataclass
 class Findings:
-    """Values, differences and blockers that depend on several keys of a recipe."""
+    """Translated values, differences and blockers that depend on several keys of a recipe."""
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
     """Key of this project -> (value, reason)."""
     differences: dict[str, str] = field(default_factory=dict)
     """Key of the recipe or topic -> difference that changes training or validation results."""
     blockers: dict[str, str] = field(default_factory=dict)
-    """Key of the recipe or topic -> reason for which the recipe cannot run."""
+    """Key of the recipe or topic -> reason why the recipe cannot run."""
     covered: dict[str, str] = field(default_factory=dict)
     """Pattern of recipe keys -> name of the blocker that prevents their translation."""
     questions: dict[str, str] = field(default_factory=dict)
-    """Key of this project -> question that can only be answered from the run's files. The dry run checks it."""
+    """Key of this project -> question that only the run's files can answer. The dry run answers the question."""
     files: set[str] = field(default_factory=set)
     """Files that the config refers to and that are not on this machine."""
 
@@ -422,15 +425,15 @@ class Findings:
         self.values[key] = (value, why)
 
     def differs(self, name: str, what: str) -> None:
-        """Record a difference that changes the results, under a recipe key or another name."""
+        """Record a difference that changes the results. ``name`` is a recipe key or a topic."""
         self.differences[name] = what
 
     def asks(self, key: str, what: str) -> None:
-        """Record a question about a key of this project that only the dry run can answer."""
+        """Record a question that only the dry run can answer. ``key`` is a config key of this project."""
         self.questions[key] = what
 
     def blocks(self, name: str, why: str, *keys: str) -> None:
-        """Record a reason for which the recipe cannot run.
+        """Record a reason why the recipe cannot run.
 
         Args:
             name: key of the recipe, or topic.
@@ -440,7 +443,7 @@ class Findings:
         self.covered |= dict.fromkeys(keys, name)
 
     def blocker_of(self, key: str) -> str:
-        """Return the name of the blocker that prevents the translation of a recipe key; empty if none does."""
+        """Return the name of the blocker that prevents the translation of a recipe key (empty if no blocker does)."""
         if key in self.blockers:
             return key
         return next((name for pattern, name in self.covered.items() if fnmatchcase(key, pattern)), "")

@@ -1,4 +1,4 @@
-"""The policy on one rank: Megatron-core model, log-probs, train step, Hugging Face conversion, checkpoints.
+"""Policy on one rank: Megatron-core model, log-probs, training, Hugging Face conversion and checkpoints.
 
 This package does not use Ray.
 

@@ -1,16 +1,18 @@
 """Core attention without TransformerEngine: rotary embedding and torch SDPA over packed sequences.
 
 A micro-batch is a pack: sequences concatenated without padding. SDPA requires rectangular inputs, so sequences of
-similar length are padded on the right to one rectangle, and the outputs are packed again. Under a causal mask no real
-token attends to the padding. Under context parallelism rank r of n holds chunks r and 2n-1-r of every sequence (zigzag,
-which balances causal work). Keys and values are gathered, and an explicit mask compares positions.
+similar length are right-padded to one rectangle, and the outputs are packed again. With a causal mask, real tokens
+never attend to the padding. Under context parallelism, rank r of n holds chunks r and 2n-1-r of every sequence. This
+zigzag order balances the work of causal attention. Keys and values are gathered from all context-parallel ranks, and an
+explicit mask compares positions.
 
-If sequences begin with the same tokens, the pack may contain these tokens once, with the first sequence. The queries of
-each other sequence are then only its unshared tokens. Its keys are the shared and the unshared tokens, ordered by
-position. A token of the pack can thus be a key of several sequences, whose gradients are added up.
+If several sequences begin with the same tokens, the pack may contain these tokens only once, in the first of these
+sequences. The queries of the other sequences are then only their unshared tokens. The keys of these sequences are the
+shared and the unshared tokens, ordered by position. A token can thus be a key in several sequences, and its gradient is
+the sum over these sequences.
 
-The rotary embedding is applied here and not in Megatron's model code, because cos and sin of a pack are computed once
-for all layers. The frequencies come from transformers, which implements every published scaling rule.
+The rotary embedding is applied here instead of in Megatron's model code, so that cos and sin of a pack are computed
+only once for all layers. The frequencies come from transformers, which implements every published scaling rule.
 """
 
 from __future__ import annotations
@@ -41,47 +43,47 @@ class Packing(PackedSeqParams):
     positions: torch.Tensor | None = None
     """int64 [local tokens]: position of each local token in its sequence.
 
-    Only ``PackedAttention`` reads this field and the following fields.
+    Only ``PackedAttention`` reads this field and the fields below.
     """
     rectangles: list["Rectangle"] = field(default_factory=list)
     """Padded batches of all sequences of the micro-batch."""
     order: torch.Tensor | None = None
-    """int64 [tokens of all context ranks]: index of each token of the pack in the gathered tokens of these ranks.
+    """int64 [tokens of all context ranks]: index of each token of the pack in the tokens gathered from these ranks.
 
     None without context parallelism.
     """
     cos: torch.Tensor | None = None
-    """Cosines of the rotary embedding, [local tokens, 1, head size]; None until the first layer has computed them."""
+    """Cosines of the rotary embedding, [local tokens, 1, head size]; None until the first layer computes them."""
     sin: torch.Tensor | None = None
-    """Sines of the rotary embedding, in the shape of ``cos``."""
+    """Sines of the rotary embedding, with the same shape as ``cos``."""
 
 
 @dataclass
 class Rectangle:
-    """Padded batch of sequences of similar length: the indices that move tokens between the pack and the batch."""
+    """Index arrays that move tokens between a pack and a padded batch of sequences of similar length."""
 
     queries: torch.Tensor
     """int64 [sequences, query length]: row of each query in the local pack (padding repeats row 0)."""
     query_cells: torch.Tensor
     """int64 [queries]: index of each query in the flattened rectangle, without padding."""
     query_rows: torch.Tensor
-    """int64 [queries]: row in the local pack of each query of ``query_cells``."""
+    """int64 [queries]: row of each query in the local pack, in the order of ``query_cells``."""
     keys: torch.Tensor
     """int64 [sequences, key length]: row of each key in the gathered pack (padding repeats row 0)."""
     key_cells: torch.Tensor
     """int64 [keys]: index of each key in the flattened rectangle, without padding."""
     key_rows: torch.Tensor
-    """int64 [keys]: row in the gathered pack of each key of ``key_cells``."""
+    """int64 [keys]: row of each key in the gathered pack, in the order of ``key_cells``."""
     mask: torch.Tensor | None = None
     """bool [sequences, 1, query length, key length], true if the query attends to the key.
 
-    None for a plain causal mask, which suffices without context parallelism if the sequences share no tokens.
+    None selects a plain causal mask, which suffices unless context parallelism is used or sequences share tokens.
     """
     shares: bool = False
-    """True if a row may be a key of several sequences."""
+    """True if a row may be a key in several sequences."""
 
 
-# Prefixes of the arrays of rectangles: sequences without shared tokens, and sequences that begin with shared tokens.
+# Name prefixes of the arrays of rectangles, for sequences without and with shared leading tokens.
 _UNSHARED = "rectangle"
 _SHARED = "sharing"
 
@@ -89,13 +91,14 @@ _SHARED = "sharing"
 def packing_arrays(
     lengths: list[int], rank: int, size: int, rectangles: bool, shared: list[int] | None = None
 ) -> dict[str, np.ndarray]:
-    """Compute the index arrays of a pack on context rank ``rank`` of ``size``.
+    """Compute the index arrays of a pack on context-parallel rank ``rank`` of ``size``.
 
     Args:
-        lengths: padded number of tokens of each sequence; a multiple of 2 * size if size > 1.
-        rectangles: True to include the arrays of ``PackedAttention``. TransformerEngine's kernels need only the bounds.
+        lengths: padded number of tokens of each sequence, which must be a multiple of 2 * size if size > 1.
+        rectangles: True to include the arrays that ``PackedAttention`` needs. TransformerEngine's kernels need only the
+            sequence bounds.
         shared: number of leading tokens of each sequence that are stored with the previous sequence. ``lengths`` does
-            not include them. None if no tokens are shared. Shared tokens require ``rectangles``.
+            not include these tokens. None if no tokens are shared. Shared tokens require ``rectangles``.
 
     Returns:
         Arrays for ``packing_of``, which accepts them on any device.
@@ -124,13 +127,13 @@ def packing_arrays(
 
 
 def packing_of(lengths: list[int], arrays: Mapping[str, torch.Tensor]) -> Packing:
-    """Create the packing of sequences of ``lengths`` tokens from the result of ``packing_arrays``."""
+    """Create the ``Packing`` of sequences of ``lengths`` tokens from the result of ``packing_arrays``."""
     bounds = arrays["bounds"]
     packing = Packing(
         qkv_format="thd",
         cu_seqlens_q=bounds,
         cu_seqlens_kv=bounds,
-        # Passing the same tensors tells TransformerEngine that the sequences have no padding between them.
+        # Identical tensors tell TransformerEngine that the sequences follow each other without padding.
         cu_seqlens_q_padded=bounds,
         cu_seqlens_kv_padded=bounds,
         max_seqlen_q=max(lengths),
@@ -149,17 +152,17 @@ def packing_of(lengths: list[int], arrays: Mapping[str, torch.Tensor]) -> Packin
 
 
 def local_positions(length: int, rank: int, size: int) -> np.ndarray:
-    """Return int64 [length/size]: the token positions of one sequence that context rank ``rank`` of ``size`` holds."""
+    """Return int64 [length/size]: the positions in a sequence that context-parallel rank ``rank`` of ``size`` holds."""
     if size == 1:
         return np.arange(length)
-    # Megatron's zigzag: under a causal mask late tokens attend to more keys, so each rank gets one early and one late
-    # chunk.
+    # Megatron's zigzag order: with a causal mask, late tokens attend to more keys, so each rank gets one early and one
+    # late chunk.
     chunks = np.split(np.arange(length), 2 * size)
     return np.concatenate((chunks[rank], chunks[2 * size - 1 - rank]))
 
 
 def _gathered_rows(lengths: list[int], bounds: np.ndarray, size: int) -> np.ndarray:
-    """Return int64 [tokens]: index of each token of the pack in the joined packs of all context-parallel ranks."""
+    """Return int64 [tokens]: index of each token of the pack in the concatenated packs of all context ranks."""
     order = np.empty(bounds[-1], dtype=np.int64)
     for rank in range(size):
         first = rank * (bounds[-1] // size)
@@ -172,7 +175,7 @@ def _gathered_rows(lengths: list[int], bounds: np.ndarray, size: int) -> np.ndar
 def _key_rows(lengths: list[int], bounds: np.ndarray, shared: list[int]) -> list[np.ndarray]:
     """Return int64 [tokens] for each sequence: the rows of its tokens in the gathered pack, by position.
 
-    The tokens include those shared with the previous sequence.
+    The tokens include the tokens that are shared with the previous sequence.
     """
     rows: list[np.ndarray] = []
     for length, start, count in zip(lengths, bounds, shared):
@@ -182,8 +185,8 @@ def _key_rows(lengths: list[int], bounds: np.ndarray, shared: list[int]) -> list
 
 
 def _similar_lengths(members: list[int], lengths: list[int]) -> list[list[int]]:
-    """Group sequences so that padding each to the longest of its group adds at most 30 % to the tokens."""
-    # Longest first: the first member of a group is its longest.
+    """Group sequences so that padding each group to its longest sequence adds at most 30 % more tokens."""
+    # Sort by decreasing length: the first member of a group is its longest sequence.
     order = sorted(members, key=lambda i: -lengths[i])
     groups: list[list[int]] = []
     for i in order:
@@ -198,7 +201,7 @@ def _similar_lengths(members: list[int], lengths: list[int]) -> list[list[int]]:
 
 
 def _similar_areas(members: list[int], queries: list[int], keys: list[int]) -> list[list[int]]:
-    """Group sequences as ``_similar_lengths`` does, with this limit on padding for queries and for keys."""
+    """Group sequences like ``_similar_lengths``, but limit the padding of queries and the padding of keys."""
     groups: list[list[int]] = []
     widths: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
@@ -228,7 +231,8 @@ def _rectangle(
         positions: positions of each sequence's local queries.
         key_rows: rows of each sequence's keys in the gathered pack, by position.
         starts: row of each sequence's first query in the local pack.
-        masked: True to build a mask. Otherwise queries and keys must be aligned, and is_causal selects a faster kernel.
+        masked: True to build a mask. Without a mask, queries and keys must be aligned, and is_causal selects a faster
+            kernel.
     """
     queries = _Filler(max(len(positions[i]) for i in members))
     keys = _Filler(max(len(key_rows[i]) for i in members))
@@ -241,7 +245,7 @@ def _rectangle(
     names = ("queries", "query_cells", "query_rows", "keys", "key_cells", "key_rows")
     arrays = dict(zip(names, (*queries.arrays(), *keys.arrays())))
     if masked:
-        # Padded queries have position 0 and thus attend to the first key. Without any key they would become NaN.
+        # Padded queries have position 0 and thus attend to the first key. A query without any key would yield NaN.
         arrays["mask"] = (np.arange(keys.width)[None, None, :] <= query_positions[:, :, None])[:, None]
     return arrays
 
@@ -269,7 +273,8 @@ class _Filler:
 class _PadInput(torch.autograd.Function):
     """Copy rows of a pack [tokens, ...] to a rectangle [sequences, width, ...].
 
-    Set ``shares`` if a row may be copied several times. Its gradient is then the sum of the copies' gradients.
+    ``shares`` must be true if a row may be copied several times. The gradient of the row is then the sum over its
+    copies.
     """
 
     @staticmethod
@@ -283,7 +288,7 @@ class _PadInput(torch.autograd.Function):
     def backward(ctx, grad):
         cells, rows = ctx.saved_tensors
         out = grad.new_zeros(ctx.tokens, *grad.shape[2:])
-        # Index with `cells`, which skips the padding: padding repeats row 0, whose gradient must not include it.
+        # Select only `cells`, without the padding: padding repeats row 0, but must not contribute to its gradient.
         moved = grad.flatten(0, 1).index_select(0, cells)
         out = out.index_add_(0, rows, moved) if ctx.shares else out.index_copy_(0, rows, moved)
         return out, None, None, None, None
@@ -311,9 +316,9 @@ class _UnpadOutput(torch.autograd.Function):
 
 
 class _GatherContext(torch.autograd.Function):
-    """Gather [local tokens, ...] of every context rank to [all tokens, ...] in the order of the pack.
+    """Gather [local tokens, ...] from all context-parallel ranks into [all tokens, ...], in the order of the pack.
 
-    The backward sums the gradients of this rank's tokens over the ranks (reduce-scatter).
+    The backward pass sums the gradients of this rank's tokens over the ranks (reduce-scatter).
     """
 
     @staticmethod
@@ -337,7 +342,7 @@ class PackedAttention(MegatronModule):
     """Causal self-attention over a pack, with rotary embedding and context parallelism.
 
     Args:
-        rotary: inverse frequencies [head size / 2] of the rotary embedding, and the factor on cos and sin.
+        rotary: inverse frequencies [head size / 2] of the rotary embedding, and the scaling factor of cos and sin.
     """
 
     def __init__(
@@ -379,7 +384,7 @@ class PackedAttention(MegatronModule):
         Args:
             query: [local tokens, heads, size].
             key: [local tokens, query groups, size].
-            value: in the shape of ``key``.
+            value: same shape as ``key``.
         """
         packing: Any = packed_seq_params
         query = self._rotate(query, packing)
@@ -389,7 +394,7 @@ class PackedAttention(MegatronModule):
             key = key.repeat_interleave(repeats, 1)
             value = value.repeat_interleave(repeats, 1)
         if self.context_group.size() > 1:
-            # One collective for keys and values. It follows the rotation, which needs the positions of local tokens.
+            # Gather keys and values in one collective, after the rotation, which needs the positions of local tokens.
             both = _GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
             key, value = both.unbind(1)
         drop = self.dropout if self.training else 0.0
@@ -400,7 +405,7 @@ class PackedAttention(MegatronModule):
     def _rotate(self, x, packing):
         if packing.cos is None:  # the first layer computes cos and sin for all layers
             frequencies, scaling = self.rotary
-            if frequencies.device != x.device:  # copy only once, since a copy waits for the device
+            if frequencies.device != x.device:  # copy only once, because each copy waits for the device
                 frequencies = frequencies.to(x.device)
                 self.rotary = frequencies, scaling
             angles = packing.positions.float()[:, None] * frequencies[None, :]

@@ -1,8 +1,8 @@
-"""Checkpoints of model, optimizer, schedule and random state, which can be loaded in any parallel layout.
+"""Checkpoints of model, optimizer, learning-rate schedule and random state, loadable in any parallel layout.
 
-The format is the fully reshardable one of Megatron's ``dist_checkpointing``. Each rank writes and reads its own share
-(see ``checkpoint_shards``). The caller writes to a temporary folder and renames it, so a folder with the final name is
-complete. Files may be written during training, from a copy of the rank's share in host memory.
+The checkpoints use the fully reshardable format of Megatron's ``dist_checkpointing``. Each rank writes and reads its
+own share (see ``checkpoint_shards``). The caller writes to a temporary folder and renames it, so a folder with the
+final name is always complete. Files may be written during training, from a copy of the rank's share in host memory.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ _SHARDING = "fully_reshardable"
 _RANGES = "fully_sharded_model_space"
 """Megatron's name of a loaded state that contains each rank's ranges, as ``optimizer_ranges`` requests them."""
 
-# Megatron's background saves are processes that return their results through a manager process. Saves in this module
-# are threads. A plain queue avoids the manager, which takes seconds to start and is orphaned after a kill.
+# Megatron saves in background processes, which return their results through a manager process. This module saves in
+# threads instead. A plain queue avoids the manager, which takes seconds to start and is orphaned after a kill.
 filesystem_async._results_queue = queue.Queue()
 
 checkpoint_index.install()
 
 
 def save(policy, folder: str | Path) -> None:
-    """Write the policy's complete state and verify the weights by reading them back; collective.
+    """Write the policy's complete state and verify the weights by reading them back. This call is collective.
 
     Raises:
-        RunError: if the state could not be written, or if the files contain other values. The message gives the reason,
+        RunError: if the state could not be written, or if the values in the files differ. The message gives the reason,
             for example a full disk.
     """
     Save(policy, folder, background=False).finish()
@@ -84,7 +84,7 @@ class Save:
             self._weights = _own_weights(state, [name for name, _ in _named_chunks(policy)])
             on_cpu = (part.data for part in nested_values(state) if isinstance(part, ShardedTensor))
             live = {tensor.untyped_storage().data_ptr() for tensor in on_cpu if not tensor.is_cuda}
-            # Use "mcore", because the other strategy requires NVIDIA's resiliency extension, whose wheels are for GPUs.
+            # Use "mcore", because the other strategy requires NVIDIA's resiliency extension, which has only GPU wheels.
             self._request = dist_checkpointing.save(
                 state, str(self._folder), async_sharded_save=True, async_strategy="mcore"
             )
@@ -112,7 +112,7 @@ class Save:
         """Wait for all files, write the index, and compare the files with the checksums of the weights.
 
         Raises:
-            RunError: if files could not be written, or if they contain other values.
+            RunError: if files could not be written, or if the values in the files differ.
         """
         self._thread.join()
         with self._explained():
@@ -122,7 +122,7 @@ class Save:
             sums = _read_back(self._weights, self._folder)
         wrong = sorted({key for key, offset in self._sums if sums[key, offset] != self._sums[key, offset]})
         if wrong:
-            raise RunError(f"{len(wrong)} tensors have other values when read back, for example {wrong[0]}")
+            raise RunError(f"{len(wrong)} tensors have different values when read back, for example {wrong[0]}")
         dist.barrier()
 
     @contextlib.contextmanager
@@ -204,10 +204,10 @@ def _read_back(weights: list[ShardedTensor], folder: Path) -> dict[_Place, int]:
 
 
 def _is_extra(key: str) -> bool:
-    """Return whether a key of a state dictionary names TransformerEngine's scales for fp8.
+    """Return whether a key of a state dictionary names TransformerEngine's fp8 scales.
 
-    TransformerEngine's modules have such an entry even without fp8. torch's layers have none, and Megatron does not
-    save the entry of an attention module.
+    TransformerEngine's modules have such an entry even without fp8. torch's layers have no such entry, and Megatron
+    does not save the entries of attention modules.
     """
     return key.rpartition(".")[2].startswith("_extra_state")
 
@@ -228,7 +228,7 @@ def _fill_moments(optimizer) -> None:
     """Create missing optimizer state, so that a checkpoint can be written before the first update.
 
     Parameters that have not been updated get zero moments. A group that has no parameters on this rank gets the step
-    count of the other groups, because the checkpoint contains the first rank's groups.
+    count of the other groups, because the checkpoint stores the groups of the first rank.
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     groups = [group for part in parts for group in part.optimizer.param_groups]
@@ -241,7 +241,7 @@ def _fill_moments(optimizer) -> None:
 
 
 def load_weights(policy, folder: str | Path) -> None:
-    """Read only the model, or only its adapters under LoRA, from a checkpoint of any layout; collective."""
+    """Load only the weights (under LoRA: the adapters) from a checkpoint of any layout. This call is collective."""
     with checkpoint_index.reading(folder):
         requested = _model_state(policy)
         _remove_absent_extras(requested, load_sharded_metadata(str(folder)))
@@ -250,9 +250,9 @@ def load_weights(policy, folder: str | Path) -> None:
 
 
 def _remove_absent_extras(requested: dict[str, Any], stored) -> None:
-    """Remove the fp8 scales that the checkpoint does not contain from ``requested``, in place.
+    """Remove fp8 scales from ``requested``, in place, if the checkpoint does not contain them.
 
-    A checkpoint that was written without TransformerEngine has none.
+    A checkpoint that was written without TransformerEngine contains no fp8 scales.
     """
 
     def is_absent(part) -> bool:
@@ -274,11 +274,11 @@ def _fill_model(policy, state: dict[str, Any]) -> None:
             result = chunk.load_state_dict(state[name], strict=False)
             wrong = [key for key in (*result.missing_keys, *result.unexpected_keys) if not _is_extra(key)]
             if wrong:
-                raise RunError(f"the checkpoint does not fit the model: {', '.join(wrong)}")
+                raise RunError(f"the checkpoint does not match the model: {', '.join(wrong)}")
 
 
 def load_checkpoint(policy, folder: str | Path) -> None:
-    """Read the policy's complete state from a checkpoint of any layout; collective."""
+    """Load the policy's complete state from a checkpoint of any layout. This call is collective."""
     with policy.optimizer_on_device(), checkpoint_index.reading(folder):
         _load(policy, folder)
     dist.barrier()
@@ -289,11 +289,11 @@ def _load(policy, folder: str | Path) -> None:
     requested = _state(policy)
     stored = load_sharded_metadata(str(folder))
     _remove_absent_extras({name: requested[name] for name, _ in _named_chunks(policy)}, stored)
-    # Each rank has its own random state. A checkpoint of another number of ranks does not contain it, so the newly
-    # seeded state is used.
+    # Each rank has its own random state. A checkpoint from a different number of ranks does not contain this state, so
+    # the newly seeded state is used.
     if requested["random"].unique_key not in stored:
         del requested["random"]
-    if not any(key.startswith(_REFERENCE) for key in stored):  # the reference was fixed when it was written
+    if not any(key.startswith(_REFERENCE) for key in stored):  # the checkpoint has no reference weights
         requested = {name: part for name, part in requested.items() if not name.startswith(_REFERENCE)}
     model_weights = _rename_main_weights(requested["optimizer"], stored)
     if not any(key.startswith(_MAIN_WEIGHTS[:2]) for key in stored):
@@ -317,20 +317,21 @@ def _load(policy, folder: str | Path) -> None:
 
 
 _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.", "")
-"""Prefixes of the keys of main weights: distributed optimizer, plain optimizer in bfloat16, plain optimizer in float32.
+"""Key prefixes of main weights: distributed optimizer, plain optimizer in bfloat16, plain optimizer in float32.
 
-In float32 the model's weights are the main weights.
+In float32, the model's weights are the main weights.
 """
 
 
 def _rename_main_weights(requested: dict[str, Any], stored) -> dict[str, Any]:
-    """Change the keys of the requested main weights to those in the checkpoint, in place.
+    """Rename the requested main weights to their keys in the checkpoint, in place.
 
     The keys depend on the kind of optimizer that wrote the checkpoint.
 
     Returns:
-        The main weights that the checkpoint stores as model weights, under consecutive numbers. The model requests the
-        same keys, and a load reads each key only once. They must therefore be read by ``_read_separately``.
+        The main weights that the checkpoint stores as model weights, keyed by consecutive numbers. The model requests
+        the same checkpoint keys, but a load reads each key only once. ``_read_separately`` must therefore read these
+        weights.
     """
     model_weights: dict[str, Any] = {}
     for tensor in nested_values(requested):
@@ -346,7 +347,7 @@ def _rename_main_weights(requested: dict[str, Any], stored) -> dict[str, Any]:
 
 
 def _read_separately(requested: dict[str, Any], tensors: dict[str, Any], folder: str) -> None:
-    """Read ``tensors`` from the checkpoint and replace them by their values in ``requested``, in place."""
+    """Load ``tensors`` from the checkpoint and replace them with their values in ``requested``, in place."""
     numbers = {id(tensor): number for number, tensor in tensors.items()}
     values = load_divided(dict(tensors), folder)
 
@@ -372,7 +373,7 @@ def _metadata() -> dict[str, Any]:
 
 def _model_state(policy) -> dict[str, Any]:
     return {
-        # Under LoRA the frozen model stays in the folder that it was loaded from; the checkpoint has only the adapters.
+        # Under LoRA, the checkpoint contains only the adapters. The frozen model stays in its original folder.
         name: sharded_adapters(chunk) if policy.lora else chunk.sharded_state_dict(metadata=_metadata())
         for name, chunk in _named_chunks(policy)
     }
@@ -382,7 +383,7 @@ _REFERENCE = "reference."
 
 
 def _reference_state(policy) -> dict[str, Any]:
-    """Return the sharded weights of the reference by chunk; empty if the reference does not follow the policy."""
+    """Return the sharded reference weights by chunk, or an empty dictionary if the reference is fixed or missing."""
     if not policy.config.sync_ref_model or policy.reference is None:
         return {}
     state = {}
@@ -444,14 +445,15 @@ def _optimizer_state(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, A
 
 
 def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts: list[Any]) -> dict[Any, Any]:
-    """Convert loaded optimizer state to the form that this run's optimizer expects.
+    """Convert loaded optimizer state to the structure that this run's optimizer expects.
 
-    The tensors already have this run's layout. Only the form of the parameter groups (step count, learning rate) may
-    differ: a plain optimizer writes groups with their parameters, a distributed optimizer without. With expert
-    parallelism Megatron chains two optimizers, for dense and for expert parameters. Their states have the keys 0 and 1.
+    The tensors already have this run's layout. Only the structure of the parameter groups (step count, learning rate)
+    may differ. A plain optimizer saves groups with their parameters, and a distributed optimizer saves them without.
+    With expert parallelism, Megatron chains two optimizers, for dense and for expert parameters. The states of these
+    optimizers have the keys 0 and 1.
 
     Args:
-        state: optimizer state as loaded for this run.
+        state: loaded optimizer state, in this run's layout.
         saved: optimizer state in the checkpoint, without tensors.
         parts: this run's chained optimizers, or its only optimizer.
     """
@@ -459,7 +461,7 @@ def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts
     saved_parts = [saved[0], saved[1]] if 0 in saved else [saved]
     states = [state[index] for index in range(len(parts))] if is_chained else [state]
     was_distributed = any("param_state_sharding_type" in saved_part for saved_part in saved_parts)
-    was_float32 = "param_groups" in saved_parts[0]  # plain optimizer; in bfloat16 it is nested below the main weights
+    was_float32 = "param_groups" in saved_parts[0]  # a plain float32 optimizer has this key at the top level
     is_distributed = "param_state" in states[0]
     is_float32 = "state" in states[0]
     if len(saved_parts) == len(parts) and (was_distributed, was_float32) == (is_distributed, is_float32):
@@ -472,11 +474,11 @@ def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts
 
 
 def _restore_settings(state: dict[Any, Any], parts: list[Any]) -> None:
-    """Replace the settings of the parameter groups in ``state`` by those of this run's optimizer, in place.
+    """Replace the settings of the parameter groups in ``state`` with those of this run's optimizer, in place.
 
     A run may be resumed with another learning rate, weight decay or Adam decay. Megatron identifies groups by some of
-    these settings, and silently loads the others from the checkpoint. Here the config takes precedence, and only the
-    step count comes from the checkpoint.
+    these settings, and silently loads the others from the checkpoint. In this function, the config takes precedence,
+    and only the step count comes from the checkpoint.
     """
     for index, part in enumerate(parts):
         part_state = state[index] if len(parts) > 1 else state
@@ -494,7 +496,7 @@ def _groups(state: dict[str, Any]) -> list[dict[str, Any]]:
 def _convert_part(
     state: dict[str, Any], optimizer, saved_groups: dict[tuple[Any, ...], dict[str, Any]]
 ) -> dict[str, Any]:
-    """Convert the state of one of the chained optimizers; see ``_convert_optimizer_state``.
+    """Convert the state of one of the chained optimizers (see ``_convert_optimizer_state``).
 
     Args:
         saved_groups: parameter groups in the checkpoint, by ``_identity``.
@@ -503,7 +505,7 @@ def _convert_part(
     groups = []
     for group in optimizer.optimizer.state_dict()["param_groups"]:
         converted = dict(saved_groups[_identity(group)])
-        for key in ("params", "is_expert_parallel"):  # these depend on the run's layout
+        for key in ("params", "is_expert_parallel"):  # these keys depend on the run's layout
             if key in group:
                 converted[key] = group[key]
         if is_distributed:
@@ -515,7 +517,7 @@ def _convert_part(
             "param_state": state["param_state"],
             "param_state_sharding_type": _SHARDING,
         }
-    if "state" in state:  # in float32 the state of torch's optimizer is at the top level
+    if "state" in state:  # in float32, the state of torch's optimizer is at the top level
         return {"param_groups": groups, "state": state["state"]}
     others = {key: value for key, value in state.items() if key != "param_groups"}
     return {**others, "optimizer": {**state["optimizer"], "param_groups": groups}}
@@ -524,8 +526,9 @@ def _convert_part(
 _IDENTITY_KEYS = ("wd_mult", "lr_mult", "is_decoupled_lr")
 """Keys that identify a parameter group.
 
-Megatron's identity also includes the schedule's settings (``max_lr``, ``min_lr``, ...), which may change when a run is
-resumed. It also includes the flag for groups of experts, although their settings equal those of the other groups.
+Megatron also identifies groups by the schedule's settings (``max_lr``, ``min_lr``, ...), which may change when a run is
+resumed. The flag for expert groups also identifies a group in Megatron, although expert groups have the same settings
+as the other groups.
 """
 
 
@@ -534,8 +537,8 @@ def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _random_object() -> ShardedObject:
-    """Return this rank's random state as an object of the checkpoint, under its rank and the number of ranks.
+    """Return this rank's random state as a checkpoint object, keyed by the rank and the number of ranks.
 
-    It is read back only by a run with the same number of ranks.
+    Only a run with the same number of ranks restores this state.
     """
     return ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),))

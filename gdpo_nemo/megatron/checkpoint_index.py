@@ -1,9 +1,9 @@
 """Safe readers for the pickles in a checkpoint: loading a checkpoint does not execute code from it.
 
-A checkpoint in torch's distributed format has an index, ``.metadata``, and objects other than tensors. torch reads both
-with unpicklers that call any function named in the file. ``install`` replaces these unpicklers by restricted ones. A
-malicious file can still name the wrong tensors, or cost time and memory. It cannot run code or name files outside its
-folder.
+A checkpoint in torch's distributed format contains an index, ``.metadata``, and objects that are not tensors. torch
+reads both with unpicklers that call any function named in the file. ``install`` replaces these unpicklers with
+restricted unpicklers. A malicious file can still name the wrong tensors, or waste time and memory. The file cannot run
+code or refer to files outside its folder.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from gdpo_nemo.utils.errors import RunError, first_line
 
 _MAX_INDEX_BYTES = 1 << 30
-"""Maximum size of an index; it corresponds to about ten million shards."""
+"""Maximum size of an index in bytes. An index of this size describes about ten million shards."""
 _MAX_NUMBER = 1 << 48
 """Upper bound (exclusive) of sizes, offsets and byte counts in an index."""
 _MAX_DIMENSIONS = 16
@@ -46,12 +46,12 @@ _RECORDS = {
         "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
         "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
     )),
-    # Location of the properties in torch before 2.3.
+    # Location of TensorProperties in torch before 2.3.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
-    # Classes of the ranks' plans, which Megatron leaves in the index for its own writer.
+    # Classes of save plans, which Megatron stores in the index for its own writer.
     *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
     ("pathlib", "PosixPath"),
 }  # fmt: skip
@@ -73,7 +73,8 @@ class _Record:
 class _IndexUnpickler(pickle.Unpickler):
     """Unpickler that creates a ``_Record`` for every allowed object and rejects all others.
 
-    Each file gets its own record classes: a pickle may set attributes of a class, which must not affect other files.
+    Each unpickler creates new record classes: a pickle may set attributes of a class, which must not affect other
+    files.
     """
 
     def __init__(self, content: bytes):
@@ -105,7 +106,7 @@ def read_index(file: Path) -> Metadata:
         raise RunError(f"{file} cannot be read: {error.strerror}") from None
     if len(content) > _MAX_INDEX_BYTES:
         raise RunError(f"{file} is not a checkpoint index (larger than {_MAX_INDEX_BYTES >> 20} MiB)")
-    # Pickle would take an object with a registered extension code from this cache, without calling find_class.
+    # Clear this cache, because pickle takes objects with an extension code from it without calling find_class.
     copyreg.clear_extension_cache()
     try:
         return _metadata(_IndexUnpickler(content).load())
@@ -133,10 +134,10 @@ def _item_metadata(record: Any) -> TensorStorageMetadata | BytesStorageMetadata:
     elif isinstance(state, tuple):
         dtype = state[0]
     if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor without a data type")
+        raise ValueError("a tensor has no data type")
     chunks = content["chunks"]
     if not isinstance(chunks, list):
-        raise ValueError("a tensor without a list of chunks")
+        raise ValueError("a tensor has no list of chunks")
     return TensorStorageMetadata(TensorProperties(dtype), _size(content["size"]), [_chunk(chunk) for chunk in chunks])
 
 
@@ -160,7 +161,7 @@ def _storage_info(record: Any) -> _StorageInfo:
     if path in (".", "..") or "/" in path or "\0" in path:
         raise ValueError(f"{path!r} is not a file of the checkpoint")
     if content.get("transform_descriptors"):
-        raise ValueError("a file with a transformation, which is not supported")
+        raise ValueError("transformed files are not supported")
     return _StorageInfo(path, _number(content["offset"]), _number(content["length"]))
 
 
@@ -184,7 +185,7 @@ def _text(value: Any) -> str:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MAX_NUMBER:
-        raise ValueError("a number out of range")
+        raise ValueError("a number is out of range")
     return value
 
 
@@ -205,12 +206,12 @@ def load_plain(stream: io.BytesIO) -> Any:
     copyreg.clear_extension_cache()
     try:
         return torch.load(stream, weights_only=True)
-    except Exception as error:  # noqa: BLE001 - as in read_index
-        raise RunError(f"an object in it cannot be read ({_unpickling_reason(error)})") from None
+    except Exception as error:  # noqa: BLE001 - a hostile file may raise any exception
+        raise RunError(f"a stored object cannot be read ({_unpickling_reason(error)})") from None
 
 
 def check_extra_state(state: torch.Tensor | io.BytesIO | None) -> None:
-    """Check the pickled fp8 scales of a TransformerEngine layer before it loads them.
+    """Check the pickled fp8 scales of a TransformerEngine layer before the layer loads them.
 
     Raises:
         UnpicklingError or RunError: if they contain types other than plain data and tensors.

@@ -1,4 +1,4 @@
-"""Bit-exact conversion of weights between Hugging Face and Megatron, one tensor at a time; and score heads."""
+"""Bit-exact conversion of weights and score heads between Hugging Face and Megatron, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 def local_weights(
     chunks: list[torch.nn.Module], config: PretrainedConfig
 ) -> Iterator[tuple[torch.nn.Parameter, Weight]]:
-    """Yield (parameter, ``Weight`` with its Hugging Face names) of this rank, in a fixed order.
+    """Yield (parameter, ``Weight`` with full Hugging Face names) for every parameter of this rank, in a fixed order.
 
     Adapters and the value head are excluded, because the Hugging Face model does not contain them.
     """
@@ -48,14 +48,14 @@ def local_weights(
 
 
 def _split_group(weight: Weight) -> dist.ProcessGroup:
-    """Return the tensor-parallel group that splits a parameter. Experts have a group of their own."""
+    """Return the tensor-parallel group that splits a parameter. Experts use a separate group."""
     if weight.expert is None:
         return parallel_state.get_tensor_model_parallel_group()
     return parallel_state.get_expert_tensor_parallel_group()
 
 
 def _experts(weight: Weight, count: int) -> range:
-    """Return the global indices of the experts that have the local index of ``weight``, one per expert-parallel rank.
+    """Return the global indices of the experts with the local index of ``weight``, by expert-parallel rank.
 
     Args:
         weight: parameter of an expert.
@@ -76,7 +76,7 @@ def _read(
 ) -> torch.Tensor:
     """Return the concatenated ``sources``.
 
-    If the folder has the tensor ``stacked`` instead, return it, or its slice for ``expert`` (global index).
+    If the folder stores the tensor ``stacked`` instead, return it, or only its slice for ``expert`` (global index).
     """
     try:
         return torch.cat([read(name) for name in sources])
@@ -104,7 +104,7 @@ def _by_query_group(tensor: torch.Tensor, config: PretrainedConfig) -> torch.Ten
 
 
 def _by_matrix(tensor: torch.Tensor, config: PretrainedConfig) -> list[torch.Tensor]:
-    """Split the rows of Megatron's QKV tensor into q, k and v. The inverse of ``_by_query_group``."""
+    """Split the rows of Megatron's QKV tensor into q, k and v. This is the inverse of ``_by_query_group``."""
     parts = tensor.unflatten(0, (config.num_key_value_heads, -1)).split(_qkv_rows(config), 1)
     return [part.flatten(0, 1) for part in parts]
 
@@ -141,7 +141,8 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
     """Load this rank's parameters from Hugging Face tensors.
 
     Args:
-        read: function that returns a Hugging Face tensor by name. It is called only for the tensors of this rank.
+        read: function that returns a Hugging Face tensor by name. The function is called only for tensors that this
+            rank needs.
 
     Raises:
         KeyError: if a tensor is missing.
@@ -182,10 +183,10 @@ def _shape_error(sources: tuple[str, ...], tensor: torch.Tensor, expected: tuple
 
 @torch.no_grad()
 def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor) of every Hugging Face weight on every rank; collective.
+    """Yield (name, full tensor) of every Hugging Face weight on every rank. This call is collective.
 
     All ranks get the tensors in the same order and must exhaust the iterator. A tensor may alias a live parameter, so
-    copy it to use it later.
+    copy the tensor if you need it later.
     """
     stages = parallel_state.get_pipeline_model_parallel_group()
     if stages.size() == 1:
@@ -236,12 +237,12 @@ def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor
     return parts
 
 
-# Ways to split a weight over tensor-parallel ranks. The last two also give the order of the rows in Megatron.
+# Ways to split a weight over tensor-parallel ranks. The last two also define the order of the rows in Megatron.
 REPLICATED = "replicated"
 ROWS = "rows"
 COLUMNS = "columns"
-QKV_ROWS = "rows by query group: its queries, its key, its value"
-GATED_ROWS = "each rank's rows of the gate, then of the other half"
+QKV_ROWS = "rows by query group: queries, key, value"
+GATED_ROWS = "rows of the gate, then rows of the other half, on each rank"
 
 SCORE = "score.weight"
 """Name of a reward model's head, both in Megatron's model and in transformers' sequence classifiers."""
@@ -252,21 +253,21 @@ ACTIVATIONS = {"silu": torch.nn.functional.silu}
 
 @dataclass(frozen=True)
 class Weight:
-    """A Megatron parameter and the Hugging Face tensors that it is made of."""
+    """A Megatron parameter and the corresponding Hugging Face tensors."""
 
     split: str
     """Split over tensor-parallel ranks: ``REPLICATED``, ``ROWS``, ``COLUMNS``, ``QKV_ROWS`` or ``GATED_ROWS``."""
     sources: tuple[str, ...]
-    """Names of the Hugging Face tensors. Names of an expert contain ``{}`` in place of the global expert index."""
+    """Names of the Hugging Face tensors. The names for an expert contain ``{}`` in place of its index."""
     expert: int | None = None
-    """Local index of the expert on its rank; None if the parameter does not belong to an expert."""
+    """Local index of the expert on its rank, or None if the parameter does not belong to an expert."""
     stacked: str | None = None
-    """Name of the tensor that a folder may have in place of the sources if it stores all experts of a layer together.
+    """Name of the tensor that replaces the sources in folders that store all experts of a layer together.
 
-    Its shape is [experts, ...] if ``expert`` is set.
+    The shape of this tensor is [experts, ...] if ``expert`` is set.
     """
     vocabulary: bool = False
-    """True if each row belongs to a token of the vocabulary. Megatron pads such rows."""
+    """True if each row belongs to a token of the vocabulary. Megatron pads these rows."""
 
 
 def _weights(split: str, *modules: str, **options: Any) -> Weight:
@@ -296,7 +297,7 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
     attention_norm = _weights(REPLICATED, modules.attention_norm)
     mlp_norm = _weights(REPLICATED, modules.mlp_norm)
     return {
-        # Each norm has a second name, because TransformerEngine fuses it with the linear layer that follows.
+        # Each norm has a second name, because TransformerEngine fuses the norm with the linear layer that follows.
         "input_layernorm.weight": attention_norm,
         "self_attention.linear_qkv.layer_norm_weight": attention_norm,
         "self_attention.linear_qkv.weight": _weights(QKV_ROWS, *modules.qkv),
@@ -333,7 +334,7 @@ def layer_weight(family: Family, name: str) -> Weight:
 
 
 def fields_of(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config.json, including those that transformers sets by default."""
+    """Return the fields of a config.json, including the defaults of transformers."""
     return config.to_dict()
 
 
@@ -352,7 +353,7 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def rotary(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Return the inverse rotary frequencies [head size / 2] and the factor on cos and sin, computed by transformers."""
+    """Return transformers' inverse rotary frequencies [head size / 2] and the scaling factor of cos and sin."""
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind == "default":
@@ -363,7 +364,7 @@ def rotary(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
 
 
 def num_experts(config: PretrainedConfig) -> int:
-    """Return the number of experts in an MoE layer; 0 for a dense model family."""
+    """Return the number of experts in an MoE layer, or 0 for a dense model family."""
     return architectures.num_experts(fields_of(config))
 
 
@@ -381,7 +382,8 @@ def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
         num_moe_experts=architectures.num_experts(fields),
         moe_router_topk=fields["num_experts_per_tok"],
         moe_ffn_hidden_size=fields[experts.width],
-        # Softmax over the chosen experts equals softmax over all experts, renormalised over the chosen experts.
+        # A softmax over the chosen experts equals a softmax over all experts that is renormalised over the chosen
+        # experts.
         moe_router_pre_softmax=not normalized,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
@@ -450,7 +452,7 @@ def write_classifier(
 ) -> None:
     """Write a reward model to a folder that transformers can load as a sequence classifier.
 
-    For the arguments see ``hf_folder.write_model``.
+    For the arguments, see ``hf_folder.write_model``.
     """
     tokenizer = _tokenizer_with_padding(Path(source))
     write_model(folder, tensors, classifier_config(config, tokenizer and tokenizer.pad_token_id), source)
@@ -459,15 +461,15 @@ def write_classifier(
 
 
 def _tokenizer_with_padding(folder: Path) -> Any:
-    """Return the folder's tokenizer with a padding token other than the EOS token; None if it has no tokenizer.
+    """Return the folder's tokenizer with a padding token other than the EOS token, or None if it has no tokenizer.
 
-    transformers reads the score at the last token that is not padding. If answers ended with the padding token, it
-    would read the score before their end. Without another special token the tokenizer gets no padding token, and the
-    classifier accepts only one text at a time.
+    transformers reads the score at the last token that is not padding. If the EOS token were also the padding token,
+    transformers would read the score before the end of the answer. If the tokenizer has no other special token, no
+    padding token is set, and the classifier accepts only one text at a time.
     """
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
-    from transformers import AutoTokenizer  # imports torch's compiler, which a training rank does not need
+    from transformers import AutoTokenizer  # loads torch's compiler, which a training rank does not need
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     candidates = (tokenizer.pad_token, tokenizer.unk_token, tokenizer.bos_token)

@@ -1,9 +1,10 @@
-"""Import hook with which the installed megatron-core runs without CUDA.
+"""Import hook that lets the installed megatron-core run without CUDA.
 
-Functions of megatron-core refer to CUDA: by literals such as ``device="cuda"`` and by attributes such as
-``torch.cuda.current_device``. Patching torch would affect every other library in the process. Instead the hook rewrites
-the *code objects* of megatron-core's functions while its modules are imported. It does not change module-level code,
-which refers to classes that exist only under ``torch.cuda``. torch still reports that CUDA is not available.
+Functions of megatron-core refer to CUDA by literals such as ``device="cuda"`` and by attributes such as
+``torch.cuda.current_device``. Patching torch would affect every other library in the process. Instead, the hook
+rewrites the *code objects* of megatron-core's functions while its modules are imported. The hook does not change
+module-level code, which refers to classes that exist only under ``torch.cuda``. torch still reports that CUDA is not
+available.
 
 If CUDA is available, ``install`` does nothing, so GPU runs execute stock megatron-core.
 """
@@ -27,14 +28,14 @@ _EXCLUDED = tuple(
     f"{_PACKAGE}.{name}"
     for name in ("inference", "export", "resharding", "distributed.fsdp", "energy_monitor", "nccl_allocator")
 )
-# torch.cuda is replaced by torch.cpu, but in this module by torch.random, which has the functions for random states.
+# Replacement of torch.cuda by module (default: torch.cpu). torch.random contains the functions for random states.
 _REPLACEMENTS = {f"{_PACKAGE}.tensor_parallel.random": "random"}
 
 
 def install() -> bool:
     """Install the import hook and return True, or return False if CUDA is available.
 
-    Call it before ``import megatron.core``.
+    Call this function before ``import megatron.core``.
 
     Raises:
         RuntimeError: if megatron.core is already imported, because its functions can then no longer be rewritten.
@@ -76,7 +77,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
         with _compilation_disabled():
             super().exec_module(module)
         if module.__name__ == f"{_PACKAGE}.jit":
-            # torch.compile on CPU needs a C++ compiler and minutes of warm-up. The fused kernels are only for CUDA.
+            # torch.compile on CPU needs a C++ compiler and minutes of warm-up. The fused kernels exist only for CUDA.
             module.disable_jit_fuser()
 
 
@@ -84,8 +85,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
 def _compilation_disabled() -> Iterator[None]:
     """Make ``torch.compile`` return functions of megatron-core unchanged in this block.
 
-    megatron-core compiles one function, in a router for inference. This imports torch's compiler, which takes 2 s of
-    CPU time.
+    megatron-core compiles one function, in a router for inference. The compilation imports torch's compiler, which
+    takes 2 s of CPU time.
     """
     stock = torch.compile
 
@@ -101,7 +102,7 @@ def _compilation_disabled() -> Iterator[None]:
 
 
 def _rewrite(code: types.CodeType, replacement: str) -> types.CodeType:
-    """Return a function's code with CUDA literals replaced by CPU literals, and ``torch.cuda`` by ``replacement``."""
+    """Replace CUDA literals in a function's code with CPU literals, and ``torch.cuda`` with ``replacement``."""
 
     def constant(value):
         if isinstance(value, types.CodeType):
@@ -121,7 +122,7 @@ def _rewrite(code: types.CodeType, replacement: str) -> types.CodeType:
 
 
 def _use_cpu_random_states() -> None:
-    """Replace Megatron's named CUDA random streams (dropout, initialisation) by streams of the CPU generator."""
+    """Replace Megatron's named CUDA random streams (dropout, initialisation) with streams of the CPU generator."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     class CpuRandomStates(megatron_random.CudaRNGStatesTracker):
@@ -138,7 +139,7 @@ def _use_cpu_random_states() -> None:
         def fork(self, name=megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME):
             if name not in self.states_:
                 raise KeyError(f"random stream {name!r} was never added")
-            # Like Megatron's tracker for CUDA: replace the state of the global generator, and restore it afterwards.
+            # Replace the state of the global generator and restore it afterwards, like Megatron's tracker for CUDA.
             global_state = torch.get_rng_state()
             torch.set_rng_state(self.states_[name])
             try:
@@ -153,7 +154,7 @@ def _use_cpu_random_states() -> None:
 
 
 def _pad_uneven_collectives() -> None:
-    """Pad the parts of uneven collectives (expert token exchange) to the largest, because gloo requires equal parts."""
+    """Pad uneven collectives (expert token exchange) to parts of equal size, because gloo requires equal parts."""
     from megatron.core.tensor_parallel import mappings
 
     stock_gather = mappings._gather_along_first_dim
@@ -184,7 +185,7 @@ def _pad_uneven_collectives() -> None:
 
 
 def _skip_token_count_sync() -> None:
-    """Remove the MoE dispatcher's wait for its token counts on a CUDA stream. On CPU they are already available."""
+    """Remove the MoE dispatcher's wait for token counts on a CUDA stream. On CPU, it is not needed."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     def convert_counts(self, point, tokens_per_expert=None):
@@ -202,8 +203,8 @@ def _fix_shape_exchange_of_two_stages() -> None:
     """Exchange tensor shapes correctly if the previous and the next pipeline stage are the same rank.
 
     Megatron posts (send prev, receive prev, send next, receive next), and messages between two ranks are matched in
-    order. The peer would therefore receive a message to the previous stage as one from *its* previous stage. This
-    happens in interleaved pipelines of two stages, and gloo then aborts because of the wrong sizes.
+    order. The peer would therefore mistake a message to the previous stage for a message from *its* previous stage.
+    This happens in interleaved pipelines of two stages, and gloo then aborts because the sizes are wrong.
     """
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 

@@ -1,7 +1,7 @@
-"""Read and write checkpoints of Megatron-core's GPTModel, with Hugging Face names.
+"""Read and write checkpoints of Megatron-core's GPTModel.
 
-Tensors are read layer by layer. The reading process may not have imported Megatron yet, so each function imports it
-after ``runtime.prepare``.
+Tensors are read layer by layer, under their Hugging Face names. The reading process may not have imported Megatron yet,
+so each function imports it after ``runtime.prepare``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Slice:
 
     Args:
         stored: shape and data type of the stored tensor.
-        indices: index of each leading dimension; empty for the complete tensor.
+        indices: index of each leading dimension, or empty for the complete tensor.
     """
 
     def __init__(self, name: str, stored: Held, indices: tuple[int, ...] = ()):
@@ -50,7 +50,7 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
     """
     from gdpo_nemo.megatron import runtime
 
-    metadata = read_dist_metadata(source.path, key)  # before Megatron opens the same file
+    metadata = read_dist_metadata(source.path, key)  # read before Megatron opens the same file
     runtime.prepare()
     from gdpo_nemo.megatron.conversion import family_of, fields_of, separate, top_weights
 
@@ -103,7 +103,7 @@ def _layer_slices(
     """Yield (slice, weight) for each tensor of one layer."""
     from gdpo_nemo.megatron.conversion import dense_weights, layer_weight
 
-    # The checkpoint stores either a tensor per layer, or one tensor with a leading dimension for all layers.
+    # The checkpoint stores either one tensor per layer, or one tensor for all layers with a leading layer dimension.
     separate_layers = any(name.startswith(f"decoder.layers.{layer}.") for name in tensors)
     prefix = f"decoder.layers.{layer}." if separate_layers else "decoder.layers."
     layer_index = () if separate_layers else (layer,)
@@ -141,7 +141,7 @@ def _has_weight(name: str, is_moe: bool, family: Family, fields: dict[str, Any])
 
 
 def _reader(source: Source, prefix: str, key: str) -> Callable[[list[_Slice]], list[torch.Tensor]]:
-    """Return a function that reads slices of tensors with Megatron-core's loader. It raises ConfigError.
+    """Return a function that reads slices of tensors with Megatron-core's loader. The function raises ConfigError.
 
     Args:
         prefix: prefix of the names of all tensors in the checkpoint.
@@ -179,13 +179,13 @@ def _reader(source: Source, prefix: str, key: str) -> Callable[[list[_Slice]], l
 
 def _reason(error: BaseException) -> str:
     first = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
-    # torch's message advises to load the file with an unpickler that executes it.
-    return "it is not a tensor of the checkpoint" if isinstance(first, pickle.UnpicklingError) else first_line(first)
+    # Hide torch's message, which advises loading the file with an unpickler that can execute code.
+    return "a checkpoint entry is not a tensor" if isinstance(first, pickle.UnpicklingError) else first_line(first)
 
 
 @contextlib.contextmanager
 def _single_process_group() -> Iterator[None]:
-    """Provide a process group of one process, because Megatron-core's loader asks for the rank."""
+    """Provide a process group with a single process, because Megatron-core's loader queries the rank."""
     if dist.is_initialized():
         yield
         return
@@ -197,15 +197,15 @@ def _single_process_group() -> Iterator[None]:
 
 
 _RELEASE = "release"
-"""Megatron-LM's name for a checkpoint of weights without an iteration number, which it loads with --finetune."""
+"""Megatron-LM's name for a weights-only checkpoint without an iteration number, which is loaded with --finetune."""
 
 
 def save_megatron(policy: Any, folder: str | Path) -> None:
-    """Write the policy's weights as a checkpoint of Megatron-core's GPTModel; collective.
+    """Write the policy's weights as a checkpoint of Megatron-core's GPTModel. This call is collective.
 
-    The weights are written to ``folder``/release. Next to it are the file that names this release, and a folder ``hf``
-    with config.json and the tokenizer. Each layer of the policy consists of two Hybrid layers, attention and MLP.
-    Megatron-core merges each pair.
+    The weights are written to ``folder``/release. A file next to this folder names the release, and the folder ``hf``
+    contains config.json and the tokenizer. Each layer of the policy consists of two Hybrid layers, attention and MLP.
+    Megatron-core merges each pair into one layer.
 
     Raises:
         ConfigError: if the model has both dense and MoE layers, which GPTModel's format does not support.

@@ -1,7 +1,7 @@
 """Layer specifications: TransformerEngine's layers, or local Megatron layers with torch SDPA.
 
-Both build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP layers (``-``, or ``E`` for MoE).
-Hugging Face layer i therefore always corresponds to Hybrid layers 2i and 2i+1.
+Both kinds of layers build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP layers (``-``, or ``E``
+for MoE). Hugging Face layer i therefore always corresponds to Hybrid layers 2i and 2i+1.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ def transformer_engine_is_usable() -> bool:
     """Return whether TransformerEngine is installed and a GPU is available.
 
     Raises:
-        RunError: if TransformerEngine is installed but its import fails. Otherwise the run would silently be slower.
+        RunError: if TransformerEngine is installed but its import fails. Without this error, the run would silently be
+            slower.
     """
     if not torch.cuda.is_available() or find_spec("transformer_engine") is None:
         return False
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # it loads libraries and inspects the device, so any exception type is possible
+    except Exception as error:  # the libraries may raise any exception type
         raise RunError(
             f"TransformerEngine is installed, but its import failed ({type(error).__name__}: {error}); fix the "
             "installation, or set policy.megatron_cfg.transformer_engine: false"
@@ -56,7 +57,7 @@ def layer_spec(
     """Return the layer stack: Megatron's TransformerEngine stack, or local layers that need only torch.
 
     Args:
-        rotary: inverse rotary frequencies and the factor on cos and sin, for the local layers.
+        rotary: inverse rotary frequencies and the scaling factor of cos and sin, for the local layers.
         adapted: True if the linear layers get adapters. Norms are then separate modules, because adapters need the
             inputs of the linear layers.
     """
@@ -112,7 +113,7 @@ def _engine_stack(adapted: bool) -> ModuleSpec:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm. Under sequence parallelism its gradient is summed over the tensor-parallel group."""
+    """RMS norm, whose weight gradient is summed over the tensor-parallel group under sequence parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused):
         super().__init__()
@@ -131,7 +132,7 @@ def _device() -> torch.device:
 
 
 class LocalHybridStack(HybridStack):
-    """Megatron's stack with a local final norm, because its own final norm requires TransformerEngine."""
+    """Megatron's stack with a local final norm, because Megatron's final norm requires TransformerEngine."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **{**kwargs, "post_layer_norm": False})

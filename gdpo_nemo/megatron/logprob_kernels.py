@@ -1,7 +1,7 @@
 """Triton kernels for fused log-probs: logits exist only as tiles in registers, accumulated in float32.
 
-Import this module only to launch the kernels. At the import Triton decides whether to compile them, or to interpret
-them on a CPU (``TRITON_INTERPRET=1``).
+Import this module only to launch the kernels. During the import, Triton decides whether to compile the kernels or to
+interpret them on a CPU (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _LOWEST = tl.constexpr(-1e30)
 
 
 class Tile(NamedTuple):
-    """Tile of the logits that a program computes at once, and the compiler settings for it."""
+    """Tile of the logits that a program computes at once, and its compiler settings."""
 
     rows: int
     """Number of tokens."""
@@ -30,14 +30,14 @@ class Tile(NamedTuple):
     """Number of iterations whose loads are in flight at the same time (software pipelining)."""
 
 
-# The largest tiles for which ptxas spills no registers, as ``tests/megatron/test_logprob_kernels.py`` checks.
+# Largest tiles without register spills. ``tests/megatron/test_logprob_kernels.py`` checks the spills with ptxas.
 _HALF = Tile(128, 128, 64, 8, 3)
 _HALF_HOPPER = Tile(128, 256, 64, 8, 3)
 _FLOAT = Tile(64, 64, 32, 4, 3)
 ROWS_AT_ONCE = 16
-"""Number of row tiles that are computed together for the same columns. Their hidden states stay in the L2 cache."""
+"""Number of row tiles per group. The hidden states of a group stay in the L2 cache while its columns are processed."""
 TILES_PER_PART = 8
-"""Number of column tiles in a part. A program processes them sequentially and writes the part's statistics once."""
+"""Number of column tiles per part of the logits. A program processes them in turn and writes one set of statistics."""
 ROWS_COMBINED = 128
 """Number of tokens per program of ``combine_parts``."""
 
@@ -51,7 +51,7 @@ def tile_for(dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
 
 @triton.jit
 def _tile_of_program(program, row_tiles, parts, GROUP: tl.constexpr):
-    """Return (row tile, part) of a program. ``GROUP`` row tiles complete all parts before the next row tiles."""
+    """Return (row tile, part) of a program. All parts of ``GROUP`` row tiles precede those of the next row tiles."""
     group = program // (GROUP * parts)
     group_size = tl.minimum(row_tiles - group * GROUP, GROUP)
     offset = program % (GROUP * parts)
@@ -75,7 +75,7 @@ def _logits(
             valid = (start + depth < HIDDEN)[None, :]
             a = tl.load(left + start, mask=valid, other=0.0)
             b = tl.load(right + start, mask=valid, other=0.0)
-        # ieee: multiply float32 inputs in full precision, whatever torch is set to use for its own products.
+        # ieee: multiply float32 inputs in full precision, regardless of torch's setting for matrix products.
         x = tl.dot(a, tl.trans(b), x, input_precision="ieee")
     return x * scale
 
@@ -89,18 +89,19 @@ def part_statistics(
     """Write the statistics of each token in each part of the logits to float32 ``out`` [parts, 4, tokens].
 
     A part has ``TILES`` x ``N`` columns. The four statistics are the largest logit x, the sum of exp(x - largest), the
-    sum of exp(x - largest) (x - largest), and the target's logit. The third is 0 without ``ENTROPY``, the fourth if the
-    target is in another part.
+    sum of exp(x - largest) * (x - largest), and the target's logit. The third statistic is 0 without ``ENTROPY``. The
+    fourth statistic is 0 if the target is in another part.
 
     Args:
         targets: global token ids.
-        valid: number of columns of the shard before its padding.
+        valid: number of columns of the shard without padding.
         first: global id of the shard's first column.
     """
     row_tile, part = _tile_of_program(tl.program_id(0), tl.cdiv(tokens, M), parts, GROUP)
     rows = row_tile * M + tl.arange(0, M)
     exists = rows < tokens
-    # Out-of-range rows and columns read the last valid one and are discarded: loads in the loop then need no mask.
+    # Out-of-range indices read the last valid row or column, and their results are discarded, so loads in the loop need
+    # no mask.
     clamped = tl.minimum(rows, tokens - 1)
     local = tl.load(targets + clamped) - first
     peak = tl.full((M,), _LOWEST, tl.float32)
@@ -135,8 +136,8 @@ def part_statistics(
 def combine_parts(statistics, out, tokens, parts, FINISH: tl.constexpr, ENTROPY: tl.constexpr, M: tl.constexpr):
     """Combine float32 ``statistics`` [parts, 4, tokens] of ``part_statistics`` into ``out`` [4, tokens].
 
-    The result has the same four statistics. With ``FINISH`` it has instead the log-prob, the entropy (0 unless
-    ``ENTROPY``), the largest logit, and the log of the sum of exp(x - largest).
+    The result contains the same four statistics. With ``FINISH``, the result instead contains the log-prob, the entropy
+    (0 unless ``ENTROPY``), the largest logit, and the log of the sum of exp(x - largest).
     """
     rows = tl.program_id(0) * M + tl.arange(0, M)
     exists = rows < tokens
@@ -177,7 +178,7 @@ def logit_gradients(
     HIDDEN: tl.constexpr, ENTROPY: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient with respect to the unscaled logits of ``count`` columns, from column ``start`` on.
+    """Write the gradient with respect to the unscaled logits of ``count`` columns, starting at column ``start``.
 
     Args:
         results: output of ``combine_parts`` with ``FINISH``.

@@ -13,15 +13,16 @@ import torch.distributed as dist
 from gdpo_nemo.utils.errors import ConfigError
 
 EntropyUse = Literal["none", "value", "gradient"]
-"""Use of the entropy: not computed (none), without a gradient (value), or with a gradient (gradient)."""
+"""Entropy mode: no entropy (none), entropy without a gradient (value), or entropy with a gradient (gradient)."""
 
 MAX_CHUNK = 1024
 """Maximum number of tokens whose logits are converted to float32 at once."""
 _CPU_LOGITS = 1 << 20
 """Number of logits that a CPU converts to float32 at once: 4 MiB, which fits into its caches.
 
-With 1,024 tokens at once every pass reads and writes main memory. This takes 2.5 times as long for vocabularies of
-8,192 and 49,152. With a quarter or four times as many logits the time is within a third of the best.
+With 1,024 tokens at once, every pass reads and writes main memory. Such chunks take 2.5 times as long for vocabularies
+of 8,192 and 49,152. Chunks with a quarter or four times as many logits take at most a third longer than the fastest
+chunks.
 """
 
 
@@ -35,13 +36,13 @@ class _TokenLogprobs(torch.autograd.Function):
         local = local.clamp(0, width - 1)  # valid indices for gather; `owned` masks targets of other ranks
         padding = max(0, first + width - vocab_size)  # number of padded columns; above 0 only on the last ranks
         with_entropy = entropy_use != "none"
-        # peak: the rank's largest logit. Rows of sums: sum of exp(d), the target's logit, sum of exp(d) d, for
-        # d = logit - peak.
+        # peak: the rank's largest logit. Rows of sums, for d = logit - peak: sum of exp(d), the target's logit, sum of
+        # exp(d) * d.
         peak = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
         sums = torch.empty((3 if with_entropy else 2, *targets.shape), dtype=torch.float32, device=logits.device)
         for rows in _chunks(logits.size(0), chunk):
             x = _scaled(logits[rows], scale, padding)
-            # On a rank with only padding the maximum is -inf. A finite value prevents NaN in -inf - peak.
+            # On a rank with only padding, the maximum is -inf. A finite value prevents NaN in -inf - peak.
             torch.amax(x, -1, out=peak[rows]).clamp_(min=-1e30)
             sums[1, rows] = torch.where(owned[rows], x.gather(-1, local[rows, None]).squeeze(-1), 0.0)
             x.sub_(peak[rows, None])
@@ -56,7 +57,7 @@ class _TokenLogprobs(torch.autograd.Function):
         # Subtract the large logits first: otherwise the small log_sum would be lost to rounding.
         logprob = (sums[1] - peak) - log_sum
         entropy = log_sum - sums[2] / sums[0] if with_entropy else None
-        # Decided here: to inspect the gradient in the backward pass, the CPU would have to wait for the GPU.
+        # Decide in the forward pass: inspecting the gradient in the backward pass would make the CPU wait for the GPU.
         with_gradient = entropy_use == "gradient"
         if entropy is not None and not with_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -77,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
             p = log_p.exp()
             # d logprob / d x = onehot - p;  d entropy / d x = -p (log p + entropy)
             grad = p * -grad_logprob[rows, None]
-            # Most losses have no entropy term. They save these two passes through the vocabulary.
+            # Most losses have no entropy term and skip these two operations on the whole vocabulary.
             if entropy is not None and grad_entropy is not None:
                 log_p.clamp_(min=-1e30).add_(entropy[rows, None]).mul_(p)
                 grad.sub_(log_p * grad_entropy[rows, None])
@@ -89,7 +90,8 @@ class _TokenLogprobs(torch.autograd.Function):
 def _suitable_chunk(logits: torch.Tensor) -> int:
     """Return the number of tokens to process at once.
 
-    On a CPU their float32 logits fit into the caches. On a GPU it is the maximum, to keep the GPU busy.
+    On a CPU, the float32 logits of these tokens fit into the caches. On a GPU, the number is ``MAX_CHUNK``, to keep the
+    GPU busy.
     """
     if logits.device.type != "cpu":
         return MAX_CHUNK
@@ -99,7 +101,7 @@ def _suitable_chunk(logits: torch.Tensor) -> int:
 def _merge(peak: torch.Tensor, sums: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Reduce ``sums`` over the ranks in place, relative to the largest logit of all ranks. Return this logit.
 
-    The reductions are not split into chunks: on a CPU each takes as long as reading a small chunk once.
+    The reductions are not split into chunks: on a CPU, each reduction takes as long as reading a small chunk once.
     """
     largest = peak.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -143,13 +145,13 @@ def token_logprobs(
         targets: int64 [tokens], global token ids, already shifted (``targets[t]`` follows token t).
         group: tensor-parallel group.
         vocab_size: vocabulary size without padding. Padded columns have probability 0. None if no column is padded.
-        chunk: number of tokens processed at once; None for the device's default. The results are bit-identical.
-        entropy: use of the entropy. ``value`` reads the logits less often than ``gradient``, and ``none`` less often
-            than ``value``.
+        chunk: number of tokens processed at once, or None for the device's default. All chunk sizes yield bit-identical
+            results.
+        entropy: entropy mode. ``none`` reads the logits the least often, and ``gradient`` reads them the most often.
 
     Returns:
         Log-probs and entropies in nats, float32 [tokens] each and differentiable in ``logits``. The entropies are None
-        for ``none``.
+        if ``entropy`` is ``none``.
     """
     vocab_size = vocab_size if vocab_size is not None else logits.size(-1) * group.size()
     chunk = chunk or _suitable_chunk(logits)
@@ -159,7 +161,7 @@ def token_logprobs(
 _GRADIENT_BYTES = 256 << 20
 """Maximum size in bytes of the gradient of a slice of the logits, in the model's precision."""
 _ALIGNMENT = 16
-"""Multiple to which the rows of that gradient are padded, in elements: for vectorised loads and cuBLAS."""
+"""Multiple, in elements, to which rows of the gradient are padded, for vectorised loads and cuBLAS."""
 
 
 def why_not_fused() -> str | None:
@@ -179,14 +181,14 @@ def use_fused_logprobs(setting: bool | None) -> bool:
     """Return whether to use the fused kernels.
 
     Args:
-        setting: value of ``policy.megatron_cfg.fused_logprobs``. None uses the kernels if they can run on a GPU.
+        setting: value of ``policy.megatron_cfg.fused_logprobs``. None uses the fused kernels if they can run on a GPU.
 
     Raises:
         ConfigError: if the setting is true but the kernels cannot run in this process.
     """
     reason = why_not_fused()
     if setting and reason:
-        raise ConfigError(f"policy.megatron_cfg.fused_logprobs: cannot be true, {reason}")
+        raise ConfigError(f"policy.megatron_cfg.fused_logprobs: true is not supported, because {reason}")
     if setting is None:
         # Never choose Triton's interpreter by default: it is a hundred times slower.
         return torch.cuda.is_available() and reason is None
@@ -293,7 +295,7 @@ def _evaluate(hidden, weight, targets, options: _Options, with_entropy: bool) ->
 def _slices(hidden, weight, targets, results, gradients, options: _Options):
     """Yield (columns of the shard, gradient of their logits [tokens, columns]).
 
-    All gradients use the same buffer: each overwrites the previous one.
+    All gradients use the same buffer, so that each gradient overwrites the previous gradient.
     """
     tokens, size = hidden.shape
     if not tokens or not options.valid:
@@ -335,8 +337,8 @@ def _slices(hidden, weight, targets, results, gradients, options: _Options):
 def slice_width(tokens: int, columns: int, element_size: int, tile: int) -> int:
     """Return the number of columns in a slice of the backward pass.
 
-    It is a multiple of ``tile`` unless there are fewer columns. All slices have about the same width. Their gradients
-    fit into ``_GRADIENT_BYTES``, except that a slice has at least one tile.
+    The number is a multiple of ``tile``, or ``columns`` if that is smaller. All slices have about the same width. The
+    gradient of a slice fits into ``_GRADIENT_BYTES``, unless a single tile is larger.
     """
     max_width = max(tile, _GRADIENT_BYTES // (tokens * element_size) // tile * tile)
     even_width = -(-columns // -(-columns // max_width))
@@ -368,10 +370,10 @@ def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _placeholder_gradient(weight: Any) -> torch.Tensor:
-    """Return a placeholder for a gradient that was already added to ``main_grad``. It triggers the wrapper's hook.
+    """Return a placeholder for a gradient that was already added to ``main_grad``, to trigger the wrapper's hook.
 
-    The hook ignores the placeholder's values, unless the weight is also the embedding. In this case the hook adds the
-    embedding's gradient plus the placeholder, which therefore consists of zeros.
+    The hook ignores the placeholder's values, unless the weight is also the embedding. For an embedding, the hook adds
+    the embedding's gradient plus the placeholder, which therefore consists of zeros.
     """
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False):
@@ -392,19 +394,19 @@ def fused_token_logprobs(
     """Compute ``token_logprobs`` for the logits hidden @ weight.T, without storing these logits.
 
     Args:
-        hidden: [tokens, hidden size], float32, bfloat16 or float16, equal on all tensor-parallel ranks. Its gradient is
-            this rank's contribution, which must be summed over the group.
+        hidden: [tokens, hidden size], float32, bfloat16 or float16, equal on all tensor-parallel ranks. The gradient of
+            ``hidden`` is this rank's contribution, which must be summed over the group.
         weight: [vocabulary / tensor-parallel ranks, hidden size], this rank's rows, in the precision of ``hidden``. If
-            Megatron's data-parallel wrapper has given it a float32 ``main_grad``, its gradient is added there.
-            Otherwise autograd receives the gradient as usual.
+            the weight has a float32 ``main_grad`` of Megatron's data-parallel wrapper, its gradient is added to this
+            buffer. Otherwise autograd receives the gradient as usual.
         targets: int64 [tokens], global token ids.
         group: tensor-parallel group. All ranks must call this function with the same tokens.
         vocab_size: vocabulary size without padding. Padded columns have probability 0 and no gradient. None if no
             column is padded.
-        entropy: use of the entropy, as in ``token_logprobs``.
+        entropy: entropy mode, as in ``token_logprobs``.
 
     Returns:
-        Log-probs and entropies in nats, float32 [tokens] each. The entropies are None for ``none``.
+        Log-probs and entropies in nats, float32 [tokens] each. The entropies are None if ``entropy`` is ``none``.
 
     Raises:
         ValueError: if the precisions differ or the weight is not contiguous.

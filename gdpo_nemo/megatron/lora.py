@@ -1,11 +1,11 @@
 """LoRA (arXiv 2106.09685) on Megatron's linear layers, with one pair of matrices A, B per Hugging Face module.
 
-Megatron fuses q, k, v into one layer, and gate, up into another. Their pairs remain separate, so that the trained
-matrices are a PEFT adapter of the Hugging Face model in every layout. With ``share_a`` the pairs of a fused layer share
-one A, which is equivalent to NeMo's adapters of such a layer. If the Hugging Face module itself is fused, its pair is
-stored as one A and a B for each part of the layer. If a weight is split by rows (q, k, v, gate, up, lm_head), A is
-replicated on the tensor-parallel ranks and B is split. If a weight is split by columns (o, down), A is split and B is
-replicated.
+Megatron fuses q, k, v into one layer, and gate, up into another. Each of these modules has a separate pair, so that the
+trained matrices form a PEFT adapter of the Hugging Face model in every layout. With ``share_a``, the pairs of a fused
+layer share one A, which is equivalent to NeMo's adapters of fused layers. If the Hugging Face module itself is fused,
+its pair is stored as one A and a B for each part of the layer. If a weight is split by rows (q, k, v, gate, up,
+lm_head), A is replicated on the tensor-parallel ranks and B is split. If a weight is split by columns (o, down), A is
+split and B is replicated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _hf_modules(linear_name: str, modules: Modules) -> tuple[str, ...]:
 
 
 def initial_a(module: str, rank: int, width: int, seed: int, init: str = "uniform") -> torch.Tensor:
-    """Sample the initial A of a Hugging Face module, float32 [rank, width]. It is the same in every layout.
+    """Sample the initial A of a Hugging Face module, float32 [rank, width]. The result does not depend on the layout.
 
     Args:
         init: ``uniform`` as in PEFT, or ``xavier`` (Glorot and Bengio 2010, normal), the default of NeMo's adapters.
@@ -63,14 +63,14 @@ def initial_a(module: str, rank: int, width: int, seed: int, init: str = "unifor
 
 
 class Part(NamedTuple):
-    """Rows of a Megatron linear layer: its queries, keys or values; its gate or up projection; or all its rows."""
+    """Rows of a Megatron linear layer: queries, keys, values, the gate projection, the up projection, or all rows."""
 
     module: str
-    """Hugging Face module with these rows. A fused module also has other rows."""
+    """Hugging Face module that contains these rows. A fused module also contains other rows."""
     height: int
     """Number of rows, over all tensor-parallel ranks."""
     suffix: str
-    """Suffix of B's key in a checkpoint; empty unless the module has several parts."""
+    """Suffix of B's key in a checkpoint, which is empty unless the module has several parts."""
 
 
 class Pair(torch.nn.Module):
@@ -80,7 +80,7 @@ class Pair(torch.nn.Module):
         width: input size of the layer, over all tensor-parallel ranks.
         by_columns: True if the layer's weight is split by columns.
         like: tensor with the data type and device of the matrices.
-        shared: A of another pair, to use instead of a new one; None to create A.
+        shared: matrix A of another pair to reuse, or None to create a new A.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Pair(torch.nn.Module):
 
 
 class Adapters(torch.nn.Module):
-    """Adapters of a Megatron linear layer: they compute scale * B A x for each part of the layer, in its layout.
+    """Adapters of a Megatron linear layer, which compute scale * B A x for each part, in the layout of the layer.
 
     Args:
         linear_name: name of the layer within a Megatron layer, or ``output_layer``.
@@ -143,13 +143,13 @@ class Adapters(torch.nn.Module):
             if last_name(part.module) in settings.target_modules:
                 shared = pairs[0].a if self.shares_a and pairs else None
                 pairs.append(Pair(part, width, self.by_columns, settings, seed, like, shared))
-        # Each tensor-parallel rank processes only some of the tokens, so Megatron must sum the gradients of replicated
-        # matrices.
+        # Under sequence parallelism, each tensor-parallel rank processes only some of the tokens, so Megatron must sum
+        # the gradients of replicated matrices.
         if self.sequence_parallel:
             for pair in pairs:
                 matrix: Any = pair.b if self.by_columns else pair.a
                 matrix.sequence_parallel = True
-        # Any, because a ModuleList loses the type of its modules.
+        # The type is Any, because ModuleList does not preserve the type of its modules.
         self.pairs: Any = torch.nn.ModuleList(pairs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -200,9 +200,9 @@ class Adapters(torch.nn.Module):
 
 
 class HeadAdapter(Adapters):
-    """Adapters of the output layer. Their input is replicated on the tensor-parallel ranks.
+    """Adapters of the output layer. The input of these adapters is replicated on the tensor-parallel ranks.
 
-    This also holds under sequence parallelism.
+    Under sequence parallelism, their input is also replicated.
     """
 
     def __init__(self, module: str, linear: Any, hf: PretrainedConfig, settings: LoraConfig, seed: int):
@@ -212,9 +212,9 @@ class HeadAdapter(Adapters):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the term to add to this rank's columns of the logits."""
         (pair,) = self.pairs
-        # Each rank computes A's gradient from its part of the vocabulary. The backward pass of copy_to sums it over the
-        # ranks. The other layers apply copy_to to A x, but that would also sum the input's gradient, which the model
-        # already sums.
+        # Each rank computes A's gradient from its part of the vocabulary. The backward pass of this function sums the
+        # gradient over the ranks. The other layers apply the function to A x, but for this layer that would also sum
+        # the input's gradient, which the model already sums.
         a = tensor_parallel.copy_to_tensor_model_parallel_region(pair.a, group=self.group)
         return F.linear(F.linear(self._drop(x), a), pair.b) * self.scale
 
@@ -245,8 +245,8 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
     """Freeze the chunks and add trainable adapters to their linear layers.
 
     Raises:
-        ConfigError: if the model does not have the layers in ``target_modules``, or if they cannot be adapted: experts,
-            and an output layer that is tied to the embedding.
+        ConfigError: if the model does not have the layers in ``target_modules``, or if they cannot be adapted. Experts
+            and an output layer that is tied to the embedding cannot be adapted.
     """
     family = family_of(hf)
     modules = family.modules
@@ -290,7 +290,7 @@ def adapters_disabled(chunks: list[torch.nn.Module]) -> Iterator[None]:
 
 @torch.no_grad()
 def gather_adapters(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Return the unsharded adapters of the complete model on every rank, in host memory; collective.
+    """Return the unsharded adapters of the complete model on every rank, in host memory. This call is collective.
 
     Returns:
         (A [rank, in], B [out, rank]) by Hugging Face module.
@@ -334,7 +334,7 @@ def sharded_adapters(chunk: torch.nn.Module) -> dict[str, Any]:
         if axis is None:
             state[key] = make_sharded_tensor_for_checkpoint(parameter, key)
         else:
-            # The padding of the vocabulary, and so the shape of the head's B, depends on the number of ranks.
+            # The padding of the vocabulary depends on the number of ranks, and so does the shape of the head's B.
             is_padded = isinstance(adapters, HeadAdapter)
             state[key] = make_tp_sharded_tensor_for_checkpoint(
                 parameter, key, tp_axis=axis, allow_shape_mismatch=is_padded
@@ -345,7 +345,7 @@ def sharded_adapters(chunk: torch.nn.Module) -> dict[str, Any]:
 def _matrices(chunk: torch.nn.Module) -> Iterator[tuple[Adapters, str, torch.nn.Parameter, int | None]]:
     """Yield (adapters, PEFT's name, shard, split dimension) for every matrix of a chunk.
 
-    The split dimension is None for a replicated matrix. An A that several pairs share is yielded once.
+    The split dimension is None for a replicated matrix. A matrix A that several pairs share is yielded only once.
     """
     for adapters in adapters_of([chunk]):
         for index, pair in enumerate(adapters.pairs):
@@ -371,7 +371,7 @@ def start_adapters(chunks: list[torch.nn.Module], pairs: Pairs) -> None:
     """Initialise this rank's adapters from unsharded matrices.
 
     Args:
-        pairs: matrices of every adapted module, in shapes that fit the model.
+        pairs: matrices of every adapted module, with the shapes that the model requires.
 
     Raises:
         KeyError: if an adapted module is missing.

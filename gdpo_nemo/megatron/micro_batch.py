@@ -21,7 +21,7 @@ _ALIGNMENT = 16
 
 @dataclass
 class MicroBatch:
-    """Inputs of the model and of the loss, on the device. A row is a target token."""
+    """Inputs of the model and of the loss, on the device. Each row is a target token."""
 
     rows: PackedRows
     """Layout of the micro-batch on the host."""
@@ -33,13 +33,13 @@ class MicroBatch:
     """int64 [rows]: token ids of the targets."""
     packing: Packing
     fields: TokenFields | None
-    """Fields of the trained rows for the loss; None if no loss is computed."""
+    """Inputs of the loss for the trained rows, or None if no loss is computed."""
     trained: torch.Tensor | None
-    """int64 [trained rows]: indices of the rows with a weight above 0; None if all rows are trained."""
+    """int64 [trained rows]: indices of the rows with a weight above 0, or None if all rows are trained."""
 
 
 def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Copy the arrays to the device in one asynchronous transfer. On a CPU the tensors share the arrays' memory."""
+    """Copy the arrays to the device in one asynchronous transfer. On a CPU, the tensors share the arrays' memory."""
     arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     if device.type == "cpu":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
@@ -96,7 +96,7 @@ def make_micro_batch(
 
 
 def _token_fields(tensors: Mapping[str, torch.Tensor], num_sequences: int) -> TokenFields:
-    """Create ``TokenFields`` from the tensors with the names ``field.NAME``."""
+    """Create ``TokenFields`` from the tensors that are named ``field.NAME``."""
     return TokenFields(
         tensors["field.advantages"],
         tensors["field.weights"],
@@ -115,13 +115,13 @@ def _token_fields(tensors: Mapping[str, torch.Tensor], num_sequences: int) -> To
 
 def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return the fields of the trained rows, by their names in ``TokenFields``, and the indices of the trained rows."""
-    # The rows of a sequence are adjacent. Read each sequence once.
+    # The rows of a sequence are adjacent, so each sequence is read only once.
     starts = np.flatnonzero(np.diff(rows.sequence, prepend=-1))
     members = [sequences[i] for i in rows.sequence[starts].tolist()]
     counts = np.diff(starts, append=len(rows.sequence))
     offsets = np.split(rows.offset, starts[1:])
     weights = np.repeat(np.array([member.weight for member in members], np.float32), counts)
-    # Select the rows on the host: the CPU would have to wait for the count of a mask on the device.
+    # Select the rows on the host: with a mask on the device, the CPU would have to wait for the number of rows.
     trained = np.flatnonzero(weights > 0)
     advantages = _advantages(members, counts, offsets)
 
@@ -133,8 +133,8 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
     if not sequences or any(sequence.pair for sequence in sequences):
         fields["pairs"] = _pair_numbers(sequences)[rows.sequence]
     for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", "old_values", "returns", *_DTYPES):
-        # A rank without sequences does not know which optional fields the other ranks have, so it creates all of them.
-        # They are empty and fit every loss.
+        # A rank without sequences does not know which optional fields the other ranks have, so it creates all fields.
+        # These fields are empty, which is valid for every loss.
         if not sequences or getattr(sequences[0], name) is not None:
             fields[name] = values_of_rows(name, _DTYPES.get(name, np.float32))
     if len(trained) < len(weights):
@@ -143,7 +143,7 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
 
 
 def _advantages(members: Sequence[TrainSequence], counts: np.ndarray, offsets: Sequence[np.ndarray]) -> np.ndarray:
-    """Return float32 [rows]: the advantage of each row's token, or of its sequence if the tokens share one."""
+    """Return float32 [rows]: the advantage of each row's token, which may be the advantage of its whole sequence."""
     if not any(isinstance(member.advantage, np.ndarray) for member in members):
         return np.repeat(np.array([member.advantage for member in members], np.float32), counts)
     return np.concatenate([member.token_advantages()[tokens] for member, tokens in zip(members, offsets)])
@@ -152,7 +152,7 @@ def _advantages(members: Sequence[TrainSequence], counts: np.ndarray, offsets: S
 def _pair_numbers(sequences: Sequence[TrainSequence]) -> np.ndarray:
     """Return int64 [sequences]: the number of each sequence's pair, counted from 1 on this data-parallel rank.
 
-    It is negative for the rejected or undesirable completion. All ranks with the same sequences compute the same
+    The number is negative for a rejected or undesirable completion. All ranks with the same sequences compute the same
     numbers.
     """
     pairs = np.array([sequence.pair for sequence in sequences], np.int64)
@@ -161,7 +161,7 @@ def _pair_numbers(sequences: Sequence[TrainSequence]) -> np.ndarray:
 
 
 class MicroBatches:
-    """Iterator over micro-batches. Each can be prepared while the device computes the previous one.
+    """Iterator over micro-batches, which can prepare a micro-batch while the device processes the previous one.
 
     Args:
         make: function that creates a micro-batch of the sequences with the given indices and starts its copy.

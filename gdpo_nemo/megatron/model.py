@@ -42,8 +42,8 @@ _LOGIT_BYTES = 256 << 20
 class PolicyModel(HybridModel):
     """A HybridModel whose last pipeline stage returns log-probs and entropies of target tokens instead of logits.
 
-    Fused kernels (``fused``) do not store the logits. Without them the logits are computed for one chunk of tokens at a
-    time. If there are several chunks, each is recomputed in the backward pass.
+    Fused kernels (``fused``) do not store the logits. Without fused kernels, the logits are computed for one chunk of
+    tokens at a time. If there are several chunks, each chunk is recomputed in the backward pass.
     """
 
     temperature = 1.0
@@ -55,18 +55,18 @@ class PolicyModel(HybridModel):
         """Run one micro-batch.
 
         Args:
-            input_ids: int64 [1, local tokens], or None past the first stage.
+            input_ids: int64 [1, local tokens], or None after the first stage.
             packing: ``attention.Packing`` of the micro-batch.
             rows: int64 [targets]: index of the local token that precedes each target.
             targets: int64 [targets]: token ids of the targets.
 
         Returns:
-            On the last stage float32 [targets, 2] with log-prob and entropy, or [targets, 1] if ``entropy`` is none. On
-            other stages the hidden states.
+            On the last stage, float32 [targets, 2] with log-prob and entropy, or [targets, 1] if ``entropy`` is none.
+            On other stages, the hidden states.
         """
         embedded = self.embedding(input_ids=input_ids, position_ids=None) if self.pre_process else None
         if embedded is not None and self.training and not embedded.requires_grad:
-            # The embeddings are frozen (LoRA), but activation recomputation needs an input that requires a gradient.
+            # LoRA freezes the embeddings, but activation recomputation needs an input that requires a gradient.
             embedded.requires_grad_()
         angles = None
         if self.position_embedding_type == "rope":
@@ -150,7 +150,7 @@ class ScoreModel(PolicyModel):
 
 
 class ValueModel(PolicyModel):
-    """A PolicyModel with a linear value head on the same hidden states.
+    """A PolicyModel with an additional linear value head on the same hidden states.
 
     The head is initialised to 0, so that the first advantages depend only on the rewards.
     """
@@ -166,9 +166,9 @@ class ValueModel(PolicyModel):
             torch.nn.init.zeros_(self.value_head.bias)
 
     def _output(self, hidden, rows, targets):
-        """Return the PolicyModel's columns, and with ``values`` an additional column, in float32.
+        """Return the columns of PolicyModel and, if ``values`` is true, an additional column, in float32.
 
-        This column has the value of the state in which each target was generated.
+        The additional column contains the value of the state in which each target was generated.
         """
         if self.config.sequence_parallel:
             # The value head is replicated, so each tensor-parallel rank computes its full gradient, which must not be
@@ -196,11 +196,11 @@ class BuiltModel:
     chunks: list[PolicyModel]
     """Model chunks without wrappers: one, or one per virtual pipeline stage."""
     wrapped: list[Any]
-    """The same chunks inside precision and DDP wrappers. A model that is not trained has no DDP wrappers."""
+    """The chunks inside mixed-precision and DDP wrappers. A model that is not trained has no DDP wrappers."""
     optimizer: Any = None
-    """Megatron's MegatronOptimizer; None for a model that is not trained."""
+    """Megatron's MegatronOptimizer, or None for a model that is not trained."""
     scheduler: Any = None
-    """Learning-rate schedule (``UpdateSchedule``); None for a model that is not trained."""
+    """Learning-rate schedule (``UpdateSchedule``), or None for a model that is not trained."""
 
 
 def transformer_config(
@@ -238,11 +238,11 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         attention_softmax_in_fp32=True,
-        # The weights are loaded later, but initialisation also sets their tensor-parallel attributes. Without these the
-        # gradient norm would include only one rank's shard.
+        # The weights are loaded later, but initialisation also sets their tensor-parallel attributes. Without these
+        # attributes, the gradient norm would include only one rank's shard.
         perform_initialization=True,
         use_cpu_initialization=False,
-        # This setting is for Megatron's linear layers, which need apex for it. For TransformerEngine's layers see
+        # With this setting, Megatron's linear layers would require apex. For TransformerEngine's layers, see
         # `_accumulate_into_main_grad`.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -263,8 +263,8 @@ def _engine_options(hf: PretrainedConfig, layout: MegatronConfig) -> dict[str, A
     options: dict[str, Any] = dict(attention_backend=AttnBackend[layout.attention_backend], apply_rope_fusion=True)
     scaling = rotary(hf)[1]
     if scaling != 1.0:
-        # TransformerEngine's rotary kernel does not support a factor on queries and keys (YaRN). Apply both factors to
-        # the attention scores instead.
+        # TransformerEngine's rotary kernel does not support scaling factors of queries and keys (YaRN). Apply both
+        # factors to the attention scores instead.
         options |= dict(softmax_scale=scaling**2 / math.sqrt(head_size(hf)))
     if num_experts(hf):
         options |= dict(moe_permute_fusion=True)
@@ -304,7 +304,7 @@ def build_chunks(
     Args:
         temperature: sampling temperature, by which logits are divided.
         adapted: True to prepare the layers for adapters (see ``layer_spec``).
-        scores: True to replace the output layer by the score head of a reward model.
+        scores: True to replace the output layer with the score head of a reward model.
         values: True to add a value head.
 
     Raises:
@@ -333,7 +333,8 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            # Only TransformerEngine's layers use the model's rotary angles. Local layers compute them in attention.
+            # Only TransformerEngine's layers use the model's rotary angles. Local layers compute the angles in
+            # attention.
             position_embedding_type="rope" if use_te else "none",
             vp_stage=stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -348,7 +349,7 @@ def build_chunks(
 
 
 def freeze_routers(chunks: list[PolicyModel]) -> None:
-    """Freeze the routers of MoE layers. Call it before ``wrap``, which allocates gradient buffers."""
+    """Freeze the routers of MoE layers. Call this function before ``wrap``, which allocates gradient buffers."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".mlp.router." in name:
@@ -376,7 +377,7 @@ def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronC
 def _accumulate_into_main_grad(chunks: list[PolicyModel]) -> None:
     """Make TransformerEngine's layers add weight gradients directly to the wrapper's float32 buffers.
 
-    ``gradient_accumulation_fusion`` would do this too, but with it Megatron's output layer requires apex's kernel.
+    ``gradient_accumulation_fusion`` would also do this, but Megatron's output layer would then require apex's kernel.
     """
     for chunk in chunks:
         for module in chunk.modules():
@@ -391,12 +392,12 @@ def build_optimizer(
     total_updates: int,
     value_lr_mult: float | None = None,
 ):
-    """Return Megatron's AdamW and its learning-rate scheduler, which takes one step per update.
+    """Return Megatron's AdamW and a learning-rate scheduler that takes one step per update.
 
     Args:
         wrapped: wrapped chunks of the model.
-        total_updates: number of updates of the complete run, the default end of a decay.
-        value_lr_mult: multiple of the learning rate for the value head; None if the model has no value head.
+        total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
+        value_lr_mult: learning-rate multiplier of the value head, or None if the model has no value head.
     """
     o = layout.optimizer
     config = MegatronOptimizerConfig(
@@ -415,8 +416,8 @@ def build_optimizer(
     )
     overrides = None
     if value_lr_mult is not None:
-        # The flag identifies this group when a checkpoint is loaded. The learning rates cannot, since a resumed run may
-        # change them.
+        # is_decoupled_lr identifies this group when a checkpoint is loaded. The learning rates cannot identify the
+        # group, because a resumed run may change them.
         head: Any = dict(is_decoupled_lr=True, max_lr=value_lr_mult * o.lr, min_lr=value_lr_mult * o.min_lr)
         overrides = {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): head}
     optimizer = get_megatron_optimizer(config, wrapped, overrides)
@@ -426,14 +427,14 @@ def build_optimizer(
 def _read_config(folder: str | Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    # For the docstring of a config class, transformers imports all dependencies of its models and of generation. This
-    # includes torch's compiler, takes 1 s of CPU time, and is optional.
+    # To build the docstring of a config class, transformers imports all dependencies of its models and of generation.
+    # This optional import includes torch's compiler and takes 1 s of CPU time.
     with hidden("transformers.models.auto.modeling_auto"):
         return AutoConfig.from_pretrained(folder)
 
 
 def build_frozen(folder: str | Path, layout: MegatronConfig, dtype: torch.dtype) -> BuiltModel:
-    """Load the model in a Hugging Face folder for forward passes only, without gradients and optimizer."""
+    """Load the model in a Hugging Face folder for forward passes only, without gradients or an optimizer."""
     from gdpo_nemo.megatron.conversion import load_hf
     from gdpo_nemo.models.hf_folder import open_weights
 
@@ -458,15 +459,15 @@ def build(
     scores: bool = False,
     value_lr_mult: float | None = None,
 ) -> BuiltModel:
-    """Load the model in a Hugging Face folder for training: model, wrappers, optimizer and schedule of this rank.
+    """Load the model in a Hugging Face folder for training, with wrappers, optimizer and schedule of this rank.
 
     Args:
         temperature: sampling temperature, by which logits are divided.
-        total_updates: number of updates of the complete run, the default end of a decay.
-        lora: settings of the adapters to train with frozen weights; None to train the weights.
+        total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
+        lora: settings of the adapters to train with frozen weights, or None to train the weights.
         seed: random seed of the initial adapters, and of a missing score head.
-        scores: True for a reward model. Its score head is sampled if the folder has none.
-        value_lr_mult: multiple of the learning rate for a value head; None for no value head.
+        scores: True for a reward model. If the folder contains no score head, the head is initialised randomly.
+        value_lr_mult: learning-rate multiplier of a value head, or None for no value head.
     """
     from gdpo_nemo.megatron.conversion import load_hf, with_score_head
     from gdpo_nemo.models.hf_folder import open_weights
@@ -482,7 +483,8 @@ def build(
     elif layout.freeze_moe_router:
         freeze_routers(chunks)
     wrapped = wrap(config, chunks, layout)
-    # Do not set ``config.grad_scale_func``: float32 and bfloat16 losses are not scaled. It would create a reference
-    # cycle of model, optimizer and process groups through autograd nodes, which Python's garbage collector cannot see.
+    # Do not set ``config.grad_scale_func``: float32 and bfloat16 losses are not scaled. Setting it would create a
+    # reference cycle of model, optimizer and process groups through autograd nodes, which Python's garbage collector
+    # cannot see.
     optimizer, scheduler = build_optimizer(layout, dtype, wrapped, total_updates, value_lr_mult)
     return BuiltModel(hf, config, chunks, wrapped, optimizer, scheduler)

@@ -1,4 +1,4 @@
-"""Optimizer on one rank: Adam, offloading of its state to host memory, and the learning-rate schedule."""
+"""Optimizer on one rank: Adam, offloading of optimizer state to host memory, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class OptimizerOffload:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._host: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
-        """Host tensors by parameter and name of its state; the name is empty for the parameter itself."""
+        """Host tensors by (parameter, name of its state). The name is empty for the parameter itself."""
         self._offloaded: list[tuple[dict[str, Any] | None, torch.Tensor, str]] = []
-        """(state dictionary, parameter, name) of every tensor in host memory; see ``_device_tensors``."""
+        """(state dictionary, parameter, name) of every tensor in host memory (see ``_device_tensors``)."""
 
     def send(self) -> None:
         """Start moving all tensors to host memory. Return before the copies are done."""
@@ -69,12 +69,12 @@ class OptimizerOffload:
                 host = self._host[owner, name]
                 host.copy_(tensor, non_blocking=True)
                 if self._stream is not None:
-                    tensor.record_stream(self._stream)  # its memory must not be reused during the copy
+                    tensor.record_stream(self._stream)  # prevents reuse of the memory during the copy
                 _assign(state, owner, name, host)
                 self._offloaded.append((state, owner, name))
 
     def fetch(self) -> None:
-        """Start moving all tensors back to the device. Queue work that reads them after ``wait``."""
+        """Start moving all tensors back to the device. Call ``wait`` before you queue work that reads these tensors."""
         # Allocate on the compute stream. torch caches memory per stream, so the copy stream could not reuse the memory
         # of freed activations.
         host_tensors = [self._host[owner, name] for _, owner, name in self._offloaded]
@@ -93,12 +93,12 @@ class OptimizerOffload:
     def _device_tensors(self) -> Iterator[tuple[dict[str, Any] | None, torch.Tensor, str, torch.Tensor]]:
         """Yield (state dictionary, parameter, name, tensor) of every tensor to offload.
 
-        For a main weight the dictionary is None and the name is empty.
+        For a main weight, the dictionary is None and the name is empty.
         """
         model = {p.untyped_storage()._cdata for p in self._parameters}
         for optimizer in self._optimizers:
             for p in (p for group in optimizer.param_groups for p in group["params"]):
-                p.grad = None  # gradient and parameter must not be on different devices
+                p.grad = None  # gradient and parameter must be on the same device
                 if p.untyped_storage()._cdata not in model:
                     yield None, p, "", p.data
                 state = optimizer.state.get(p, {})
@@ -108,7 +108,7 @@ class OptimizerOffload:
 
     @contextlib.contextmanager
     def _copy_stream(self) -> Iterator[None]:
-        """Queue the copies in the block on the copy stream, after all work that is queued so far."""
+        """Queue the copies in the block on the copy stream, after all work that has been queued so far."""
         if self._stream is None:
             yield
             return
@@ -125,18 +125,18 @@ def _assign(state: dict[str, Any] | None, owner: torch.Tensor, name: str, value:
 
 
 class Reference:
-    """Weights of the reference model. They start as a copy of the policy's weights; ``follow`` moves them.
+    """Weights of the reference model. They start as a copy of the policy's weights, and ``follow`` updates them.
 
     Args:
         parameters: parameters of the policy, with the starting weights.
-        on_host: True to store the reference in host memory and copy it to the device for every pass. False to store it
-            on the device.
+        on_host: True to store the reference in host memory and copy it to the device for every forward pass. False to
+            store it on the device.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], on_host: bool):
         self._parameters = list(parameters)
         live = [p.detach() for p in self._parameters]
-        # On a CPU host memory and device memory are the same.
+        # On a CPU, host memory and device memory are the same.
         self._on_host = on_host and any(value.is_cuda for value in live)
         if self._on_host:
             self._weights = host_memory_like(live, pinned=True)
@@ -152,7 +152,7 @@ class Reference:
 
     @torch.no_grad()
     def follow(self, alpha: float) -> None:
-        """Set the reference to alpha * policy + (1 - alpha) * reference (arXiv 2404.09656 eq. 7)."""
+        """Set the reference to alpha * policy + (1 - alpha) * reference (arXiv 2404.09656, equation 7)."""
         for weight, p in zip(self._weights, self._parameters):
             weight.mul_(1.0 - alpha).add_(p.detach().to(weight.device), alpha=alpha)
 
@@ -175,8 +175,8 @@ class GroupStepAdam(torch.optim.Optimizer):
     The state of a parameter consists of ``exp_avg`` and ``exp_avg_sq``. ``step`` is an entry of the group.
     """
 
-    # torch wraps these methods to exclude them from compilation. The first call imports torch's compiler, which takes
-    # 1 s of CPU time on every rank. This optimizer is never compiled.
+    # torch wraps these methods to exclude them from compilation. The first call imports torch's compiler, which takes 1
+    # s of CPU time on every rank. ``GroupStepAdam`` is never compiled.
     add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
     state_dict = unwrap(torch.optim.Optimizer.state_dict)
     load_state_dict = unwrap(torch.optim.Optimizer.load_state_dict)
@@ -217,8 +217,8 @@ class GroupStepAdam(torch.optim.Optimizer):
                 [self.state[p]["exp_avg"] for p in params],
                 [self.state[p]["exp_avg_sq"] for p in params],
                 [],
-                # torch adds 1 to these step counts. They are created on the device, because a copy from the host would
-                # wait for it.
+                # torch adds 1 to these step counts. The counts are created on the device, because a copy from the host
+                # would wait for the device.
                 list(torch.full((len(params),), float(step), device=params[0].device).unbind()),
                 fused=True,
                 foreach=False,
@@ -239,11 +239,11 @@ class UpdateSchedule(OptimizerParamScheduler):
     updates share one learning rate.
 
     Args:
-        hold: number of consecutive updates that use the learning rate of the first of them.
+        hold: number of consecutive updates that share the learning rate of their first update.
     """
 
     num_steps: int
-    """Number of ticks so far."""
+    """Number of updates counted so far."""
 
     def __init__(self, *arguments: Any, hold: int = 1, **options: Any):
         self._hold = hold
@@ -262,8 +262,8 @@ class UpdateSchedule(OptimizerParamScheduler):
     def tick(self, skipped: bool) -> None:
         """Count an update and set the learning rate.
 
-        A skipped update counts only if several updates share a learning rate (``hold``). Otherwise the shared rates
-        would no longer begin with the first update of a step.
+        A skipped update counts only if several updates share a learning rate (``hold``). Otherwise a shared learning
+        rate would no longer start with the first update of a step after a skipped update.
         """
         if not skipped or self._hold > 1:
             self.step(increment=1)
@@ -281,9 +281,9 @@ def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) ->
     """Create the schedule that the config section ``scheduler`` specifies.
 
     Args:
-        optimizer: optimizer of Megatron or torch. Its ``param_groups`` may override the learning rates by ``max_lr``
+        optimizer: optimizer of Megatron or torch. Its ``param_groups`` may override the learning rates with ``max_lr``
             and ``min_lr``.
-        total_updates: number of updates of the complete run, the default end of a decay.
+        total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
     """
     o = layout.optimizer
     s = layout.scheduler
@@ -291,8 +291,8 @@ def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) ->
     decay_steps = s.lr_decay_steps or max(total_updates, warmup + 1)
     init = 0.0
     if warmup and s.lr_warmup_init is not None:
-        # The first update is tick 1 and must use lr_warmup_init; lr follows `warmup` updates later. So the warmup is
-        # extended by one tick at its start.
+        # The first update is tick 1 and must use lr_warmup_init; the schedule reaches lr `warmup` updates later. The
+        # warmup is therefore extended by one tick at its start.
         init = s.lr_warmup_init - (o.lr - s.lr_warmup_init) / warmup
         warmup = warmup + 1
         decay_steps = decay_steps + 1
@@ -308,7 +308,7 @@ def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) ->
         end_wd=o.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
-        # Load only the number of updates from a checkpoint. The other values always come from the config.
+        # Load only the number of updates from a checkpoint. All other values come from the config.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
         hold=s.lr_hold_updates,

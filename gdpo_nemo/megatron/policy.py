@@ -1,4 +1,4 @@
-"""Policy on one rank: update, evaluate, export weights.
+"""Policy on one rank: optimizer updates, evaluation and weight export.
 
 Every method is collective: all ranks of the policy call it together with equal arguments.
 """
@@ -41,16 +41,16 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def _row_count(batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
     """Return the number of rows of the micro-batch as a tensor on the device of ``like``.
 
-    It is created on the device, because a copy from the host would wait. Megatron's pipeline schedule requires this
-    token count to divide the gradients, but `model._finalize` omits the division.
+    The tensor is created on the device, because a copy from the host would wait for the device. Megatron's pipeline
+    schedule requires this token count to divide the gradients, but `model._finalize` omits the division.
     """
     return torch.full((), len(batch.rows.rows), dtype=torch.int, device=like.device)
 
 
 def _to_numbers(parts: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]):
-    """Return the same dictionaries with Python numbers in place of scalar tensors.
+    """Return copies of the dictionaries with Python numbers in place of scalar tensors.
 
-    All scalars of a data type are transferred from the device together.
+    All scalars of the same data type are transferred from the device together.
     """
     scalars = [value.detach() for part in parts for values in part for value in values.values()]
     numbers = [0.0] * len(scalars)
@@ -75,12 +75,12 @@ class Policy:
         config: config section ``policy``.
         folder: Hugging Face folder with the starting weights.
         runtime: result of ``runtime.prepare()``.
-        total_updates: number of updates of the complete run, the default end of a learning-rate decay.
-        keep_reference: True to store a copy of the starting weights for ``logprobs(reference=True)``. It has no effect
-            under LoRA, whose reference is the model without its adapters.
+        total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
+        keep_reference: True to store a copy of the starting weights for ``logprobs(reference=True)``.
+            ``keep_reference`` has no effect under LoRA, whose reference is the model without its adapters.
         seed: random seed of LoRA's initial adapters, and of a reward model's score head.
         scores: True for a reward model, for which ``logprobs`` returns scores.
-        value_lr_mult: multiple of the learning rate for a value head; None for no value head.
+        value_lr_mult: learning-rate multiplier of a value head, or None for no value head.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Policy:
     def reports(self) -> bool:
         """True if this rank returns results for its data- and context-parallel ranks.
 
-        This is the first tensor-parallel rank of the last pipeline stage.
+        Results come from the first tensor-parallel rank of the last pipeline stage.
         """
         return (
             parallel_state.is_pipeline_last_stage(ignore_virtual=True)
@@ -145,7 +145,7 @@ class Policy:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Data-parallel rank. Ranks with the same index process the same sequences."""
+        """Data-parallel rank. Ranks with the same data-parallel rank process the same sequences."""
         return int(parallel_state.get_data_parallel_rank())
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -162,7 +162,7 @@ class Policy:
         """Run one optimizer update.
 
         Args:
-            sequences: sequences of this data-parallel rank; may be empty.
+            sequences: sequences of this data-parallel rank, possibly empty.
             micro_batches: indices into ``sequences`` for each micro-batch. All ranks must have the same number of
                 micro-batches (see ``packing.assign``).
             settings: settings of the loss.
@@ -184,7 +184,8 @@ class Policy:
             if functions:  # the message names the custom function
                 raise RunError(str(error)) from error
             raise
-        # Fetch the optimizer first: computing the norm attaches each gradient to its main weight, on the same device.
+        # Fetch the optimizer state first: computing the norm attaches each gradient to its main weight, and both must
+        # be on the same device.
         with self._optimizer_prefetched():
             sums, maxima = self._reduce(done)
             norm = self._gradient_norm()
@@ -201,7 +202,7 @@ class Policy:
         return float(self.built.scheduler.next_rate())
 
     def _gradient_norm(self) -> float:
-        """Return the gradient norm of the complete model before clipping. It is the same on every rank."""
+        """Return the gradient norm of the complete model before clipping, which is the same on every rank."""
         self.built.optimizer.prepare_grads()
         return float(self.built.optimizer.get_grad_norm())
 
@@ -216,7 +217,7 @@ class Policy:
 
     @staticmethod
     def _sum_over_context(partial_sums: torch.Tensor) -> torch.Tensor:
-        """Sum a value per sequence over the context-parallel ranks, each of which has a part of each sequence."""
+        """Sum per-sequence values over the context-parallel ranks, each of which holds a part of each sequence."""
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
             dist.all_reduce(partial_sums, group=group)
@@ -261,9 +262,9 @@ class Policy:
 
     @contextlib.contextmanager
     def _optimizer_prefetched(self):
-        """Start to move main weights and moments to the device, and move them back after the block.
+        """Start moving main weights and moments to the device, and move them back after the block.
 
-        Queue work that reads them after ``_wait_for_optimizer``.
+        Call ``_wait_for_optimizer`` before you queue work that reads this state.
         """
         if self._offload is not None:
             self._offload.fetch()
@@ -278,7 +279,7 @@ class Policy:
             self._offload.wait()
 
     def release(self) -> None:
-        """Release the GPU memory that is not needed until the next update, for an engine on the same GPU."""
+        """Release GPU memory that is not needed until the next update, so that an engine on the same GPU can use it."""
         if self.runtime.device.type == "cuda":
             self.release_gradients()
             torch.cuda.empty_cache()
@@ -305,14 +306,14 @@ class Policy:
         Args:
             sequences: sequences of this data-parallel rank.
             micro_batches: indices into ``sequences`` for each micro-batch, as in ``train``.
-            reference: True to use the weights of the reference.
-            temperature: temperature in place of the sampling temperature; None to use the sampling temperature.
+            reference: True to use the reference weights.
+            temperature: temperature that replaces the sampling temperature, or None to use the sampling temperature.
             entropies: True to add a column with the entropy of each token's distribution.
             values: True to add a column with the value head's estimate for the state before each token.
 
         Returns:
-            The values of this rank's tokens if ``reports`` is true, otherwise None. Their shape is [tokens], or
-            [tokens, columns] with additional columns.
+            The values of this rank's tokens if ``reports`` is true, otherwise None. The shape is [tokens], or [tokens,
+            columns] with additional columns.
         """
         with self._reference_weights() if reference else contextlib.nullcontext(), self._at_temperature(temperature):
             self._set_training(mode=False)
@@ -333,7 +334,7 @@ class Policy:
 
     @contextlib.contextmanager
     def using_teacher(self) -> Iterator[None]:
-        """Make ``logprobs`` use the teacher in the block. The default temperature is then 1."""
+        """Make ``logprobs`` use the teacher in the block, with 1 as the default temperature."""
         assert self._teacher is not None, "no teacher was loaded"
         student, self.built = self.built, self._teacher
         try:
@@ -377,7 +378,7 @@ class Policy:
 
     @property
     def reference(self) -> Reference | None:
-        """Weights for ``logprobs(reference=True)``; None under LoRA, or if no reference is stored."""
+        """Weights for ``logprobs(reference=True)``. None under LoRA, or if no reference is stored."""
         return self._reference
 
     def sync_reference(self, alpha: float) -> None:
@@ -397,10 +398,10 @@ class Policy:
 
         Args:
             finish: function called with each micro-batch and its output on the last stage, as in Megatron's schedule.
-                It returns a loss, a token count, and the micro-batch's result.
+                The function returns a loss, a token count, and the micro-batch's result.
 
         Returns:
-            Results of the micro-batches, on the last stage.
+            Results of the micro-batches on the last stage.
         """
         layout = self.layout
         context_size = layout.context_parallel_size
@@ -427,7 +428,7 @@ class Policy:
             batch = next(iterator)
             output = model(batch.tokens, batch.packing, batch.token_indices, batch.targets)
             if self.runtime.device.type == "cuda":
-                iterator.prefetch()  # during the forward pass
+                iterator.prefetch()  # overlaps with the forward pass
             return output, partial(finish, batch)
 
         wrapped = self.built.wrapped
@@ -449,9 +450,9 @@ class Policy:
 
     @contextlib.contextmanager
     def params_synced(self):
-        """Synchronise parameters with the last update for the block.
+        """Keep the parameters synchronised with the last update in the block.
 
-        With ``overlap_param_gather`` they are otherwise stale until the next forward pass.
+        With ``overlap_param_gather``, parameters would otherwise be stale until the next forward pass.
         """
         overlapped = [w for w in self.built.wrapped if self.layout.overlap_param_gather]
         for wrapped in overlapped:
@@ -478,12 +479,12 @@ class Policy:
         return iter(self.weights() if self.adapters is None else named(self.adapter()))
 
     def start_adapters(self, pairs: Pairs) -> None:
-        """Initialise LoRA's matrices and the optimizer's main weights from the unsharded ``pairs`` of all modules."""
+        """Initialise LoRA matrices and the optimizer's main weights from the unsharded ``pairs`` of all modules."""
         with self.optimizer_on_device():
             start_adapters(self.chunks, pairs)
             self.built.optimizer.reload_model_params()
 
     def adapter(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return LoRA's unsharded matrices by Hugging Face module on every rank (see ``lora.gather_adapters``)."""
+        """Return the unsharded LoRA matrices by Hugging Face module on every rank (see ``lora.gather_adapters``)."""
         with self.params_synced():
             return gather_adapters(self.chunks)

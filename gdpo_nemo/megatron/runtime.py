@@ -30,13 +30,13 @@ class Runtime:
 def prepare() -> Runtime:
     """Choose device and backend, and make megatron-core importable on this device.
 
-    Call it before you import megatron.core.
+    Call this function before you import megatron.core.
     """
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     import_transformers()
-    # Megatron's timers import installed experiment trackers, to recognise the writer that is passed to them. This takes
-    # 1 s of CPU time, and this project passes no writer.
+    # Megatron's timers import installed experiment trackers, to recognise the writer that is passed to them. These
+    # imports take 1 s of CPU time, and this project passes no writer.
     with hidden("wandb", "torch.utils.tensorboard"):
         on_cpu = cpu_shim.install()  # must precede the import of Megatron
         import megatron.core.timers  # noqa: F401
@@ -49,13 +49,14 @@ def prepare() -> Runtime:
 
 
 def _use_group_step_adam() -> None:
-    """Make Megatron use ``GroupStepAdam`` if TransformerEngine and apex are missing. Its state has their layout."""
+    """Make Megatron use ``GroupStepAdam``, with the same state layout, if TransformerEngine and apex are missing."""
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.distrib_optimizer as distributed
 
     from gdpo_nemo.megatron.optimizer import GroupStepAdam
 
-    # Two modules copy Adam and these flags at import. The flags make Megatron read the step from the parameter group.
+    # Two modules of Megatron copy Adam and these flags at import. The flags make Megatron read the step from the
+    # parameter group.
     if optimizers.USING_PYTORCH_OPTIMIZER:
         optimizers.Adam = GroupStepAdam
         optimizers.USING_PYTORCH_OPTIMIZER = False
@@ -77,7 +78,7 @@ def initialize(
     Args:
         init_method: torch's rendezvous URL: ``file://path``, or ``tcp://host:port`` of rank 0.
         listener: socket that already listens at this host and port, for rank 0 with ``tcp``. torch takes ownership of
-            it.
+            the socket.
         timeout_s: time limit of the rendezvous and of each collective.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -132,7 +133,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore a result of ``random_state``."""
+    """Restore the random streams from a result of ``random_state``."""
     from megatron.core import tensor_parallel
 
     random.setstate(state["python"])

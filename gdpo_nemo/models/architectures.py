@@ -25,7 +25,7 @@ class Modules:
     attention_output: str = "self_attn.o_proj"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Two modules, or a fused module with the rows of the gate followed by the rows of the up projection."""
+    """Two modules, or a fused module whose rows are the rows of the gate, then the rows of the up projection."""
     down: str = "mlp.down_proj"
 
     @property
@@ -55,11 +55,11 @@ class Experts:
     width: str
     """Field with the intermediate size of an expert."""
     normalized: str | None = None
-    """Boolean field that normalizes the weights of the selected experts to sum to 1; None if they always sum to 1."""
+    """Boolean field that normalizes the weights of the selected experts to sum to 1 (None if they always sum to 1)."""
     dense_layers: str | None = None
-    """Field with the indices of layers whose MLP is dense; None if the family has no such field."""
+    """Field with the indices of layers whose MLP is dense (None if the family has no such field)."""
     period: str | None = None
-    """Field with a number N: only the layers N - 1, 2N - 1, ... are MoE layers. None if the family lacks the field."""
+    """Field with a number N: only every N-th layer is an MoE layer. None if the family lacks the field."""
     # transformers stacks the experts of a layer in one tensor per projection, and some folders use these names.
     stacked_router: str = "mlp.gate.weight"
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
@@ -73,7 +73,7 @@ class Family:
     model_type: str
     architecture: str
     hub_names: str
-    """Regular expression for model names on the hub. It identifies the family if config.json is not available."""
+    """Regular expression for model names on the hub. The name identifies the family if config.json is not available."""
     modules: Modules = Modules()
     qkv_bias: bool | str = False
     """True if q, k and v have biases, or the name of the boolean field in config.json that enables them."""
@@ -84,7 +84,7 @@ class Family:
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
     """Types of ``ROPE_PARAMETERS`` that both transformers and vLLM support for this family."""
     experts: Experts | None = None
-    """Description of the MoE layers; None for dense models."""
+    """Description of the MoE layers (None for dense models)."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults of transformers for config.json fields that this project reads, if they are not None."""
 
@@ -107,7 +107,7 @@ _DECLARATIONS = (
         "mixtral",
         "MixtralForCausalLM",
         r"mistralai/Mixtral-.*",
-        rope_types=("default", "linear", "llama3"),  # no yarn: transformers fails, because Mixtral's head_dim is null
+        rope_types=("default", "linear", "llama3"),  # yarn fails in transformers, because Mixtral's head_dim is null
         experts=Experts(
             router="block_sparse_moe.gate",
             gate="block_sparse_moe.experts.{}.w1",
@@ -200,10 +200,10 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 """Fields that config.json must contain. For a missing field, transformers would use a default size."""
 
 BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")
-"""Fields that enable biases of projections. Only the field named by ``Family.qkv_bias`` may be true."""
+"""Fields that enable projection biases. Only the field named by ``Family.qkv_bias`` may be true."""
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
-"""Fields with the number of experts. The name depends on the family."""
+"""Fields with the number of experts. The field's name depends on the family."""
 
 
 def check_family(content: Mapping[str, Any]) -> Family:
@@ -230,7 +230,7 @@ def check_family(content: Mapping[str, Any]) -> Family:
         raise _model_error(f"activation {activation!r} is not supported; supported: {family.activation}")
     for key in BIASES:
         if fields.get(key) and key != family.qkv_bias:
-            raise _model_error(f"{key} (biases of projections) is not supported for {family.model_type}")
+            raise _model_error(f"{key} (projection biases) is not supported for {family.model_type}")
     _check_not_quantised(fields)
     _check_rope(fields, family)
     return family
@@ -239,12 +239,12 @@ def check_family(content: Mapping[str, Any]) -> Family:
 def _check_not_quantised(fields: Mapping[str, Any]) -> None:
     quantization = fields.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    key = "quantization_config" if quantization else "quantization"  # MLX writes the latter
+    key = "quantization_config" if quantization else "quantization"  # MLX writes the key quantization
     if quantization or fields.get("quantization"):
         by = method or ("MLX" if fields.get("quantization") else None)
         origin = f", these are by {by}" if by else ""
         raise _model_error(
-            f"quantised weights ({key}) are not supported{origin}; give the folder of the unquantised model"
+            f"quantised weights ({key}) are not supported{origin}; specify the folder of the unquantised model"
         )
 
 
@@ -313,7 +313,7 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
 
 
 _LARGEST_SIZE = 2**31
-"""Maximum value of a size in config.json. It limits loops over layers and experts."""
+"""Maximum value of a size in config.json. This maximum limits loops over layers and experts."""
 
 
 def _check_size(key: str, value: Any) -> None:
@@ -322,7 +322,7 @@ def _check_size(key: str, value: Any) -> None:
 
 
 def num_experts(content: Mapping[str, Any]) -> int:
-    """Return the number of experts in an MoE layer; 0 for a dense model."""
+    """Return the number of experts in an MoE layer, or 0 for a dense model."""
     if not FAMILIES[content["model_type"]].experts:
         return 0
     return next((content[key] for key in EXPERT_COUNTS if content.get(key)), 0)
@@ -387,11 +387,11 @@ def check_adapted_layers(targets: Sequence[str], family: Family, tied: bool) -> 
         )
     dense = [last_name(module) for module in family.modules.mlp]
     if family.experts and set(dense) & set(targets):
-        raise ConfigError(f"{key}: the model's experts cannot be adapted; leave out {', '.join(dense)}")
+        raise ConfigError(f"{key}: adapters on the model's experts are not supported; leave out {', '.join(dense)}")
     head = last_name(family.modules.head)
     if tied and head in targets:
         raise ConfigError(
-            f"{key}: the model's {head} is its embedding (tie_word_embeddings), which has no adapter; leave it out"
+            f"{key}: the model's {head} is tied to the embedding (tie_word_embeddings) and gets no adapter; omit it"
         )
 
 

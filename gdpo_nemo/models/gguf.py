@@ -127,7 +127,7 @@ def _text(stream: BinaryIO) -> str:
     length = _checked(_unpack(stream, "Q")[0])
     found = stream.read(length)
     if len(found) < length:
-        raise ValueError("it ends within a text")
+        raise ValueError("the file ends inside a text")
     return found.decode("utf-8", errors="replace")
 
 
@@ -137,7 +137,7 @@ def _value(stream: BinaryIO, kind: int, depth: int = 0) -> Any:
     if kind == _STRING:
         return _text(stream)
     if kind != _ARRAY:
-        raise ValueError(f"a value has unknown type {kind}")
+        raise ValueError(f"a value has the unknown type {kind}")
     if depth == _MAX_DEPTH:
         raise ValueError(f"arrays are nested more than {_MAX_DEPTH} deep")
     inner, count = _unpack(stream, "IQ")
@@ -162,7 +162,7 @@ def _tensor_info(key: str, file: Path, name: str, shape: tuple[int, ...], kind: 
         )
     label, values, size = BLOCKS[kind]
     if shape and shape[-1] % values:
-        raise ValueError(f"{name} has rows of {shape[-1]} values in blocks of {values}")
+        raise ValueError(f"{name} has rows of {shape[-1]} values, which is not a multiple of the block size {values}")
     return TensorInfo(shape, label, start, math.prod(shape) // values * size)
 
 
@@ -194,9 +194,9 @@ class WeightLocation:
     tensor: str
     """Name of the tensor in the file."""
     expert: int | None = None
-    """Index in the tensor's first dimension; None for the whole tensor."""
+    """Index in the tensor's first dimension (None for the whole tensor)."""
     heads: int | None = None
-    """Number of heads, if the rows of their two halves are interleaved and must be reordered; otherwise None."""
+    """Number of heads whose rows must be reordered, because their two halves are interleaved; otherwise None."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _fields(header: GgufHeader, family: Family, file: Path, key: str) -> dict[st
         value = read(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
-                f"{key}: {file} has {header.architecture}.{name} {value!r}, which must be a single number"
+                f"{key}: {file} has {header.architecture}.{name} {value!r}, which must be a positive integer"
             )
         return value
 
@@ -283,13 +283,13 @@ def _fields(header: GgufHeader, family: Family, file: Path, key: str) -> dict[st
     fields["attention_bias"] = "blk.0.attn_q.bias" in header.tensors and family.qkv_bias is not True
     experts = family.experts
     if experts:
-        # Mixtral's config.json has the width of an expert in intermediate_size. llama.cpp has it in
+        # Mixtral's config.json has the width of an expert in intermediate_size. llama.cpp stores this width in
         # feed_forward_length.
         fields[experts.width] = size("expert_feed_forward_length", fields["intermediate_size"])
         fields[experts.count] = size("expert_count")
         fields["num_experts_per_tok"] = size("expert_used_count")
         if experts.normalized:
-            fields[experts.normalized] = True  # llama.cpp always normalizes
+            fields[experts.normalized] = True  # llama.cpp always normalizes these weights
     return fields
 
 
@@ -336,7 +336,9 @@ def _llama3(divisors: Sequence[float], theta: float, head: int, file: Path, key:
         expected = [_divisor(2 * math.pi / frequency, original, factor) for frequency in frequencies]
         if len(expected) == len(divisors) and all(abs(a - b) < 1e-3 for a, b in zip(expected, divisors)):
             return {"rope_type": "llama3", **rope, "original_max_position_embeddings": original}
-    raise ConfigError(f"{key}: {file} has {_ROPE_FACTORS} that do not follow Llama 3's rule, which is not supported")
+    raise ConfigError(
+        f"{key}: {file} has {_ROPE_FACTORS} that differ from Llama 3's rule, which is the only supported rule"
+    )
 
 
 def _divisor(wavelength: float, original: int, factor: float, low: float = 1.0, high: float = 4.0) -> float:

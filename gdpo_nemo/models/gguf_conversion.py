@@ -14,7 +14,8 @@ _PLAIN = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16)
 
 
 def gguf_weights(model: GgufModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights as (Hugging Face name, tensor). Quantised tensors become float32, others keep their dtype."""
+    """Yield the weights as (Hugging Face name, tensor). Quantised tensors are converted to float32. Other tensors keep
+    their dtype."""
     data = np.memmap(model.file, mode="r")
     for name, location in model.weights.items():
         info = model.header.tensors[location.tensor]
@@ -53,7 +54,7 @@ _PARTS = {
 """Metadata keys after ``tokenizer.ggml.``, by the names that transformers' ``convert_gguf_tokenizer`` expects."""
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _BOS_PRE_TOKENIZERS = ("llama3", "llama-v3", "llama-bpe", "tekken")
-"""Pre-tokenizers of models that expect a BOS token. Older files do not specify ``add_bos_token``."""
+"""Pre-tokenizers of models that expect a BOS token. Older GGUF files do not specify ``add_bos_token``."""
 
 
 def gguf_tokenizer(model: GgufModel) -> Any:
@@ -89,7 +90,7 @@ def _remove_extra_tokens(backend: Any, size: int) -> Any:
     """Remove added tokens whose id is not less than ``size``, the number of tokens in the file.
 
     transformers' ``convert_gguf_tokenizer`` adds GPT-2's <|endoftext|> at the end of the vocabulary. The model has no
-    embedding for it.
+    embedding for this token.
     """
     content = json.loads(backend.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < size]

@@ -58,7 +58,7 @@ def save_tensors(
     mode = file.stat().st_mode & 0o777
     try:
         save_file(dict(tensors), file, metadata=dict(metadata) if metadata else None)
-    except SafetensorError as error:  # raised for example if the disk is full
+    except SafetensorError as error:  # safetensors raises this, for example, if the disk is full
         raise OSError(f"{file}: {error}") from error
     file.chmod(mode)
 
@@ -164,7 +164,7 @@ def write_model(
         tensors: weights as (name, tensor).
         config: transformers configuration of the model.
         source: Hugging Face folder with the tokenizer files to copy.
-        shard_bytes: maximum size of a safetensors file in bytes. A single larger tensor still gets one file.
+        shard_bytes: maximum size of a safetensors file in bytes. A larger tensor still gets a single file.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

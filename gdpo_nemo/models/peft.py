@@ -35,7 +35,7 @@ class PeftAdapter:
 
     folder: Path
     base: str
-    """Folder or hub name of the base model; empty if unknown."""
+    """Folder or hub name of the base model (empty if unknown)."""
     rank: int
     alpha: float
     dropout: float
@@ -47,11 +47,11 @@ class PeftAdapter:
     """Last parts of module names, or a regular expression for full names."""
 
     def scale(self, rank: int) -> float:
-        """Return the scale of B A for a module with this rank."""
+        """Return the scaling factor of the LoRA product ``B @ A`` for a module with this rank."""
         return self.alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def base_folder(self) -> Path | None:
-        """Return the folder of the base model; None if it is not found.
+        """Return the folder of the base model, or None if it is not found.
 
         A relative path is tried from the current folder and from the adapter's folder.
         """
@@ -133,7 +133,7 @@ def read_shapes(adapter: PeftAdapter, key: str) -> Shapes:
         a = remaining.pop(name)
         b = remaining.pop(PREFIX + module + _B, ())
         if len(a) != 2 or len(b) != 2 or a[0] != b[1]:
-            raise ConfigError(f"{key}: {file} has only one matrix of the pair for {module}")
+            raise ConfigError(f"{key}: {file} has only one of the two matrices for {module}")
         shapes_by_module[module] = (a[0], a[1], b[0])
     if remaining or not shapes_by_module:
         what = f"{min(remaining)}, which is not a matrix of a linear layer" if remaining else "no matrices"

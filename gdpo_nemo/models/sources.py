@@ -41,7 +41,7 @@ class Source:
     path: Path
     """The file, or the folder that contains the weight files."""
     root: Path
-    """Path that the user specified. ``path`` is this path, or inside it."""
+    """Path that the user specified. ``path`` is this path or a path inside it."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class ModelFacts:
     source: Source | None = None
     """None for a Hugging Face folder, and for a model that has not been downloaded."""
     fields: dict[str, Any] | None = None
-    """Fields of config.json; None if they are unknown."""
+    """Fields of config.json (None if they are unknown)."""
 
 
 def recognise(path: Path, key: str = "policy.model_name") -> Source | None:
@@ -124,7 +124,9 @@ def _gguf_file(folder: Path, key: str) -> Source | None:
     """Return the only GGUF file in a folder, or None. Raises ConfigError for several files or unsupported formats."""
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
-        raise ConfigError(f"{key}: {folder} has {len(files)} GGUF files; name one of them, for example {files[0]}")
+        raise ConfigError(
+            f"{key}: {folder} has {len(files)} GGUF files; specify one of these files, for example {files[0]}"
+        )
     if files:
         return recognise(files[0], key)
     for pattern in ("*.nemo", "*.onnx", "*.bin", "*.pt", "*.pth"):
@@ -134,7 +136,7 @@ def _gguf_file(folder: Path, key: str) -> Source | None:
 
 
 def _check_is_gguf(file: Path, key: str) -> None:
-    """Raise ConfigError if a file is not GGUF. The message describes its format."""
+    """Raise ConfigError if a file is not GGUF. The message describes the file's format."""
     try:
         with file.open("rb") as stream:
             start = stream.read(512)
@@ -148,7 +150,7 @@ def _check_is_gguf(file: Path, key: str) -> None:
 def _describe_format(file: Path, start: bytes) -> str:
     size = int.from_bytes(start[:8], "little")
     if 2 <= size < file.stat().st_size and start[8:9] == b"{":
-        return "a single safetensors file; name the folder that contains it and config.json"
+        return "a single safetensors file; specify the folder that contains this file and config.json"
     pickled = "a PyTorch pickle, which may run code and is not supported; save the model as safetensors"
     if start[:4] == b"PK\x03\x04":
         return pickled if _has_member(file, "data.pkl") else "a zip archive, which is not a supported model format"
@@ -158,14 +160,14 @@ def _describe_format(file: Path, start: bytes) -> str:
         if _has_member(file, "model_config.yaml"):
             return "a NeMo 1 checkpoint (.nemo), which is not supported; export it to Hugging Face's format with NeMo 1"
         return "an archive, which is not a supported model format; unpack it"
-    # An ONNX file begins with its ir_version, then the producer's name.
+    # An ONNX file begins with its ir_version, followed by the producer's name.
     if start[:1] == b"\x08" and 0 < int.from_bytes(start[1:2], "big") < 32 and start[2:3] in (b"\x12", b"\x1a", b":"):
-        return "an ONNX graph, which cannot be trained; use the model that it was exported from"
+        return "an ONNX graph, which cannot be trained; use the model from which it was exported"
     return "not a model in a supported format (a Hugging Face folder, GGUF, a PEFT adapter, a Megatron-core checkpoint)"
 
 
 def _has_member(file: Path, name: str) -> bool:
-    """Return whether an archive has a member of this name."""
+    """Return whether an archive contains a file with this name."""
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
@@ -179,13 +181,13 @@ def _has_member(file: Path, name: str) -> bool:
 
 
 HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?=.{,96}$)[A-Za-z0-9]([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)
-"""Model name on the hub, organisation/name. It also rejects names that only the hub's server would reject."""
+"""Model name on the hub, organisation/name. The pattern also rejects names that only the hub's server would reject."""
 COMPANION = "hf"
 """Folder with config.json and tokenizer that this project writes next to a Megatron-core checkpoint."""
 
 
 def source_fields(source: Source, key: str, companion: str | None = None) -> dict[str, Any] | None:
-    """Return the config.json fields of the model in ``source``; None if config.json is on the hub.
+    """Return the config.json fields of the model in ``source`` (None if config.json is on the hub).
 
     Args:
         key: config key or option that specifies the source, for error messages.
@@ -228,8 +230,8 @@ def described_by(source: Source, key: str, companion: str | None = None) -> Path
     found = next((candidate for candidate in folders if (candidate / "config.json").is_file()), None)
     if found is None:
         raise ConfigError(
-            f"{key}: {source.root} is {source.format.value}{_trained_as(source)}, which has no config.json; name a "
-            f"Hugging Face folder of the same model ({_option(key)})"
+            f"{key}: {source.root} is {source.format.value}{_trained_as(source)}, which has no config.json; "
+            f"specify a Hugging Face folder of the same model ({_option(key)})"
         )
     return found
 
@@ -248,13 +250,13 @@ def _check_hub_name(adapter: PeftAdapter, key: str) -> None:
     """Raise ConfigError if the name of the base model is not a valid name on the hub."""
     if not HUB_NAME.fullmatch(adapter.base):
         raise ConfigError(
-            f"{key}: the base model of the adapter {adapter.folder}, {adapter.base or 'which it does not name'}, was "
+            f"{key}: the base model of the adapter {adapter.folder}, {adapter.base or 'which is not specified'}, was "
             "not found"
         )
 
 
 def _model_of_run(checkpoint: Path) -> str:
-    """Return ``policy.model_name`` of the run that wrote a checkpoint; empty if it is unknown."""
+    """Return ``policy.model_name`` of the run that wrote a checkpoint (empty if it is unknown)."""
     file = real_path(checkpoint).parent.parent / "config.yaml"
     try:
         return str(parse_yaml(read_text(file))["policy"]["model_name"])
@@ -263,7 +265,7 @@ def _model_of_run(checkpoint: Path) -> str:
 
 
 def _trained_as(source: Source) -> str:
-    """Return NeMo 2's class name of the model in brackets, for a message; empty if it is unknown."""
+    """Return NeMo 2's class name of the model in brackets, for a message (empty if it is unknown)."""
     try:
         content = parse_yaml(read_text(source.root / "context" / "model.yaml"))
         section = content.get("config", content)

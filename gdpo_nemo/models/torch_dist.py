@@ -36,7 +36,7 @@ class Held:
     """A tensor in a checkpoint."""
 
     shape: tuple[int, ...]
-    """Global shape, over all ranks."""
+    """Global shape over all ranks."""
     dtype: str
     """Name of the torch dtype, such as bfloat16."""
 
@@ -64,7 +64,7 @@ class _Reader(pickle.Unpickler):
             return name
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoints do not need")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a checkpoint does not need")
 
 
 def read_dist_metadata(folder: Path, key: str) -> Mapping[str, Held]:
@@ -93,7 +93,7 @@ def read_dist_metadata(folder: Path, key: str) -> Mapping[str, Held]:
         raise ConfigError(f"{key}: {file} is not a valid index of a Megatron-core checkpoint ({error})") from None
     outside = sorted(name for name in files if Path(name).name != name)
     if outside:
-        raise ConfigError(f"{key}: {file} names {outside[0]}, which is not a file of the checkpoint")
+        raise ConfigError(f"{key}: {file} lists {outside[0]}, which is outside the checkpoint")
     missing = sorted(name for name in files if not (folder / name).is_file())
     if missing:
         raise ConfigError(f"{key}: {folder} lacks {missing[0]}, which is listed in its index")
@@ -108,7 +108,7 @@ def _tensor_metadata(entry: Any) -> Held:
 
 EMBEDDING = "embedding.word_embeddings.weight"
 _PREFIXES = ("", "module.", "model.", "module.module.")
-"""Possible prefixes of tensor names. Megatron-LM and Megatron-Bridge use no prefix, NeMo 2 uses ``module.``."""
+"""Possible prefixes of tensor names. Megatron-LM and Megatron-Bridge do not use a prefix. NeMo 2 uses ``module.``."""
 _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -145,14 +145,17 @@ def model_tensors(
         if size != expected:
             raise ConfigError(f"{key}: {folder} has {field} {size}, but its config.json has {expected}")
     if rows < fields["vocab_size"]:
-        raise ConfigError(f"{key}: {folder} has {rows} tokens, but its config.json has {fields['vocab_size']}")
+        raise ConfigError(
+            f"{key}: {folder} has a vocabulary of {rows} tokens, but its config.json has {fields['vocab_size']}"
+        )
     if fields.get("tie_word_embeddings") and "output_layer.weight" in found:
         raise ConfigError(f"{key}: {folder} has a separate output layer, but its config.json ties the embeddings")
     return found
 
 
 def layers_of(tensors: Mapping[str, Held]) -> int:
-    """Return the number of layers. A tensor contains either all layers, in its first dimension, or one layer."""
+    """Return the number of layers. A tensor contains either one layer or all layers, which are then its first
+    dimension."""
     layered = [name.split(".") for name in tensors if name.startswith("decoder.layers.")]
     numbers = [int(parts[2]) for parts in layered if parts[2].isdigit()]
     if numbers:

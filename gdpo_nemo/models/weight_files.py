@@ -51,7 +51,9 @@ def check_tensors(folder: Path, family: Family) -> None:
     required = f"{family.modules.embedding}.weight"
     found = tensor_shapes(folder, "policy.model_name")
     if required not in found:
-        details = f"it contains {len(found)} tensors, the first is {min(found)}" if found else "it contains no tensors"
+        details = (
+            f"it contains {len(found)} tensors, for example {min(found)}" if found else "the folder contains no tensors"
+        )
         raise ConfigError(
             f"policy.model_name: {folder} has no tensor {required} of a {family.model_type} model; {details}"
         )
@@ -74,7 +76,7 @@ def tensor_shapes(folder: Path, key: str, file: str | None = None) -> dict[str, 
 
     Args:
         key: config key or option that specifies the folder, for error messages.
-        file: name of the only file to read; None for all safetensors files.
+        file: name of the only file to read (None for all safetensors files).
 
     Raises:
         ConfigError: if a file is missing or not in safetensors format.
@@ -111,7 +113,8 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
 
 
 def _problem(file: Path) -> str:
-    """Describe the problem of a safetensors file that is truncated, invalid or not supported; empty if it is fine.
+    """Describe the problem of a safetensors file that is truncated, invalid or not supported (empty if the file is
+    usable).
 
     Stacked experts of MLX are not supported. Dense models from MLX have Hugging Face's tensor names and are supported.
     """
@@ -121,7 +124,9 @@ def _problem(file: Path) -> str:
     except (ValueError, TypeError, KeyError, AttributeError):
         return "is not a valid safetensors file"
     if any(".switch_mlp." in name for name in header):
-        return "has experts stacked by MLX (switch_mlp), which is not supported; use the model it was converted from"
+        return (
+            "has experts stacked by MLX (switch_mlp), which is not supported; use the model from which it was converted"
+        )
     size = file.stat().st_size
     return "" if size == end else f"is truncated: {size} of {end} bytes"
 

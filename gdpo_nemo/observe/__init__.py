@@ -1,1 +1,1 @@
-"""Records and displays of a run: metrics, console, TensorBoard, rollouts, plots and reports."""
+"""Recording and display of a run: metrics, console, TensorBoard, rollouts, plots and reports."""

@@ -38,7 +38,7 @@ _HIDDEN_AT_ZERO = ("rollout/env_failed", "skipped_steps")
 
 
 class Console(Protocol):
-    """Display of a run. Rows are added to the history before they are passed to the console."""
+    """Display of a run. A metrics row is added to the history before it is passed to the console."""
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show a finished training step."""
@@ -50,7 +50,7 @@ class Console(Protocol):
         """Show an alert (level ``ALERT``) or a note (level ``note``)."""
 
     def say(self, line: str) -> None:
-        """Show a line that is not recorded in the run folder."""
+        """Show a line without recording it in the run folder."""
 
     def close(self, status: str, run_dir: Path) -> None:
         """Show the summary at the end of the run."""
@@ -128,14 +128,14 @@ class QuietConsole(PlainConsole):
 
 
 class _ActivePhases:
-    """Renderable that shows the active phases at the time of drawing."""
+    """Renderable that shows the phases that are active when it is drawn."""
 
     def __rich__(self) -> Text:
         return Text(under_way(), style="dim", no_wrap=True, overflow="ellipsis")
 
 
 class LiveConsole:
-    """Console with a panel that is redrawn in place. Validations and alerts scroll by above it."""
+    """Console with a panel that is redrawn in place. Validations and alerts are printed above the panel."""
 
     def __init__(self, name: str, steps: int, history: History, terminal: RichConsole) -> None:
         self._name = name
@@ -155,7 +155,7 @@ class LiveConsole:
         self._live.update(self._panel())
 
     def validation(self, row: Mapping[str, Any]) -> None:
-        """Print the line of a validation above the panel."""
+        """Print the results of a validation above the panel."""
         self._terminal.print(validation_line(row), markup=False, highlight=False)
         self._live.update(self._panel())
 
@@ -222,7 +222,7 @@ def _footer(history: History) -> Sequence[RenderableType]:
 
 
 def health(row: Mapping[str, Any]) -> list[str]:
-    """Return the health metrics of a row, each as text with its name."""
+    """Return the health metrics of a row as text, each with its name and value."""
     shown = {key: row[key] for key in _HEALTH if key in row and (row[key] or key not in _HIDDEN_AT_ZERO)}
     return [f"{label_of(key)} {value:{_HEALTH[key]}}" for key, value in shown.items()]
 
@@ -251,7 +251,7 @@ def validation_line(row: Mapping[str, Any]) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 30) -> str:
-    """Draw a curve with at most ``width`` block characters. Each shows the mean of consecutive values."""
+    """Draw a curve with at most ``width`` block characters. Each character shows the mean of consecutive values."""
     if not values:
         return ""
     count = min(width, len(values))
@@ -277,9 +277,9 @@ SPEED = "throughput/tokens_per_second"
 FILES = {
     "metrics.jsonl": "one row per step",
     "rewards.png": "reward curves",
-    "report.html": "report to pass on",
+    "report.html": "self-contained report",
     "rollouts": "every sample with its rewards",
-    "checkpoints": "to resume from",
+    "checkpoints": "checkpoints to resume from",
     "model": "final weights, Hugging Face format",
     "tensorboard": "for TensorBoard",
     "trace.json": "timeline for ui.perfetto.dev",
@@ -287,7 +287,7 @@ FILES = {
 
 
 def reward_rows(history: History) -> list[tuple[str, ...]]:
-    """Return one row of text per reward component and for the total.
+    """Return one row of text for each reward component and for the total.
 
     Columns: name, mean of the first steps, mean of the last steps, change, first validation, last validation.
     """
@@ -323,7 +323,10 @@ def summary(history: History, run_dir: Path, status: str) -> RenderableType:
 
 
 def facts(history: History) -> list[str]:
-    """Return one line each on time, speed, parity and skipped steps of the run. Values not measured are left out."""
+    """Return one line each for time, speed, parity and skipped steps of the run.
+
+    Lines without measured values are omitted.
+    """
     seconds = sum(history.curve("time/step")[1])
     speed = history.last(SPEED, len(history.training))
     lines = [f"time        {duration(seconds)} in steps: {time_split(history)}"] if seconds else []

@@ -1,8 +1,8 @@
 """Diagnosis of a run that makes no progress: a sentence that names the blocking process, and a folder with evidence.
 
-A user can diagnose an active run (``gdpo-nemo doctor RUN_DIR``). A run diagnoses itself if a wait times out. Stacks
-come from py-spy (MIT), which requires permission to trace other processes. Processes on other hosts are listed but not
-examined.
+A user can diagnose an active run (``gdpo-nemo doctor RUN_DIR``). A run diagnoses itself if a wait times out. Stack
+traces come from py-spy (MIT), which requires permission to trace other processes. Processes on other hosts are listed
+but not examined.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ class ProcessReport:
 
     @property
     def collective(self) -> str | None:
-        """Name of the torch.distributed function that the process is executing. None if there is none."""
+        """Name of the torch.distributed function that the process is executing.
+
+        None if the process is not in such a function.
+        """
         match = _COLLECTIVE.search(self.stack)
         return match[1] if match else None
 
@@ -106,7 +109,7 @@ def examine(run_dir: str | Path, out: str | Path | None = None) -> Diagnosis:
     run_dir = Path(run_dir)
     status = read_status(run_dir)
     if status is None:
-        raise ConfigError(f"{run_dir}: {STATUS} not found; it is written while a run is active")
+        raise ConfigError(f"{run_dir}: {STATUS} not found; a run writes this file while it is active")
     folder = Path(out) if out else run_dir / "doctor" / time.strftime("%Y%m%d-%H%M%S")
     folder.mkdir(parents=True, exist_ok=True)
     reports = _process_reports(status)
@@ -119,8 +122,8 @@ def examine(run_dir: str | Path, out: str | Path | None = None) -> Diagnosis:
 def diagnose(status: dict[str, Any], reports: list[ProcessReport]) -> Diagnosis:
     """Name the processes that block the run.
 
-    These are processes that are gone or stopped. Otherwise it is a silent driver, or the processes that the waits
-    depend on.
+    Processes that are gone or stopped have precedence, then a silent driver, then the processes that the waits depend
+    on.
     """
     if status.get("outcome"):
         return Diagnosis(f"the run is not active: {status['outcome']}")
@@ -142,11 +145,11 @@ def diagnose(status: dict[str, Any], reports: list[ProcessReport]) -> Diagnosis:
     for wait in waits:
         named |= {p.role: p for p in _blocking_processes(wait, reports)}
     found = ", ".join(f"{p.role} (process {p.pid}) is in {p.frame}" for p in named.values())
-    return Diagnosis(prefix + (found or "none of its processes are on this host"), list(named))
+    return Diagnosis(prefix + (found or "no process that it waits for is on this host"), list(named))
 
 
 def _blocking_processes(wait: dict[str, Any], reports: list[ProcessReport]) -> list[ProcessReport]:
-    """Return the processes that a wait depends on, without those that only wait for a peer in a collective."""
+    """Return the processes that a wait depends on, except processes that only wait for a peer in a collective."""
     owned = [p for p in reports if p.role.startswith(wait["owner"])]
     free = [p for p in owned if p.collective is None]
     return free if free and len(free) < len(owned) else owned
@@ -186,7 +189,7 @@ def _report_process(role: str, pid: int) -> ProcessReport:
         return ProcessReport(role, pid, "gone")
     if state == psutil.STATUS_ZOMBIE:
         return ProcessReport(role, pid, state)
-    # py-spy cannot pause a stopped process. Its stack does not change anyway.
+    # py-spy cannot pause a stopped process, whose stack does not change anyway.
     paused = ["--nonblocking"] if state == psutil.STATUS_STOPPED else []
     command = [str(Path(sys.executable).parent / "py-spy"), "dump", *paused, "--pid", str(pid)]
     try:

@@ -24,7 +24,7 @@ _LINE_S = 10.0
 This applies only if lines cannot be redrawn.
 """
 _SHORT_S = 0.1
-"""Minimum duration in seconds of a phase to be listed in the line with the startup time."""
+"""Minimum duration in seconds of a phase that the line with the startup time lists."""
 _ERASE = "\r\x1b[K"
 
 
@@ -34,8 +34,8 @@ class Display:
     Args:
         began: start time of the command, as a value of ``progress.clock``.
         terminal: True if the line can be redrawn.
-        width: function that returns the width of the terminal in columns. It is called before every draw, because the
-            size may change.
+        width: function that returns the width of the terminal in columns. The function is called before every draw,
+            because the width may change.
     """
 
     def __init__(
@@ -89,7 +89,10 @@ class Display:
         self._ended = {}
 
     def ready(self) -> str:
-        """Return a line with the startup time and the durations of its phases. Later phases are not recorded."""
+        """Return a line with the startup time and the durations of the startup phases.
+
+        Later phases are not recorded.
+        """
         found = self._ended or {}
         self._ended = None
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in found.items() if seconds >= _SHORT_S)
@@ -141,7 +144,7 @@ _display: Display | None = None
 
 
 def active() -> Display | None:
-    """Return the display of the running command, or None if it has none."""
+    """Return the display of the running command, or None if the command has no display."""
     return _display
 
 
@@ -149,11 +152,11 @@ def active() -> Display | None:
 def shown(
     stream: TextIO, level: int = NORMAL, began: float | None = None, before: Display | None = None
 ) -> Iterator[Display]:
-    """Show the active phases on ``stream`` while the block runs. If a display is already active, it is reused.
+    """Show the active phases on ``stream`` while the block runs. A display that is already active is reused.
 
     Args:
         began: start time in seconds since the epoch. None means the start of this process.
-        before: ended display whose start time and phase durations are continued.
+        before: ended display from which the start time and the phase durations are copied.
     """
     global _display
     if _display is not None:

@@ -1,4 +1,7 @@
-"""Health checks of a run: bounds and drifts of metrics. They are reported after a run, and as alerts during it."""
+"""Health checks of a run: bounds and drifts of metrics.
+
+Findings are reported after a run, and as alerts during the run.
+"""
 
 from __future__ import annotations
 
@@ -56,12 +59,12 @@ def load_thresholds(path: str | Path) -> list[Check]:
         raise ConfigError(f"{path}: invalid YAML ({getattr(error, 'problem', None) or error})") from None
     checks = content.get("checks") if isinstance(content, dict) else None
     if not isinstance(checks, list) or not checks:
-        raise ConfigError(f"{path}: has no list of checks")
+        raise ConfigError(f"{path}: must contain a list of checks")
     return read_checks(checks, content.get("window", WINDOW), str(path))
 
 
 def thresholds_of(run_dir: str | Path) -> tuple[list[Check], str]:
-    """Return the checks that apply to a run, and a text that describes where they come from.
+    """Return the checks that apply to a run, and a description of their origin.
 
     Raises:
         ConfigError: if the run's config.yaml cannot be read.
@@ -77,8 +80,8 @@ def thresholds_of(run_dir: str | Path) -> tuple[list[Check], str]:
     )
     unknown.pop("total", None)
     if checks and not unknown:
-        return checks, "the thresholds of its config (health.checks)"
-    why = f"; health.checks of its config names other rewards ({', '.join(unknown)})" if unknown else ""
+        return checks, "the thresholds in its config (health.checks)"
+    why = f"; health.checks in its config names other rewards ({', '.join(unknown)})" if unknown else ""
     return general_checks(
         config, list(config.gdpo.rewards) if config else history.components
     ), f"the default checks for every run{why}"
@@ -115,7 +118,7 @@ def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]
 
 
 def check_health(run_dir: str | Path, thresholds: str | Path | Sequence[Check]) -> list[Finding]:
-    """Check a run against thresholds, given as the path of a thresholds file or as a list.
+    """Check a run against thresholds, which are the path of a thresholds file or a list of checks.
 
     Raises:
         RunError: if the run has no training rows.
@@ -133,7 +136,7 @@ def _history(run_dir: str | Path) -> History:
 
 
 def healthy(findings: Sequence[Finding]) -> bool:
-    """Return whether no check failed and at least one passed."""
+    """Return whether no check failed and at least one check passed."""
     states = [finding.status for finding in findings]
     return "fail" not in states and "pass" in states
 
@@ -142,7 +145,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     """Format the findings as a table for the terminal."""
     table = Table(box=box.SIMPLE_HEAD)
     for head in ("metric", "unit", "at", "accepted", "found", ""):
-        # On a narrow terminal, only the other columns are wrapped. Metric names stay on one line.
+        # On a narrow terminal, metric names stay on one line and all other columns are wrapped.
         table.add_column(head, justify="right" if head in ("at", "found") else "left", no_wrap=head == "metric")
     for finding in findings:
         check = finding.check
@@ -171,12 +174,14 @@ def _find(check: Check, history: History) -> Finding:
     if check.accepts(value):
         return Finding(check, "pass", value)
     if check.component and check.metric.endswith("/dead_groups") and history.solved(check.component, check.window):
-        return Finding(check, "pass", value, "constant at its best value: solved")
+        return Finding(check, "pass", value, "solved: constant at its best value")
     return Finding(check, _failed_status(check), value)
 
 
 def _find_every(check: Check, history: History) -> Finding:
-    """Apply a check to every step. The finding has the first value that fails, or the last value if all pass.
+    """Apply a check to every step.
+
+    The finding contains the first value that fails, or the last value if all values pass.
 
     A step without the metric fails a required check, because non-finite values are not written.
     """
@@ -221,8 +226,8 @@ def _warning(metric: str, of: str, window: int, why: str, remedy: str, **bounds:
 
 
 DRIFTS = (
-    # The demo's reward rises by at least 5.5 in 40 steps, even at staleness 4. Without off-policy correction, it rises
-    # only by 2 at staleness 4.
+    # The demo's reward rises by at least 5.5 in 40 steps, even at staleness 4. Without off-policy correction, the
+    # reward rises only by 2 at staleness 4.
     _warning(
         "reward/total/mean",
         "rise",
@@ -239,12 +244,12 @@ DRIFTS = (
         "a lower learning rate, a smaller loss_fn.entropy_bonus, off_policy corrections",
         max=3.0,
     ),
-    # Healthy runs of the demo have at most 5.2 at staleness 4, where half a batch can come from a stale group.
+    # Healthy runs of the demo reach at most 5.2 at staleness 4, if a stale group contributes half of a batch.
     _warning(
         "grad_norm",
         "before",
         1,
-        "a spike: one batch outweighs the previous ones",
+        "a spike: one batch outweighs the previous batches",
         "optimizer.clip_grad, a lower learning rate; check the rewards of that step's samples",
         max=10.0,
     ),
@@ -252,7 +257,7 @@ DRIFTS = (
         "rollout/mean_length",
         "start",
         5,
-        "length drifts: the reward may favor it",
+        "length drifts: the reward may favor short or long samples",
         "a length rule in gdpo.shaping, loss_fn.aggregation token_mean; check the samples",
         min=0.33,
         max=3.0,
@@ -269,7 +274,10 @@ DRIFTS = (
 
 
 def advice(check: Check) -> tuple[str, str]:
-    """Return the meaning of a failure of ``check`` and a remedy. Both are empty if none is registered."""
+    """Return the meaning of a failure of ``check`` and a remedy.
+
+    Both texts are empty if the check is not registered.
+    """
     for drift in DRIFTS:
         if (drift.check.metric, drift.check.of) == (check.metric, check.of):
             return drift.why, drift.remedy
@@ -278,13 +286,13 @@ def advice(check: Check) -> tuple[str, str]:
 
 
 _WARNINGS = frozenset(drift.check for drift in DRIFTS)
-"""Default checks that never stop a run. To stop on a drift, the config must have a check of that drift."""
+"""Default checks that never stop a run. A run stops on a drift only if the config contains a check of this drift."""
 
 
 def live_checks(config: Config) -> list[Check]:
     """Return the checks that apply at every step.
 
-    These are such checks in the config, and the default checks of metrics that the config does not check.
+    They are the config's checks of every step, and the default checks of metrics that the config does not check.
     """
     checks = config_checks(config)
     named = {(check.metric, check.of) for check in checks}
@@ -293,7 +301,9 @@ def live_checks(config: Config) -> list[Check]:
 
 
 class HealthAlerts:
-    """Health alerts of one run. An alert is repeated only if its metric returns to its range and leaves it again.
+    """Health alerts of one run.
+
+    An alert is repeated only if its metric returns to the accepted range and leaves this range again.
 
     Args:
         say: function that is called with the text of an alert.
@@ -311,7 +321,7 @@ class HealthAlerts:
     def _trails(self) -> dict[Check, Trail]:
         """History of values for each check.
 
-        It is created at the first step, because the metric registry must read the source files.
+        The histories are created at the first step, because the metric registry must read the source files.
         """
         health = self._config.health
         checks = live_checks(self._config) if health.alerts or self._stops else []
@@ -339,7 +349,7 @@ class HealthAlerts:
             raise NumericsFailed(f"health.stop_on: {_sentence(stopping[0], found[stopping[0]])}")
 
     def _add_row(self, row: Mapping[str, Any]) -> dict[Check, float]:
-        """Add a row to the histories. Return the checks that fail, each with the checked value."""
+        """Add a row to the histories. Return the failed checks, each with the checked value."""
         missed = {}
         for check, trail in self._trails.items():
             value = row.get(check.metric)

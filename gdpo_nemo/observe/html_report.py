@@ -1,4 +1,7 @@
-"""Self-contained report of a run (``report.html``, ``rewards.png``). A separate process redraws it during the run."""
+"""Self-contained report of a run (``report.html``, ``rewards.png``).
+
+A separate process redraws the report during the run.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from gdpo_nemo.utils.files import real_path, remove_partial_files, write_whole
 FILE = "report.html"
 _MOST_CHARACTERS = 4000
 _SHOWN = ("prompt", "completion", "rewards", "advantage", "outcome")
-"""Columns of the samples that the report shows."""
+"""Columns of the sample files that the report shows."""
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -172,7 +175,7 @@ def section(title: str, parts: Sequence[str]) -> list[str]:
 
 
 def image(png: bytes, what: str) -> str:
-    """Return an HTML image with the PNG embedded. ``what`` is its alternative text."""
+    """Return an HTML image with the PNG embedded. ``what`` is the image's alternative text."""
     return f'<img alt="{what}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
@@ -204,9 +207,9 @@ def draw(run_dir: str | Path, plot: bool) -> None:
 
 
 class Redraw:
-    """Starts a process every ``period`` steps that redraws the report of a run. 0 disables it.
+    """Every ``period`` steps, start a process that redraws the report of a run. A period of 0 disables redrawing.
 
-    A redraw is skipped if the previous one is still running.
+    A redraw is skipped if the previous redraw is still running.
     """
 
     def __init__(self, run_dir: str | Path, period: int, plot: bool):
@@ -216,7 +219,9 @@ class Redraw:
         self._process: subprocess.Popen[bytes] | None = None
 
     def step(self, step: int) -> None:
-        """Start a redraw if it is due. The files of the run must already contain all steps up to this one.
+        """Start a redraw if ``step`` is a multiple of the period.
+
+        The run's files must already contain all steps up to ``step``.
 
         Raises:
             OSError: if the process cannot be started.

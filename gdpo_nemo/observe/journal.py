@@ -1,7 +1,7 @@
 """Journal of trained groups (``journal.jsonl``), and an audit that each prompt is trained or dropped once.
 
-A line has the fields of ``JournalEntry``. An entry of ``groups`` is [prompt index, prompt id, samples], and a sample is
-[sample index, [[weight version, tokens], ...], outcome].
+A line contains the fields of ``JournalEntry``. An entry of ``groups`` is [prompt index, prompt id, samples], and a
+sample is [sample index, [[weight version, tokens], ...], outcome].
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Journal:
 
         Args:
             position: number of prompts trained or dropped so far.
-            published: version of the weights that the engines had during the step.
+            published: version of the weights that the engines used during the step.
             total_updates: number of optimizer updates in the whole run.
             again: prompt indices in ``groups`` that an earlier step also trained.
 
@@ -108,7 +108,7 @@ class Journal:
             with open(self.path, "rb+") as file:
                 os.fsync(file.fileno())
         except FileNotFoundError:
-            return  # The algorithm does not write a journal.
+            return  # This algorithm does not write a journal.
         except OSError as error:
             raise _cannot_write(self.path, error) from None
 
@@ -139,7 +139,7 @@ def read_journal(run_dir: str | Path) -> list[JournalEntry]:
     An incomplete last line, left by a crash, is ignored.
 
     Raises:
-        RunError: if an earlier line does not fit the format, or the file cannot be read.
+        RunError: if an earlier line is invalid, or the file cannot be read.
     """
     path = Path(run_dir) / FILE
     lines = read_lines(path)
@@ -157,7 +157,7 @@ def _entry(line: bytes) -> JournalEntry:
     """Parse one line.
 
     Raises:
-        ValueError: if the line is invalid. The message is empty or names the invalid key.
+        ValueError: if the line is invalid. The error message is empty or names the invalid key.
     """
     try:
         content = parse_json(line)
@@ -180,7 +180,7 @@ def _cannot_write(path: Path, error: OSError) -> RunError:
 
 
 _MOST = 1000
-"""Maximum number of missing prompts to report, because a damaged checkpoint may list any number."""
+"""Maximum number of missing prompts to report, because a damaged checkpoint may list an arbitrary number of prompts."""
 
 
 def audit(
@@ -191,13 +191,16 @@ def audit(
     reuse: int = 0,
     max_age: int | None = None,
 ) -> list[str]:
-    """Return one sentence for each inconsistency in the journal of ``run_dir``; empty if there are none.
+    """Return one sentence for each inconsistency in the journal of ``run_dir``.
 
-    Runs of old versions do not record prompt indices (-1). Only the steps and the ages of tokens are checked then.
+    The list is empty for a consistent journal.
+
+    Journals of old versions do not contain prompt indices (-1). In this case, only steps and ages of tokens are
+    checked.
 
     Args:
-        staleness: largest ``rollout.max_staleness`` (S) that the run had.
-        window: largest reorder window (W) that the run had. None disables the check of the order.
+        staleness: largest ``rollout.max_staleness`` (S) that the run used.
+        window: largest reorder window (W) that the run used. None disables the check of the order.
         ledger: ``RunState.ledger`` of the newest checkpoint. None disables the comparison with the checkpoint.
         reuse: maximum number of times that a group may be trained again.
         max_age: maximum staleness of groups that are trained again. None means ``staleness``.
@@ -274,7 +277,8 @@ def _check_repeated(entries: list[JournalEntry], reuse: int) -> list[str]:
 def _check_window(entries: list[JournalEntry], window: int) -> list[str]:
     """Check that no group was trained ``window`` or more indices before an index that was still outstanding.
 
-    Drops count from the beginning of a step, because the journal records them with the next trained step.
+    Dropped prompts count as finished at the beginning of a step, because the journal records drops with the next
+    trained step.
     """
     found = []
     done: set[int] = set()
@@ -296,9 +300,9 @@ def _check_window(entries: list[JournalEntry], window: int) -> list[str]:
 def _check_checkpoint(entries: list[JournalEntry], ledger: Mapping[str, Any]) -> list[str]:
     """Check that the journal contains all prompts that the ledger lists as trained or dropped.
 
-    Drops since the last step are not in the journal yet, so the drops in the ledger are also accepted.
+    Prompts dropped since the last step are not in the journal yet, so dropped prompts in the ledger are also accepted.
     """
     accounted = {*_positions(entries), *(prompt_index for prompt_index, _ in ledger.get("dropped", ()))}
     done = itertools.chain(range(ledger["position"]), ledger["retired"])
     missing = itertools.islice((prompt_index for prompt_index in done if prompt_index not in accounted), _MOST)
-    return [f"prompt index {p} is not in the journal, but is done in the newest checkpoint" for p in missing]
+    return [f"prompt index {p} is missing in the journal, but the newest checkpoint lists it as done" for p in missing]

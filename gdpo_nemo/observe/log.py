@@ -27,20 +27,20 @@ from gdpo_nemo.utils.errors import RunError, printable, without_secrets
 
 
 class RunLog:
-    """Log of one run, in files and on displays.
+    """Log of one run, which is written to files and shown on displays.
 
-    Call ``close`` in a ``finally`` block, because it restores the terminal after the live display.
+    Call ``close`` in a ``finally`` block, because ``close`` restores the terminal after the live display.
 
     Args:
-        start_step: number of finished steps. Records of later steps are removed, or archived if it is 0.
+        start_step: number of finished steps. Records of later steps are removed, or archived if ``start_step`` is 0.
         last_step: last step of the run. None means ``gdpo.max_num_steps``.
-        guard: function that is called before a step is recorded. It raises an exception if another process has taken
-            over the run folder.
-        restarted: reason why the supervisor restarted the run. If the earlier steps are archived, so is the original
-            alert, and the reason is reported again.
+        guard: function that is called before a step is recorded. The function raises an exception if another process
+            has taken over the run folder.
+        restarted: reason why the supervisor restarted the run. If the earlier steps are archived together with the
+            original alert, the reason is reported again.
 
     Raises:
-        RunError: if metrics or journal cannot be read or written. Later calls also raise it.
+        RunError: if metrics or journal cannot be read or written. Later method calls raise the same error.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RunLog:
         """Record the groups that ``step`` trained in the journal. Call this before ``RunLog.step``.
 
         Args:
-            published: version of the weights that the engines had during the step.
+            published: version of the weights that the engines used during the step.
             total_updates: number of optimizer updates in the whole run.
         """
         self._guard()
@@ -168,7 +168,7 @@ class RunLog:
         self._tell("ALERT", text)
 
     def note(self, text: str) -> None:
-        """Report information that is not a problem, on the console and in the HTML report."""
+        """Report information other than a problem on the console and in the HTML report."""
         self._tell("note", text)
 
     def card(self, folder: Path, step: int) -> None:
@@ -182,7 +182,7 @@ class RunLog:
 
     @property
     def history(self) -> History:
-        """Metric rows so far, including rows from before a restart."""
+        """Metrics rows so far, including rows from before a restart."""
         return self._history
 
     def _tell(self, level: str, text: str) -> None:
@@ -193,7 +193,7 @@ class RunLog:
         try:
             write_alert(self._run_dir, self._step, text, level)
         except OSError as error:
-            # A full disk ends the run when metrics are written, not here. The alert must still reach the user.
+            # On a full disk, the run ends later, when it writes metrics. The alert must still reach the user.
             print(f"alert could not be recorded ({error}): {text}", file=sys.stderr)
 
     def span(self, track: str, name: str, start: float, end: float, **details: Any) -> None:
@@ -202,7 +202,7 @@ class RunLog:
             self._try("the trace", self._trace.add, track, name, start, end, **details)
 
     def stopwatch(self, track: str, start: float) -> Callable[[str], None]:
-        """Return a function that adds a span from its previous call to now. Its argument is the name of the span.
+        """Return a function that adds a span from its previous call to now. The function's argument is the span's name.
 
         The first span begins at ``start``.
         """
@@ -218,8 +218,8 @@ class RunLog:
     def close(self, status: str) -> None:
         """Close all files and show the summary.
 
-        ``status`` is complete, stopped, failed or ``RESTARTING``. If it is ``RESTARTING``, no plots are drawn and no
-        summary is shown.
+        ``status`` is complete, stopped, failed or ``RESTARTING``. For ``RESTARTING``, no plots are drawn and no summary
+        is shown.
         """
         self._metrics.close()
         if self._samples:
@@ -271,7 +271,7 @@ class RunLog:
                 self._try(what, tracker.completions, step, table)
 
     def _try(self, what: str, action: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call ``action``. If it fails, report one alert per ``what`` instead of ending the run."""
+        """Call ``action``. If ``action`` fails, report one alert per ``what`` instead of ending the run."""
         try:
             return action(*arguments, **named)
         except Exception as error:  # noqa: BLE001 - drawing libraries may raise any exception
@@ -307,7 +307,7 @@ def _report(run_dir: Path) -> Path:
 
 FOLDER = "archive"
 _PARTS = (journal.FILE, samples.FOLDER, samples.VALIDATION, run_files.ALERTS, run_files.TRACE, metrics.FILE)
-"""Files to archive. The metrics are moved last: if they still exist, an interrupted move is repeated."""
+"""Files to archive. The metrics file is moved last, so that an interrupted move is repeated while this file exists."""
 
 
 def archive_history(run_dir: str | Path) -> str | None:
@@ -332,4 +332,4 @@ def archive_history(run_dir: str | Path) -> str | None:
                 os.rename(run_dir / name, archive / name)
     except OSError as error:
         raise RunError(f"{archive} cannot be written: {error.strerror or error}") from None
-    return f"no checkpoint continues the recorded steps up to {last}; their records were moved to {archive}"
+    return f"no checkpoint can resume the recorded steps up to {last}; their records were moved to {archive}"

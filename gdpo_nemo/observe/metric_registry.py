@@ -1,7 +1,7 @@
 """Registry of metrics: units, descriptions, bounds, and names in NeMo-RL and TRL (``logger.aliases``).
 
 A module describes its metrics in a dictionary ``METRICS``: key -> (unit, description) or (unit, description, fields).
-The fields are further attributes of ``Metric``.
+``fields`` sets further attributes of ``Metric``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Iterable, Mapping
 
 PACKAGE = Path(__file__).resolve().parents[1]
 NAME = "NAME"
-"""Placeholder in a pattern for a name, for example of a reward component or environment."""
+"""Placeholder in a pattern for a name, such as the name of a reward component or environment."""
 OWN = "reward_function/"
 """Prefix of the metrics that reward functions report with ``log_metric``."""
 _GROUPS = ("", "reward", "advantage", "policy", "parity", "rollout", "staleness", "time", "throughput", "packing")
@@ -29,18 +29,18 @@ class Metric:
 
     pattern: str
     unit: str
-    """Unit of the metric. Empty for a plain number."""
+    """Unit of the metric. Empty for a number without a unit."""
     about: str
     """One-line description."""
     label: str = ""
-    """Name in displays. Empty: derived from the key."""
+    """Name in displays. If empty, displays show the key."""
     min: float | None = None
     max: float | Mapping[str, float] | None = None
-    """Largest value of a healthy run. A mapping has one bound for each ``policy.precision``."""
+    """Largest value of a healthy run. A mapping contains one bound for each ``policy.precision``."""
     at: str = "every"
     """Steps at which the metric is checked, in the format of ``Check.at``."""
     required: bool = False
-    """True if the check fails at a step without the metric. Non-finite values are not written."""
+    """True if the check fails at a step without the metric. A non-finite value also counts as missing."""
     why: str = ""
     """Meaning of a value out of range."""
     remedy: str = ""
@@ -52,7 +52,7 @@ class Metric:
 
     @property
     def group(self) -> str:
-        """Part of the key before the first slash. Empty for a key without a slash."""
+        """Group of the metric: the key up to its first slash. Empty for a key without a slash."""
         return self.pattern.partition("/")[0] if "/" in self.pattern else ""
 
     @property
@@ -77,7 +77,7 @@ class Metric:
         return [self.pattern.replace(NAME, name) for name in names] if NAME in self.pattern else [self.pattern]
 
     def matches(self, key: str) -> bool:
-        """Return True if ``key`` is the metric's key or belongs to its family."""
+        """Return True if ``key`` is the metric's key or belongs to the metric's family."""
         return self._match(key) is not None
 
     def about_key(self, key: str) -> str:
@@ -101,7 +101,7 @@ def metrics() -> Mapping[str, Metric]:
 
 
 def read_entries(text: str, source: str) -> dict[str, Metric]:
-    """Parse the dictionary ``METRICS`` of a module.
+    """Parse the dictionary ``METRICS`` in the source code of a module.
 
     Args:
         text: source code of the module.
@@ -118,7 +118,7 @@ def read_entries(text: str, source: str) -> dict[str, Metric]:
 
 
 def find_metric(key: str) -> Metric | None:
-    """Find the metric for ``key``: the exact entry, or the longest matching pattern. Return None if it is unknown."""
+    """Find the metric for ``key``: the exact entry, or the longest matching pattern. Return None for an unknown key."""
     entry = metrics().get(key)
     if entry is not None:
         return entry
@@ -126,13 +126,13 @@ def find_metric(key: str) -> Metric | None:
 
 
 def label_of(key: str) -> str:
-    """Return the display name of a metric, or its key if it has no label."""
+    """Return the display name of a metric, or its key if the metric has no label."""
     metric = find_metric(key)
     return metric.label if metric and metric.label else key
 
 
 def unit_of(key: str) -> str:
-    """Return the unit of a metric. Empty for a plain number or an unknown metric."""
+    """Return the unit of a metric. The unit is empty for a number without a unit or an unknown metric."""
     metric = find_metric(key)
     return metric.unit if metric else ""
 
@@ -144,32 +144,35 @@ def title_of(key: str) -> str:
 
 
 def about_of(key: str) -> str:
-    """Return the description of a metric. Empty for an unknown metric."""
+    """Return the description of a metric, or an empty string for an unknown metric."""
     metric = find_metric(key)
     return metric.about_key(key) if metric else ""
 
 
 def description_of(key: str) -> str:
-    """Return the description and unit of a metric in one line, for trackers. Empty for an unknown metric."""
+    """Return the description and unit of a metric in one line, for trackers.
+
+    Unknown metrics have an empty description.
+    """
     unit = unit_of(key)
     return f"{about_of(key)} [{unit}]" if unit else about_of(key)
 
 
 def unknown_metrics(rows: Iterable[Mapping[str, object]]) -> list[str]:
-    """Return the keys of rows that have no description, in order, except metrics of reward functions."""
+    """Return the keys in ``rows`` that have no description, in order, except metrics of reward functions."""
     keys = dict.fromkeys(key for row in rows for key in row)
     return [key for key in keys if not key.startswith(OWN) and find_metric(key) is None]
 
 
 def nearest_metric(key: str) -> str | None:
-    """Return the pattern of the known metric with the name closest to ``key``. Return None if none is similar."""
+    """Return the pattern of the known metric with the name closest to ``key``, or None if no name is similar."""
     patterns = list(metrics())
     return next(iter(get_close_matches(key, patterns, n=1, cutoff=0.5)), None)
 
 
 def _metric(key: str, entry: object, source: str) -> Metric:
     if not isinstance(entry, tuple) or len(entry) not in (2, 3) or not all(isinstance(part, str) for part in entry[:2]):
-        raise ValueError(f"{source}: METRICS[{key!r}] must be (unit, meaning) or (unit, meaning, further fields)")
+        raise ValueError(f"{source}: METRICS[{key!r}] must be (unit, description) or (unit, description, fields)")
     try:
         unit, about = entry[:2]
         fields: dict[str, Any] = dict(*entry[2:])
@@ -179,7 +182,10 @@ def _metric(key: str, entry: object, source: str) -> Metric:
 
 
 def _sort_key(metric: Metric) -> tuple[int, str]:
-    """Return a sort key that orders metrics by group, with ``step`` first. Source order is kept within a group."""
+    """Return a sort key that orders metrics by group, with ``step`` first.
+
+    Within a group, metrics remain in source order.
+    """
     if metric.pattern == "step":
         return -1, ""
     return (_GROUPS.index(metric.group), "") if metric.group in _GROUPS else (len(_GROUPS), metric.group)
@@ -229,7 +235,7 @@ ALIASES: dict[str, dict[str, str]] = {
 }
 """Names of metrics in other programs, by program and by the key in this project."""
 _NO_COMPONENTS = ("validation/env_failed",)
-"""Keys that match a pattern with NAME but do not belong to the family."""
+"""Keys that match a pattern with NAME but are not names of components."""
 
 
 def alias_values(row: Mapping[str, Any], programs: Iterable[str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class MetricsLog:
             raise _cannot_write(self.path, error) from None
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """Write one row. Non-finite numbers and None are left out.
+        """Write one row. Values that are not finite or None are omitted.
 
         Raises:
             RunError: if the row cannot be written, for example because the disk is full.
@@ -46,7 +46,7 @@ class MetricsLog:
     def truncate_after(self, step: int) -> None:
         """Remove the rows of steps after ``step``, which a resumed run writes again, and an incomplete last line.
 
-        If ``step`` is 0, all rows are removed, because the run also repeats the validation of the untrained model.
+        If ``step`` is 0, remove all rows, because the run also repeats the validation of the untrained model.
         """
         remaining = [row for row in read_metrics(self.path.parent) if 0 < step >= row["step"]]
         partial = self.path.with_name(FILE + ".partial")
@@ -73,7 +73,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     An incomplete last line, left by a crash, is ignored.
 
     Raises:
-        RunError: if an earlier line is not a row, or the file cannot be read.
+        RunError: if an earlier line is invalid, or the file cannot be read.
     """
     path = Path(run_dir) / FILE
     lines = read_lines(path)
@@ -83,12 +83,12 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         if row is not None:
             rows.append(row)
         elif number < len(lines):  # The text after the last newline is empty or incomplete.
-            raise RunError(f"{path}, line {number}: not a row of metrics")
+            raise RunError(f"{path}, line {number}: not a valid metrics row")
     return rows
 
 
 def clean(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a row to JSON values. NumPy scalars are converted. None, NaN and infinities are left out."""
+    """Convert a row to JSON values, including NumPy scalars. Values that are None, NaN or infinite are omitted."""
     plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in row.items()}
     return {
         key: value
@@ -113,7 +113,7 @@ def _cannot_write(path: Path, error: OSError) -> RunError:
 
 
 WINDOW = 5
-"""Number of steps in a trailing mean. A single batch is too noisy."""
+"""Number of steps in a trailing mean, because the metrics of a single batch are noisy."""
 PHASES = ("rollout", "verify", "train", "sync", "idle")
 
 
@@ -151,33 +151,34 @@ class History:
         return measured or [n for n in names if "/" not in n]
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
-        """Return steps and values of one metric, from the rows that have it."""
+        """Return steps and values of one metric, from the rows that contain the metric."""
         rows = [row for row in (*self.training, *self.validation) if key in row]
         return [row["step"] for row in rows], [float(row[key]) for row in rows]
 
     def first(self, key: str, window: int = WINDOW) -> float | None:
-        """Return the mean of the first ``window`` values of a metric. Return None if there are none."""
+        """Return the mean of the first ``window`` values of a metric, or None if the metric was not measured."""
         return _mean(self.curve(key)[1][:window])
 
     def last(self, key: str, window: int = WINDOW) -> float | None:
-        """Return the mean of the last ``window`` values of a metric. Return None if there are none."""
+        """Return the mean of the last ``window`` values of a metric, or None if the metric was not measured."""
         return _mean(self.curve(key)[1][-window:])
 
     def at(self, key: str, step: int, window: int = WINDOW) -> float | None:
-        """Return the mean of a metric over the ``window`` steps up to ``step``. Return None if it was not measured."""
+        """Return the mean of a metric over ``window`` steps up to ``step``, or None if it was not measured."""
         return _mean([value for s, value in zip(*self.curve(key)) if step - window < s <= step])
 
     def trailing(self, key: str, window: int = WINDOW) -> tuple[list[int], list[float]]:
-        """Return steps and trailing means of one metric. At the start, the means are over fewer values."""
+        """Return steps and trailing means of one metric. The first means average fewer values."""
         steps, values = self.curve(key)
         smooth = (_mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values)))
-        return steps, [value for value in smooth if value is not None]  # No window is empty, so no value is None.
+        return steps, [value for value in smooth if value is not None]  # Windows are never empty, so no mean is None.
 
     def solved(self, component: str, window: int = WINDOW, highest: float | None = None) -> bool:
         """Return True if a reward component varied earlier and stayed at its best value over the last ``window`` steps.
 
         Args:
-            highest: largest reward of a single sample. None means that it is unknown and the best mean is used.
+            highest: largest reward of a single sample. None means that the largest reward is unknown, and the best mean
+                is used instead.
         """
         dead, spread, means = (self.curve(f"reward/{component}/{key}")[1] for key in ("dead_groups", "std", "mean"))
         if not means or min(dead, default=1.0) == 1 or not spread[-window:] or any(spread[-window:]):

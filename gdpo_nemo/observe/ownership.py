@@ -1,13 +1,13 @@
 """Ownership of a run folder: ``owner.json`` names the process that owns the folder, and other processes are refused.
 
-The file contains host, boot id, process id and start time of the owner, and the owner renews it regularly. The owner
-also holds a lock on the folder (``flock``), which the kernel releases when the process ends. On the same machine, a
-dead owner is detected at once, so a killed run resumes without waiting: its lock is free, and no process has its id and
-start time. The start time is in clock ticks since boot, so it does not depend on the wall clock.
+The file contains host, boot id, process id and start time of the owner, which renews the file regularly. The owner also
+holds a lock on the folder (``flock``), which the kernel releases when the process ends. On the same machine, a dead
+owner is detected at once, because its lock is free and no process has its id and start time. A killed run thus resumes
+without waiting. The start time is in clock ticks since boot, so it does not depend on the wall clock.
 
 On another host or in another container, an owner counts as dead if it has not renewed its file for ``STALE_S``. The age
-of the file is the difference of two times on the same file system. The file is also watched for ``STALE_S / 4``,
-because the clock of that file system may be changed.
+of the file is the difference of two times on the same file system. The owner file is also watched for ``STALE_S / 4``,
+because the clock of the file system may be changed.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ BEAT_S = 15.0
 STALE_S = 120.0
 """Time in seconds without renewal after which an owner counts as dead.
 
-It exceeds the time for which network file systems cache file attributes.
+This time exceeds the time for which network file systems cache file attributes.
 """
 _LOOK_S = 2.0
 _HANDOVER_S = 10.0
-"""Maximum time in seconds for which a new owner holds the lock before its claim is in the file."""
+"""Maximum time in seconds for which a new owner holds the lock before it has written its claim."""
 _LARGEST_PID = 1 << 22
 _LATEST = 1 << 40
 """Upper bound on ``Claim.ticks`` and ``Claim.since``."""
@@ -53,14 +53,17 @@ class Claim:
 
     host: str
     machine: str
-    """Boot id of the kernel and PID namespace. Process ids are unique only within both."""
+    """Boot id of the kernel and PID namespace. Process ids are unique only within one boot and one namespace."""
     process: int
     since: float
-    """Time at which the process took the folder, in seconds since the epoch. Only shown, never compared."""
+    """Time at which the process took the folder, in seconds since the epoch.
+
+    This time is only displayed, never compared.
+    """
     ticks: int = 0
     """Start time of the process in clock ticks since boot, which distinguishes processes that reuse an id.
 
-    0 means unknown, as in files of older versions.
+    0 means an unknown start time, as in files of older versions.
     """
 
     @classmethod
@@ -70,12 +73,15 @@ class Claim:
 
     @property
     def is_near(self) -> bool:
-        """True if this process can see whether the owner is alive: it has the same kernel and PID namespace."""
+        """True if this process can see whether the owner is alive: both have the same kernel and PID namespace."""
         return self.machine == _machine()
 
     @property
     def is_dead(self) -> bool:
-        """True if the owner ran on this machine and has ended. The state of owners elsewhere is unknown (False)."""
+        """True if the owner ran on this machine and has ended.
+
+        False if the owner runs elsewhere, because its state is unknown.
+        """
         if not self.is_near:
             return False
         ticks = _start_ticks(self.process)
@@ -90,14 +96,14 @@ class Owner:
     """Ownership of a folder by this process. A thread renews the claim until ``release``.
 
     Args:
-        predecessor: message about the dead previous owner. None if the folder had none.
+        predecessor: message about the dead previous owner. None if the folder had no previous owner.
         beat_s: interval in seconds between renewals.
         lock: file descriptor that holds the lock on the folder. None if the file system does not support locks.
     """
 
     def __init__(self, run_dir: Path, claim: Claim, predecessor: str | None, beat_s: float, lock: int | None):
         self.predecessor = predecessor
-        """Message about the dead previous owner. None if the folder had none."""
+        """Message about the dead previous owner. None if the folder had no previous owner."""
         self._file = run_dir / FILE
         self._lock = lock
         self._claim = claim
@@ -138,7 +144,7 @@ class Owner:
 
 @contextlib.contextmanager
 def owned(run_dir: Path, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> Iterator[Owner]:
-    """Own a run folder while the block runs. The folder is created if it does not exist.
+    """Own a run folder while the block runs, and create the folder if it does not exist.
 
     Folders created by this call are removed at the end if they are still empty.
 
@@ -193,11 +199,11 @@ def _take(run_dir: Path, beat_s: float, stale_s: float) -> Owner:
             stamp = _stamp(file)
             claim = _read(file)
             if stamp is None or not _is_dead(run_dir, file, claim, stamp, stale_s):
-                continue  # The file was changed or removed in the meantime.
+                continue  # Another process has changed or removed the file.
             who = (
                 f"its owner ({claim}) no longer runs"
                 if claim
-                else f"its {FILE} cannot be read and is not being renewed"
+                else f"its {FILE} cannot be read and is no longer renewed"
             )
             predecessor = f"taking over {run_dir}: {who}"
             _remove(file, stamp)
@@ -210,15 +216,15 @@ def _take(run_dir: Path, beat_s: float, stale_s: float) -> Owner:
 def _lock(run_dir: Path, kind: int) -> int | None:
     """Lock the folder and return the file descriptor that holds the lock.
 
-    The folder itself is locked, so that renewals can replace the file in it and a killed owner leaves no lock file.
-    Returns None if the file system does not support locks on folders (NFS).
+    The lock is on the folder itself, so that renewals can replace the owner file and a killed owner leaves no lock file
+    behind. Returns None if the file system does not support locks on folders (NFS).
 
     Raises:
         BlockingIOError: if a living process holds the lock.
     """
     try:
         opened = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except PermissionError:  # The folder can be written but not listed.
+    except PermissionError:  # This process may write to the folder but not list it.
         return None
     try:
         fcntl.flock(opened, kind | fcntl.LOCK_NB)
@@ -277,7 +283,7 @@ def _is_dead(run_dir: Path, file: Path, claim: Claim | None, stamp: tuple[int, i
         raise _refusal(run_dir, claim)
     with phase(f"waiting for a heartbeat of the owner of {run_dir}"):
         begin = time.monotonic()
-        # The age alone is not reliable, because the clock of the file system may have been changed.
+        # The age of the file is not reliable, because the clock of the file system may have been changed.
         while (watched := time.monotonic() - begin) < stale_s:
             if watched >= stale_s / 4 and _age(run_dir, stamp) >= stale_s:
                 break
@@ -297,7 +303,7 @@ def _refusal(run_dir: Path, claim: Claim) -> ConfigError:
 
 
 def _create(file: Path, claim: Claim) -> bool:
-    """Create the file atomically with its full content. Return False if it already exists."""
+    """Create the owner file atomically with its full content. Return False if the file already exists."""
     partial = file.with_name(f".{FILE}.{claim.process}.new")
     try:
         partial.write_text(json.dumps(asdict(claim), indent=1))
@@ -318,7 +324,8 @@ def _create(file: Path, claim: Claim) -> bool:
 def _remove(file: Path, stamp: tuple[int, int]) -> None:
     """Remove the file of a dead owner.
 
-    If two processes do this at the same time, the second may move the file of the new owner. It then restores the file.
+    If two processes remove it at the same time, the second process may move the file of the new owner. It then restores
+    the file.
     """
     aside = file.with_name(f".{FILE}.{os.getpid()}.gone")
     with contextlib.suppress(FileNotFoundError):
@@ -367,7 +374,7 @@ def _check_regular(file: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISREG(mode):
-        raise ConfigError(f"run.dir: {file} is not a regular file; remove it, or use another run.name")
+        raise ConfigError(f"run.dir: {file} is not a regular file; remove this file, or use another run.name")
 
 
 def _stamp(file: Path) -> tuple[int, int] | None:
@@ -407,7 +414,7 @@ def _start_ticks(process: int) -> int | None:
     """Return the start time of a process in clock ticks since boot. It does not depend on the wall clock.
 
     Returns:
-        None if the process does not exist or is a zombie. 0 if its start time is unknown.
+        None if the process does not exist or is a zombie. 0 if the start time of the process is unknown.
     """
     try:
         text = Path(f"/proc/{process}/stat").read_text(errors="replace")

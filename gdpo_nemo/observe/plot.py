@@ -66,7 +66,10 @@ def measured_diagnostics(history: History) -> list[str]:
 
 
 def diagnostics_png(history: History) -> bytes | None:
-    """Draw the measured diagnostics, such as gradient norm, entropy and parity. Return None if there are none."""
+    """Draw the measured diagnostics, such as gradient norm, entropy and parity.
+
+    Return None if no diagnostic was measured.
+    """
     keys = measured_diagnostics(history)
     if not keys:
         return None
@@ -102,7 +105,7 @@ def _draw_component(axes: Axes, history: History, name: str, colour: str) -> Non
         axes.set_title(f"{history.first(key):.2f} → {last:.2f}", loc="right", fontsize=10, color=INK)
     everything = [*values, *held_out[1]]
     if everything and 0 <= min(everything) and max(everything) <= 1:
-        axes.set_ylim(-0.03, 1.05)  # Values between 0 and 1 get the same range in every panel.
+        axes.set_ylim(-0.03, 1.05)  # Rewards between 0 and 1 have the same y range in every panel.
 
 
 def panels(count: int, title: str, effort: str = "step") -> tuple[Figure, list[Axes]]:

@@ -21,11 +21,11 @@ from gdpo_nemo.utils.files import parse_json, parse_yaml, read_bytes, read_text
 
 STATUS = "status.json"
 LATEST_S = 1e11
-"""Upper bound on times in seconds since the epoch, in the year 5138."""
+"""Upper bound on times in seconds since the epoch, which is in the year 5138."""
 LAST_STEP = 10**9
 LARGEST_COUNT = 10**12
 LARGEST = 1e100
-"""Largest absolute metric value that is shown or used. Sums and squares of such numbers are finite."""
+"""Largest absolute metric value that is shown or used. Sums and squares of values up to this bound are finite."""
 
 Check = Callable[[Any], bool]
 
@@ -93,12 +93,12 @@ ALERT_MORE: Mapping[str, Check] = {"time": _is_time, "level": _is_text}
 
 
 def is_count(value: Any) -> bool:
-    """Return True if a JSON value is a valid prompt index or number of updates. -1 means not recorded."""
+    """Return True if a JSON value is a valid prompt index or number of updates. The value -1 means not recorded."""
     return isinstance(value, int) and not isinstance(value, bool) and -1 <= value <= LARGEST_COUNT
 
 
 def _lists_of(*checks: Check) -> Check:
-    """Return a check that accepts a list of lists. Each inner list must have one value per check, in order."""
+    """Return a check that accepts a list of lists. Each inner list must contain one value per check, in order."""
     return lambda value: (
         isinstance(value, list)
         and all(
@@ -146,7 +146,7 @@ def read_lines(path: Path) -> list[bytes]:
 def fault(
     record: Mapping[str, Any], required: Mapping[str, Check], more: Mapping[str, Check] | None = None
 ) -> str | None:
-    """Return the first key that is missing or has an invalid value. Return None if the record is valid.
+    """Return the first key that is missing or has an invalid value, or None if the record is valid.
 
     Unknown keys are accepted, because newer versions may write them.
 
@@ -189,15 +189,15 @@ def status_if_whole(run_dir: str | Path) -> dict[str, Any]:
     """Read the status of a run. Return an empty dictionary if the file is missing or invalid."""
     try:
         return read_status(run_dir) or {}
-    except ConfigError:  # The file is from another version, or is being written.
+    except ConfigError:  # Another version wrote the file, or the file is being written.
         return {}
 
 
 def read_run_config(run_dir: str | Path, shown: bool = True) -> dict[str, Any]:
-    """Read the config of a run as nested dictionaries. Another version may have written it.
+    """Read the config of a run, which another version may have written, as nested dictionaries.
 
     Args:
-        shown: True to make all texts printable for display. False to return them unchanged.
+        shown: True to make all texts printable for display. False to return the texts unchanged.
 
     Raises:
         ConfigError: if the folder has no config, or the file is not a valid config.
@@ -211,7 +211,7 @@ def read_run_config(run_dir: str | Path, shown: bool = True) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())[:80]}") from None
     sections = config.items() if isinstance(config, dict) else [(None, None)]
     if not all(isinstance(name, str) and isinstance(section, dict) for name, section in sections):
-        raise ConfigError(f"{path} is not a config; it must contain sections (run:, gdpo:, policy:, ...)")
+        raise ConfigError(f"{path} is not a config; a config must contain sections (run:, gdpo:, policy:, ...)")
     return dict(printable_texts(config)) if shown else config
 
 
@@ -225,7 +225,7 @@ def printable_texts(value: Any) -> Any:
 
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Prepare a row of metrics for display: names become printable, and invalid values are left out.
+    """Prepare a row of metrics for display: make names printable and omit invalid values.
 
     Invalid values are NaN and absolute values above ``LARGEST``.
     """
@@ -239,16 +239,17 @@ _PERIOD_S = 1.0
 
 
 class StatusFile:
-    """Writer of the status file. A separate thread keeps it current while all other threads wait.
+    """Writer of the status file. A separate thread updates the file, even while all other threads wait.
 
     Args:
-        describe: function that returns details of the run (step, version, roles, queues). The thread calls it.
+        describe: function that returns details of the run (step, version, roles, queues). The separate thread calls
+            this function.
     """
 
     def __init__(self, run_dir: Path, describe: Callable[[], dict[str, Any]]):
         self._file = run_dir / STATUS
         self._describe = describe
-        for torn in run_dir.glob(f"{self._file.stem}.[0-9a]*"):  # Left by a process that was killed while writing.
+        for torn in run_dir.glob(f"{self._file.stem}.[0-9a]*"):  # A process was killed while writing this file.
             torn.unlink(missing_ok=True)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="status", daemon=True)
@@ -265,8 +266,8 @@ class StatusFile:
         status = {**self._describe(), **more, "waits": [asdict(wait) for wait in waiting]}
         status = dict(time=time.time(), host=socket.gethostname(), driver=os.getpid(), **status)
         temporary = self._file.with_suffix(f".{threading.get_ident()}")
-        # If the disk is full, writing the metrics ends the run with a message. This error must not end the thread or
-        # hide that message.
+        # If the disk is full, the run ends with a message when it writes metrics. An error of the status file must not
+        # end the thread or hide this message.
         with contextlib.suppress(OSError):
             temporary.write_text(json.dumps(status, indent=1))
             os.replace(temporary, self._file)
@@ -309,7 +310,7 @@ def write_alert(run_dir: str | Path, step: int, text: str, level: str = "ALERT")
 
 
 def _remove_torn_line(file: BinaryIO) -> None:
-    """Remove an incomplete last line, left by a full disk. It would corrupt the next alert."""
+    """Remove an incomplete last line, left by a full disk, because it would corrupt the next alert."""
     file.seek(0)
     written = file.read()
     complete = written.rfind(b"\n") + 1

@@ -1,8 +1,8 @@
 """Conversion of a step's samples to Arrow tables, and of tables to dictionaries.
 
-When a table is built, tokens never become Python objects: a list column is the concatenation of the samples' arrays,
-with offsets. Floats are stored without loss. Missing values are null, for example a reward of None or an advantage that
-was not computed. NaN stays NaN.
+When a table is built, tokens are never converted to Python objects: a list column is the concatenation of the samples'
+arrays, with offsets. Floats are stored without loss of precision. Missing values are null, for example a reward of None
+or an advantage that was not computed. NaN stays NaN.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ SCHEMA = pa.schema(
 """Columns of a sample file.
 
 * ``position`` is the prompt index of the group in the run, or -1 if unknown.
-* ``spans`` lists the weight versions that wrote the policy's tokens, with the number of tokens of each.
+* ``spans`` lists the weight versions that generated the policy's tokens, with the number of tokens of each version.
 * ``extra`` is JSON.
 * ``terms`` contains each component's contribution to the advantage.
 * ``turn_tokens``, ``turn_rewards`` (JSON, one mapping per turn) and ``turn_advantages`` are set only for trajectories
-  of several turns. ``turn_advantages`` also requires ``gdpo.credit: turn``. ``advantage`` is its mean over the tokens.
-* ``not_utf8`` is JSON with the original texts that contain an unpaired surrogate, by column. UTF-8 cannot encode them,
-  so the columns themselves have a question mark instead of the surrogate.
+  of several turns. ``turn_advantages`` also requires ``gdpo.credit: turn``. In this case, ``advantage`` is the mean of
+  the turns' advantages over the tokens.
+* ``not_utf8`` is JSON with the original texts that contain an unpaired surrogate, by column. UTF-8 cannot encode
+  surrogates, so the columns themselves contain question marks instead.
 """
 
 TOKEN_FLOATS = ("logprobs", "trainer_logprobs", "entropies")
@@ -65,11 +66,11 @@ _TEXTS = ("prompt_id", "prompt", "completion", "detail")
 _DEFAULTS = {"detail": "", "turns": 1, "loss_mask": None, "position": -1, "spans": (), "extra": None, "advantage": None}
 _DEFAULTS |= {"terms": None, "trainer_logprobs": None, "not_utf8": None}
 LATER = ("turn_tokens", "turn_rewards", "turn_advantages", "entropies")
-"""Columns that Parquet files of older runs lack. Their values are null in these files."""
+"""Columns that Parquet files of older runs lack. Readers fill these columns with nulls."""
 _DEFAULTS |= dict.fromkeys(LATER)
 """Default values of keys that older JSONL files lack."""
 _DROPPED = ("extra", "advantage", "terms", "trainer_logprobs", "not_utf8", *LATER)
-"""Keys that are left out of a record if they have no value."""
+"""Keys that are omitted from a record if they have no value."""
 
 
 def table_of(
@@ -156,7 +157,7 @@ def with_half_pairs(texts: dict[str, list[str]], not_utf8: pa.ChunkedArray) -> d
     """Restore the original texts that UTF-8 cannot encode from the column ``not_utf8``.
 
     Args:
-        texts: texts by column name. They are changed in place.
+        texts: texts by column name, which are changed in place.
     """
     for row, original in enumerate(not_utf8.to_pylist()):
         for name, text in json.loads(original or "{}").items():
@@ -186,7 +187,7 @@ def table_of_records(records: Iterable[Mapping[str, Any]], names: Sequence[str])
     rows = list(records)
     columns = []
     for name in names:
-        if name == "not_utf8":  # JSON files contain such texts directly.
+        if name == "not_utf8":  # JSON files contain texts with unpaired surrogates directly.
             texts = {text: [record.get(text, "") for record in rows] for text in _TEXTS}
             columns.append(_not_utf8(texts, len(rows)))
             continue
@@ -302,14 +303,14 @@ _FROM_JSON: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
     "spans": _span_lists,
     "turn_advantages": lambda rows: _lists(rows, np.float64),
 }
-"""Functions that build a column from JSON values. The other columns use ``pa.array``."""
+"""Functions that build a column from JSON values. Columns without a function use ``pa.array``."""
 
 
 # -- reading columns -------------------------------------------------------------------------------------------------
 
 
 def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    """Convert the values of one row to JSON values, and leave out keys without a value."""
+    """Convert the values of one row to JSON values, and omit keys without a value."""
     record.update(json.loads(record["not_utf8"] or "{}"))
     if record["extra"]:
         record["extra"] = json.loads(record["extra"])

@@ -19,7 +19,7 @@ from gdpo_nemo.utils.errors import first_line
 from gdpo_nemo.utils.files import open_file, parse_json, sync_folder, whole_file
 from gdpo_nemo.utils.waits import waiting
 
-if TYPE_CHECKING:  # Importing pyarrow takes 0.2 s, which commands that do not read samples avoid.
+if TYPE_CHECKING:  # Commands that do not read samples avoid the import of pyarrow, which takes 0.2 s.
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -30,13 +30,13 @@ VALIDATION = "validation"
 _NAME = re.compile(r"step_(\d+)\.(parquet|jsonl)")
 _PARTIAL = ".partial"
 _TOKENS_AT_ONCE = 1 << 22
-"""Approximate number of tokens in a row group. The writer and readers need about 50 MB of memory for it."""
+"""Approximate number of tokens in a row group. The writer and readers need about 50 MB of memory per row group."""
 _ROWS_AT_ONCE = 64
 """Number of samples that ``iter_rollouts`` converts to dictionaries at once."""
 
 
 def rollout_path(run_dir: str | Path, step: int) -> Path:
-    """Return the path of a step's sample file. It is a JSONL file if an older version wrote the run."""
+    """Return the path of a step's sample file, which is a JSONL file in runs of older versions."""
     path = Path(run_dir) / FOLDER / f"step_{step:04d}.parquet"
     older = path.with_suffix(".jsonl")
     return older if older.exists() and not path.exists() else path
@@ -151,12 +151,12 @@ def _write_table(path: Path, tables: Iterator[pa.Table]) -> None:
     from gdpo_nemo.observe.sample_columns import SCHEMA, TOKEN_FLOATS
 
     # Byte-stream splitting of log-probs saves 10 % of the space at the same speed. It would also shrink token ids, but
-    # only recent readers other than Arrow support it for integers. Dictionary encoding of token ids costs time and
-    # saves nothing.
+    # apart from Arrow, only recent readers support byte-stream splitting of integers. Dictionary encoding of token ids
+    # costs time without saving space.
     texts = [field.name for field in SCHEMA if pa.types.is_string(field.type) and field.name != "completion"]
     split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in TOKEN_FLOATS}
     names = [*texts, "rewards.key_value.key", "terms.key_value.key"]
-    # The writer gets a path, because a Python file would need the GIL for every page.
+    # The writer receives a path, because writing to a Python file would need the GIL for every page.
     with pq.ParquetWriter(
         path, SCHEMA, compression="zstd", compression_level=1, use_dictionary=names, column_encoding=split
     ) as writer:
@@ -180,7 +180,7 @@ def write_samples(path: Path, groups: Sequence[Group]) -> Path:
 def whole(path: Path) -> Iterator[Path]:
     """Yield a temporary path for writing a file atomically.
 
-    If the block succeeds, the file is renamed to ``path``. Otherwise it is removed.
+    If the block succeeds, the temporary file is renamed to ``path``. Otherwise, it is removed.
     """
     partial = path.with_name(path.name + _PARTIAL)
     try:
@@ -195,7 +195,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
-    """Read the samples of one file as dictionaries. They take about thirty times the file's size in memory.
+    """Read the samples of one file as dictionaries, which need about thirty times the file's size in memory.
 
     Raises the exceptions of ``iter_rollouts``.
     """
@@ -203,11 +203,11 @@ def read_rollouts(path: str | Path) -> list[dict[str, Any]]:
 
 
 def iter_rollouts(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the samples of one file as dictionaries, with only a few of them in memory at a time.
+    """Yield the samples of one file as dictionaries, with only a few samples in memory at a time.
 
     Raises:
         OSError: if the file cannot be opened.
-        ValueError: if it is not a rollout file.
+        ValueError: if the file is not a rollout file.
     """
     path = Path(path)
     if path.suffix != ".parquet":
@@ -229,7 +229,7 @@ def read_columns(path: str | Path, names: Sequence[str], rows: int | None = None
 
     Raises:
         OSError: if the file cannot be opened.
-        ValueError, KeyError, TypeError, AttributeError: if it is not a rollout file.
+        ValueError, KeyError, TypeError, AttributeError: if the file is not a rollout file.
     """
     import pyarrow as pa
 
@@ -265,12 +265,12 @@ def _parquet(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
                 if missing := [name for name in names if name not in (*file.schema_arrow.names, *LATER)]:
                     raise ValueError(f"no column {missing[0]}")
                 yield file
-        except (pa.ArrowException, OSError) as error:  # A torn page raises an OSError without an errno.
+        except (pa.ArrowException, OSError) as error:  # An incomplete page raises an OSError without an errno.
             raise ValueError(f"damaged ({first_line(error)})") from None
 
 
 _MAX_PENDING = 2
-"""Maximum number of steps in memory: one being written and one waiting."""
+"""Maximum number of steps in memory: one step being written and one waiting step."""
 _SLOW_S = 10.0
 """Time in seconds that ``write`` may wait for the disk before a message is shown."""
 
@@ -279,11 +279,11 @@ class SampleWriter:
     """Writer of samples in a background thread, one step after the other.
 
     Groups passed to ``write`` must not be changed afterwards. If a step cannot be written, the next call raises the
-    error once. The failed step has no file, but later steps are still written.
+    error once. The failed step has no sample file, but later steps are still written.
 
     Args:
         complain: function that is called once with a message if the run had to wait for the disk.
-        most: maximum number of groups to write per step, from the first. None writes all groups.
+        most: maximum number of groups to write per step, from the beginning. None writes all groups.
     """
 
     def __init__(self, run_dir: str | Path, complain: Callable[[str], None], most: int | None = None):
@@ -292,7 +292,7 @@ class SampleWriter:
         self._complain: Callable[[str], None] | None = complain
         self._changed = threading.Condition()
         self._steps: deque[tuple[int, Sequence[Group], dict[str, Any]]] = deque()
-        """(step, groups, other arguments of ``write_rollouts``) of steps to write. The first is being written."""
+        """(step, groups, other arguments of ``write_rollouts``) of steps to write. The first step is being written."""
         self._error: Exception | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -312,7 +312,7 @@ class SampleWriter:
         """Write the samples of ``step`` in the background. See ``write_rollouts``. Waits while two steps are pending.
 
         Raises:
-            Exception: if an earlier step could not be written. This step is still written.
+            Exception: if an earlier step could not be written. ``step`` is still written.
         """
         columns = {
             "advantages": advantages,
@@ -341,7 +341,9 @@ class SampleWriter:
         self._raise()
 
     def flush(self, step: int | None = None) -> None:
-        """Wait until the samples of the steps up to ``step`` are on disk under their final names. None means all steps.
+        """Wait until the samples of the steps up to ``step`` are on disk under their final names.
+
+        None waits for all steps.
 
         Raises the exceptions of ``write``.
         """
@@ -397,7 +399,7 @@ class SampleWriter:
 def _first_groups(
     most: int, groups: Sequence[Group], columns: Mapping[str, Any]
 ) -> tuple[Sequence[Group], dict[str, Any]]:
-    """Return the first ``most`` groups, and the entries of their samples from each column or mapping of columns."""
+    """Return the first ``most`` groups, and their samples' entries in each column or mapping of columns."""
     chosen = groups[:most]
     count = sum(len(group.trajectories) for group in chosen)
 

@@ -42,7 +42,7 @@ class TensorboardLog:
 
     Args:
         start_step: number of finished steps. TensorBoard hides later steps that an earlier process logged.
-        settings: printable config. If it is empty, neither text nor hyperparameters are written.
+        settings: printable config. If ``settings`` is empty, neither text nor hyperparameters are written.
     """
 
     def __init__(self, run_dir: str | Path, start_step: int = 0, settings: Mapping[str, Any] | None = None) -> None:
@@ -76,7 +76,7 @@ class TensorboardLog:
     def _metadata(self, key: str) -> SummaryMetadata | None:
         """Return the description that TensorBoard shows with a chart.
 
-        It is required only for the first value of a key, so it is None for later values.
+        Only the first value of a key requires a description, so the description is None for later values.
         """
         if key in self._described:
             return None
@@ -98,7 +98,10 @@ def _text(tag: str, text: str) -> Summary.Value:
 
 
 def _hparams(settings: Mapping[str, Any]) -> Summary.Value:
-    """Return the settings that differ from the defaults as hyperparameters. TensorBoard shows one column for each."""
+    """Return the settings that differ from the defaults as hyperparameters.
+
+    TensorBoard shows each of them in a column.
+    """
     defaults = flattened(config_to_dict(Config()))
     start = SessionStartInfo(start_time_secs=time.time())
     for key, value in flattened(settings).items():

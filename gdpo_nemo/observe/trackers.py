@@ -26,7 +26,7 @@ _ID_FILE = "{}_run_id"
 class Tracker(Protocol):
     """Receiver of a run's metrics and completions.
 
-    Methods may raise any exception of the tracker's library. The run then continues without the failed call.
+    Methods may raise any exception of the tracker's library. If a call fails, the run continues without it.
     """
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -44,7 +44,7 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _read_run_id(run_dir: Path, tracker: str, start_step: int) -> str | None:
-    """Return the id that the tracker gave this run before a resume. Return None for a new run."""
+    """Return the id that the tracker gave this run before it was resumed, or None for a new run."""
     file = run_dir / _ID_FILE.format(tracker)
     return file.read_text() if start_step and file.is_file() else None
 
@@ -56,8 +56,9 @@ def _write_run_id(run_dir: Path, tracker: str, name: str) -> None:
 class WandbLog:
     """Weights & Biases run, with the trainer's step as the x axis of all metrics.
 
-    The built-in step of Weights & Biases cannot be the axis, because it must not decrease. A validation is logged at a
-    step that was already logged, or with asynchronous rollouts at an earlier step. A resumed run logs some steps again.
+    The built-in step of Weights & Biases cannot be the x axis, because it must not decrease. A validation is logged at
+    a step that was already logged or, with asynchronous rollouts, at an earlier step. A resumed run logs some steps
+    again.
     """
 
     def __init__(self, config: Config, run_dir: str | Path, start_step: int, settings: dict[str, Any]):
@@ -87,7 +88,7 @@ class WandbLog:
         self._run.log({"step": row["step"], **_numbers(row)})
 
     def completions(self, step: int, table: CompletionTable) -> None:
-        """Log a table ``completions``, with one version per step."""
+        """Log a table named ``completions``, with one version per step."""
         import wandb
 
         # Mixed types are allowed, because a reward may be an integer in one sample and a float in another.
@@ -111,7 +112,7 @@ class MlflowLog:
         section = config.logger.mlflow
         default_uri = f"sqlite:///{(run_dir / 'mlflow.db').absolute()}"
         uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri
-        # A server chooses the location of artifacts. Without a server, they are stored in the run folder.
+        # A server chooses the location of artifacts. Without a server, artifacts are stored in the run folder.
         self._artifacts = (run_dir / "mlflow_artifacts").absolute().as_uri() if uri == default_uri else None
         self._client = MlflowClient(uri)
         known = section.run_id or _read_run_id(run_dir, "mlflow", start_step)
@@ -194,7 +195,7 @@ class PrometheusLog:
         self._server, self._thread = start_http_server(section.port, addr=section.host, registry=self._registry)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Set the exposed values to those of the row."""
+        """Set the exposed values to the values of the row."""
         from prometheus_client import Gauge
 
         for key, value in {"step": float(row["step"]), **_numbers(row)}.items():
@@ -218,7 +219,7 @@ _PACKAGES = {
     "logger.mlflow.enabled": ("mlflow-skinny", "mlflow"),
     "logger.prometheus.port": ("prometheus-client",),
 }
-"""Packages of each tracker, by the config key that enables it. One of the packages is enough."""
+"""Packages of each tracker, by the config key that enables the tracker. One of its packages is sufficient."""
 
 
 def missing_trackers(config: Config) -> list[str]:
@@ -232,7 +233,7 @@ def missing_trackers(config: Config) -> list[str]:
 
 
 def enabled_trackers(logger: LoggerConfig) -> dict[str, Any]:
-    """Return the classes of the enabled trackers, by the name used in alerts."""
+    """Return the classes of the enabled trackers, by the name that alerts use."""
     chosen = {
         "Weights & Biases": WandbLog if logger.wandb.enabled else None,
         "MLflow": MlflowLog if logger.mlflow.enabled else None,
@@ -242,7 +243,7 @@ def enabled_trackers(logger: LoggerConfig) -> dict[str, Any]:
 
 
 LONGEST = 4000
-"""Maximum number of characters of a text in a table. The sample files contain the full texts."""
+"""Maximum number of characters of a text in a table. Full texts are in the sample files."""
 
 
 @dataclass(frozen=True)

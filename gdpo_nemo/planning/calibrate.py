@@ -1,8 +1,8 @@
 """Calibration of the planner's rates from the metrics and samples of finished runs on this machine.
 
-Each step of each run is one observation per phase: measured seconds, number of units, and ideal seconds at the sampled
-lengths. Both coefficients of a phase are fitted if the ratio of ideal seconds to units varies enough. Otherwise the
-assumed coefficients are scaled by a common factor.
+Each step of each run gives one observation per phase: measured seconds, number of units, and ideal seconds for the
+step's sample lengths. Both coefficients of a phase are fitted if the ratio of ideal seconds to units varies enough.
+Otherwise the assumed coefficients are scaled by a common factor.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WARM_UP = 1
 _MEASURED = ("time/rollout", "time/train", "time/sync", "time/idle", "rollout/tokens")
 _POSITIVE = ("time/rollout", "time/train", "time/sync", "rollout/tokens")
 _MAX_METRIC = 1e12
-"""Largest plausible metric (seconds of a phase, tokens of a step). Runs with a larger value are rejected."""
+"""Largest plausible metric (seconds of a phase, tokens of a step). Runs with larger values are rejected."""
 _MIN_VARIATION = 1.3
 """Both coefficients are fitted only if the ratio of ideal seconds to units varies by more than this factor."""
 
@@ -47,7 +47,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Measured:
-    """Empirical distribution that samples the measured values with replacement. Implements ``Distribution``."""
+    """Empirical distribution, which samples the measured values with replacement. It implements ``Distribution``."""
 
     values: tuple[float, ...]
 
@@ -78,10 +78,11 @@ class Run:
 
 
 def read_run(folder: str | Path, option: str = "--calibrate") -> Run:
-    """Read the run in ``folder``. ``option`` is the command-line option for error messages.
+    """Read the run in ``folder``. Error messages name the command-line option ``option``.
 
     Raises:
-        ConfigError: if the folder has no run, no samples, invalid metrics or too few steps, or the model is unknown.
+        ConfigError: if the folder does not contain a run with samples, valid metrics and enough steps, or the model is
+            unknown.
     """
     folder = Path(folder)
     if not (folder / "config.yaml").is_file():
@@ -101,7 +102,7 @@ def read_run(folder: str | Path, option: str = "--calibrate") -> Run:
 
 
 def _check_times(row: dict[str, Any], where: str) -> None:
-    """Raise ConfigError if a time or token count of a metrics row is invalid. ``where`` is the file for messages."""
+    """Raise ConfigError if a time or token count of a metrics row is invalid. Error messages begin with ``where``."""
     for name in _MEASURED:
         value = row.get(name, 1.0)
         if not is_number(value) or not 0 <= value <= _MAX_METRIC:
@@ -121,7 +122,7 @@ def _sample_lengths(folder: Path, row: dict[str, Any], option: str) -> tuple[np.
     """Return the token counts (prompts, completions) of a step's samples."""
     import pyarrow.compute as pc
 
-    # Older runs have step_*.jsonl.
+    # The sample files of older runs are step_*.jsonl.
     path = dict(rollout_files(folder)).get(row["step"], rollout_path(folder, row["step"]))
     try:
         table = read_columns(path, ["prompt_ids", "completion_ids"])
@@ -142,7 +143,7 @@ def sampled_lengths(run: Run) -> Measured:
 
 
 def calibrate(runs: Sequence[Run], device: Device, start: Rates) -> Rates:
-    """Fit rates to the steps of ``runs``. A rate that cannot be determined keeps its value from ``start``."""
+    """Fit rates to the steps of ``runs``. Rates that cannot be determined keep their values from ``start``."""
 
     def phase(name: str, work: Callable[[Run, Lengths], Work], initial: Phase) -> Phase:
         observations = [
@@ -176,7 +177,7 @@ def calibrate(runs: Sequence[Run], device: Device, start: Rates) -> Rates:
 
 
 def _exposed_verification(runs: Sequence[Run]) -> float:
-    """Return the median seconds of verification per sample that do not overlap with generation, from on-policy runs."""
+    """Return the median seconds of verification per sample that do not overlap with generation in on-policy runs."""
     rows = [
         (row, x)
         for run in runs
@@ -191,7 +192,7 @@ def _exposed_verification(runs: Sequence[Run]) -> float:
 def fit(observations: Sequence[Observation], start: Phase) -> Phase:
     """Fit a phase by the mean absolute relative error, which is robust against a few slow steps.
 
-    If the observations do not determine both coefficients, those of ``start`` are scaled.
+    If the observations do not determine both coefficients, the coefficients of ``start`` are scaled.
     """
     units = np.array([o.work.units for o in observations])
     ideal = np.array([o.work.ideal for o in observations])
@@ -206,7 +207,7 @@ def fit(observations: Sequence[Observation], start: Phase) -> Phase:
 
 
 def _least_absolute(table: np.ndarray, rounds: int = 50) -> tuple[float, float]:
-    """Return x that minimizes the sum of |table x - 1|, by iteratively reweighted least squares."""
+    """Return the x that minimizes the sum of |table x - 1|, by iteratively reweighted least squares."""
     weights = np.ones(len(table))
     for _ in range(rounds):
         x, *_ = np.linalg.lstsq(table * weights[:, None], weights, rcond=None)

@@ -1,4 +1,4 @@
-"""Memory check of a config, the smallest change that makes it fit, and the fastest layouts for numbers of GPUs."""
+"""Memory check of a config, smallest change that makes the config fit, and fastest layouts for numbers of GPUs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORKER_PROCESS = 0.03e9
 
 
 def memory_shortage(resolved: Resolved, shape: Shape, device: Device) -> str:
-    """Return the reason why the config does not fit into the memory of ``device``; empty if it fits.
+    """Return the reason why the config does not fit into the memory of ``device``, or an empty string if it fits.
 
     On a CPU, all ranks share the machine's memory.
     """
@@ -60,7 +60,7 @@ def machine_limits(resolved: Resolved, shape: Shape | None) -> list[str]:
     """Return a sentence for each resource of this machine (GPUs, cores, memory) that the run exceeds.
 
     The list is empty for runs on several nodes or an existing Ray cluster, whose machines are unknown. If ``shape`` is
-    None, weights are not counted. The memory estimate is a lower bound.
+    None, the memory estimate does not include weights. The memory estimate is a lower bound.
     """
     config = resolved.config
     cluster = config.cluster
@@ -92,7 +92,7 @@ def machine_limits(resolved: Resolved, shape: Shape | None) -> list[str]:
 
 
 def _local_gpus() -> int | None:
-    """Return the number of NVIDIA GPUs on this machine; None on WSL, which has no device files for them."""
+    """Return the number of NVIDIA GPUs on this machine, or None on WSL, which does not have device files for GPUs."""
     return None if Path("/dev/dxg").exists() else sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -110,7 +110,7 @@ def _minimum_memory(resolved: Resolved, layout: Layout, shape: Shape | None) -> 
 
 
 def _colocated_shortage(resolved: Resolved, shape: Shape, device: Device, training: int, engine: EngineMemory) -> str:
-    """Return the reason why a policy and an engine rank cannot take turns on one GPU; empty if they can.
+    """Return the reason why a policy rank and an engine rank cannot take turns on one GPU, or an empty string.
 
     ``training`` is the policy rank's peak memory in bytes.
     """
@@ -135,7 +135,10 @@ def _colocated_shortage(resolved: Resolved, shape: Shape, device: Device, traini
 
 
 def changed(config: Config, **changes: Any) -> Config:
-    """Return a copy of ``config`` with other values in ``policy``; ``a__b=value`` replaces ``policy.a.b``."""
+    """Return a copy of ``config`` with other values in ``policy``.
+
+    For example, ``a__b=value`` replaces ``policy.a.b``.
+    """
     policy = config.policy
     for path, value in changes.items():
         *sections, name = path.split("__")
@@ -151,7 +154,7 @@ def _replace_nested(section: Any, sections: list[str], name: str, value: Any) ->
 
 
 def smallest_change(resolved: Resolved, shape: Shape, device: Device) -> str | None:
-    """Return the first change, or pair of changes, that makes the config fit into memory; None if none does.
+    """Return the first change, or pair of changes, that makes the config fit into memory, or None without a solution.
 
     Changes are tried in order of their cost.
     """
@@ -210,7 +213,7 @@ def _memory_savers(resolved: Resolved, shape: Shape) -> Iterator[dict[str, Any]]
 
 
 def best_split(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -> tuple[int, float] | None:
-    """Return the fastest split of the same GPUs as (engines, seconds per step); None if no split fits into memory."""
+    """Return the fastest split of the GPUs as (engines, seconds per step), or None if no split fits into memory."""
     config = resolved.config
     gpus = config.cluster.num_nodes * config.cluster.gpus_per_node
     each = config.policy.generation.vllm_cfg.tensor_parallel_size
@@ -240,7 +243,7 @@ _ENGINE_FRACTIONS = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4, 7 / 8)
 
 @dataclass(frozen=True)
 class Candidate:
-    """Layout on a given number of GPUs, with its estimated time."""
+    """Layout for a given number of GPUs, with its estimated step time."""
 
     gpus: int
     tensor: int
@@ -269,7 +272,7 @@ class Candidate:
 def gpu_counts(largest: int, each: int) -> list[int]:
     """Return the numbers of GPUs to try: powers of two up to ``largest``, and ``largest`` itself.
 
-    A number is included only if it is less than ``each``, the GPUs per node, or a multiple of it.
+    Each number is less than ``each``, which is the number of GPUs per node, or a multiple of ``each``.
 
     Raises:
         ConfigError: if ``largest`` is below 2 or above ``MAX_GPUS``.
@@ -325,9 +328,9 @@ def _evaluate(
     engines: int,
     engine_tensor: int,
 ) -> Candidate | None:
-    """Return the layout with its estimated time.
+    """Return the layout with its estimated step time.
 
-    Return None if the GPUs cannot be divided into it, a rank would have no samples, or it does not fit into memory.
+    Return None if the GPUs cannot be divided into this layout, a rank would not get samples, or memory is too small.
     """
     candidate = changed(
         base.config,
@@ -373,7 +376,7 @@ def best_per_count(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def table(candidates: list[Candidate], steps: int, shown: int = 8) -> str:
-    """Format the fastest layout for each number of GPUs, and the ``shown`` fastest ones for the largest number."""
+    """Format the fastest layout for each number of GPUs, and the ``shown`` fastest layouts for the largest number."""
     best = best_per_count(candidates)
     lines = [f"{'GPUs':>5} {'s/step':>9} {'GPU hours':>10} {'idle':>5}  fastest layout"]
     lines += [_row(c, steps) for c in best]
@@ -387,7 +390,7 @@ def _row(c: Candidate, steps: int) -> str:
 
 
 def draw(candidates: list[Candidate], steps: int, title: str, path: str | Path) -> Path:
-    """Plot seconds per step and GPU hours of the run over the number of GPUs. Return the path of the image."""
+    """Plot seconds per step and the run's GPU hours over the number of GPUs. Return the path of the image."""
     import matplotlib
 
     matplotlib.use("Agg")

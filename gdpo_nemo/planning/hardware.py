@@ -38,7 +38,7 @@ def device(name: str, link: float | None = None) -> Device:
     """Return the GPU ``name`` from ``gpus.yaml``. ``link`` (bytes per second) replaces its network bandwidth.
 
     Raises:
-        ConfigError: if the GPU is unknown; the message lists all known GPUs.
+        ConfigError: if the GPU is unknown. The message lists all known GPUs.
     """
     table = yaml.safe_load(_TABLE.read_text(encoding="utf-8"))
     if name not in table:
@@ -81,14 +81,17 @@ class Phase:
 
 @dataclass(frozen=True)
 class Rates:
-    """Time model of each phase, and typical sample lengths. They are assumptions unless ``measured`` lists runs."""
+    """Time model of each phase, and typical sample lengths.
+
+    The values are assumptions unless ``measured`` lists runs.
+    """
 
     generation: Phase = Phase(0.003, 1.7)
-    """Default: 3 ms per decoding step, and 60 % of the memory bandwidth."""
+    """Time model of generation. The default is 3 ms per decoding step and 60 % of the memory bandwidth."""
     training: Phase = Phase(0.05, 2.9)
-    """Default: 50 ms per micro-batch, and 35 % of the peak FLOP/s."""
+    """Time model of training. The default is 50 ms per micro-batch and 35 % of the peak FLOP/s."""
     sync: Phase = Phase(0.5, 2.0)
-    """Default: 0.5 s per weight update, and half of the link's bandwidth."""
+    """Time model of weight updates. The default is 0.5 s per update and half of the link's bandwidth."""
     verify: float = 0.0
     """Seconds of verification per sample that do not overlap with other work."""
     completion_share: float = 0.5
@@ -101,9 +104,9 @@ class Rates:
     """Folders of the runs on which the values were measured."""
 
     def describe(self) -> str:
-        """Return one sentence with all values."""
+        """Describe all values in one sentence."""
         origin = (
-            f"measured on {', '.join(self.measured)}" if self.measured else "assumed; --calibrate RUN replaces them"
+            f"measured on {', '.join(self.measured)}" if self.measured else "assumed; --calibrate RUN measures them"
         )
         return (
             f"generation {self.generation.fixed * 1e3:.3g} ms per decoding step + {self.generation.factor:.3g} x "
@@ -138,7 +141,7 @@ def load_rates(path: str | Path) -> Rates:
         return Rates(**phases, **content)
     except FileNotFoundError:
         raise ConfigError(
-            f"--calibration: {path} not found; create it with `gdpo-nemo plan --calibrate RUN --out {path}`"
+            f"--calibration: {path} not found; create the file with `gdpo-nemo plan --calibrate RUN --out {path}`"
         ) from None
     except OSError as error:
         raise ConfigError(f"--calibration: {path} cannot be read ({error.strerror})") from None

@@ -1,8 +1,9 @@
 """Estimates of the peak memory of policy and engine ranks during a step, in bytes.
 
-Activations are the sum of all tensors that the layers of ``gdpo_nemo.megatron`` save for the backward pass. On GPUs,
-Megatron's fused activation is assumed, and TransformerEngine's norms and attention unless the config disables them.
-These two assumptions were not measured. ``tests/benchmarks/memory.py`` compares the estimates with real ranks.
+Activation memory is the sum of all tensors that the layers of ``gdpo_nemo.megatron`` save for the backward pass. For
+GPUs, the estimates assume Megatron's fused activation, and also TransformerEngine's norms and attention unless the
+config disables them. These two assumptions were not verified by measurements. ``tests/benchmarks/memory.py`` compares
+the estimates with real ranks.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ _SLICE_TILE = 256
 _LOGPROB_CHUNK = 1024
 """Number of tokens whose logits are in float32 at the same time."""
 _RECTANGLE_PADDING = 1.15
-"""Average ratio of padded to real tokens. Unfused attention pads sequences of similar length, to at most 1.3 times."""
+"""Average ratio of padded to real tokens.
+
+Unfused attention pads sequences of similar length, by a factor of at most 1.3.
+"""
 GPU_RESERVE = 3 << 30
-"""Bytes for the CUDA context, NCCL buffers and allocator fragmentation on a GPU; an assumption."""
+"""Assumed bytes for the CUDA context, NCCL buffers and allocator fragmentation on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,10 @@ class RankMemory:
     optimizer: int
     activations: int
     logprobs: int
-    """Logits of one chunk, their gradient and their float32 copies. With fused kernels: the gradients of a slice of the
-    logits and of the evaluated hidden states."""
+    """Logits of one chunk, their gradient and their float32 copies.
+
+    With fused kernels, only the gradients of a slice of the logits and of the evaluated hidden states.
+    """
     buffers: int
     """Gradient of the largest weight before it is accumulated, and gradients of one layer's activations."""
     reserve: int = 0
@@ -52,7 +58,7 @@ class RankMemory:
     teacher: int = 0
     """Weights of the distillation teacher."""
     stage: int = 0
-    """Pipeline stage of the rank, not a number of bytes."""
+    """Index of the rank's pipeline stage, unlike the other fields, which are numbers of bytes."""
 
     @property
     def total(self) -> int:
@@ -84,7 +90,7 @@ class EngineMemory:
 def micro_batch_load(resolved: Resolved, layout: Layout) -> int:
     """Return the number of computed tokens in the largest micro-batch.
 
-    This is ``micro_batch_tokens``, or the tokens of a data-parallel rank per update if these are fewer.
+    This is the smaller of ``micro_batch_tokens`` and the tokens of a data-parallel rank per update.
     """
     config = resolved.config
     sequences = -(-(resolved.samples_per_update) // layout.data)
@@ -103,8 +109,8 @@ def policy_memory(resolved: Resolved, shape: Shape, tokens: int | None = None, r
     """Return the memory of the fullest policy rank.
 
     Args:
-        tokens: number of tokens in the largest micro-batch; None: as computed by ``micro_batch_load``.
-        rows: number of these tokens that predict a token with a log-prob; None: all tokens.
+        tokens: number of tokens in the largest micro-batch. None means the result of ``micro_batch_load``.
+        rows: number of these tokens whose next token requires a log-prob. None means all tokens.
     """
     layout = resolved.layout
     tokens = micro_batch_load(resolved, layout) if tokens is None else tokens
@@ -124,16 +130,16 @@ def _stage_memory(resolved: Resolved, shape: Shape, layout: Layout, stage: int, 
     trainable = _trainable(config.policy, shape, layout, stage)
     if lora.rank:
         dense += trainable[0]
-    state = 8 if config.policy.precision == "float32" else 12  # two moments; in bfloat16 also main weights
+    state = 8 if config.policy.precision == "float32" else 12  # two moments, and main weights in bfloat16
     last = stage == layout.pipeline - 1
     logits = _logits(config.policy, shape, layout, rows // layout.context, size) if last else 0
     table = -(-shape.vocabulary // layout.tensor) * shape.hidden * size
     largest = table if last or stage == 0 else 3 * shape.hidden * shape.ffn // layout.tensor * size
     state_bytes = _optimizer_state(config.policy, shape, layout, stage, state)
     activations = _activations(config.policy, shape, layout, stage, tokens, rows, size)
-    # The backward pass starts after the logits are freed, so only the excess over them counts.
+    # The backward pass starts after the logits are freed, so only its memory in excess of the logits is added.
     buffers = (0 if lora.rank else largest) + max(0, _backward(resolved, shape, layout, tokens, size) - logits)
-    if megatron.optimizer.offload and layout.gpus:  # it is copied to the GPU after the activations are freed
+    if megatron.optimizer.offload and layout.gpus:  # copied to the GPU after activations are freed
         state_bytes = max(0, state_bytes - activations - logits - buffers)
     return RankMemory(
         weights=(dense + experts) * size,
@@ -156,7 +162,10 @@ def _trainable(policy: PolicyConfig, shape: Shape, layout: Layout, stage: int) -
 
 
 def _optimizer_state(policy: PolicyConfig, shape: Shape, layout: Layout, stage: int, size: int) -> int:
-    """Return ``size`` bytes per trainable parameter, sharded over the replicas by a distributed optimizer."""
+    """Return the bytes of optimizer state on a rank, with ``size`` bytes per trainable parameter.
+
+    A distributed optimizer shards the state over the replicas.
+    """
     replicas = [
         layout.data * layout.context,
         layout.tensor * layout.context * layout.data // (layout.expert * layout.expert_tensor),
@@ -178,7 +187,7 @@ def _backward(resolved: Resolved, shape: Shape, layout: Layout, tokens: int, siz
     recomputed = {"none": 0, "selective": attention, "full": norms / 2 + max(attention, rest)}[
         config.policy.megatron_cfg.recompute
     ]
-    if (computed := _longest_saving(resolved).tokens) < 1:  # keys and values of all sequences, including shared ones
+    if (computed := _longest_saving(resolved).tokens) < 1:  # keys and values of all sequences, including shared prompts
         recomputed = max(recomputed, attention / computed)
     return int((floats + recomputed) * (tokens // layout.context) * size)
 
@@ -186,14 +195,15 @@ def _backward(resolved: Resolved, shape: Shape, layout: Layout, tokens: int, siz
 def _logits(policy: PolicyConfig, shape: Shape, layout: Layout, rows: int, size: int) -> int:
     """Return the bytes that the log-probs of one chunk of tokens require.
 
-    These are the logits and their gradient in the model's precision, and three float32 copies of the logits of up to
-    ``_LOGPROB_CHUNK`` tokens. For fused kernels see ``gdpo_nemo.megatron.logprobs``.
+    The bytes are those of the logits and their gradient in the model's precision, and of three float32 copies of the
+    logits of up to ``_LOGPROB_CHUNK`` tokens. Fused kernels are described in ``gdpo_nemo.megatron.logprobs``.
     """
     width = -(-shape.vocabulary // layout.tensor)
     if fused_logprobs(policy, layout):
         columns_in_slice = _SLICE_BYTES // max(1, rows * size) // _SLICE_TILE * _SLICE_TILE
         columns = min(width, max(_SLICE_TILE, columns_in_slice))
-        # The gradient of the hidden states is summed in float32 and then rounded. Four float32 values are kept.
+        # The gradient of the hidden states is summed in float32 and then rounded. Each row also keeps four float32
+        # values.
         return rows * (columns * size + shape.hidden * (4 + size) + 16)
     chunk = min(rows, max(1, _LOGIT_BYTES // (4 * width)))
     return 2 * chunk * width * size + 3 * min(chunk, _LOGPROB_CHUNK) * width * 4
@@ -202,7 +212,7 @@ def _logits(policy: PolicyConfig, shape: Shape, layout: Layout, rows: int, size:
 def fused_logprobs(policy: PolicyConfig, layout: Layout) -> bool:
     """Return whether log-probs are computed by fused kernels, which do not store the logits.
 
-    This is the case on GPUs, unless the config disables them or the head has a LoRA adapter.
+    GPUs use fused kernels unless the config disables these kernels or the head has a LoRA adapter.
     """
     lora = policy.lora
     adapted = bool(lora.rank) and "lm_head" in lora.target_modules
@@ -230,7 +240,7 @@ def _activations(
     saved = saved_by_mode[megatron.recompute]
     floats = recomputed * saved + (count - recomputed) * complete
     ends = 0
-    if stage == layout.pipeline - 1:  # the gathered final norm and the evaluated rows
+    if stage == layout.pipeline - 1:  # the gathered input of the final norm and the evaluated rows
         ends = _norm_floats(policy) * shape.hidden * local + shape.hidden * rows // layout.context
     in_flight = _in_flight(layout, stage, megatron.virtual_pipeline_model_parallel_size)
     return int((floats * local * in_flight + ends) * size)
@@ -250,24 +260,24 @@ def _recomputed_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> fl
 
 
 def _layer_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> tuple[float, float, float]:
-    """Return the saved floats per local token of a layer as (norms with their inputs, core attention, all others)."""
+    """Return the floats that a layer saves per local token as (norms with their inputs, core attention, others)."""
     gpu = transformer_engine(policy, layout)
     sharded = layout.tensor if policy.megatron_cfg.sequence_parallel else 1
     norms = 2 * (2 if gpu else _norm_floats(policy)) * shape.hidden / sharded
     query = shape.query / layout.tensor
     keys_values = shape.key_value / layout.tensor
     ffn = _ffn_floats(shape, layout)
-    if gpu:  # rotated queries, keys and values for the fused kernel, and its output
+    if gpu:  # the fused kernel saves rotated queries, keys and values, and its output
         return norms, query + keys_values, query + ffn
-    # Queries and the output are padded rectangles. Keys and values are repeated for every head, and context parallelism
-    # does not shard them.
+    # Queries and the output are padded to rectangles. Keys and values are repeated for every head, and context
+    # parallelism does not shard them.
     attention = _RECTANGLE_PADDING * (2 * query + 2 * query * layout.context)
     norm_inputs = (query + keys_values) * shape.qk_norm
     return norms, attention, query + norm_inputs + ffn
 
 
 def _norm_floats(policy: PolicyConfig) -> int:
-    """Return the floats per hidden unit that an unfused norm saves: its input, normalized input and output.
+    """Return the floats per hidden unit that an unfused norm saves: the input, the normalized input and the output.
 
     The norm computes in float32, so in bfloat16 some of these values count as two floats.
     """
@@ -283,8 +293,8 @@ def transformer_engine(policy: PolicyConfig, layout: Layout) -> bool:
 def _ffn_floats(shape: Shape, layout: Layout) -> float:
     """Return the floats per token that an MLP saves.
 
-    The fused activation on GPUs saves gate, up and their product. On CPUs, the gate's activation and a copy of up are
-    saved in addition.
+    The fused activation on GPUs saves gate, up and their product. The MLP on CPUs also saves the gate's activation and
+    a copy of up.
     """
     parts = 3 if layout.gpus else 5
     dense = parts * shape.ffn / layout.tensor
@@ -308,8 +318,8 @@ def optimizer_bytes(policy: PolicyConfig, shape: Shape, layout: Layout) -> int:
 def host_memory(resolved: Resolved, shape: Shape) -> int:
     """Return the bytes of pinned host memory that the fullest policy rank uses.
 
-    This is the offloaded optimizer state and the KL penalty's offloaded reference weights. Colocated engines do not
-    use host memory, because they sleep without a copy of their weights.
+    The host holds the offloaded optimizer state and the KL penalty's offloaded reference weights. Colocated engines do
+    not use host memory, because they sleep without a copy of their weights.
     """
     config = resolved.config
     layout = resolved.layout
@@ -322,7 +332,7 @@ def host_memory(resolved: Resolved, shape: Shape) -> int:
 
 
 def refit_bytes(resolved: Resolved, shape: Shape) -> int:
-    """Return the bytes that one weight update sends to each engine. With LoRA only the adapters are sent."""
+    """Return the bytes that one weight update sends to each engine. With LoRA, only the adapters are sent."""
     config = resolved.config
     lora = config.policy.lora
     undivided = replace(resolved.layout, tensor=1, pipeline=1)
@@ -331,10 +341,10 @@ def refit_bytes(resolved: Resolved, shape: Shape) -> int:
 
 
 def transport_memory(resolved: Resolved, shape: Shape) -> int:
-    """Return the bytes of host memory that a weight update occupies until the next one.
+    """Return the bytes of host memory that a weight update occupies until the next update.
 
     The transport ``memory`` holds two copies: the buffer packed by rank 0 and the object in Ray's object store. The
-    transport ``folder`` holds one copy, all others hold none.
+    transport ``folder`` holds one copy. Other transports do not hold copies.
     """
     config = resolved.config
     if not resolved.layout.engines:
@@ -343,14 +353,15 @@ def transport_memory(resolved: Resolved, shape: Shape) -> int:
 
 
 def reference_is_offloaded(config: Config) -> bool:
-    """Return whether a reference model's weights, if there is one, are kept in host memory."""
+    """Return whether host memory holds the weights of the reference model, if the run uses a reference model."""
     return config.cluster.gpus_per_node > 0 and config.policy.offload_reference
 
 
 def _reference(config: Config, shape: Shape, layout: Layout, stage: int) -> int:
     """Return the bytes of the KL penalty's reference weights on a rank.
 
-    With LoRA this is 0, because the reference is the model without its adapters. On CPUs it is not counted.
+    The result is 0 with LoRA, because the reference is the model without its adapters. The result is also 0 on CPUs,
+    where these bytes are not counted.
     """
     penalty = config.loss_fn.reference_policy_kl_penalty or kl_in_reward(config.gdpo)
     if not layout.gpus or not penalty or config.policy.lora.rank:
@@ -359,13 +370,13 @@ def _reference(config: Config, shape: Shape, layout: Layout, stage: int) -> int:
 
 
 def _teacher(resolved: Resolved, layout: Layout, stage: int) -> int:
-    """Return the bytes of the distillation teacher's weights on a policy rank; 0 without a known teacher."""
+    """Return the bytes of the distillation teacher's weights on a policy rank, or 0 without a known teacher."""
     shape = teacher_shape(resolved)
     return sum(shape.on_rank(layout, stage)) * BYTES[resolved.config.policy.precision] if shape else 0
 
 
 def teacher_shape(resolved: Resolved) -> Shape | None:
-    """Return the shape of the distillation teacher; None without a teacher or if its shape is unknown."""
+    """Return the shape of the distillation teacher, or None without a teacher or if its shape is unknown."""
     config = resolved.config
     name = config.teacher.model_name
     if resolved.algorithm.section != "teacher" or not name:
@@ -388,7 +399,7 @@ def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemo
     """Return the memory of one engine rank.
 
     On a GPU, the KV cache gets ``gpu_memory_utilization`` x ``device_bytes`` minus the weights and ``GPU_RESERVE``. On
-    a CPU, its size is ``kv_cache_memory_bytes``.
+    a CPU, the KV cache has ``kv_cache_memory_bytes``.
     """
     vllm = config.policy.generation.vllm_cfg
     size = BYTES[config.policy.precision]

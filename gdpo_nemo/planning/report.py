@@ -1,4 +1,4 @@
-"""Text descriptions of a run: processes, batch sizes and folders, and the estimates of memory and time."""
+"""Text descriptions of a run: processes, batch sizes, folders, and estimates of memory and time."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def batch_arithmetic(resolved: Resolved) -> str:
 
 
 def dry_run_lines(resolved: Resolved) -> list[tuple[str, str]]:
-    """Return the estimates for ``--dry-run`` as (subject, text). They do not depend on the kind of GPU."""
+    """Return the estimates for ``--dry-run`` as (subject, text). These estimates do not depend on the GPU type."""
     config = resolved.config
     longest = config.policy.generation.max_new_tokens * config.rollout.turns.max_turns
     lines = [("arithmetic", batch_arithmetic(resolved))]
@@ -120,7 +120,7 @@ def plan_lines(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -
             (
                 "change",
                 smallest_change(resolved, shape, device)
-                or "no single change or pair of changes is enough; use more or larger devices",
+                or "no single change or pair of changes is sufficient; use more or larger devices",
             )
         )
     lines += [
@@ -166,7 +166,10 @@ def _refit_line(resolved: Resolved, shape: Shape) -> str:
 
 
 def _samples_lines(resolved: Resolved, how: str, tokens: float) -> list[tuple[str, str]]:
-    """Return the line on the samples' disk space, for completions of ``tokens`` tokens. Empty if none are written."""
+    """Return the line on the samples' disk space, for completions of ``tokens`` tokens.
+
+    Empty if no samples are written.
+    """
     groups = groups_saved(resolved)
     if not groups:
         return []
@@ -244,7 +247,10 @@ def _time_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates, l
 
 
 def _sharing_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -> str:
-    """Compare tokens, memory and training seconds with and without ``policy.share_prompts``. Empty if equal."""
+    """Compare tokens, memory and training seconds with and without ``policy.share_prompts``.
+
+    Empty without a difference.
+    """
     config = resolved.config
     if resolved.layout.gpus:
         return ""
@@ -276,7 +282,7 @@ def _host_line(cluster: ClusterConfig, pinned: int, layout: Layout, device: Devi
 
 
 def _mfu_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates, layout: Layout) -> str:
-    """Return the MFU by phase in percent, and the arithmetic of one micro-batch of an update."""
+    """Describe the MFU of each phase in percent, and the estimated time of one micro-batch of an update."""
     mfu = utilisation(resolved, shape, device, rates)
     batch = mfu.batch
     parts = [("products", batch.products), ("norms and activations", batch.moves), ("log-probs", batch.logprobs),
@@ -435,7 +441,7 @@ def _staleness(config: Config) -> str:
         least = f"{valid_needed(config)} of {config.gdpo.num_generations_per_prompt}"
         parts.append(
             f"after {rollout.group_timeout_s:g} s a group is trained if at least {least} samples have reward results, "
-            "otherwise it is dropped"
+            "otherwise the group is dropped"
         )
     buffer = rollout.replay_buffer
     if buffer.groups:

@@ -67,7 +67,10 @@ KNOWN: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, intermediate_size=28672, tie_word_embeddings=False,
     ),
 }  # fmt: skip
-"""Shapes of the models in recipes, from their published config.json. Instruction-tuned variants have the same shape."""
+"""Shapes of the models in the recipes, from their published config.json files.
+
+Instruction-tuned variants have equal shapes.
+"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ class Shape:
         return int(dense + experts * active) + self.vocabulary * self.hidden
 
     def _layers(self, tensor: int, layers: range, expert: int, expert_tensor: int) -> tuple[int, int]:
-        """Return the numbers of (dense, expert) parameters of ``layers`` on one rank of this parallel layout."""
+        """Return the numbers of (dense, expert) parameters of ``layers`` on one rank of the parallel layout."""
         width = self.query + self.key_value
         attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
         attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
@@ -141,7 +144,10 @@ class Shape:
         return dense + tables * table + last * self.hidden, experts
 
     def adapters(self, layout: Layout, stage: int, lora: LoraConfig) -> int:
-        """Return the number of LoRA parameters on a rank of ``stage``. Unsharded matrices are on each tensor rank."""
+        """Return the number of LoRA parameters on a rank of ``stage``.
+
+        Every tensor rank holds the unsharded matrices.
+        """
         targets = set(lora.target_modules)
         layer = sum(
             self._adapter_width(fused, widths, targets, layout.tensor, lora.share_a)
@@ -162,7 +168,7 @@ class Shape:
     ) -> int:
         """Return the number of LoRA parameters for one Megatron matrix, per unit of LoRA rank.
 
-        ``modules`` are the matrix's Hugging Face modules: one per width in ``widths``, or a single fused one.
+        ``modules`` are the matrix's Hugging Face modules: one module per width in ``widths``, or a single fused module.
         """
         rows = dict(zip(modules, widths)) if len(modules) > 1 else {modules[0]: sum(widths)}
         adapted = [width for module, width in rows.items() if last_name(module) in targets]
@@ -174,7 +180,7 @@ class Shape:
 
 
 def shape_from(content: Mapping[str, Any]) -> Shape:
-    """Return the shape from the content of a Hugging Face ``config.json``."""
+    """Return the model shape from the content of a Hugging Face ``config.json``."""
     heads = content["num_attention_heads"]
     hidden = content["hidden_size"]
     layers = content["num_hidden_layers"]
@@ -202,13 +208,14 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
 def model_shape(resolved: Resolved) -> Shape | None:
     """Return the shape of the config's model without any download.
 
-    Sources are its folder, its factory, the local hub cache and the table ``KNOWN``. Return None if it is in none.
+    Sources are the model's folder, its factory, the local hub cache and the table ``KNOWN``. Return None if none of
+    them contains the shape.
     """
     return shape_of(resolved.model, resolved.config.policy.model_name)
 
 
 def shape_of(model: ModelFacts, name: str) -> Shape | None:
-    """Return the shape of the model ``name``; None if it is unknown."""
+    """Return the shape of the model ``name``, or None if the shape is unknown."""
     content = model.fields or _known(name)
     return shape_from(content) if content else None
 
@@ -222,7 +229,7 @@ class Saving:
     """Training cost with shared prompts relative to the cost without sharing."""
 
     tokens: float = 1.0
-    """Ratio of computed tokens. Matrix products and activations are proportional to it."""
+    """Ratio of computed tokens. The costs of matrix products and activations are proportional to this ratio."""
     pairs: float = 1.0
     """Ratio of token pairs in attention."""
 
@@ -231,9 +238,9 @@ NO_SAVING = Saving()
 
 
 def expected_saving(resolved: Resolved, prompt: float, completion: float) -> Saving:
-    """Return the savings of a step with prompts and completions of these lengths (tokens).
+    """Return the savings of a step whose prompts and completions have these lengths, in tokens.
 
-    The driver splits each group into pieces. A piece has one prompt and as many of its completions as fit into
+    The driver splits each group into pieces. A piece contains one prompt and as many of its completions as fit into
     ``micro_batch_tokens``.
     """
     config = resolved.config
@@ -243,10 +250,10 @@ def expected_saving(resolved: Resolved, prompt: float, completion: float) -> Sav
     if sharing is False or samples == 1 or prompt < LEAST_SHARE * total:
         return NO_SAVING
     room = config.policy.micro_batch_tokens - prompt
-    # Completions can have length 0 after a user-specified median is rounded. All of these fit.
+    # Completions can have length 0 after a user-specified median is rounded. All such completions fit.
     completions_per_piece = samples if room >= samples * completion else max(1, int(room // completion))
     groups = max(1.0, resolved.samples_per_update / samples)
-    # A rank without a complete group gets a piece of one.
+    # A rank without a complete group gets a piece of a group.
     pieces = min(samples, max(ceil(samples / completions_per_piece), ceil(resolved.layout.data / groups)))
     skipped = 1 - pieces / samples
     found = Saving(1 - skipped * prompt / total, 1 - skipped * (prompt / total) ** 2)
@@ -254,11 +261,13 @@ def expected_saving(resolved: Resolved, prompt: float, completion: float) -> Sav
 
 
 _PER_FILE = 7000.0
-"""Bytes of a rollout file without tokens: names and statistics of its columns."""
+"""Bytes of a rollout file without samples, for names and statistics of its columns."""
 _PER_SAMPLE = 20.0
 _PER_TOKEN = 7.0
-"""Compressed bytes per completion token: id, text and the sampler's log-prob. 5.5 was measured in the demo with a small
-vocabulary."""
+"""Compressed bytes per completion token: id, text and the sampler's log-prob.
+
+The demo, whose vocabulary is small, needs 5.5 bytes.
+"""
 _PER_FLOAT = 3.6
 """Compressed bytes per token of each optional column: the trainer's log-prob and the entropy."""
 

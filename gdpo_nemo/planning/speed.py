@@ -64,14 +64,14 @@ class Work:
     units: float
     """Number of units with a fixed cost, for example decoding steps."""
     ideal: float
-    """Seconds at the device's peak rates."""
+    """Seconds that the work takes at the device's peak rates."""
 
 
 def generation_work(resolved: Resolved, shape: Shape, device: Device, lengths: Lengths) -> Work:
-    """Return the work of one engine in a step. Units are decoding steps.
+    """Return the work of one engine in a step, with decoding steps as units.
 
-    While samples are queued, the engine decodes as many at once as fit. After the queue is empty, the longest sample
-    determines the end.
+    While samples are queued, the engine decodes as many samples at once as fit. After the queue is empty, the longest
+    sample determines the end of the phase.
     """
     config = resolved.config
     layout = resolved.layout
@@ -84,13 +84,13 @@ def generation_work(resolved: Resolved, shape: Shape, device: Device, lengths: L
     context = lengths.prompt + lengths.completion / 2
     moved = steps * memory.weights + tokens * context * memory.bytes_per_token
     arithmetic = 2 * shape.active_parameters * tokens / layout.engine_tensor
-    prompts = ceil(samples / config.gdpo.num_generations_per_prompt)  # samples of one prompt share its KV cache
+    prompts = ceil(samples / config.gdpo.num_generations_per_prompt)  # samples of a prompt share its KV cache
     prefill = 2 * shape.active_parameters * prompts * lengths.prompt / layout.engine_tensor
     return Work(steps, max(moved / device.bandwidth, arithmetic / device.compute) + prefill / device.compute)
 
 
 def training_work(resolved: Resolved, shape: Shape, device: Device, lengths: Lengths) -> Work:
-    """Return the work of a step's updates and the log-prob passes before them. Units are micro-batches of a rank."""
+    """Return the work of a step's updates and preceding log-prob passes, with micro-batches of a rank as units."""
     config = resolved.config
     layout = resolved.layout
     saving = expected_saving(resolved, *lengths.parts)
@@ -123,12 +123,12 @@ def _forward_flops(shape: Shape, length: float) -> float:
 
 
 def evaluations(resolved: Resolved) -> int:
-    """Return the number of forward passes on a step's tokens in addition to those of the updates."""
+    """Return the number of forward passes on a step's tokens in addition to the forward passes of the updates."""
     config = resolved.config
     loss = config.loss_fn
     several = resolved.updates_per_step > 1
     return (
-        # values and log-probs come from one pass
+        # one pass computes values and log-probs
         ((several and old_logprobs_source(config) == "trainer") or resolved.algorithm.head == "value")
         + bool(loss.reference_policy_kl_penalty)
         + loss_entry(loss.type).by_group * config.gdpo.num_iterations
@@ -138,14 +138,14 @@ def evaluations(resolved: Resolved) -> int:
 
 
 def micro_batches(resolved: Resolved, layout: Layout, lengths: Lengths) -> int:
-    """Return the micro-batches that each data-parallel rank runs in a step, for samples of mean length."""
+    """Return the number of micro-batches that each data-parallel rank runs in a step, for samples of mean length."""
     each = resolved.samples_per_update / layout.data
     computed = each * lengths.total * expected_saving(resolved, *lengths.parts).tokens
     return resolved.updates_per_step * max(1, ceil(computed / resolved.config.policy.micro_batch_tokens))
 
 
 def _tensor_traffic(config: Config, shape: Shape, device: Device, layout: Layout, tokens: float) -> float:
-    """Return the seconds of tensor-parallel all-reduces: two per layer in forward, two in backward pass."""
+    """Return the seconds of tensor-parallel all-reduces: per layer, two in forward and two in backward pass."""
     if layout.tensor == 1:
         return 0.0
     inside = not config.cluster.gpus_per_node or layout.tensor <= config.cluster.gpus_per_node
@@ -155,7 +155,10 @@ def _tensor_traffic(config: Config, shape: Shape, device: Device, layout: Layout
 
 
 def _gradients(resolved: Resolved, shape: Shape, device: Device, layout: Layout) -> float:
-    """Return the seconds of a step's gradient reductions. ``overlap_grad_reduce`` is assumed to hide half of them."""
+    """Return the seconds of a step's gradient reductions.
+
+    ``overlap_grad_reduce`` is assumed to hide half of this time.
+    """
     config = resolved.config
     replicas = layout.data * layout.context
     if replicas == 1:
@@ -169,8 +172,8 @@ def _gradients(resolved: Resolved, shape: Shape, device: Device, layout: Layout)
 def _host_traffic(resolved: Resolved, shape: Shape, device: Device, layout: Layout) -> float:
     """Return the seconds of copies between GPU and host memory.
 
-    An offloaded optimizer is copied to the GPU and back for each update. For each log-prob pass of an offloaded
-    reference, its weights are copied to the GPU. The policy's weights are copied back afterwards.
+    An offloaded optimizer is copied to the GPU and back for each update. Before each log-prob pass of an offloaded
+    reference, its weights are copied to the GPU. The policy's weights are copied back after the pass.
     """
     config = resolved.config
     if not layout.gpus:
@@ -187,8 +190,8 @@ def _host_traffic(resolved: Resolved, shape: Shape, device: Device, layout: Layo
 def sync_work(resolved: Resolved, shape: Shape, device: Device) -> Work:
     """Return the work of one weight update, which is sent to all engines at once.
 
-    The weights pass through NVLink, or through the network if there are several nodes. If colocated on one rank per
-    model, they are read and written twice in the device's memory instead.
+    The weights are sent over NVLink or, if there are several nodes, over the network. With colocated engines on one
+    rank per model, the weights are read and written twice in the device's memory instead.
     """
     layout = resolved.layout
     if layout.colocated and layout.model_ranks == 1:
@@ -199,7 +202,7 @@ def sync_work(resolved: Resolved, shape: Shape, device: Device) -> Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Expected seconds of one step."""
+    """Expected seconds of one step and its phases."""
 
     generation: float
     verify: float
@@ -212,7 +215,10 @@ class StepTime:
     """Fraction of the step in which the engines wait."""
 
     def idle(self, layout: Layout) -> float:
-        """Return the fraction of all ranks' time spent waiting; for colocated layouts, of all devices' time."""
+        """Return the fraction of all ranks' time that is spent waiting.
+
+        For colocated layouts, return the fraction of all devices' time.
+        """
         if layout.colocated:
             busy = (1 - self.policy_idle) * layout.policy_ranks + self.generation / self.step * layout.engine_ranks
             return 1 - busy / (layout.devices + layout.idle_gpus)
@@ -227,7 +233,7 @@ def step_time(
 ) -> StepTime:
     """Return the expected time of a step.
 
-    If on-policy, phases run one after the other. If samples may be stale, generation overlaps with training.
+    In on-policy runs, the phases run one after the other. If samples may be stale, generation overlaps with training.
     """
     config = resolved.config
     lengths = lengths or expected_lengths(config.policy, rates)
@@ -256,26 +262,32 @@ def step_time(
 
 
 PRODUCT_SHARE = 0.7
-"""Fraction of the published peak FLOP/s that large bf16 matrix products reach; an assumption."""
+"""Assumed fraction of the published peak FLOP/s that large bf16 matrix products reach."""
 BANDWIDTH_SHARE = 0.9
-"""Fraction of the published bandwidth that memory-bound kernels reach; an assumption."""
+"""Assumed fraction of the published bandwidth that memory-bound kernels reach."""
 LAUNCH_S = 4.5e-6
-"""Host seconds to launch a kernel from Python through autograd; an assumption."""
+"""Assumed host seconds to launch a kernel from Python through autograd."""
 _LAYER_LAUNCHES = (14, 28)
 """Kernels per layer (forward, backward) with TransformerEngine's fused norms, activation and rotary embedding."""
 _ROTARY_LAUNCHES = 24
 """Kernels of Megatron's rotary embedding per sequence, in forward and backward pass, for queries or for keys."""
 _LOGIT_BYTES = (54, 102)
-"""Bytes moved per logit by chunked log-probs (forward, backward). Forward: a float32 copy, maximum, difference,
-exponential, clamp, product and two sums. Backward: the same, and 48 bytes to compute the bfloat16 gradient."""
+"""Bytes moved per logit by chunked log-probs (forward, backward).
+
+Forward: a float32 copy, maximum, difference, exponential, clamp, product and two sums. Backward: the same operations,
+and 48 bytes to compute the bfloat16 gradient.
+"""
 _FUSED_LOGIT_BYTES = (0, 6)
 """Bytes moved per logit by fused kernels, which keep logits on the chip (forward, backward). A slice of the gradient is
 written once and read twice."""
 _GRADIENT_BYTES = 8
 """Bytes per parameter and micro-batch: the matrix product reads and writes the float32 gradient sum."""
 _OPTIMIZER_BYTES = 30
-"""Bytes per parameter and update. Gradient, main weight and two moments are read. Three of them and the bf16 weight are
-written."""
+"""Bytes per parameter and update.
+
+The optimizer reads the gradient, the main weight and two moments, and writes the main weight, the moments and the bf16
+weight.
+"""
 
 
 @dataclass(frozen=True)
@@ -313,7 +325,7 @@ def micro_batch(
 ) -> MicroBatch:
     """Return the time of one micro-batch of ``tokens`` tokens in sequences of ``length`` tokens.
 
-    If ``backward`` is false, it is the time of a log-prob pass.
+    If ``backward`` is false, return the time of a log-prob pass.
     """
     config = resolved.config
     layout = resolved.layout
@@ -323,7 +335,7 @@ def micro_batch(
     again = {"none": 0.0, "selective": 0.0, "full": 1.0}[config.policy.megatron_cfg.recompute] * backward
     flops = model_flops(shape, tokens, length, backward=backward)
     flops += again * model_flops(shape, tokens, length, backward=False)
-    flops += 2 * shape.hidden * shape.vocabulary * tokens * backward  # chunks of logits are recomputed
+    flops += 2 * shape.hidden * shape.vocabulary * tokens * backward  # the backward pass recomputes chunks of logits
     size = BYTES[config.policy.precision]
     moved = _layer_floats(shape) * ((0.5 + again / 2 if backward else 0) + 0.5) * shape.layers * tokens * size / share
     forward_bytes, backward_bytes = _FUSED_LOGIT_BYTES if fused_logprobs(config.policy, layout) else _LOGIT_BYTES
@@ -337,7 +349,10 @@ def micro_batch(
 
 
 def _layer_floats(shape: Shape) -> float:
-    """Return the values that a layer's memory-bound kernels read and write per token, in forward and backward pass."""
+    """Return how many values a layer's memory-bound kernels read and write per token.
+
+    The result includes the forward and the backward pass.
+    """
     width = shape.active_experts * shape.expert_ffn if shape.moe_layers else shape.ffn
     rotated = shape.query + shape.key_value / 2
     # Terms: two norms (2 forward, 3 backward), two residuals (3 and 3), rotary embedding (read and written twice), and

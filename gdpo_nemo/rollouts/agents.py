@@ -1,9 +1,9 @@
 """Conversion of episodes that agents played through the endpoint to trajectories.
 
-An agent's reply lists the turns that the policy took. Their tokens and log-probs are read from the endpoint's history,
-so that an agent cannot submit tokens for training that the policy did not write. The turns must be contiguous: each
-turn's prompt must begin with all tokens of the earlier turns. If an agent edits or shortens its history, the trajectory
-counts as failed and is masked.
+An agent's reply lists the turns of the policy. The tokens and log-probs of these turns are read from the endpoint's
+history, so that an agent cannot submit training tokens that the policy did not write. The turns must be contiguous:
+each turn's prompt must begin with all tokens of the earlier turns. If an agent edits or shortens its history, the
+trajectory counts as failed and is masked.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class AgentEnvironment(Protocol):
 def play_with_agents(
     environment: AgentEnvironment, prompts: Sequence[Prompt], context: RolloutContext
 ) -> list[list[Trajectory]]:
-    """Let the environment's agents play one episode per sample through the endpoint. This is a ``RolloutFunction``.
+    """Let the environment's agents play one episode per sample through the endpoint. This function is a
+    ``RolloutFunction``.
 
     Raises:
         RunError: if the endpoint is not enabled, or the engines failed permanently.
@@ -99,7 +100,7 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
     Raises:
         BrokenEpisode: if the response has no turns, a turn was not sampled by this run, or a turn does not continue the
             earlier turns.
-        RunError: if a turn is not found after the history has reached its size limit and dropped turns.
+        RunError: if a turn is not found and the history has already dropped turns because of its size limit.
     """
     output = response.get("output")
     if not isinstance(output, list):
@@ -111,9 +112,9 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
         turn = history.turn(np.concatenate([prompt, generated]))
         if turn is None and history.forgotten:
             raise RunError(
-                f"rollout.endpoint: agents took more than {TURNS_KEPT:,} turns in a batch, the maximum that is stored "
-                "(side conversations also count); lower gdpo.num_prompts_per_step, gdpo.num_generations_per_prompt or "
-                "the agents' calls"
+                f"rollout.endpoint: agents took more than {TURNS_KEPT:,} turns in a batch, the maximum number of "
+                "stored turns (side conversations also count); lower gdpo.num_prompts_per_step, "
+                "gdpo.num_generations_per_prompt or the agents' calls"
             )
         if turn is None or len(turn.prompt_ids) != len(prompt):
             raise BrokenEpisode(f"bad_reply: turn {t.turns + 1} contains tokens that this run did not sample")

@@ -29,7 +29,7 @@ class Rollout:
 
     groups: list[Group]
     next_position: int
-    """Number of prompts trained or dropped since the start of training, including those of this rollout."""
+    """Number of prompts trained or dropped since the start of training, including the prompts of this rollout."""
     generation_s: float = 0.0
     verify_s: float = 0.0
     rounds: int = 1
@@ -38,7 +38,7 @@ class Rollout:
     dropped: list[tuple[int, str]] = field(default_factory=list)
     """(prompt index, reason) of each prompt dropped since the previous step."""
     again: list[int] = field(default_factory=list)
-    """Prompt indices of the groups reused from earlier steps. They are at the end of ``groups``."""
+    """Prompt indices of the groups reused from earlier steps. The reused groups are at the end of ``groups``."""
     measured: dict[str, float] = field(default_factory=dict)
     """Metrics of the engines and the queue."""
     spans: list[Span] = field(default_factory=list)
@@ -52,7 +52,8 @@ class Rollout:
 
 
 def make_prompt_ids_unique(groups: Sequence[Group]) -> None:
-    """Make the prompt ids of a batch unique. A batch may contain a prompt more than once, from several epochs."""
+    """Make the prompt ids of a batch unique. A batch may contain the same prompt several times, from different
+    epochs."""
     for group, prompt in zip(groups, with_unique_ids([group.prompt for group in groups])):
         if prompt is not group.prompt:
             group.prompt = prompt
@@ -64,7 +65,7 @@ def sample_seed(run_seed: int, position: int, sample: int, turn: int = 0) -> int
     """Return the seed of one sample.
 
     The seed depends on the run's seed, the prompt's index in the run (negative for validation), the sample and the
-    turn. It does not depend on engines, batches or resumes, so that a lost sample is reproduced exactly.
+    turn. The seed does not depend on engines, batches or resumes, so that a lost sample is reproduced exactly.
     """
     # Entropy must be non-negative, so the sign is a separate entry. Turn 0 does not add an entry, so the first turn has
     # the same seed as a single-turn sample.
@@ -74,7 +75,7 @@ def sample_seed(run_seed: int, position: int, sample: int, turn: int = 0) -> int
 
 
 def sampled(prompt: Prompt, sample: int, completion: Completion) -> Trajectory:
-    """Return a single-turn trajectory. Its text and rewards are not set."""
+    """Return a single-turn trajectory without text and rewards."""
     return Trajectory(
         prompt=prompt,
         sample_index=sample,
@@ -88,7 +89,8 @@ def sampled(prompt: Prompt, sample: int, completion: Completion) -> Trajectory:
 
 
 def aborted(prompt: Prompt, sample: int, version: int, reason: str) -> Trajectory:
-    """Return an empty trajectory with the outcome ``ABORTED``. It counts in the metrics and is not trained."""
+    """Return an empty trajectory with the outcome ``ABORTED``. The trajectory counts in the metrics but is not
+    trained."""
     no_tokens = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Trajectory(prompt, sample, *no_tokens, version, "", "abort", outcome=Outcome.ABORTED, detail=reason)
 
@@ -150,36 +152,36 @@ class Batch(Protocol):
     """Input of one training step."""
 
     next_position: int
-    """Number of prompts used since the start of training, including those of this batch."""
+    """Number of prompts used since the start of training, including the prompts of this batch."""
     spans: list[Span]
-    """Timeline spans that show how the batch was made."""
+    """Timeline spans of the work that produced the batch."""
 
 
 class BatchStream(Protocol):
     """Source of training batches: ``RolloutScheduler`` if the algorithm samples, otherwise ``PromptStream``."""
 
     def queues(self) -> dict[str, Any]:
-        """Return the work in flight, for the status file. Called from another thread."""
+        """Return the work in flight, for the status file. Another thread calls this method."""
 
     def schedule(self, step: int) -> None:
-        """Record that ``step`` steps are trained, and start all work that the published weights allow."""
+        """Record that ``step`` steps are trained, and start all work that is possible with the published weights."""
 
     def progress(self) -> str:
-        """Describe the progress of the current batch or validation, for display. Called from another thread."""
+        """Describe the progress of the current batch or validation, for display. Another thread calls this method."""
 
     def get_batch(self, step: int) -> Batch | None:
-        """Wait for batch number ``step`` and return it. Return None if the prompts are used up."""
+        """Wait for batch number ``step`` and return it. Return None after the last prompt."""
 
     def evaluate(self, prompts: Sequence[Prompt]) -> Future[Any]:
         """Start preparing the held-out prompts as input for the algorithm's ``validate``."""
 
     def take_events(self) -> list[str]:
-        """Return notable events since the last call, one sentence each."""
+        """Return the notable events since the last call as a list of sentences."""
 
     def ledger(self) -> dict[str, Any]:
-        """Return the prompt ledger for a checkpoint: which prompts are trained or dropped.
+        """Return the prompt ledger for a checkpoint, which records the trained and dropped prompts.
 
-        The result is a ``LedgerState`` as a dictionary. It is empty if prompts are used strictly in order.
+        The result is a ``LedgerState`` as a dictionary. The dictionary is empty if prompts are used strictly in order.
         """
 
     def close(self) -> None:
@@ -188,7 +190,7 @@ class BatchStream(Protocol):
 
 @dataclass
 class PromptBatch:
-    """Dataset rows of one step. Columns other than the prompt are in ``Prompt.fields``."""
+    """Batch of dataset rows for one step. ``Prompt.fields`` contains the columns other than the prompt."""
 
     prompts: list[Prompt]
     next_position: int
@@ -199,7 +201,7 @@ class PromptStream:
     """Source of training prompts, in order, for an algorithm that does not sample.
 
     Args:
-        position: number of prompts that earlier steps used. 0 for a new run, otherwise the value in the checkpoint.
+        position: number of prompts that earlier steps used: 0 for a new run, otherwise the value in the checkpoint.
     """
 
     def __init__(self, config: Config, prompts: PromptSource, position: int):
@@ -208,11 +210,11 @@ class PromptStream:
         self._position = position
 
     def progress(self) -> str:
-        """Return an empty string, because batches take no noticeable time."""
+        """Return an empty string, because preparing a batch takes almost no time."""
         return ""
 
     def schedule(self, step: int) -> None:
-        """Do nothing, because no batch is made in advance."""
+        """Do nothing, because no batch is prepared in advance."""
 
     def get_batch(self, step: int) -> PromptBatch:
         """Return the next prompts."""
@@ -243,9 +245,9 @@ class PromptStream:
 
 
 class RecordedStream:
-    """Source of recorded batches of a run, used by a replay instead of engines and environments.
+    """Source of the recorded batches of a run. A replay uses this source instead of engines and environments.
 
-    Sample files contain neither ``Prompt.fields`` nor ``Trajectory.metrics``, so both are empty here.
+    Sample files contain neither ``Prompt.fields`` nor ``Trajectory.metrics``, so both fields are empty here.
 
     Args:
         entries: entries of the run's journal.
@@ -256,13 +258,13 @@ class RecordedStream:
         self._files = dict(rollout_files(run_dir))
 
     def schedule(self, version: int) -> None:
-        """Do nothing, because no batch is made in advance."""
+        """Do nothing, because no batch is prepared in advance."""
 
     def get_batch(self, step: int) -> Rollout:
         """Return the recorded batch of step number ``step``, counted from 0.
 
         Raises:
-            RunError: if its samples cannot be read or do not match the journal.
+            RunError: if the samples of the step cannot be read or do not match the journal.
         """
         entry = self._entries[step + 1]
         file = self._files[step + 1]
@@ -283,7 +285,7 @@ class RecordedStream:
         return {}
 
     def progress(self) -> str:
-        """Return an empty string, because batches take no noticeable time."""
+        """Return an empty string, because preparing a batch takes almost no time."""
         return ""
 
     def queues(self) -> dict[str, Any]:
@@ -299,7 +301,7 @@ class RecordedStream:
 
 
 def read_trained_groups(run_dir: Path, step: int, positions: Sequence[int]) -> list[Group]:
-    """Read groups that ``step`` trained from the run folder.
+    """Read the groups that ``step`` trained from the run folder.
 
     Args:
         positions: prompt indices of the groups.
@@ -323,7 +325,7 @@ def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], n
 
     Args:
         records: samples of the step, from ``read_rollouts``.
-        name: name of the samples' file, for messages.
+        name: name of the sample file, for messages.
 
     Raises:
         RunError: if the samples do not match the journal, or a sample is damaged.
@@ -362,7 +364,7 @@ def _prompt(record: Mapping[str, Any]) -> Prompt:
 
 def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple[int, int]]) -> Trajectory:
     ids = np.array(record["completion_ids"], np.int32)
-    # Environment tokens have None in the file, because JSON has no NaN. NumPy converts it back to NaN.
+    # The file contains None for environment tokens, because JSON does not support NaN. NumPy converts None back to NaN.
     logprobs = np.array(record["logprobs"], np.float32)
     mask = None if record.get("loss_mask") is None else np.array(record["loss_mask"], bool)
     trajectory = Trajectory(

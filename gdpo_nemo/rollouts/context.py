@@ -1,15 +1,16 @@
 """Interface of rollout functions: arguments, result, and validation of the result.
 
-``rollout.function: file.py:function`` replaces the built-in loop by a custom function. It is called as
-``function(prompts, context)`` in a thread of the driver process. For each prompt, in order, it returns a list of
-``context.samples`` trajectories. If ``rollout.max_staleness`` is 0, a call receives the prompts of a whole batch.
+``rollout.function: file.py:function`` replaces the built-in loop with a custom function. The function is called as
+``function(prompts, context)`` in a thread of the driver process. For each prompt, in order, the function returns a list
+of ``context.samples`` trajectories. If ``rollout.max_staleness`` is 0, a call receives the prompts of a whole batch.
 Otherwise a call receives one prompt, and several calls run concurrently in separate threads. A call that exceeds
-``rollout.group_timeout_s`` is abandoned: its samples are aborted, and ``context.sample`` raises an error from then on.
+``rollout.group_timeout_s`` is abandoned: its samples are aborted, and ``context.sample`` raises an error after the
+timeout.
 
-``Transcript`` builds a trajectory. It stores every token as it was sampled, so that ids, mask and log-probs always
-match. Trajectories without rewards are verified by the prompt's environment. The function may call ``context.sample``
-any number of times. It must not store prompts or completions for a later call. Equal arguments and weights must give
-equal results, or else a resumed run differs from an uninterrupted run.
+``Transcript`` builds a trajectory. The transcript stores every token exactly as sampled, so that ids, mask and
+log-probs always match. Trajectories without rewards are verified by the prompt's environment. The function may call
+``context.sample`` any number of times. The function must not store prompts or completions for a later call. Equal
+arguments and weights must give equal results. Otherwise, a resumed run differs from an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from gdpo_nemo.rollouts.endpoint.server import Endpoint
 
 _ROUNDING = 1e-4
-"""Tolerance for log-probs above 0 from rounding."""
+"""Tolerance for log-probs that are above 0 because of rounding."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class RolloutContext:
     seed: Callable[[int, int, int], int]
     """Function that maps (prompt index in the call, sample index, turn) to the seed of a completion."""
     sample: Callable[[Sequence[SampleRequest]], CompletionBatch]
-    """Function that samples completions on the engines with ``sampling``. It blocks until they are complete."""
+    """Function that samples completions on the engines with ``sampling``. The call blocks until all completions are
+    complete."""
     conversation: Conversation
-    """Converter of messages to the tokens of a prompt or a continuation."""
+    """Conversion of messages to the tokens of a prompt or a continuation."""
     pool: EnvironmentExecutor
     """Pool of the environments in the config, which run in worker processes."""
     max_turns: int
@@ -56,16 +58,16 @@ class RolloutContext:
     sampling: Sampling
     """Sampling settings of the batch, such as the temperature."""
     version: int = 0
-    """Version of the weights published when the call began. Used for trajectories without policy tokens."""
+    """Version of the weights published when the call began. Trajectories without policy tokens get this version."""
     endpoint: Endpoint | None = None
-    """Endpoint for agents; None unless ``rollout.endpoint.enabled`` is set.
+    """Endpoint for agents, or None if ``rollout.endpoint.enabled`` is false.
 
-    It serves requests only inside ``endpoint.service.phase``.
+    The endpoint serves requests only inside ``endpoint.service.phase``.
     """
 
 
 class RolloutFunction(Protocol):
-    """Signature of a rollout function, described at the top of this file."""
+    """Signature of a rollout function. The module docstring describes the arguments and the result."""
 
     def __call__(self, prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajectory]]:
         """Return one list of trajectories per prompt, in the order of ``prompts``."""
@@ -84,11 +86,12 @@ class Transcript:
         self.outcome = Outcome.OK
         self.detail = ""
         self.messages: list[Mapping[str, Any]] = []
-        """Messages after the prompt, for verifiers. Empty if the rollout function does not record messages."""
+        """Messages after the prompt, for verifiers. The list is empty if the rollout function does not record
+        messages."""
         self._ids: list[np.ndarray] = []
         self._logprobs: list[np.ndarray] = []
         self._is_policy: list[bool] = []
-        """One value for each array in ``_ids``. True if the policy wrote its tokens."""
+        """One value for each array in ``_ids``. True if the policy wrote the tokens of the array."""
         self._spans: list[tuple[int, int]] = []
         self._turn_tokens: list[int] = []
         self._turn_rewards: dict[int, dict[str, float | None]] = {}
@@ -121,24 +124,25 @@ class Transcript:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Tokens of the prompt and all turns so far: the prompt of the next turn. Shape: int32 [tokens]."""
+        """Tokens of the prompt and all turns so far, which are the prompt of the next turn. Shape: int32 [tokens]."""
         return _concatenate([self.prompt.token_ids, *self._ids], np.int32)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """(weight version, number of tokens) of the policy's tokens, in order."""
+        """Version spans of the policy's tokens in order, as pairs of weight version and number of tokens."""
         return tuple(self._spans)
 
     @property
     def version(self) -> int | None:
-        """Version of the oldest weights that wrote policy tokens. None before the policy's first turn."""
+        """Version of the oldest weights that wrote policy tokens. The value is None before the policy's first turn."""
         return min((version for version, _ in self._spans), default=None)
 
     def append_policy_tokens(self, completion: Completion, version: int | None = None) -> None:
         """Append a turn of the policy.
 
         Args:
-            version: version of the weights that sampled the completion. Used if the completion has no version spans.
+            version: version of the weights that sampled the completion. This version is only used if the completion has
+                no version spans.
         """
         spans = completion.spans
         if not spans and version is not None:
@@ -166,7 +170,7 @@ class Transcript:
     def add_rewards(self, rewards: Mapping[str, float | None]) -> None:
         """Add rewards to the totals of the trajectory and of its latest turn.
 
-        A value of None does not change the component's totals.
+        A reward of None does not change the totals of its component.
         """
         earned = self._turn_rewards.setdefault(max(0, self.turns - 1), {})
         for name, value in rewards.items():
@@ -265,7 +269,7 @@ def _fault(t: Trajectory, prompt: Prompt, max_sequence: int) -> str | None:
     if len(t.prompt.token_ids) + count > max_sequence:
         return f"has {len(t.prompt.token_ids) + count} tokens, more than policy.max_total_sequence_length"
     policy_logprobs = t.logprobs if t.loss_mask is None else t.logprobs[t.loss_mask]
-    # A comparison with NaN is False, so NaN also fails.
+    # A comparison with NaN is False, so NaN also fails this check.
     if not np.all(policy_logprobs <= _ROUNDING) or not np.isfinite(policy_logprobs).all():
         return "log-probs of tokens that the policy wrote must be finite and at most 0"
     return None

@@ -20,7 +20,7 @@ from gdpo_nemo.data.records import Group, Outcome, Trajectory
 from gdpo_nemo.rollouts.user_functions import load_estimator, load_shaping_rules
 from gdpo_nemo.utils.errors import RunError, first_line
 
-if TYPE_CHECKING:  # A run imports torch only after starting its processes.
+if TYPE_CHECKING:  # A run imports torch only after the start of its processes.
     import torch
 
     from gdpo_nemo.algorithms import Advantages, Diagnostics
@@ -30,7 +30,7 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
     """Return the rewards of the trajectories by component, after ``gdpo.shaping``.
 
     Each column is float64 [trajectories], with NaN where the component does not apply. Every component with a weight
-    has a column, even if no trajectory has a value for it.
+    has a column, even if no trajectory has a value for this component.
     """
     rules = config.gdpo.shaping
     columns = {
@@ -52,7 +52,7 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
 
 def _component_names(trajectories: Sequence[Trajectory], gdpo: GdpoConfig) -> list[str]:
     given = dict.fromkeys(name for t in trajectories for name in t.rewards)
-    # Components that a shaping rule creates are left out. A column of NaN here would make the rule's result NaN.
+    # Components that a shaping rule creates are omitted, because a column of NaN would make the result of the rule NaN.
     created = {rule["component"] for rule in gdpo.shaping if creates(rule)}
     names = [*(name for name in gdpo.rewards if name in given or name not in created), *given]
     return list(dict.fromkeys(names))
@@ -61,8 +61,8 @@ def _component_names(trajectories: Sequence[Trajectory], gdpo: GdpoConfig) -> li
 def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None = None) -> Advantages | TurnAdvantages:
     """Compute the advantages of all trajectories of a step, in group order.
 
-    With ``gdpo.credit: turn``, compute the advantages of their turns instead. Components that are not in
-    ``gdpo.rewards`` get weight 0, so that they appear in the metrics.
+    With ``gdpo.credit: turn``, compute the advantages of the turns instead. Components that are not in ``gdpo.rewards``
+    get the weight 0, so that the metrics contain these components.
 
     Args:
         kl: result of ``log_ratios``, required if ``gdpo.kl_in_reward`` is set. Shape: [trajectories].
@@ -124,7 +124,8 @@ def _compute(
 
 
 def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
-    """Return the index of each group, or of the first group with the same prompt tokens. Shape: int64 [groups]."""
+    """Return an id for each group: the index of the group, or of the first group with the same prompt tokens. Shape:
+    int64 [groups]."""
     if by == "row":
         return np.arange(len(groups))
     first: dict[bytes, int] = {}
@@ -134,8 +135,9 @@ def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
 def log_ratios(sequences: Sequence[TrainSequence], reference: Sequence[np.ndarray]) -> np.ndarray:
     """Return log p_sampler - log p_reference of each sequence, summed over the tokens that the policy wrote.
 
-    The sum estimates KL(sampler || reference) of a trajectory. It is positive if the sampled tokens are more likely
-    under the sampler than under the reference. It is NaN if no token has both log-probs. Shape: float64 [sequences].
+    The sum estimates KL(sampler || reference) of a trajectory. The sum is positive if the sampled tokens are more
+    likely under the sampler than under the reference. The sum is NaN if no token has both log-probs. Shape: float64
+    [sequences].
     """
     gaps = [
         s.where_written(s.sampler_logprobs - r).astype(np.float64) for s, r in zip(sequences, reference, strict=True)
@@ -162,8 +164,8 @@ def updates_of(
         advantages: one number or array per trajectory. See ``TrainSequence.advantage``.
         version: version of the weights that the step starts from. If the loss or the off-policy correction reads
             staleness, every token gets its staleness relative to this version.
-        trained: one value per trajectory. A trajectory with False gets weight 0. None means the result of
-            ``is_trained``.
+        trained: one boolean per trajectory. A trajectory with False gets weight 0. If the argument is None,
+            ``is_trained`` provides the values.
     """
     loss = config.loss_fn
     size = config.policy.train_global_batch_size or len(trajectories)
@@ -221,14 +223,15 @@ def choose_by_covariance(
 
 
 def _old_logprobs(update: Sequence[TrainSequence], now: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the old log-probs of each sequence. If a sequence has none, return its log-probs in ``now``."""
+    """Return the old log-probs of each sequence. For a sequence without old log-probs, return the log-probs in
+    ``now``."""
     return [values if s.old_logprobs is None else s.old_logprobs for s, values in zip(update, now)]
 
 
 def token_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
     """Return the staleness of each token: ``version`` minus the version of the weights that sampled the token.
 
-    It is 0 for tokens that the policy did not write. Shape: int32 [completion tokens].
+    The staleness is 0 for tokens that the policy did not write. Shape: int32 [completion tokens].
     """
     spans = trajectory.spans or ((trajectory.policy_version, trajectory.num_policy_tokens),)
     versions, tokens = np.array(spans, np.int64).T
@@ -243,7 +246,8 @@ def token_staleness(trajectory: Trajectory, version: int) -> np.ndarray:
 def is_trained(trajectory: Trajectory, loss: LossSettings) -> bool:
     """Return True if the trajectory contributes to the loss.
 
-    It must be trainable (``Trajectory.trains``). With ``mask_truncated``, it must also not be truncated.
+    The trajectory must be trainable (``Trajectory.trains``). With ``mask_truncated``, truncated trajectories do not
+    contribute.
     """
     return trajectory.trains and not (loss.mask_truncated and trajectory.outcome is Outcome.TRUNCATED)
 
@@ -300,7 +304,7 @@ class TurnRows:
     columns: dict[str, np.ndarray]
     """Discounted return of each turn, by component. Shape: float64 [turns].
 
-    It is NaN in all turns of a trajectory that does not have the component.
+    The return is NaN in all turns of a trajectory that does not have the component.
     """
 
     def ids(self, groups: np.ndarray, baseline: str) -> np.ndarray:
@@ -332,9 +336,9 @@ def turn_rows(trajectories: Sequence[Trajectory], names: Iterable[str], discount
 
 
 def _returns(trajectory: Trajectory, name: str, turns: int, discount: float) -> np.ndarray:
-    """Return the discounted return of a component from each turn on. Shape: float64 [turns].
+    """Return the discounted return of a component for each turn. Shape: float64 [turns].
 
-    It is NaN if the trajectory does not have the component.
+    The return is NaN if the trajectory does not have the component.
     """
     total = trajectory.rewards.get(name)
     if total is None:
@@ -395,8 +399,8 @@ class TurnAdvantages:
     def of_sequences(self, trajectories: Sequence[Trajectory]) -> list[float | np.ndarray]:
         """Return ``TrainSequence.advantage`` of each trajectory.
 
-        It is a single number for a trajectory of one turn, otherwise float32 [completion tokens]. Tokens that the
-        policy did not write have advantage 0.
+        The value is a single number for a trajectory with one turn, otherwise float32 [completion tokens]. Tokens that
+        the policy did not write have advantage 0.
         """
         return [
             float(values[0]) if len(values) == 1 else _spread(t, values)

@@ -1,4 +1,4 @@
-"""Limits on the number of outstanding groups: the hard bound from staleness, and the adaptive depth below it.
+"""Limits on the number of outstanding groups: the hard bound from staleness, and the adaptive depth below this bound.
 
 Both the rollout scheduler and the simulator in ``planning`` use these limits.
 """
@@ -12,7 +12,8 @@ from gdpo_nemo.config.rollout_checks import admission_bound
 WAITING = 0.05
 """Fraction of a step that the trainer may wait for its batch before the depth grows."""
 _LONG_WAIT = 0.5
-"""Fraction of a step. If the trainer waits longer, the depth may grow again after one step. Excess is reduced later."""
+"""Fraction of a step. If the trainer waits longer, the depth may grow again after one step. If the depth has become too
+large, it shrinks later."""
 
 
 def outstanding_bound(groups: int, max_staleness: int, window: int) -> int:
@@ -40,13 +41,13 @@ def outstanding_bound(groups: int, max_staleness: int, window: int) -> int:
 class AutoDepth:
     """Adaptive maximum number of groups in flight, between one batch and the bound.
 
-    While the trainer waits, throughput is proportional to the depth (Little's law). The depth then grows in proportion
-    to the wait, at most by half. If groups for later batches are repeatedly ready in advance, the depth shrinks by half
-    of their number above a margin.
+    While the trainer waits, throughput is proportional to the depth (Little's law). In this case, the depth grows in
+    proportion to the wait, at most by half. If groups for later batches are repeatedly ready in advance, the depth
+    shrinks by half of the number of these groups above a margin.
 
-    A change takes effect only after the groups admitted under it are trained, ``depth / groups`` steps later. The next
-    change waits until then, with two exceptions. The depth may grow at once if the last change made it smaller, and
-    after one step if the trainer waits most of the time.
+    A change of the depth takes effect only after the groups admitted with the new depth are trained, ``depth / groups``
+    steps later. Usually the next change waits for this effect. However, the depth may grow at once if the last change
+    was a reduction, and after one step if the trainer waits most of the time.
     """
 
     def __init__(self, groups: int, bound: int):
@@ -75,7 +76,7 @@ class AutoDepth:
         Args:
             waited: time in seconds that the trainer waited for its batch.
             step: duration of the step in seconds, including the wait.
-            surplus: number of ready groups that remained after the batch was taken.
+            surplus: number of ready groups that remain after the batch is taken.
         """
         idle = min(1.0, max(0.0, waited / step)) if step > 0 else 0.0
         settled = self._settling <= 0
@@ -103,7 +104,7 @@ class AutoDepth:
         self._surpluses.clear()
         if excess > 0:
             self._change(max(self._floor, self.depth - ceil(excess / 2)), grew=False)
-        elif self._floor > self.groups:  # Conditions change, so eventually retry a depth that was too small.
+        elif self._floor > self.groups:  # Conditions change, so retry a depth that was too small after some time.
             self._floor -= 1
 
     def _change(self, depth: int, grew: bool) -> None:

@@ -1,4 +1,4 @@
-"""Choice of each environment's rollout method, and the scheduler's interface to run it."""
+"""Choice of each environment's rollout method, and the scheduler's interface to run this method."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from gdpo_nemo.rollouts.endpoint.server import Endpoint
 
 SampleAll = Callable[[Sequence[SampleRequest]], CompletionBatch]
-"""Function that samples completions and blocks until they are complete.
+"""Function that samples completions and blocks until all are complete.
 
-It may be called from any thread except that of the fleet's event loop.
+Any thread may call the function except the thread of the fleet's event loop.
 """
 
 
 class RolloutKind(StrEnum):
-    """Method that makes the trajectories of an environment."""
+    """Method to produce the trajectories of an environment."""
 
     SAMPLE = "sample"
     """Sample one completion per trajectory."""
     EPISODE = "episode"
     """Run the built-in loop over the turns of a Python environment, in one coroutine per trajectory."""
     CALL = "call"
-    """Call a blocking function that makes complete groups: a custom function, or ``play_with_agents``."""
+    """Call a blocking function that produces complete groups: a custom function or ``play_with_agents``."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RolloutMethod:
 
     kind: RolloutKind
     function: RolloutFunction | None = None
-    """Function to call. None unless ``kind`` is ``CALL``."""
+    """Function to call. The function is None unless ``kind`` is ``CALL``."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class SamplingJob:
 
 
 class RolloutRunner:
-    """Makes the trajectories of ``EPISODE`` and ``CALL`` environments, and runs the endpoint if it is enabled.
+    """Produces the trajectories of ``EPISODE`` and ``CALL`` environments, and runs the endpoint if it is enabled.
 
     Raises:
-        ConfigError: if ``rollout_methods`` raises it.
+        ConfigError: in the same cases as ``rollout_methods``.
         RunError: if the endpoint cannot listen.
     """
 
@@ -90,7 +90,7 @@ class RolloutRunner:
         self.endpoint = self._start_endpoint() if config.rollout.endpoint.enabled else None
 
     def _start_endpoint(self) -> Endpoint:
-        # Imported here because runs without agents do not need FastAPI.
+        # Import FastAPI only here, because runs without agents do not need it.
         from gdpo_nemo.rollouts.endpoint.server import Endpoint
         from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 
@@ -105,14 +105,15 @@ class RolloutRunner:
         return self._methods[environment].kind
 
     async def episode(self, prompt: Prompt, sample_index: int, job: EpisodeJob) -> Trajectory:
-        """Make one trajectory of an ``EPISODE`` environment, turn by turn.
+        """Produce one trajectory of an ``EPISODE`` environment, turn by turn.
 
-        Raises the exceptions of ``play_episode``.
+        Raises the same exceptions as ``play_episode``.
         """
         return await play_episode(prompt, sample_index, job, self._limits, self._conversation)
 
     def call(self, prompts: Sequence[Prompt], job: SamplingJob, sample: SampleAll) -> list[list[Trajectory]]:
-        """Make and check the trajectories of prompts of ``CALL`` environments. Blocks until they are complete.
+        """Produce and check the trajectories for prompts of ``CALL`` environments. The call blocks until all
+        trajectories are complete.
 
         Several threads may call this method concurrently. If the prompts require several functions, the functions run
         one after the other.
@@ -176,8 +177,8 @@ def rollout_methods(config: Config) -> dict[str, RolloutMethod]:
     """Return the rollout method of each environment, by name. A custom function applies to all environments.
 
     Raises:
-        ConfigError: if the function cannot be loaded or agents have no endpoint. Also if turn limits or the endpoint
-            are set but no environment uses them.
+        ConfigError: if the function cannot be loaded or agents have no endpoint. Also raised if turn limits or the
+            endpoint are configured but no environment uses them.
     """
     environments = load_environments(config.env)
     with_agents = {name for name, e in environments.items() if e.plays_with_endpoint}

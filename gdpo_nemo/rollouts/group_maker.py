@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _MAX_SPANS = 32
-"""Maximum number of groups of a step that get a line in the trace."""
+"""Maximum number of groups per step in the trace."""
 
 
 @dataclass
@@ -43,9 +43,10 @@ class GroupJob:
     sampling: Sampling
     state: TrainerState
     engine: int | None = None
-    """Index of the engine that samples all turns of the group. None means any free engine."""
+    """Index of the engine that samples all turns of the group, or None for any free engine."""
     tally: Tally | None = None
-    """Progress counter, shared by all groups that are sampled together. None if progress is not counted."""
+    """Progress counter, shared by all groups that are sampled together. The counter is None if progress is not
+    counted."""
     promised: bool = False
     """True if ``EngineFleet.room`` has reserved room for every sample on the engine."""
 
@@ -87,14 +88,15 @@ def rollout_of(made: Sequence[MadeGroup]) -> Rollout:
 
 
 class GroupMaker:
-    """Maker of groups. Its coroutines run on the event loop of the engine fleet."""
+    """Maker of groups, whose coroutines run on the event loop of the engine fleet."""
 
     def __init__(self, config: Config, fleet: EngineFleet, pool: EnvironmentExecutor, tokenizer: Tokenizer):
         self._config = config
         self._fleet = fleet
         self._pool = pool
         self._runner = RolloutRunner(config, fleet, pool, tokenizer)
-        # A copy, because texts are decoded in threads while other code may change the padding of the run's tokenizer.
+        # Copy the tokenizer, because threads decode texts while other code may change the padding of the run's
+        # tokenizer.
         self._tokenizer = copy.deepcopy(tokenizer)
         self._by_sample = {
             name for name, options in config.env.items() if verifies_by_sample(name, dict(options or {}))
@@ -109,10 +111,11 @@ class GroupMaker:
         self._runner.close()
 
     async def make(self, job: GroupJob, meeting: Rendezvous | None = None) -> MadeGroup:
-        """Sample and verify one group.
+        """Sample and verify a single group.
 
         Args:
-            meeting: submits the requests together with those of other groups. None submits each request at once.
+            meeting: barrier that submits the requests of several groups together. Without a barrier, each request is
+                submitted immediately.
 
         Raises:
             RunError: if engines or environments failed permanently.
@@ -131,7 +134,7 @@ class GroupMaker:
     async def call(self, jobs: Sequence[GroupJob]) -> list[MadeGroup]:
         """Make groups with the rollout function of their environment.
 
-        The function runs in a thread and receives all prompts in one call. If the call exceeds
+        The rollout function runs in a thread and receives all prompts in one call. If the call exceeds
         ``rollout.group_timeout_s``, all samples of its groups are aborted.
         """
         started = time.time()
@@ -142,7 +145,7 @@ class GroupMaker:
             for _ in range(first.samples):
                 self._keep_promise(first)
         sampler = CallSampler(self._fleet, first.sampling, first.engine)
-        # The call does not use the event loop's thread pool, because it may take long and must not delay verification.
+        # The call does not use the event loop's thread pool, because a long call would delay verification.
         call = partial(self._runner.call, [job.prompt for job in jobs], settings, sampler)
         made = await call_within(self._config.rollout.group_timeout_s, call, sampler)
         if made is None:
@@ -245,10 +248,10 @@ Result = TypeVar("Result")
 
 
 class CallSampler:
-    """Sampling function of one call. It may be called from any thread except that of the fleet's event loop.
+    """Sampling function of one call. Any thread may call the function except the thread of the fleet's event loop.
 
     Args:
-        engine: index of the engine that samples. None distributes the requests evenly.
+        engine: index of the engine that samples. If the index is None, the requests are distributed evenly.
     """
 
     def __init__(self, fleet: EngineFleet, sampling: Sampling, engine: int | None):
@@ -286,9 +289,9 @@ class CallSampler:
 
 
 async def call_within(limit_s: float | None, call: Callable[[], Result], sampler: CallSampler) -> Result | None:
-    """Run ``call`` in a thread and return its result, or None if it takes more than ``limit_s`` seconds.
+    """Run ``call`` in a thread and return its result, or None if the call takes more than ``limit_s`` seconds.
 
-    A call that exceeds the limit is not interrupted, but its requests are cancelled and its result is ignored.
+    A call that exceeds the limit continues, but its requests are cancelled and its result is ignored.
 
     Raises:
         Exception: any exception of the call.
@@ -307,12 +310,13 @@ async def call_within(limit_s: float | None, call: Callable[[], Result], sampler
 
 def _abandon(future: asyncio.Future[Result], sampler: CallSampler) -> None:
     sampler.end()
-    # Retrieve the exception, so that asyncio does not warn about it.
+    # Retrieve the exception, so that asyncio does not warn about an unretrieved exception.
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 def _run_in_thread(call: Callable[[], Result]) -> Future[Result]:
-    """Run ``call`` in a daemon thread. Unlike the threads of an executor, it does not delay the exit of the process."""
+    """Run ``call`` in a daemon thread. Unlike the threads of an executor, a daemon thread does not delay the exit of
+    the process."""
     answer: Future[Result] = Future()
     answer.set_running_or_notify_cancel()
 
@@ -331,7 +335,8 @@ _Entry = tuple[tuple[int, int], SampleRequest, Sampling, int | None, asyncio.Fut
 
 
 class Rendezvous:
-    """Barrier for the requests of all trajectories of a step. They are submitted together, in a fixed order.
+    """Barrier for the requests of all trajectories of a step. The barrier submits the requests together, in a fixed
+    order.
 
     Args:
         members: number of trajectories. Each trajectory must call ``leave`` when it ends.
@@ -345,7 +350,7 @@ class Rendezvous:
     async def sample(
         self, key: tuple[int, int], request: SampleRequest, sampling: Sampling, engine: int | None
     ) -> tuple[Completion, int]:
-        """Wait until every trajectory has a request or has ended, then sample.
+        """Wait until every trajectory has a request or has ended, then sample all requests.
 
         Args:
             key: (prompt index, sample index) of the trajectory. Requests are submitted in the order of their keys.

@@ -1,9 +1,10 @@
 """Selection of the groups that dynamic sampling trains: groups with a signal.
 
 A group has a signal if the estimator gives at least one of its samples a nonzero advantage. The estimator compares
-samples within their group. With ``gdpo.group_by: prompt``, it compares the samples of all groups in the batch that have
-the same prompt tokens. REINFORCE++ without a baseline compares a sample with the whole batch, so every reward is a
-signal. The preset verl (``singleton: raw``) uses the raw reward as the advantage of a sample without comparisons.
+samples within their group. With ``gdpo.group_by: prompt``, the estimator compares the samples of all groups in the
+batch that have the same prompt tokens. REINFORCE++ without a baseline compares a sample with the whole batch, so every
+reward is a signal. The preset verl (``singleton: raw``) uses the raw reward as the advantage of a sample that is not
+compared with other samples.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from gdpo_nemo.rollouts.ledger import LATE, NO_SIGNAL
 def has_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> bool:
     """Return True if at least one weighted component of the group varies among the samples compared with each other.
 
-    The check uses the rewards after shaping. With ``dynamic_sampling.before_shaping``, it uses the original rewards.
+    The check uses the rewards after shaping. With ``dynamic_sampling.before_shaping``, the check uses the original
+    rewards.
 
     Args:
         siblings: other groups whose samples are compared with the samples of ``group``.
@@ -61,7 +63,7 @@ def _varies(columns: Mapping[str, np.ndarray], ids: np.ndarray, rows: np.ndarray
     Args:
         ids: id of the comparison group of each row. Shape: [rows].
         rows: selected rows. Shape: bool [rows].
-        raw: True if a component that only one row of a comparison group has is also a signal.
+        raw: True if a component that occurs in only one row of a comparison group is also a signal.
     """
     table = build_table(columns, ids)
     selected = table.groups.take(rows)
@@ -83,10 +85,10 @@ def _singleton(gdpo: GdpoConfig) -> str:
 
 
 def part_with_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> Group | None:
-    """Return the samples of a group that dynamic sampling trains, or None if there are none.
+    """Return the samples of a group that dynamic sampling trains, or None if no sample is trained.
 
-    Without ``dynamic_sampling.leave_one_out``, these are all samples of a group with a signal. With it, a sample is
-    trained if the other samples compared with it have a signal.
+    Without ``dynamic_sampling.leave_one_out``, all samples of a group with a signal are trained. With this option, a
+    sample is trained if the other samples in the comparison have a signal.
 
     Args:
         siblings: other groups whose samples are compared with the samples of ``group``.
@@ -118,7 +120,7 @@ def _tokens(prompt: Prompt) -> bytes:
 def split_group(group: Group, part: Group | None) -> tuple[list[Group], list[Group]]:
     """Split a group into the samples of ``part`` and the remaining samples.
 
-    Each result is a list with one group, or an empty list if it would have no samples.
+    Each result is a list with one group, or an empty list if the group would not contain any samples.
     """
     chosen = {t.sample_index for t in part.trajectories} if part else set()
     rest = [t for t in group.trajectories if t.sample_index not in chosen]
@@ -162,7 +164,7 @@ def split_groups(
 
 
 class InFlight:
-    """Prompts of the groups in flight. A finished group may still be compared with such a group."""
+    """Prompts of the groups in flight. A finished group may still be compared with a group in flight."""
 
     def __init__(self, config: Config):
         self._config = config

@@ -19,7 +19,7 @@ from gdpo_nemo.rollouts.replay_buffer import Load, ReplayBuffer
 
 
 class Stage(StrEnum):
-    """Stage of an outstanding prompt index, which is neither trained nor dropped."""
+    """Stage of an outstanding prompt index. Outstanding means neither trained nor dropped."""
 
     WAITING = "waiting"
     DRAWING = "drawing"
@@ -31,9 +31,9 @@ class LedgerState:
     """State of a ``Ledger`` in a checkpoint."""
 
     position: int = 0
-    """Prompt index. All smaller indices are trained or dropped."""
+    """Prompt index below which all indices are trained or dropped."""
     retired: list[int] = field(default_factory=list)
-    """Larger indices that are also trained or dropped, in ascending order."""
+    """Indices from ``position`` on that are also trained or dropped, in ascending order."""
     dropped: list[tuple[int, str]] = field(default_factory=list)
     """(prompt index, reason) of each index dropped since the last batch. The next batch reports these drops."""
 
@@ -41,7 +41,8 @@ class LedgerState:
     def of(cls, saved: Mapping[str, Any], position: int = 0) -> LedgerState:
         """Restore a state from the output of ``dataclasses.asdict``.
 
-        In older checkpoints ``saved`` is empty. All indices before ``position`` then count as trained or dropped.
+        In older checkpoints ``saved`` is empty. In this case, all indices before ``position`` count as trained or
+        dropped.
         """
         if not saved:
             return cls(position)
@@ -65,10 +66,10 @@ class Ledger:
     Args:
         groups: P, number of groups that a step trains.
         bound: B, maximum number of outstanding indices. See ``admission_bound``.
-        window: W. A group may be trained only if its index is less than W after the oldest outstanding index.
-        start: state to resume from. None means the beginning of a run.
-        limit: number of prompt indices in the whole run. None means no limit.
-        updates: number of updates done before ``start``.
+        window: W. A group may be trained only if its index minus the oldest outstanding index is less than W.
+        start: state to resume from, or None for the beginning of a run.
+        limit: number of prompt indices in the whole run, or None for no limit.
+        updates: number of updates before ``start``.
         late: L, number of updates by which published weights may lag behind the trainer. ``bound`` assumes this lag.
     """
 
@@ -91,14 +92,15 @@ class Ledger:
         self.limit = limit
         self.late = late
         self.updates = updates
-        """Number of updates, including those before a resume. Equals the version of the trainer's weights."""
+        """Number of updates, including the updates before a resume. This number equals the version of the trainer's
+        weights."""
         self.dropped: list[tuple[int, str]] = list(start.dropped)
         """(prompt index, reason) of each index dropped since the last call of ``take_dropped``."""
         self._outstanding: dict[int, Entry] = {}
         self._next = start.position
         """First prompt index that was never admitted."""
         self._retired = set(start.retired)
-        """Trained or dropped indices after the first index that is neither."""
+        """Trained or dropped indices after the first index that is neither trained nor dropped."""
 
     def __len__(self) -> int:
         """Return the number of outstanding indices."""
@@ -115,11 +117,12 @@ class Ledger:
         return sum(entry.stage in stages for entry in list(self._outstanding.values()))
 
     def admit(self, version: int, most: int | None = None) -> list[int]:
-        """Admit prompt indices until enough are outstanding or the limit is reached.
+        """Admit prompt indices until enough indices are outstanding or the limit is reached.
 
         Args:
-            version: version of the published weights. If it lags behind by more than L updates, fewer are admitted.
-            most: maximum number of outstanding indices, if it is less than B. None means B.
+            version: version of the published weights. If this version lags behind by more than L updates, fewer indices
+                are admitted.
+            most: maximum number of outstanding indices, if this maximum is less than B. None means B.
 
         Returns:
             The admitted indices, in ascending order.
@@ -158,14 +161,14 @@ class Ledger:
     def get_batch(self, count: int | None = None) -> list[int] | None:
         """Select the indices that the next update trains.
 
-        Indices are taken one at a time. Each is the smallest ready index that is less than W after the oldest
-        outstanding index, not counting the indices already taken.
+        Indices are taken one at a time. Each selected index is the smallest ready index whose distance to the oldest
+        outstanding index is less than W, ignoring the indices already taken.
 
         Args:
             count: number of indices to select. None means P.
 
         Returns:
-            The selected indices in ascending order, or None if too few are ready.
+            The selected indices in ascending order, or None if too few indices are ready.
         """
         taken: list[int] = []
         remaining = sorted(self._outstanding)
@@ -187,13 +190,14 @@ class Ledger:
             self._retired.add(position)
         self.updates += 1
         first = min(self._outstanding, default=self._next)
-        # ``first`` itself stays, because after a resume it may be an index that must not be admitted again.
+        # ``first`` itself stays, because it may be an index that must not be admitted again after a resume.
         self._retired = {p for p in self._retired if p >= first}
 
     def take_dropped(self) -> list[tuple[int, str]]:
         """Return (prompt index, reason) of each index dropped since the last call, for the report of the next batch.
 
-        ``trained`` does not do this, because indices dropped while a batch trains are reported with the batch after it.
+        ``trained`` does not clear this list, because indices dropped while a batch trains are reported with the next
+        batch.
         """
         taken = self.dropped
         self.dropped = []
@@ -220,18 +224,20 @@ _UNBOUNDED = 2**30
 
 @dataclass(frozen=True)
 class RunPosition:
-    """Progress of a run at the start of this process. The default is the beginning of a run."""
+    """Progress of a run at the start of this process. The default values describe the beginning of a run."""
 
     ledger: Mapping[str, Any] = field(default_factory=dict)
-    """Prompt ledger after the earlier steps (``PromptTracker.state``). Empty for a new run and in older checkpoints."""
+    """Prompt ledger after the earlier steps (``PromptTracker.state``). The mapping is empty for a new run and in older
+    checkpoints."""
     position: int = 0
     """Number of prompts that the earlier steps trained or dropped."""
     step: int = 0
     """Number of finished steps. The next batch is number ``step``."""
     limit: int | None = None
-    """Number of prompts in the whole run (``gdpo.max_num_epochs``). None if only the number of steps limits the run."""
+    """Number of prompts in the whole run (``gdpo.max_num_epochs``). The value is None if only the number of steps
+    limits the run."""
     updates: tuple[int, int] = (0, 1)
-    """(finished, total) number of optimizer updates of the run. Passed to reward functions."""
+    """(finished, total) number of optimizer updates of the run. Reward functions receive this progress."""
 
 
 class PromptTracker:
@@ -253,7 +259,8 @@ class PromptTracker:
         self._groups = config.gdpo.num_prompts_per_step
         self.ledger = Ledger(
             new_groups(config),
-            # A synchronous step may replace groups before training. Its groups are never stale, so no bound is needed.
+            # A synchronous step may replace groups before training. The groups are never stale, so the bound is
+            # unnecessary.
             _UNBOUNDED if exact else resolved_bound(config),
             resolved_window(config.rollout),
             start,
@@ -273,7 +280,7 @@ class PromptTracker:
         self._buffer.restore(saved.get("replay_buffer", ()), load)
         self._buffered: list[list[int]] = self._buffer.state()
         self.reused_groups: list[Group] = []
-        """Groups of earlier steps that the next batch trains again."""
+        """Groups of earlier steps that are trained again in the next batch."""
         self._select_reused()
 
     @property
@@ -283,7 +290,7 @@ class PromptTracker:
 
     @property
     def prompts_left(self) -> float:
-        """Number of prompts that were not yet admitted. Infinite without a limit."""
+        """Number of prompts that are not yet admitted. Infinite without a limit."""
         if self._limit is None:
             return float("inf")
         return self._deal.positions(self._limit, self._step) - self.consumed - len(self.ledger)
@@ -306,7 +313,7 @@ class PromptTracker:
         # The state is saved before the selection, because a resumed run repeats the selection.
         self._buffered = self._buffer.state()
         selected = self._buffer.draw(self._reuse_count, self._step) if self._reuse_count else []
-        # Copies, because the groups of an earlier step may still be in the queue of the sample writer.
+        # Copy the groups, because the groups of an earlier step may still be in the queue of the sample writer.
         self.reused_groups = [
             replace(group, trajectories=[replace(t) for t in group.trajectories]) for group in selected
         ]
@@ -342,20 +349,21 @@ class DealState:
     """State of a ``PromptDeal`` in a checkpoint."""
 
     next_place: int = 0
-    """First dataset row whose prompt was never assigned to a prompt index."""
+    """First dataset row that was never assigned to a prompt index."""
     again: int = 0
     """Number of prompt indices that were rerolls of an earlier prompt."""
     dealt: list[tuple[int, int, int]] = field(default_factory=list)
     """(prompt index, dataset row, earlier rerolls) of each outstanding index."""
     due: list[tuple[int, int, int]] = field(default_factory=list)
-    """(step, dataset row, rerolls) of each prompt to be sampled again, in order. It is due from that step on."""
+    """(step, dataset row, rerolls) of each prompt to be sampled again, in order. The reroll is due from this step
+    on."""
 
     @classmethod
     def of(cls, saved: Mapping[str, Any], position: int = 0) -> DealState:
         """Restore a state from the output of ``dataclasses.asdict``.
 
-        In older checkpoints ``saved`` is empty. Every index before ``position`` then has the dataset row of the same
-        number.
+        In older checkpoints ``saved`` is empty. In this case, every index before ``position`` has the dataset row of
+        the same number.
         """
         if not saved:
             return cls(position)
@@ -371,8 +379,8 @@ class PromptDeal:
 
     Args:
         after: number of steps between a group without signal and its reroll. 0 disables rerolls.
-        most: maximum number of rerolls of a prompt per epoch.
-        start: state to resume from. None means the beginning of a run.
+        most: maximum number of rerolls per prompt and epoch.
+        start: state to resume from, or None for the beginning of a run.
     """
 
     def __init__(self, after: int = 0, most: int = 1, start: DealState | None = None):
@@ -406,7 +414,7 @@ class PromptDeal:
         """Record that a prompt index was dropped after ``step`` steps because its group has no signal.
 
         Returns:
-            True if its prompt is sampled again.
+            True if the prompt of this index is sampled again.
         """
         row, rerolls = self._dealt.pop(position)
         again = self.after > 0 and rerolls < self.most
@@ -416,7 +424,7 @@ class PromptDeal:
         return again
 
     def done(self, positions: Iterable[int]) -> None:
-        """Record that prompt indices were trained, or dropped for another reason than a missing signal."""
+        """Record that prompt indices were trained, or were dropped for a reason other than a missing signal."""
         for position in positions:
             del self._dealt[position]
 
@@ -428,7 +436,7 @@ class PromptDeal:
     def positions(self, limit: int, step: int) -> int:
         """Return the number of prompt indices in a run of ``limit`` prompts, as known after ``step`` steps.
 
-        It is the sum of the prompts, the rerolls so far, and the rerolls that are due.
+        This number is the sum of the prompts, the rerolls so far, and the rerolls that are due.
         """
         return limit + self._again + sum(due <= step for due, _, _ in self._due)
 

@@ -50,7 +50,7 @@ METRICS = {
     ),
     "rollout/aborted": (
         "share",
-        "Trajectories aborted because they took longer than rollout.group_timeout_s or the rest of their group",
+        "Trajectories aborted because they took longer than rollout.group_timeout_s or the other samples of the group",
         {
             "max": 0.2,
             "advisory": True,
@@ -80,7 +80,7 @@ METRICS = {
         "Largest number of weight versions between sampling and training of a trajectory",
         {"label": "staleness"},
     ),
-    "validation/NAME": ("reward", "Mean of component NAME on the held-out prompts, over the samples that have it"),
+    "validation/NAME": ("reward", "Mean of component NAME on the held-out prompts, over the samples that have NAME"),
     "validation/NAME/pass_at/NAME": (
         "reward",
         "Component NAME, unbiased pass@k (gdpo.val_pass_at_k): expected best reward of k samples of a held-out prompt",
@@ -232,7 +232,7 @@ def _token_ages(trajectories: Sequence[Trajectory], version: int) -> dict[str, f
 
 
 def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the metrics of trajectories with several turns. Empty if no environment has turns."""
+    """Return the metrics of multi-turn trajectories. The result is empty if no environment is multi-turn."""
     if all(t.loss_mask is None for t in trajectories):
         return {}
     broken = [t.detail.startswith(NOT_CONTIGUOUS) for t in trajectories]
@@ -253,8 +253,8 @@ def _failed_by_environment(trajectories: Sequence[Trajectory]) -> dict[str, floa
 def logged_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics ``reward_function/NAME``: means of the values that reward functions passed to ``log_metric``.
 
-    Each value is weighted by the number of samples in the call that logged it. The mean therefore does not depend on
-    how the samples are split into calls.
+    Each value is weighted by the number of samples in the call that logged the value. The mean therefore does not
+    depend on how the samples are split into calls.
     """
     values: dict[str, list[float]] = {}
     for trajectory in trajectories:
@@ -280,10 +280,10 @@ def check_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
 def _component_metrics(
     name: str, rewards: Sequence[Sequence[float | None]], pass_at: Sequence[int]
 ) -> dict[str, float]:
-    """Return mean and pass@k of one component, over the samples that have it.
+    """Return mean and pass@k of one component, over the samples that have this component.
 
     Args:
-        rewards: reward of each sample, by group. None if the component does not apply.
+        rewards: reward of each sample, by group. A reward is None if the component does not apply.
         pass_at: values of k.
     """
     row = {}
@@ -300,7 +300,8 @@ def _component_metrics(
 def validation_metrics(groups: Sequence[Group], pass_at: Sequence[int] = ()) -> dict[str, float]:
     """Return the metrics ``validation/...`` of the held-out samples.
 
-    They are the mean and pass@k of each component, the mean length, the fraction of failures, and logged metrics.
+    The metrics are the mean and pass@k of each component, the mean length, the fraction of failures, and logged
+    metrics.
 
     Args:
         pass_at: values of k for pass@k.
@@ -318,10 +319,10 @@ def validation_metrics(groups: Sequence[Group], pass_at: Sequence[int] = ()) -> 
 def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str, float]:
     """Return the metrics of a step's optimizer updates, averaged over their tokens.
 
-    ``sampler_gap/...`` compares sampler and trainer at any staleness. ``parity/...`` compares them at equal weights, so
-    it is measured only if the rollout is on-policy. ``max_abs`` and ``mean_abs`` compare log-probs. ``max_prob``
-    compares probabilities, so that unlikely tokens have little effect. bfloat16 resolves their log-probs only to a few
-    tenths.
+    ``sampler_gap/...`` compares sampler and trainer at any staleness. ``parity/...`` compares sampler and trainer at
+    equal weights, so this metric requires an on-policy rollout. ``max_abs`` and ``mean_abs`` compare log-probs.
+    ``max_prob`` compares probabilities, so that unlikely tokens have little effect. The log-probs of unlikely tokens in
+    bfloat16 are accurate only to a few tenths.
     """
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}

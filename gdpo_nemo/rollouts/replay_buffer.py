@@ -1,8 +1,8 @@
 """Replay buffer: reuse of trained groups in later steps, in addition to new groups.
 
-A reused group keeps its tokens, the sampler's log-probs and its rewards. Its advantages are recomputed with the batch
-in which it is trained again. The old log-probs of its ratio are also recomputed (``loss_fn.old_logprobs: trainer``),
-and ``loss_fn.off_policy`` corrects their difference from the sampler's log-probs.
+A reused group keeps its tokens, the sampler's log-probs and its rewards. The advantages of a reused group are
+recomputed with the batch that trains the group again. The old log-probs of the probability ratio are also recomputed
+(``loss_fn.old_logprobs: trainer``), and ``loss_fn.off_policy`` corrects their difference from the sampler's log-probs.
 
 The selection depends only on the seed, the step and the groups that earlier steps trained. A checkpoint contains only
 references to the groups. On resume, the groups are read from the sample files of the steps that trained them first.
@@ -19,7 +19,7 @@ from gdpo_nemo.data.records import Group
 from gdpo_nemo.utils.errors import RunError
 
 _STREAM = 1
-"""Number in the seed that makes this random stream independent of others seeded with (seed, step)."""
+"""Number in the seed that makes this random stream independent of other streams with the seed (seed, step)."""
 
 Load = Callable[[int, Sequence[int]], Iterable[Group]]
 """Function that takes (step, prompt indices) and returns the complete groups that the step trained at these indices."""
@@ -43,7 +43,7 @@ def _versions(oldest: int, spans: Sequence[tuple[int, int]]) -> list[int]:
 
 @dataclass
 class _Entry:
-    """Entry of the buffer: a group that may be reused."""
+    """Entry of the buffer, which is a group that may be reused."""
 
     group: Group
     step: int
@@ -60,8 +60,8 @@ class ReplayBuffer:
         reuse: maximum number of times that a group is reused.
         max_age: maximum age of a group: the current weight version minus the version that wrote its oldest token.
         seed: seed of the run.
-        size: maximum number of groups in the buffer. The oldest groups are removed first. None means no limit other
-            than ``max_age``.
+        size: maximum number of groups in the buffer. The oldest groups are removed first. If ``size`` is None, only
+            ``max_age`` limits the buffer.
     """
 
     def __init__(self, reuse: int, max_age: int, seed: int, size: int | None = None):
@@ -98,7 +98,8 @@ class ReplayBuffer:
     def draw(self, count: int, version: int) -> list[Group]:
         """Select up to ``count`` groups at random for the step that trains weights of ``version``.
 
-        Each selection counts as a use. Groups that are too old or have no uses left are removed from the buffer.
+        Each selection counts as a use. Groups that are too old or have reached the maximum number of uses are removed
+        from the buffer.
 
         Returns:
             The selected groups, ordered by prompt index.
@@ -121,7 +122,7 @@ class ReplayBuffer:
         """Restore the buffer from the result of ``state``.
 
         Args:
-            load: function that reads the groups of a step. It is called once per step.
+            load: function that reads the groups of a step. The function is called once per step.
 
         Raises:
             RunError: if a group is not among the samples of its step.

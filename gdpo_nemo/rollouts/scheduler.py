@@ -13,15 +13,16 @@ The trainer's thread calls the public methods, which block. Tasks run on the eve
     index, staleness > 0:  WAITING ─► DRAWING ─► READY ─► trained;  DRAWING ─► dropped (late, no signal)
     index, staleness 0:    WAITING ─► READY ─► trained, or dropped (late, no signal, surplus)
 
-* The trainer waits in ``get_batch`` for P ready groups. It gets None if too few prompts are left for a batch.
-* A group waits for an engine with room and weights at least as new as at its admission. Then it waits for its samples
-  and reward results.
-* Admission never waits. It is limited by the ledger's bound, by the depth (``AutoDepth``), and by the remaining steps
-  and prompts.
+* The trainer waits in ``get_batch`` for P ready groups. The trainer gets None if too few prompts are left for a batch.
+* A group first waits for an engine with room and with weights at least as new as at the group's admission. Then the
+  group waits for its samples and reward results.
+* Admission never waits. The number of admitted groups is limited by the ledger's bound, by the depth (``AutoDepth``),
+  and by the remaining steps and prompts.
 
-With staleness 0 the bound is one step, and timing cannot change the result. All groups of a step start together. Their
-order determines their engines, and the requests of each turn are submitted together (``Rendezvous``). ``_exact_batch``
-waits for the whole round and replaces late groups and groups without signal. Groups that it does not train are dropped.
+With staleness 0 the bound is one step, and timing cannot change the result. All groups of a step start together. The
+order of the groups determines their engines, and the requests of each turn are submitted together (``Rendezvous``).
+``_exact_batch`` waits for the whole round and replaces late groups and groups without signal. Groups that the step does
+not train are dropped.
 """
 
 from __future__ import annotations
@@ -62,22 +63,22 @@ METRICS = {
     ),
     "queue/depth": (
         "groups",
-        "Maximum number of outstanding groups: rollout.depth, or the current value if it is auto",
+        "Maximum number of outstanding groups: rollout.depth, or the current value if rollout.depth is auto",
     ),
     "queue/ready": ("groups", "Scored groups that remained for later steps when the batch was complete"),
     "queue/age": ("s", "Mean time that a scored group waited for its batch"),
     "driver/cpu": ("cores", "CPU time of the driver process per second since the previous batch"),
     "environments/recovered": (
         "times",
-        "Number of workers replaced and verifications repeated since the previous batch",
+        "Number of replaced workers and repeated verifications since the previous batch",
     ),
 }
 _LATE_ROUNDS = 4
-"""Maximum number of rounds of a synchronous step without dynamic sampling. Its last late groups are not replaced."""
+"""Maximum number of rounds of a synchronous step without dynamic sampling. The last round's late groups are lost."""
 
 
 class RolloutScheduler:
-    """Makes rollouts ahead of the trainer, within the staleness bound.
+    """Produces rollouts ahead of the trainer, within the staleness bound.
 
     Args:
         at: progress of the run, from the checkpoint. The next batch is number ``at.step``.
@@ -155,16 +156,16 @@ class RolloutScheduler:
     def evaluate(self, prompts: Sequence[Prompt]) -> Future[list[Group]]:
         """Start sampling and verifying held-out prompts with the published weights.
 
-        Seeds are the same in every call. The samples must be complete before the next weights are published.
+        The seeds are the same in every validation. The samples must be complete before the next weights are published.
         """
         return self._fleet.spawn(self._evaluate(prompts))
 
     def ledger(self) -> dict[str, Any]:
-        """Return the prompt ledger for a checkpoint. It includes all batches recorded by ``schedule``."""
+        """Return the prompt ledger for a checkpoint. The ledger includes all batches recorded by ``schedule``."""
         return self._tracker.state()
 
     def take_events(self) -> list[str]:
-        """Return the events of engines and environments since the last call, one sentence each."""
+        """Return the events of engines and environments since the last call as a list of sentences."""
         taken, self._recovered = self._recovered, []
         return [*self._fleet.take_events(), *taken]
 
@@ -174,15 +175,16 @@ class RolloutScheduler:
         return len(self._ledger)
 
     def queues(self) -> dict[str, Any]:
-        """Return the number of groups in each stage and the state of each engine. Callable from any thread."""
+        """Return the number of groups in each stage and the state of each engine. Any thread may call this method."""
         stages = {f"groups {stage}": self._ledger.count(stage) for stage in Stage}
         clients = {f"engine {n.index}": f"{n.state}, {len(n.pending)} samples" for n in self._fleet.clients}
         return {**stages, **clients}
 
     def progress(self) -> str:
-        """Describe the progress of the current synchronous step or validation, otherwise of the next batch.
+        """Describe the progress of the current synchronous step or validation, or of the next batch if neither is
+        running.
 
-        Callable from any thread.
+        Any thread may call this method.
         """
         if self._tally:
             return str(self._tally)
@@ -241,13 +243,13 @@ class RolloutScheduler:
 
     def _prompts_at(self, rows: Sequence[int]) -> list[Prompt]:
         found = [self._prompts.batch(row, 1)[0] for row in rows]
-        # With staleness, it is not yet known which prompts share a batch. ``make_prompt_ids_unique`` is called later.
+        # With staleness, prompts of a batch are not known yet. ``make_prompt_ids_unique`` makes the ids unique later.
         return with_unique_ids(found) if self._exact else found
 
     def _trainer_state(self, position: int) -> TrainerState:
         """Return the training progress that reward functions receive with a prompt.
 
-        It is the progress before the step that is expected to train the prompt.
+        The result is the progress before the step that is expected to train the prompt.
         """
         step, first = self._first
         ahead = (position - first) // self._groups
@@ -285,13 +287,13 @@ class RolloutScheduler:
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def _assign_engines(self, jobs: Sequence[GroupJob]) -> None:
-        """Assign an engine to each group of a step. It depends only on the order of the groups."""
+        """Assign an engine to each group of a step. The assignment depends only on the order of the groups."""
         engines = len(self._fleet.clients)
         for index, job in enumerate(jobs):
             job.engine = index * engines // len(jobs)
 
     async def _exact_groups(self, jobs: Sequence[GroupJob], settled: Any) -> None:
-        """Make groups that are sampled together, so that timing cannot change their samples.
+        """Produce groups that are sampled together, so that timing cannot change the samples.
 
         Args:
             settled: function to call with each verified group.
@@ -422,7 +424,7 @@ class RolloutScheduler:
         while (missing := batch_samples - num_samples(kept)) > 0:
             if rollout.rounds >= max_rounds or self._tracker.prompts_left <= 0:
                 break
-            # ``batch_multiplier`` asks for rounds of full size. Otherwise a round only fills the batch.
+            # With ``batch_multiplier``, every round has the full size. Otherwise a round only fills the batch.
             full_rounds = dynamic.enabled and dynamic.batch_multiplier
             round_size = prompts_per_round(self._config.gdpo) if full_rounds else -(-missing // size)
             count = int(min(round_size, self._tracker.prompts_left))
@@ -435,9 +437,9 @@ class RolloutScheduler:
             rollout.spans += extra_rollout.spans
             rollout.rounds += 1
             num_sampled += count
-        # The batch size must be divisible by the parallel layout. Rejected groups fill it up, with advantage 0.
+        # The parallel layout requires a divisible batch size. Rejected groups with advantage 0 fill the batch.
         rollout.groups = first_samples(kept + spare, batch_samples)
-        # At least 0, because both parts of a split group may be in the batch and count as two groups.
+        # Return at least 0, because both parts of a split group may be in the batch and count as two groups.
         rollout.dropped_groups = max(0, num_sampled - len(rollout.groups))
         self._training = list(rollout.groups)
         self._drop_untrained()

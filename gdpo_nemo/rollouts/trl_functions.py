@@ -1,12 +1,12 @@
 """Adapter that runs TRL's rollout functions, ``rollout_func(prompts, trainer)``, as ``rollout.function``.
 
-It follows ``GRPOTrainer._generate`` of TRL 1.16. Each prompt is repeated once per sample, in adjacent rows. The
-function returns ``prompt_ids``, ``completion_ids`` and ``logprobs`` for each row. It also returns ``env_mask`` if it
-inserts tokens that the policy did not write. Other columns are passed to the reward functions.
+The adapter follows ``GRPOTrainer._generate`` of TRL 1.16. Each prompt is repeated once per sample, in adjacent rows.
+The function returns ``prompt_ids``, ``completion_ids`` and ``logprobs`` for each row. If the function inserts tokens
+that the policy did not write, it also returns ``env_mask``. All other columns are passed to the reward functions.
 
-Training does not use the returned log-probs. It uses the tokens, log-probs and weight versions that the adapter
-recorded when the engines sampled. Each policy token must have been sampled after exactly the tokens that precede it.
-Otherwise the trajectory counts as failed and is masked.
+Training does not use the returned log-probs. Instead, training uses the tokens, log-probs and weight versions that the
+adapter recorded during sampling. Each policy token must have been sampled after exactly the tokens that precede this
+token. Otherwise the trajectory counts as failed and is masked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logprobs": (0, 1),
     "structured_outputs_regex": ("",),
 }
-"""Generation settings, with the values at which they have no effect."""
+"""Generation settings, with the values that have no effect."""
 
 TrlFunction = Callable[[list[Any], Any], Mapping[str, Any]]
 
@@ -101,7 +101,7 @@ def adapted(function: TrlFunction) -> RolloutFunction:
 
 
 def _as_trl(prompt: Prompt) -> Any:
-    """Return a prompt in the format of the dataset: messages or text."""
+    """Return a prompt in the format of the dataset, either messages or text."""
     return [dict(message) for message in prompt.messages] if prompt.messages else prompt.text
 
 
@@ -109,7 +109,7 @@ def _as_trl(prompt: Prompt) -> Any:
 
 
 class _RecordingSampler:
-    """Sampler of one call. It records the completions by their prompt tokens. Thread-safe."""
+    """Sampler of one call, which records the completions by their prompt tokens. Thread-safe."""
 
     def __init__(self, context: RolloutContext):
         self.context = context
@@ -122,7 +122,7 @@ class _RecordingSampler:
 
         Args:
             prompts: token ids of each prompt.
-            max_tokens: maximum length of a completion, if it is less than ``max_new_tokens``.
+            max_tokens: maximum length of a completion, if this maximum is less than ``max_new_tokens``.
         """
         context = self.context
         most = min(max_tokens or context.max_new_tokens, context.max_new_tokens)
@@ -131,7 +131,7 @@ class _RecordingSampler:
         with self._lock:
             first = self._count
             self._count += len(arrays)
-        # TRL does not tell which sample a request belongs to, so the seed depends on the request's number in the call.
+        # A request of TRL does not identify its sample, so the seed depends on the request's number in the call.
         requests = [
             SampleRequest(ids, context.seed(0, 0, first + n), room)
             for n, (ids, room) in enumerate(zip(arrays, rooms))
@@ -164,7 +164,7 @@ def _digest(token_ids: np.ndarray) -> bytes:
 
 
 class _TrlObject(SimpleNamespace):
-    """Replacement for a TRL object. Only the attributes passed to it are supported."""
+    """Replacement for a TRL object. Only the attributes passed to the constructor are supported."""
 
     def __getattr__(self, name: str) -> Any:
         known = ", ".join(key for key in vars(self) if not key.startswith("_"))
@@ -185,7 +185,7 @@ def _trainer(context: RolloutContext, sampler: _RecordingSampler) -> _TrlObject:
         "num_generations_eval": context.samples,
         "chat_template_kwargs": conversation.template_kwargs,
         "use_vllm": True,
-        # In this mode, TRL up to 1.15 calls ``vllm_client`` instead of an engine in its own process.
+        # In the mode "server", TRL up to 1.15 calls ``vllm_client`` instead of an engine in its own process.
         "vllm_mode": "server",
     }
     arguments = _TrlObject(
@@ -217,7 +217,7 @@ class _Generation:
     def generate(
         self, prompts: Sequence[Sequence[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
-        """Sample one completion per prompt, given as token ids. Prompts are already repeated, as in TRL.
+        """Sample one completion per prompt, given as token ids. The prompts are already repeated, as in TRL.
 
         ``num_generations`` and ``profiler`` have no effect.
         """
@@ -267,7 +267,7 @@ class _Client:
 
 
 def _checked_limit(settings: Mapping[str, Any], context: RolloutContext) -> int | None:
-    """Check TRL's generation settings and return ``max_tokens``, or None if it is not set.
+    """Check TRL's generation settings and return ``max_tokens``, or None if ``max_tokens`` is not set.
 
     Raises:
         RunError: if a setting would change the sampling distribution.
@@ -346,12 +346,13 @@ def _fill(t: Transcript, ids: np.ndarray, mask: np.ndarray, sampler: _RecordingS
         mask: True for policy tokens. Shape: bool [tokens].
 
     Raises:
-        BrokenEpisode: if policy tokens were not sampled after the tokens that precede them, or there are none.
+        BrokenEpisode: if the completion contains no policy tokens, or a policy token was not sampled after the tokens
+            that precede it.
     """
     edges = [0, *(np.flatnonzero(np.diff(mask.astype(int))) + 1).tolist(), len(ids)]
     for start, end in zip(edges, edges[1:]):
         if start == end or (not mask[start] and end == len(ids)):
-            continue  # The segment is empty, or environment tokens at the end.
+            continue  # The segment is empty or contains environment tokens at the end.
         if not mask[start]:
             t.append_env_tokens(ids[start:end])
             continue

@@ -1,8 +1,8 @@
 """Episodes of Python environments: a coroutine that makes one trajectory, turn by turn.
 
-The environment is reset first. Then the policy and the environment write in turn. An episode ends if the environment
-ends it, after ``rollout.turns.max_turns``, or if no further token fits. In the last two cases its outcome is
-``truncated``. The caller chooses the engine, and whether trajectories wait for each other between turns.
+The environment is reset first. Then the policy and the environment write alternately. An episode ends if the
+environment is done, after ``rollout.turns.max_turns``, or if no further token fits. In the last two cases, the outcome
+is ``truncated``. The caller selects the engine, and decides whether trajectories wait for each other between turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gdpo_nemo.utils.errors import RunError
 
 @dataclass(frozen=True)
 class EpisodeJob:
-    """Sampling settings of one episode, and the functions that it calls."""
+    """Sampling settings of one episode, and the functions that the episode calls."""
 
     sampling: Sampling
     """Sampling settings that ``sample`` uses."""
@@ -31,7 +31,7 @@ class EpisodeJob:
     step: Callable[[EpisodeStep], Awaitable[EpisodeReply]]
     """Coroutine function that runs one step of the environment, in a worker process or on a server."""
     version: int = 0
-    """Version of the weights published when the episode began. Used if the policy writes no tokens."""
+    """Version of the weights published when the episode began. An episode without policy tokens gets this version."""
     abandon: Callable[[EpisodeStep], None] = lambda step: None
     """Function that releases the environment's resources if the episode ends with an exception, such as a timeout."""
 
@@ -86,9 +86,9 @@ class _Episode:
         self._conversation = conversation
         self._state: bytes | None = None
         self._messages: list[Message] | None = list(transcript.prompt.messages) if transcript.prompt.messages else None
-        """Messages so far, for the chat template. None if the prompt is plain text."""
+        """Messages so far, for the chat template. The list is None if the prompt is plain text."""
         self._is_full = False
-        """True if an observation did not fit into the trajectory."""
+        """True if an observation was too long for the trajectory."""
 
     @property
     def room(self) -> int:
@@ -101,12 +101,13 @@ class _Episode:
 
     @property
     def _tools(self) -> list[Any] | None:
-        """Tool definitions from the dataset row, for the chat template. None if there are none."""
+        """Tool definitions from the dataset row, for the chat template. Return None for a row without tools."""
         tools = self.transcript.prompt.fields.get("tools")
         return tools if isinstance(tools, list) else None
 
     async def reset(self) -> None:
-        """Reset the environment. Its observation, if any, replaces the prompt of the dataset row."""
+        """Reset the environment. If the reset returns an observation, this observation replaces the prompt of the
+        dataset row."""
         reply = await self._step(None)
         if self.done or reply.observation is None:
             return
@@ -158,7 +159,8 @@ class _Episode:
             start = str(observation)[:40]
             raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {start!r}")
         if len(t) + len(ids) >= self._limits.max_sequence or t.num_policy_tokens >= self._limits.max_tokens:
-            # The observation is not appended. A trajectory must end with policy tokens, and none would fit after it.
+            # The observation is not appended. A trajectory must end with policy tokens, which would not fit after the
+            # observation.
             self._is_full = True
             return
         t.append_env_tokens(ids)

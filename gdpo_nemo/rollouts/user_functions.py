@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from gdpo_nemo.algorithms import LossSettings, Terms, TokenFields
 
 _LENGTHS = (5, 1, 7, 3)
-"""Lengths in tokens of the sequences that test a loss. One sequence has a single token, the minimum."""
+"""Lengths in tokens of the sequences for the test of a loss. The minimum length is a single token."""
 
 
 def load_estimator(gdpo: GdpoConfig) -> Callable[..., Terms] | None:
-    """Load the custom function in ``gdpo.estimator``. Return None for a built-in estimator.
+    """Load the custom estimator in ``gdpo.estimator``. Return None for a built-in estimator.
 
     Raises:
         ConfigError: if the function cannot be loaded.
@@ -74,12 +74,13 @@ def _try_rules(gdpo: GdpoConfig, functions: Functions) -> None:
 
 
 def _try_loss(settings: LossSettings, functions: Functions) -> None:
-    """Test loss and correction on random log-probs that are equal to, near and far from the sampler's log-probs."""
+    """Test loss and correction with random log-probs. The log-probs are equal to, near or far from the sampler's
+    log-probs."""
     import torch
 
     from gdpo_nemo.algorithms.policy_loss import importance_weights, policy_loss
 
-    # The KL penalty and the entropy bonus have gradients, which would hide that the loss has none.
+    # The gradients of KL penalty and entropy bonus would hide that the loss has no gradient.
     settings = replace(settings, reference_policy_kl_penalty=0.0, entropy_bonus=0.0)
     total = 0.0
     for distance in (0.0, 0.3, 3.0):
@@ -103,7 +104,8 @@ def _try_loss(settings: LossSettings, functions: Functions) -> None:
 
 
 def _check_weights(weights: torch.Tensor, fields: TokenFields, settings: LossSettings) -> None:
-    """Check that a correction's weights are not negative. Loss type gspo also requires equal weights in a sequence."""
+    """Check that a correction's weights are not negative. The loss type gspo also requires that all weights in a
+    sequence are equal."""
     mode = settings.off_policy.mode
     if (weights < 0).any():
         raise ConfigError(f"loss_fn.off_policy.mode: {mode} returned a negative weight, {float(weights.min()):g}")
@@ -116,7 +118,7 @@ def _tokens(distance: float) -> tuple[TokenFields, torch.Tensor]:
     """Return the batch fields and log-probs of a few random sequences.
 
     Args:
-        distance: standard deviation in nats of the difference to the log-probs of sampler, old policy and reference.
+        distance: standard deviation in nats of the differences from the log-probs of sampler, old policy and reference.
     """
     import torch
 

@@ -2,8 +2,8 @@
 metrics.
 
 ``Trainer`` contains the training loop, which is the same for all algorithms. In each step it gets a batch, calls
-``prepare``, trains the ``updates`` and records the ``metrics``. For an algorithm that samples see ``gdpo.GDPO``; for
-one that does not, see ``examples/custom_sft.py``.
+``prepare``, trains the ``updates`` and records the ``metrics``. For an algorithm that samples, see ``gdpo.GDPO``. For
+an algorithm that does not sample, see ``examples/custom_sft.py``.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ class Algorithm(ABC, Generic[Batch, Prepared]):
         return
 
     def state(self) -> dict[str, Any]:
-        """Return the algorithm's state for a checkpoint. It must be serializable as JSON."""
+        """Return the algorithm's state for a checkpoint. The state must be serializable as JSON."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from a checkpoint. It is empty if the checkpoint contains none."""
+        """Restore the state from a checkpoint. The state is empty if the checkpoint contains none."""
         return
 
     def count_tokens(self, update: Sequence[TrainSequence]) -> int:
@@ -165,7 +165,7 @@ def load_algorithm(config: Config, spec: AlgorithmSpec) -> type[Algorithm[Any, A
 # -- errors of custom classes ---------------------------------------------------------------------------------------
 
 _BEFORE_THE_RUN = ("check", "needs_reference")
-"""Class methods. Their exceptions are converted to ConfigError."""
+"""Class methods whose exceptions are converted to ConfigError."""
 _IN_THE_RUN = (
     "prepare", "updates", "observe", "state", "load_state", "count_tokens", "metrics", "record", "validate"
 )  # fmt: skip

@@ -68,8 +68,8 @@ class TrainResult:
         return self.status == 0
 
     def history(self) -> list[dict[str, Any]]:
-        """Return all rows of ``metrics.jsonl`` in order. Rows of training steps have a loss; rows of validations do
-        not."""
+        """Return all rows of ``metrics.jsonl`` in order. Rows of training steps contain a loss, and rows of validations
+        do not."""
         return read_metrics(self.run_dir)
 
 
@@ -84,17 +84,17 @@ def train(
     """Train until the last step. If the run folder already contains a run, resume it.
 
     Args:
-        config: YAML file, the content of one as a mapping, a loaded config, or None for the demo config.
+        config: YAML file, its content as a mapping, a loaded config, or None for the demo config.
         rewards: reward functions by component name, with TRL's signature ``f(completions, **columns) -> list[float |
-            None]``, or tuples (function, weight). They replace the environments and rewards of the config.
+            None]``, or tuples (function, weight). The functions replace the environments and rewards of the config.
         data: training prompts, which replace those of the config: rows (dictionaries or a ``datasets.Dataset``), a
             file, or a dataset on the hub.
-        validation: held-out prompts, in the same forms. None: those of the config. If ``rewards`` replace the
-            environment that generates the held-out prompts, validation is disabled.
+        validation: held-out prompts, of the same types as ``data``. None: the held-out prompts of the config. If
+            ``rewards`` replace the environment that generates the held-out prompts, validation is disabled.
         overrides: mapping {"section.key": value}, or list of texts ``section.key=value``. Overrides are applied last.
 
     Raises:
-        ConfigError: if an argument or the config is invalid. No file was changed.
+        ConfigError: if an argument or the config is invalid. In this case, no file has been changed.
         RunError: if the run failed.
     """
     begin = time.time()
@@ -117,7 +117,7 @@ def run(resolved: Resolved, begin: float | None = None) -> TrainResult:
         RunError: if the run failed, or this process already has a run.
     """
     if not _one_at_a_time.acquire(blocking=False):
-        raise RunError("this process already has a run in flight; wait for its end, or train in another process")
+        raise RunError("this process already has a run in flight; wait until it ends, or train in another process")
     try:
         with shown(sys.stdout, NORMAL, begin) as display:
             if resolved.config.logger.console == "quiet":
@@ -126,7 +126,7 @@ def run(resolved: Resolved, begin: float | None = None) -> TrainResult:
                 from gdpo_nemo.training.trainer import run as fit
 
             status = fit(resolved, begin)
-    except SystemExit as end:  # a signal before training had started, or a second signal
+    except SystemExit as end:  # The run received a signal before training had started, or a second signal.
         if end.code not in _STOPPED:
             raise RunError(f"the run was ended by sys.exit({end.code!r})") from end
         status = int(end.code)
@@ -149,10 +149,8 @@ def _result(config: Config, status: int) -> TrainResult:
 
 
 RewardFunction = Union[Callable[..., Any], str, Mapping[str, Any]]
-"""A function, or any value that the option ``functions`` of the environment ``functions`` accepts.
-
-That is a name, an import path, or a mapping with arguments.
-"""
+"""A function, or any value that the option ``functions`` of the environment ``functions`` accepts: a name, an import
+path, or a mapping with arguments."""
 Reward = Union[RewardFunction, tuple[RewardFunction, float]]
 """A reward function, or a tuple of a reward function and its weight. The default weight is 1."""
 PathLike = Union[str, "os.PathLike[str]"]
@@ -232,7 +230,7 @@ def _function_and_weight(name: Any, reward: Reward) -> tuple[RewardFunction, flo
 
 
 def _assign_environment(merged: DictConfig, environment: str, validated: bool) -> None:
-    """Verify both splits with ``environment``. Held-out prompts that another environment generates are removed."""
+    """Select ``environment`` to verify both splits. Held-out prompts that another environment generates are removed."""
     held_out = merged.data.validation
     if held_out is not None and held_out.path is None and not validated:
         merged.data.validation = None
@@ -272,7 +270,7 @@ def _pickled(functions: Mapping[str, Callable[..., Any]]) -> bytes:
         for name, function in functions.items():
             try:
                 cloudpickle.dumps(function)
-            except Exception as error:  # any exception of the contained objects
+            except Exception as error:  # Pickling may raise any exception of the contained objects.
                 raise ConfigError(
                     f"rewards.{name}: cannot be pickled for the verification processes ({first_line(error)}); create "
                     "the objects that it uses inside it, or move it to a module"
@@ -321,7 +319,7 @@ def _check_json(key: str, value: Any) -> None:
     """Check that JSON preserves ``value``. Tuples are accepted, although they become lists.
 
     Raises:
-        ConfigError: if JSON cannot represent the value. ``key`` is the beginning of the message.
+        ConfigError: if JSON cannot represent the value. The message begins with ``key``.
     """
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -357,7 +355,7 @@ def written(folder: Path, files: Mapping[str, bytes]) -> Iterator[None]:
             else:
                 _write(path, old)
         for created in sorted(set(new), reverse=True):
-            with contextlib.suppress(OSError):  # the folder is no longer empty
+            with contextlib.suppress(OSError):  # The folder may not be empty any more.
                 created.rmdir()
         raise
 

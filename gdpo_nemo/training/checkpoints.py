@@ -16,8 +16,8 @@ Order of events, on the driver unless noted::
 
 ``step_N/`` contains the policy's files, ``state.json`` (state of the driver) and ``files.json`` (size and CRC-32 of
 every file). A folder without a complete ``files.json`` is a damaged checkpoint. All files of a checkpoint are on disk
-before it is renamed, and its name is on disk before an older one is removed. A power failure therefore leaves at least
-one complete checkpoint.
+before it is renamed, and its name is on disk before an older checkpoint is removed. A power failure therefore leaves at
+least one complete checkpoint.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class RunState:
     Empty if prompts are used in order, and in older checkpoints.
     """
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the most recent validation. One of them may rank the checkpoints."""
+    """Metrics of the most recent validation. One of these metrics may rank the checkpoints."""
     algorithm: dict[str, Any] = field(default_factory=dict)
     """Result of ``Algorithm.state``. Empty if the algorithm has no state, and in older checkpoints."""
 
@@ -79,7 +79,7 @@ class Checkpoints:
         folder: ``checkpoints/`` in the run folder.
         keep_last: number of most recent checkpoints to keep.
         keep_best: number of best checkpoints to keep.
-        metric: metric that ranks the checkpoints; larger is better. None: keep only the most recent ones.
+        metric: metric that ranks the checkpoints; larger is better. None: keep only the most recent checkpoints.
     """
 
     def __init__(self, folder: str | Path, keep_last: int, keep_best: int, metric: str | None):
@@ -106,7 +106,7 @@ class Checkpoints:
         return self.folder / f"step_{step}"
 
     def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
-        """Write a complete checkpoint. Older checkpoints are removed only after it is complete.
+        """Write a complete checkpoint. Older checkpoints are removed only after the new checkpoint is complete.
 
         Args:
             write: called with the checkpoint folder, to which it writes the policy's files.
@@ -119,14 +119,14 @@ class Checkpoints:
 
     @property
     def pending(self) -> bool:
-        """True if a checkpoint was begun and is not complete yet."""
+        """True if a checkpoint was started and is not complete yet."""
         return self._begun is not None
 
     def begin(self, state: RunState, write: Callable[[Path], None]) -> None:
         """Begin a checkpoint, which ``finish`` completes.
 
         Args:
-            write: called with the checkpoint folder. It may return before the policy's files are written.
+            write: called with the checkpoint folder. The function may return before the policy's files are written.
 
         Raises:
             RunError: if the checkpoint cannot be written. Earlier checkpoints are not lost.
@@ -141,16 +141,16 @@ class Checkpoints:
         self._begun = final, temporary
 
     def finish(self, wait: Callable[[], None]) -> Path:
-        """Complete the checkpoint that ``begin`` has begun, and return its folder.
+        """Complete the checkpoint that ``begin`` has started, and return its folder.
 
         Args:
-            wait: returns when the policy's files are written.
+            wait: function that returns when the policy's files are written.
 
         Raises:
             RunError: if the checkpoint cannot be written. Earlier checkpoints are not lost.
         """
         if self._begun is None:
-            raise RuntimeError("no checkpoint was begun")
+            raise RuntimeError("no checkpoint was started")
         (final, temporary) = self._begun
         self._begun = None
         with self._all_or_nothing(final, temporary):
@@ -171,7 +171,7 @@ class Checkpoints:
             yield
         except (OSError, RunError) as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            remaining = f"; step {self.steps()[-1]} is the last complete one" if self.steps() else ""
+            remaining = f"; step {self.steps()[-1]} is the last complete checkpoint" if self.steps() else ""
             step = final.name.removeprefix("step_")
             raise RunError(f"checkpoint of step {step} could not be written: {error}{remaining}") from error
 
@@ -193,7 +193,7 @@ class Checkpoints:
     def set_aside(self) -> None:
         """Rename the damaged checkpoints that ``newest`` has found.
 
-        Otherwise they would count as newer than the run's next checkpoints, which would be pruned instead.
+        Otherwise they would be considered newer than the run's next checkpoints, which would be pruned instead.
 
         Raises:
             RunError: if a folder cannot be renamed.
@@ -293,7 +293,7 @@ def _read_listing(folder: Path) -> dict[str, tuple[int, int]] | None:
 def _damage(folder: Path) -> str | None:
     """Describe the first damaged file of a checkpoint. None if the checkpoint is undamaged.
 
-    A file that is not listed is also damage, because it could be read in place of another file.
+    An unlisted file is also treated as damage, because it could be read in place of another file.
     """
     listing = _read_listing(folder)
     if listing is None:
@@ -326,8 +326,8 @@ def _crc32(file: Path) -> int:
 
 
 def model_fingerprint(folder: str | Path) -> str:
-    """Return a checksum of a Hugging Face folder. It covers config.json, and the name, size, beginning and end of each
-    weight file."""
+    """Return a checksum of a Hugging Face folder. The checksum covers config.json, and the name, size, beginning and
+    end of each weight file."""
     folder = Path(folder)
     value = zlib.crc32((folder / "config.json").read_bytes())
     for file in sorted(folder.glob("*.safetensors")):

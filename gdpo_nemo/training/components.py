@@ -16,7 +16,7 @@ from gdpo_nemo.training.checkpoints import Checkpoints, RunState
 from gdpo_nemo.training.supervisor import current_attempt
 from gdpo_nemo.utils.signals import leave_lost_terminal
 
-if TYPE_CHECKING:  # their imports take seconds, which would delay the message about an invalid config
+if TYPE_CHECKING:  # These imports take seconds and would delay the message about an invalid config.
     from gdpo_nemo.cluster.env_nodes import EnvironmentNodes
     from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.cluster.policy_group import PolicyGroup
@@ -31,12 +31,13 @@ class Stop:
     requested: bool = False
     status: int = 0
     patient: bool = False
-    """True during training. A signal then takes effect after the current step and a checkpoint."""
+    """True during training. A signal that arrives during training takes effect after the current step and a checkpoint.
+    """
 
     def __call__(self, number: int, frame: object) -> None:
         """Handle a signal. The second signal, or a signal before training, ends the run immediately.
 
-        A second SIGHUP is ignored, because the shell and the kernel each send one when a terminal is closed.
+        A second SIGHUP is ignored, because the shell and the kernel each send a SIGHUP when a terminal is closed.
         """
         leave_lost_terminal()
         if number == signal.SIGHUP and self.status:
@@ -66,7 +67,7 @@ class RunComponents:
     algorithm: Algorithm[Any, Any] = field(init=False)
     stream: BatchStream = field(init=False)
     sync: WeightSync | None = None
-    """Weight sync to the engines. This and ``fleet`` are None if the algorithm does not sample."""
+    """Weight sync to the engines. ``sync`` and ``fleet`` are None if the algorithm does not sample."""
     fleet: EngineFleet | None = None
     environments: EnvironmentNodes | None = None
     """Environment workers on dedicated nodes; None if they run on the driver's host."""

@@ -31,7 +31,7 @@ METRICS = {
         "nats",
         "Estimated reverse KL to the teacher (minimized): mean log-prob of sampled tokens minus the teacher's",
     ),
-    "validation/teacher_kl": ("nats", "teacher/kl on the samples of a validation at temperature 1"),
+    "validation/teacher_kl": ("nats", "Value of teacher/kl on the samples of a validation at temperature 1"),
 }
 
 

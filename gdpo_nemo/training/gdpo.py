@@ -40,9 +40,12 @@ METRICS = {
         "Weight of the entropy in the next update if the entropy is below its target (loss_fn.use_adaptive_entropy)",
     ),
     "policy/covariance_tokens": ("share", "Tokens of the step's last update selected by the loss clip_cov or kl_cov"),
-    "time/rollout": ("s", "Sampling of the step's batch; with max_staleness it overlaps with earlier training"),
+    "time/rollout": (
+        "s",
+        "Time spent sampling the step's batch, which overlaps with earlier training if max_staleness is above 0",
+    ),
     "time/verify": ("s", "Time spent waiting for the environments to score the batch"),
-    "time/advantages": ("s", "Computing advantages on the driver, part of time/train"),
+    "time/advantages": ("s", "Time spent computing advantages on the driver, part of time/train"),
 }
 PATIENCE = 3
 """Number of consecutive steps in which a component must be constant or ignored before the run reports it."""
@@ -57,15 +60,16 @@ class PreparedRollout:
     updates: list[list[TrainSequence]]
     measured: dict[str, float]
     trainer_logprobs: list[np.ndarray | None] | None = None
-    """Trainer's log-probs per trajectory, [completion tokens]; None for a trajectory without them, or None if no
-    trajectory has them."""
+    """Trainer's log-probs per trajectory, [completion tokens]; None for a trajectory without log-probs, or None if no
+    trajectory has log-probs."""
     entropies: list[np.ndarray | None] | None = None
-    """Entropy of the policy's distribution at each token in nats, per trajectory, [completion tokens]; None as for
-    ``trainer_logprobs``."""
+    """Entropy of the policy's distribution at each token in nats, per trajectory, [completion tokens]; None in the same
+    cases as ``trainer_logprobs``."""
 
 
 class TokenScores:
-    """Scores of a step's tokens by the trainer before training: log-probs, and if configured entropies and values.
+    """Scores that the trainer computes for a step's tokens before training: log-probs, and if configured, entropies and
+    values.
 
     Each sequence is scored only once. With ``values=True``, the value head also estimates the value of each state.
     """
@@ -106,9 +110,10 @@ class TokenScores:
     def recorded(
         self, sequences: list[TrainSequence]
     ) -> tuple[list[np.ndarray | None] | None, list[np.ndarray | None] | None]:
-        """Return log-probs and entropies to save with the samples, for each sequence; None for a sequence without them.
+        """Return log-probs and entropies to save with the samples, for each sequence; None for a sequence without
+        scores.
 
-        If ``rollout.save_trainer_logprobs`` or ``rollout.save_entropies`` is set, missing ones are computed.
+        If ``rollout.save_trainer_logprobs`` or ``rollout.save_entropies`` is set, missing values are computed.
         """
         unknown = [sequence for sequence in sequences if id(sequence) not in self._found]
         if unknown and self._all:
@@ -162,7 +167,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         measured: dict[str, float],
         scores: TokenScores,
     ) -> PreparedRollout:
-        """Add old and reference log-probs to the sequences of the updates that need them."""
+        """Add old and reference log-probs to the sequences of each update that needs these log-probs."""
         trained = updates_per_step(self.config, spec_of(self.config))
         several = trained > 1 and old_logprobs_source(self.config) == "trainer"
         # TargetPO's coefficients need the whole group, and a covariance needs the whole update.
@@ -327,8 +332,8 @@ def _weighted_mean(diagnostics: Any, weights: Mapping[str, float]) -> float:
 class ComponentAlerts:
     """Reports reward components that train nothing for several steps.
 
-    The report is an alert, or a note if the component is solved. An alert is repeated only after a step without its
-    cause.
+    The report is an alert, or a note if the component is solved. An alert is repeated only after a step in which its
+    cause was absent.
     """
 
     def __init__(self, log: RunLog):

@@ -193,7 +193,7 @@ def _make_model(config: Config) -> None:
     path, function = find_function("policy.model_factory", config.policy.model_factory)
     threads = str(config.cluster.cpus_per_node or len(os.sched_getaffinity(0)))
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-    environment.setdefault("TQDM_DISABLE", "1")  # its progress bars on stderr would disturb the display of phases
+    environment.setdefault("TQDM_DISABLE", "1")  # Progress bars on stderr would disturb the display.
     display = active()
     write = display.write if display else partial(print, flush=True)
     write(f"{name} does not exist; creating it with {path.name}:{function}")
@@ -214,7 +214,7 @@ def _make_model(config: Config) -> None:
             raise RunError(f"policy.model_factory: {path.name}:{function}: {failure.read_text(encoding='utf-8')}")
     if status:
         raise RunError(f"policy.model_factory: {path.name}:{function} ended with status {status}")
-    if not Path(name).is_dir():  # otherwise the name would be looked up on the hub
+    if not Path(name).is_dir():  # Otherwise the name would be looked up on the hub.
         raise RunError(f"policy.model_factory: {path.name}:{function} succeeded without creating the folder {name}")
 
 
@@ -226,9 +226,9 @@ at regular positions are read."""
 
 
 def converted_path(run: RunConfig, source: Source, companion: str | None) -> Path:
-    """Return the path of the folder that ``source`` is converted to. It may not exist yet.
+    """Return the path of the folder that ``source`` is converted to. The folder may not exist yet.
 
-    The folder is in ``models/`` next to the run folder. Its name contains a checksum of the source files.
+    The folder is in ``models/`` next to the run folder. The folder's name contains a checksum of the source files.
 
     Args:
         companion: folder that describes the model, for formats that need one (``described_by``).
@@ -277,10 +277,10 @@ def huggingface_folder(run: RunConfig, source: Source, companion: str | None = N
     described = described_by(source, _KEY, companion)
     if described is not None:
         command += ["--model", str(described)]
-    # In a separate process, which frees its memory and keeps Megatron out of the driver.
+    # The conversion runs in a separate process, which frees its memory and keeps Megatron out of the driver.
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode and not (folder / "config.json").is_file():  # another run may have created it in the meantime
+    if done.returncode and not (folder / "config.json").is_file():  # Another run may have created it.
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         reason = done.stderr.strip()[-400:]
         if errors:
@@ -312,7 +312,7 @@ def from_hub(name: str, key: str = "policy.model_name") -> Path:
     patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "README.md"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # noqa: BLE001 - the hub client raises many kinds; all mean the model is not there
+    except Exception as error:  # noqa: BLE001 - any exception of the hub client means that the model is unavailable
         raise ConfigError(
             f"{key}: {name} is not a folder and cannot be reached on the hub ({type(error).__name__})"
         ) from None

@@ -48,7 +48,9 @@ def _write(source: Source, folder: Path, key: str, companion: str | None) -> Non
         return
     base = described_by(source, key, companion)
     if base is None:
-        raise ConfigError(f"{key}: {source.root} refers to its base model by name; pass that folder with --model")
+        raise ConfigError(
+            f"{key}: {source.root} refers to its base model by name; pass the folder of the base model with --model"
+        )
     config = AutoConfig.from_pretrained(base)
     if source.format is Format.PEFT:
         from gdpo_nemo.weights.adapters import merged_weights

@@ -1,8 +1,8 @@
 """Process that calls ``policy.model_factory``. Started with ``python -m`` and the arguments FILE FUNCTION FOLDER SEED
 ERROR.
 
-It imports no large library itself. The factory may import libraries that the driver must not import, and may train the
-model.
+This process imports no large library itself. The factory may import libraries that the driver must not import, and may
+train the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MODULE = "model_factory"
 def call_factory(path: str, function: str, folder: str, seed: int) -> None:
     """Import a file and call its function, which creates a model in ``folder``. Exceptions propagate."""
     spec = importlib.util.spec_from_file_location(_MODULE, path)
-    assert spec is not None and spec.loader is not None  # the file ends with .py: see ``find_function``
+    assert spec is not None and spec.loader is not None  # ``find_function`` ensures that the file name ends with .py.
     module = importlib.util.module_from_spec(spec)
     sys.modules[_MODULE] = module
     spec.loader.exec_module(module)

@@ -37,7 +37,7 @@ METRICS = {
     "value/clip_fraction": ("share", "Trained tokens whose value loss has no gradient because of ppo.cliprange_value"),
     "value/explained_variance": (
         "",
-        "Share of the variance of the discounted rewards that the value head explains; 0: no better than a constant",
+        "Share of the variance of the discounted rewards that the value head explains (0: a constant fits as well)",
     ),
 }
 _RENAMED = {
@@ -60,7 +60,7 @@ class PPO(GDPO):
         """Running mean of the discounted rewards-to-go. None before the first step."""
 
     def prepare(self, batch: Rollout) -> PreparedRollout:
-        """Compute log-probs and values of all tokens with the weights before the step, and the advantages from them.
+        """Compute the log-probs and values of all tokens with the weights before the step, and then the advantages.
 
         Raises:
             RunError: if too many verifications failed, or no trajectory has a reward.
@@ -100,7 +100,7 @@ class PPO(GDPO):
                 s.returns = _at_policy_tokens(s, returns - centre)
         if np.isfinite(credit.mean_reward_to_go):
             self.centre = centre + _NEWEST_WEIGHT * (credit.mean_reward_to_go - centre)
-        measured["value/mean"] = centre  # ``metrics`` adds the mean output of the value head
+        measured["value/mean"] = centre  # ``metrics`` adds the mean output of the value head.
         known = {"value/explained_variance": credit.explained_variance, "value/return": credit.mean_return}
         return measured | {name: value for name, value in known.items() if np.isfinite(value)}
 
@@ -193,7 +193,7 @@ def action_rewards(trajectories: Sequence[Trajectory], config: Config) -> list[n
     """Return the reward of each action: float64 [actions] per trajectory.
 
     None for a trajectory that is not trained (``credit.is_trained``) or has no weighted component, because an unknown
-    reward must not count as 0.
+    reward must not be treated as 0.
     """
     weights = {name: weight for name, weight in config.gdpo.rewards.items() if weight}
     by_turn = config.gdpo.credit == "turn"

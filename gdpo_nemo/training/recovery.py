@@ -1,8 +1,8 @@
 """Recovery from the loss of policy ranks, without restarting Ray, the nodes or the engines.
 
 All other parts of the run are closed, as after any failure. ``setup`` then creates them again in the same process, from
-the last checkpoint, with the same code that resumes a run. This is useful because an engine for a large model takes
-minutes to start, while a rank does not.
+the last checkpoint, with the same code that resumes a run. Keeping the engines saves time, because an engine for a
+large model takes minutes to start, while a rank does not.
 
 After any other failure, or a failure during the recovery, the supervisor restarts the whole run.
 """
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Callable
 from gdpo_nemo.training.supervisor import count_rebuild, current_attempt, report
 from gdpo_nemo.utils.errors import START_AGAIN, FailureKind, GdpoError, InfrastructureFailed, kind_of
 
-if TYPE_CHECKING:  # these import torch and Ray, which would delay the message about an invalid config
+if TYPE_CHECKING:  # These modules import torch and Ray, which would delay the message about an invalid config.
     from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.cluster.reservation import Placement
     from gdpo_nemo.cluster.weight_sync import SyncCheck
@@ -33,7 +33,7 @@ end."""
 class Decision(Enum):
     """Action after a failed attempt."""
 
-    RESTART = "set up again in this process, with the retained parts"
+    RESTART = "set up the run again in this process, with the retained parts"
     FAIL = "close everything; the supervisor may restart the run"
 
 
@@ -58,7 +58,7 @@ class RetainedSession:
         self._furthest = -1
 
     def begin(self) -> None:
-        """Start an attempt. If it fails, the run ends unless ``decide`` returns RESTART."""
+        """Start an attempt. If the attempt fails, the run ends unless ``decide`` returns RESTART."""
         self.decision = Decision.FAIL
 
     def handle_lost_ray(self, end: Callable[[str], None]) -> None:
@@ -108,7 +108,8 @@ class RetainedSession:
         )
 
     def end_engines(self) -> None:
-        """Close the engines. If the policy is restarted, retain them and prepare them for its weights instead."""
+        """Close the engines. If the policy is restarted, retain the engines instead, and prepare them for the new
+        policy's weights."""
         if self.fleet is None:
             return
         if self.decision is Decision.RESTART:

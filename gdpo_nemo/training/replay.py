@@ -111,7 +111,7 @@ def plan_rerun(run_dir: Path, to: int | None, out: Path | None, start: int = 0, 
         check: True if the original weights after the last step must exist.
 
     Raises:
-        ConfigError: if a file is missing. The message names it.
+        ConfigError: if a file is missing. The message contains the name of the file.
         RunError: if a file is damaged.
     """
     entries = _journal(run_dir)

@@ -17,7 +17,7 @@ from gdpo_nemo.training.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunStat
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import parse_yaml, read_text
 
-if TYPE_CHECKING:  # it imports torch, which a dry run does not need
+if TYPE_CHECKING:  # This module imports torch, which a dry run does not need.
     from gdpo_nemo.training.inputs import Inputs
 
 CONFIG = "config.yaml"
@@ -45,8 +45,8 @@ def find_start(resolved: Resolved, run_dir: Path, inputs: Inputs) -> Start:
     """Return the starting point of the run in ``run_dir``. Writes nothing.
 
     Raises:
-        ConfigError: if the folder contains a run with different data, a different model or another value of a fixed
-            setting. Also if it contains only damaged checkpoints.
+        ConfigError: if the folder contains a run with different data, a different model or another value of a
+            fixed setting, or contains only damaged checkpoints.
     """
     config = resolved.config
     checkpoints = _checkpoints(config.checkpointing, run_dir)
@@ -69,7 +69,7 @@ def find_start(resolved: Resolved, run_dir: Path, inputs: Inputs) -> Start:
                 f"run.dir: {run_dir} was started with different {what}; use another run.name or the same {what}"
             )
     changes = _changes(config, path, run_dir)
-    if state.updates == UPDATES_UNKNOWN:  # written before checkpoints recorded it
+    if state.updates == UPDATES_UNKNOWN:  # The checkpoint is older than this field.
         state.updates = state.step * resolved.updates_per_step
     remarks = [
         f"resuming from {path} after step {state.step}",
@@ -110,10 +110,11 @@ def _changes(config: Config, checkpoint: Path, run_dir: Path) -> list[Change]:
 
 
 def total_updates(resolved: Resolved, state: RunState, prompts: int) -> int:
-    """Return the number of optimizer updates of the whole run: completed ones plus those of the remaining steps.
+    """Return the number of optimizer updates of the whole run: completed updates plus the updates of the remaining
+    steps.
 
-    This is the horizon of a decaying learning rate. Skipped updates also count, so that an interrupted run has the same
-    horizon as an uninterrupted one.
+    This number is the horizon of a decaying learning rate. Skipped updates are also counted, so that an interrupted run
+    has the same horizon as an uninterrupted one.
 
     Args:
         prompts: number of training prompts, for ``gdpo.max_num_epochs``.
@@ -121,7 +122,7 @@ def total_updates(resolved: Resolved, state: RunState, prompts: int) -> int:
     gdpo = resolved.config.gdpo
     left = gdpo.max_num_steps - state.step
     limit = prompt_limit(gdpo, prompts)
-    if limit is not None:  # an upper bound: with dynamic sampling, a step may use more prompts
+    if limit is not None:  # With dynamic sampling, this is an upper bound.
         left = min(left, (limit - state.position) // prompts_per_round(gdpo))
     return state.updates + max(0, left) * resolved.updates_per_step
 
@@ -129,7 +130,7 @@ def total_updates(resolved: Resolved, state: RunState, prompts: int) -> int:
 def config_files(run_dir: Path) -> list[tuple[int, Path]]:
     """Return (first step, file) for each config of a run, in chronological order.
 
-    A config applies from its first step until the first step of the next one.
+    A config applies from its first step until the first step of the next config.
     """
     return [(first, path) for _, first, path in _numbered(run_dir)] or [(1, run_dir / CONFIG)]
 
@@ -137,7 +138,7 @@ def config_files(run_dir: Path) -> list[tuple[int, Path]]:
 def record_config(config: Config, run_dir: Path, step: int) -> None:
     """Write ``config.yaml``, and if necessary a numbered copy in ``config_history/``.
 
-    A copy is written if the config differs from the previous one, or if the previous one starts at a later step.
+    A copy is written if the config differs from the previous config, or if the previous config starts at a later step.
 
     Args:
         step: number of completed steps. The config applies to later steps.
@@ -155,7 +156,7 @@ def _record_config(config: Config, run_dir: Path, step: int) -> None:
     file = run_dir / CONFIG
     history = run_dir / _HISTORY
     before = file.read_text(encoding="utf-8") if file.is_file() else None
-    if before is not None and not _numbered(run_dir):  # written by a version without a history
+    if before is not None and not _numbered(run_dir):  # The run was started before config_history/ existed.
         history.mkdir(exist_ok=True)
         (history / "0001_from_step_1.yaml").write_text(before, encoding="utf-8")
     (number, first, _) = (_numbered(run_dir) or [(0, 0, file)])[-1]

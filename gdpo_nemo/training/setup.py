@@ -13,7 +13,8 @@
                7 scheduler, transport, weight sync (*); otherwise PromptStream
     train      Stop.patient = True ─► Trainer.fit ─► RunComponents.finish
 
-(*) only if the algorithm samples. Before ``patient`` a signal ends the run at once, afterwards at the end of a step.
+(*) only if the algorithm samples. Before ``patient`` is set, a signal ends the run immediately. Afterwards, a signal
+ends the run at the end of a step.
 
 | end of the block | action |
 |---|---|
@@ -62,7 +63,7 @@ from gdpo_nemo.utils.progress import importing, phase
 from gdpo_nemo.utils.signals import answered_by, raw_lines_in
 from gdpo_nemo.utils.waits import WaitExpired
 
-if TYPE_CHECKING:  # their imports take seconds, which would delay the message about an invalid config
+if TYPE_CHECKING:  # These imports take seconds and would delay the message about an invalid config.
     from gdpo_nemo.cluster.fleet import EngineFleet
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.cluster.reservation import Placement
@@ -123,7 +124,7 @@ def run_context(
             yield parts
             outcome[0] = "stopped" if stop.requested else "complete"
         except GdpoError as error:
-            if isinstance(error, WaitExpired):  # find the process that does not respond, before any is closed
+            if isinstance(error, WaitExpired):  # Processes are examined before any process is closed.
                 status.write(error.waits)
                 diagnosis = examine(run_dir)
                 error.args = (f"{error}; {diagnosis.sentence} (see {diagnosis.folder})",)
@@ -177,13 +178,13 @@ def _start_processes(
     if sampling:
         sampling.start_colocated_engines()
     policy.ready()
-    lap("policy, beside the engines" if sampling else "policy")
+    lap("policy, concurrent with engines" if sampling else "policy")
     if sampling:
         sampling.wait_for_engines()
     if checkpoint is not None:
         policy.load_checkpoint(checkpoint)
         lap("checkpoint")
-    elif inputs.adapter is not None:  # after the sync check, for which policy and engines need equal weights
+    elif inputs.adapter is not None:  # The sync check above needs equal weights in policy and engines.
         policy.load_adapter(inputs.adapter)
         lap("adapter")
     parts.algorithm = inputs.algorithm(parts.config, policy, inputs.tokenizer, parts.log)
@@ -301,7 +302,8 @@ class _Sampling:
         self._lap("engines, before the policy")
 
     def wait_for_engines(self) -> None:
-        """Wait for all engines, and compare their log-probs with the policy's. Both have loaded the same model folder.
+        """Wait for all engines, and compare their log-probs with the policy's. The policy and the engines have loaded
+        the same model folder.
 
         Retained engines are not compared, because they have other weights and were compared with an earlier policy.
         """
@@ -370,7 +372,7 @@ def point_to_logs(error: BaseException | None, keep_logs: Callable[[Path], Path 
     if isinstance(error, GdpoError):
         try:
             folder = keep_logs(run_dir)
-        except OSError as problem:  # a full disk, which may be the cause of the error
+        except OSError as problem:  # A full disk may also be the cause of the run's error.
             error.args = (f"{error} (the worker logs could not be saved: {problem.strerror})",)
             return False
         if folder is not None:

@@ -1,7 +1,8 @@
 """Algorithms that train on answers in the data: supervised fine-tuning, and preference tuning.
 
-They do not sample, so neither engines nor environments are started. Training loop, policy, checkpoints, resuming and
-export are the same as for all algorithms. The preference losses are in ``algorithms/preference_losses.py``.
+These algorithms do not sample, so neither engines nor environments are started. Training loop, policy, checkpoints,
+resuming and export are the same as for all algorithms. The preference losses are in
+``algorithms/preference_losses.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 METRICS = {
     "train/tokens": ("tokens", "Trained tokens of the step's answers, without prompts and masked tokens"),
-    "validation/loss": ("nats", "Training objective on the held-out rows; for sft the cross-entropy per token"),
+    "validation/loss": ("nats", "Training objective on the held-out rows (for sft, the cross-entropy per token)"),
     "preference/loss": ("", "Preference loss without the rpo_alpha term, mean over pairs (kto: over answers)"),
     "preference/kl": ("nats", "KTO's estimate of the KL to the initial model, from answers to other prompts"),
     "rewards/chosen": ("", "Implicit reward of the chosen (desirable) answers: beta times their score, as TRL logs it"),
@@ -168,7 +169,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
     def _kl(self, update: Sequence[TrainSequence]) -> float:
         """Return KTO's KL estimate of an update: the mean log-ratio of answers to other prompts, at least 0.
 
-        This is TRL's estimate, computed over the whole update.
+        This estimate is the same as in TRL, but is computed over the whole update.
         """
         limit = self.config.policy.max_total_sequence_length
         mismatched = [s for s in _mismatched(update) if len(s) <= limit]
@@ -187,7 +188,8 @@ class RewardModelTraining(PreferenceTuning):
     """Training of a reward model on pairs of answers (``algorithm.type: reward_model``).
 
     The policy has a linear head that outputs the score of a sequence at its last token. One token is appended to each
-    sequence, and the score is passed on as this token's "log-prob". No token of the sequence attends to it.
+    sequence, and the score is passed on as this token's "log-prob". No token of the sequence attends to the appended
+    token.
     """
 
     def prepare(self, batch: PromptBatch) -> PreparedPairs:
@@ -215,7 +217,7 @@ def _mismatched(update: Sequence[TrainSequence]) -> list[TrainSequence]:
 
     Rows are sorted by prompt, and the answers are shifted by the number of rows of the most frequent prompt. If no
     prompt is repeated, this is TRL's shift by one row. Rows that still get an answer to their own prompt are left out.
-    That happens only if one prompt has more than half of the rows.
+    This happens only if one prompt has more than half of the rows.
     """
     by_prompt: dict[bytes, list[TrainSequence]] = {}
     for sequence in update:
@@ -279,8 +281,8 @@ def _update_metrics(results: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def preference_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Return means from the sums that ``preference_loss`` has measured. Metrics of a kind of answer that does not occur
-    are left out."""
+    """Return means from the sums that ``preference_loss`` has measured. Metrics of answer types that do not occur are
+    left out."""
     chosen = sums["chosen"]
     rejected = sums["rejected"]
     row = {}

@@ -14,8 +14,8 @@ The process of the command, which has not imported any large library, forks the 
 | with a failure of config, data, user code or numerics, which would recur, or of unknown kind | return its status |
 | with an infrastructure failure, or without a report | settle, then give up or restart |
 
-* settle: wait up to 15 s for the remaining processes of the run. They become children of the supervisor, and the
-  cleanup process ends them.
+* settle: wait up to 15 s for the remaining processes of the run. These processes become children of the supervisor, and
+  the cleanup process ends them.
 * give up: after ``run.max_restarts`` restarts, or after two consecutive attempts that did not get beyond the furthest
   step.
 * restart: pause for 1 s, doubled for each attempt without progress, up to 60 s. Then fork again.
@@ -52,7 +52,7 @@ METRICS = {
     ),
     "driver/recovery": (
         "s",
-        "Time from a failure to the end of the first step after the restart or rebuild; only in the row of that step",
+        "Time from a failure to the end of the first step after a restart or rebuild (only in that step's row)",
     ),
 }
 _BACKOFF_S = (1.0, 60.0)
@@ -82,7 +82,7 @@ class Attempt:
     lost_at: float | None = None
     """Time at which the previous attempt failed, in seconds since the epoch; None for the first attempt."""
     reason: str | None = None
-    """Message of this failure."""
+    """Message of the previous attempt's failure."""
     supervised: bool = False
     """True if a supervisor may restart the run after this attempt."""
     rebuilds: int = 0
@@ -204,7 +204,7 @@ class _Child:
         self._waited = waited
         self._mask = mask
         self.forwarded_signal = 0
-        """Number of the last signal that was forwarded to the child; 0 if there was none."""
+        """Number of the last signal that was forwarded to the child; 0 if no signal was forwarded."""
 
     @classmethod
     def forked(cls) -> _Child | None:
@@ -289,14 +289,16 @@ def _stay_with(parent: int) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     _control(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent has already ended
+    if os.getppid() != parent:  # The parent has already ended.
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _control(option: int, value: int) -> None:
     """Call prctl for this process."""
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        raise RunError(f"the run cannot be supervised: {os.strerror(ctypes.get_errno())} (run.max_restarts=0 does not)")
+        raise RunError(
+            f"the run cannot be supervised: {os.strerror(ctypes.get_errno())} (run.max_restarts=0 disables supervision)"
+        )
 
 
 def _ended_child() -> tuple[int, int] | None:
@@ -364,13 +366,13 @@ def _furthest_step(run_dir: Path) -> int:
     try:
         return max((int(row["step"]) for row in read_metrics(run_dir) if "loss" in row), default=0)
     except (RunError, KeyError, ValueError, TypeError):
-        return 0  # the next attempt encounters and reports the same problem
+        return 0  # The next attempt encounters and reports the same problem.
 
 
 def _announce(run_dir: Path, step: int, sentence: str, outcome: str) -> None:
     """Report a restart or failure on the terminal, as an alert and in the status file."""
     with contextlib.suppress(OSError):
         print(f"supervisor: {sentence}", file=sys.stderr, flush=True)
-    with contextlib.suppress(OSError):  # a full disk; the terminal has the message
+    with contextlib.suppress(OSError):  # The disk may be full. The message is already on the terminal.
         write_alert(run_dir, step, sentence)
     amend_status(run_dir, outcome=outcome, reason=sentence)

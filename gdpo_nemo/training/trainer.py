@@ -1,4 +1,4 @@
-"""Training loop of a run: get a batch, prepare it, update the policy, send the weights to the engines; validate, save
+"""Training loop of a run: get a batch, prepare it, update the policy, send the weights to the engines, validate, save
 and log.
 
 Start reading at ``Trainer.fit``. ``setup.py`` creates the components of a run, and ``algorithm.py`` prepares batches.
@@ -30,14 +30,17 @@ if TYPE_CHECKING:
     from gdpo_nemo.training.recovery import RetainedSession
 
 METRICS = {
-    "step": ("steps", "Completed optimizer steps; 0 is the untrained model"),
+    "step": ("steps", "Completed optimizer steps, where 0 is the untrained model"),
     "skipped_steps": (
         "",
         "1 if the step's loss or gradient was not finite and no weight changed, otherwise 0",
         {"label": "skipped"},
     ),
     "time/step": ("s", "Wall time of the step"),
-    "time/idle": ("s", "Time from the start of the step until its batch was complete, while trainer ranks are idle"),
+    "time/idle": (
+        "s",
+        "Time from the start of the step until its batch was complete, during which trainer ranks are idle",
+    ),
     "idle/trainer": (
         "share",
         "time/idle divided by time/step",
@@ -48,7 +51,7 @@ METRICS = {
             "remedy": "gdpo-nemo plan; more engines, rollout.max_staleness, cluster.placement colocated",
         },
     ),
-    "time/train": ("s", "Log-probs, advantages and optimizer updates"),
+    "time/train": ("s", "Time spent on log-probs, advantages and optimizer updates"),
     "throughput/tokens_per_second": (
         "tokens/s",
         "Trained tokens divided by time/step",
@@ -80,7 +83,7 @@ class Trainer:
         self.validation: tuple[int, Future[Any]] | None = None
         """Step and future result of the validation in progress; None if there is none."""
         self.saving = 0
-        """Step of the checkpoint that was begun last."""
+        """Step of the checkpoint that was started last."""
 
     def fit(self) -> None:
         """Train until the last step or until a stop is requested. The final state is always saved.
@@ -217,7 +220,7 @@ class Trainer:
         mapping."""
         if self.sync is None or not (self.sync.version is None or self._publishes):
             return {}
-        self.finish_validation()  # its samples are of the previous version
+        self.finish_validation()  # The samples of the validation use the previous weights.
         with phase(f"weights {self.state.step}"):
             return self.sync.publish(self.state.step)
 
@@ -286,7 +289,7 @@ def run(resolved: Resolved, begin: float | None = None) -> int:
 
     Raises:
         ConfigError: if the config or an input is invalid.
-        RunError: if the run failed. The run folder contains everything that was written before.
+        RunError: if the run failed. Files that were written before the failure remain in the run folder.
     """
     with phase("imports"):
         from gdpo_nemo.training.recovery import Decision, RetainedSession

@@ -26,7 +26,7 @@ def validate(config: Config) -> Resolved:
         return resolved
     _check_tools(config)
     known = [names for names in announced if names is not None]
-    if len(known) == len(announced):  # others are known only after running user code, when the run starts
+    if len(known) == len(announced):  # Other names are known only when user code has run.
         check_components(config.gdpo, {component for names in known for component in names})
     return resolved
 
@@ -50,7 +50,7 @@ def _check_tools(config: Config) -> None:
 
 
 def _check_stops(config: Config) -> None:
-    from gdpo_nemo.observe.health import unknown_stops  # it reads the sources to find the existing metrics
+    from gdpo_nemo.observe.health import unknown_stops  # This module reads the source files to find all metrics.
 
     for name in unknown_stops(config):
         raise ConfigError(

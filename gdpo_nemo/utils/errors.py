@@ -21,9 +21,9 @@ def printable_lines(text: str) -> str:
 
 
 SHORTEST_SECRET = 6
-"""Minimum length of a secret. Shorter values of environment variables, such as numbers, are shown in messages."""
+"""Minimum length of a secret. Messages show shorter values of environment variables, such as numbers."""
 _secrets: dict[str, str] = {}
-"""Values of environment variables in a config of this process -> the interpolations that read them."""
+"""Interpolations in this process's configs, by the value of the environment variable that they read."""
 _USER = re.compile(r"(?<!ssh)(?<!sftp)(://)([^/\s:@?#]*)(:?)[^/\s@?#]*@")
 _PARAMETER = re.compile(
     r"([?&][\w.-]*(?:key|token|secret|passw(?:or)?d|pwd|sig|signature|auth|credentials?)=)[^&\s#'\"]+", re.IGNORECASE
@@ -31,7 +31,7 @@ _PARAMETER = re.compile(
 
 
 def remember_secret(value: str, written: str) -> None:
-    """Hide the value of an environment variable in messages. They show ``written``, the interpolation that reads it."""
+    """Hide the value of an environment variable in messages, which show the interpolation ``written`` instead."""
     if len(value) >= SHORTEST_SECRET:
         _secrets[value] = written
 
@@ -57,7 +57,7 @@ def mask_urls(text: str) -> str:
 
 
 class FailureKind(StrEnum):
-    """Cause of a failed run, which determines what to do."""
+    """Cause of a failed run, which determines the remedy."""
 
     INFRASTRUCTURE = "infrastructure"
     """Processes, devices, nodes or the network failed. The run may succeed if it is restarted."""
@@ -73,7 +73,7 @@ class GdpoError(Exception):
     """Base class of errors that are reported in one line."""
 
     kind: ClassVar[FailureKind | None] = None
-    """Kind of the failure. None uses the kind of the error that caused this one (``kind_of``)."""
+    """Kind of the failure. None means the kind of the error that caused this error (``kind_of``)."""
 
     def __str__(self) -> str:
         return printable(" ".join(without_secrets(super().__str__()).split()))
@@ -90,11 +90,11 @@ class RunError(GdpoError):
 
 
 START_AGAIN = "; restart the run to resume from its last checkpoint"
-"""End of messages about a lost process or node, for runs without a supervisor."""
+"""Suffix of messages about a lost process or node in runs without a supervisor."""
 
 
 class InfrastructureFailed(RunError):
-    """A process, device, node or the network failed for reasons unrelated to its task."""
+    """A process, a device, a node or the network failed for reasons unrelated to its task."""
 
     kind = FailureKind.INFRASTRUCTURE
 
@@ -116,7 +116,7 @@ class EngineFailed(InfrastructureFailed):
 
 
 def kind_of(error: BaseException | None) -> FailureKind | None:
-    """Return the kind of the first error with a kind in the chain of causes; None if the kind is unknown."""
+    """Return the kind of the first error with a kind in the chain of causes, or None if no error has a kind."""
     while error is not None:
         if isinstance(error, GdpoError) and error.kind is not None:
             return error.kind
@@ -125,7 +125,7 @@ def kind_of(error: BaseException | None) -> FailureKind | None:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'x'?`` for the known name closest to ``name``, or else a list of all known names."""
+    """Return ``; did you mean 'x'?`` for the known name closest to ``name``, or a list of all known names."""
     known = sorted(known)
     match = get_close_matches(name, known, n=1)
     if match:

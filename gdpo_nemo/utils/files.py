@@ -21,17 +21,23 @@ LARGEST = 256 << 20
 """Default maximum size of a file in bytes. The largest files are journals and metrics of long runs."""
 _DEEPEST = 64
 _NODES = 1_000_000
-"""Maximum number of values in a YAML text after expanding its aliases. A few lines may expand to billions."""
+"""Maximum number of values in a YAML text after expanding its aliases.
+
+A few lines with aliases may expand to billions of values.
+"""
 _LONGEST_NUMBER = 4000
-"""Maximum number of digits in a number. Python refuses to parse numbers of more than 4300 digits."""
+"""Maximum number of digits in a number. Python does not parse integers of more than 4300 digits."""
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _MAY_HOLD_HALF = re.compile(r"\\u[dD][89a-fA-F]|[\ud800-\udfff]")
-"""Matches every JSON text that may contain a lone surrogate. Only these texts are checked in detail."""
+"""Pattern that matches every JSON text that may contain a lone surrogate. Only matching texts are checked in detail."""
 _FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def real_path(path: str | Path) -> Path:
-    """Return an absolute path with symbolic links resolved. Unlike ``Path.resolve``, accept links that form a loop."""
+    """Return an absolute path with symbolic links resolved.
+
+    Unlike ``Path.resolve``, this function accepts links that form a loop.
+    """
     return Path(os.path.realpath(path))
 
 
@@ -55,7 +61,7 @@ def read_bytes(path: str | Path, largest: int = LARGEST) -> bytes:
     """Return the content of a file.
 
     Raises:
-        OSError: if it cannot be read, is not a regular file, or has more than ``largest`` bytes.
+        OSError: if the file cannot be read, is not a regular file, or has more than ``largest`` bytes.
     """
     with open_file(path) as stream:
         content = stream.read(largest + 1)
@@ -68,8 +74,8 @@ def read_text(path: str | Path, largest: int = LARGEST) -> str:
     """Return the content of a UTF-8 file.
 
     Raises:
-        OSError: as ``read_bytes``.
-        UnicodeDecodeError: if it is not UTF-8.
+        OSError: under the conditions of ``read_bytes``.
+        UnicodeDecodeError: if the content is not valid UTF-8.
     """
     return read_bytes(path, largest).decode("utf-8")
 
@@ -81,10 +87,10 @@ def parse_json(content: str | bytes, half_pairs: bool = False) -> Any:
         half_pairs: True to accept lone surrogates, which recorded samples may contain.
 
     Raises:
-        ValueError: if it is not valid JSON or not UTF-8, is nested too deeply, or contains a lone surrogate.
+        ValueError: if the text is not valid JSON or UTF-8, is nested too deeply, or contains a lone surrogate.
     """
     try:
-        # json.loads would accept lone surrogates in bytes.
+        # json.loads accepts lone surrogates in bytes.
         text = content.decode(json.detect_encoding(content)) if isinstance(content, bytes) else content
         value = json.loads(text)
         if not half_pairs and _MAY_HOLD_HALF.search(text):
@@ -101,7 +107,7 @@ class HalfPair(ValueError):
 def check_pairs(text: str) -> None:
     r"""Refuse a text with a lone surrogate, for example ``\ud83d``, which is half of an emoji.
 
-    UTF-8 cannot encode it, but tokenizers, files and servers require UTF-8.
+    UTF-8 cannot encode lone surrogates, but tokenizers, files and servers require UTF-8.
 
     Raises:
         HalfPair: if the text contains a lone surrogate.
@@ -115,19 +121,20 @@ def parse_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
     Raises:
-        yaml.YAMLError: if it is not valid YAML, exceeds a limit, or contains an invalid value.
+        yaml.YAMLError: if the text is not valid YAML, exceeds a limit, or contains an invalid value.
     """
     check_yaml(text)
     try:
         return yaml.safe_load(text)
-    except ValueError as error:  # an invalid date, a number of thousands of digits
+    except ValueError as error:  # for example an invalid date, or a number of thousands of digits
         raise yaml.YAMLError(str(error)) from None
 
 
 def check_yaml(text: str) -> None:
-    """Refuse a YAML text that is nested too deeply, is too large after expanding its aliases, or has lone surrogates.
+    """Refuse a YAML text that is too large after expanding aliases, nested too deeply, or has lone surrogates.
 
-    Invalid YAML is accepted here. The caller parses the text afterwards and reports the location of the error.
+    This check accepts invalid YAML. The caller parses the text afterwards and reports the location of the
+    error.
 
     Raises:
         yaml.YAMLError: if the text exceeds a limit.
@@ -137,8 +144,8 @@ def check_yaml(text: str) -> None:
     except Refused:
         raise
     except yaml.YAMLError:
-        # Since PyYAML 6.0.4, libyaml reports its internal limits, for example on nesting, like invalid YAML. The
-        # callers parse with PyYAML's Python parser, so the limits are checked again with this parser.
+        # Since PyYAML 6.0.4, libyaml reports a violation of its internal limits, for example on nesting, as invalid
+        # YAML. The callers parse with PyYAML's Python parser, so the limits are checked again with this parser.
         _check_with_python_parser(text)
 
 
@@ -186,7 +193,7 @@ def _check_events(text: str, loader: Any) -> None:
 
 
 class Refused(yaml.YAMLError):
-    """A YAML text is refused. The message gives the reason."""
+    """A YAML text was refused for the reason in the message."""
 
 
 def _check_scalar(text: str) -> None:
@@ -228,7 +235,10 @@ def read_json_object(file: Path, key: str) -> dict[str, Any]:
 
 
 _PARTIAL = ".partial-{process}-"
-"""Name prefix of incomplete files. It does not include the target's name, which may already have the maximum length."""
+"""Name prefix of incomplete files.
+
+The prefix does not include the target's name, which may already have maximum length.
+"""
 
 
 def write_whole(path: str | Path, content: bytes | str, *, sync: bool = False) -> None:
@@ -248,11 +258,12 @@ def write_whole(path: str | Path, content: bytes | str, *, sync: bool = False) -
 
 @contextlib.contextmanager
 def whole_file(path: str | Path, *, sync: bool = False) -> Iterator[BinaryIO]:
-    """Open a new file that atomically replaces ``path`` at the end of the block. If the block fails, ``path`` does not
-    change.
+    """Open a new file that atomically replaces ``path`` at the end of the block.
 
-    The new file has the permissions of the old one. A symbolic link is followed, and its target is replaced. A device
-    or a pipe is not replaced but written directly.
+    If the block fails, ``path`` does not change.
+
+    The new file has the permissions of the old file. A symbolic link is followed, and its target is replaced. Devices
+    and pipes are not replaced but written directly.
 
     Args:
         sync: True to flush the content and the folder entry to disk at the end of the block.
@@ -292,7 +303,7 @@ def _status(path: str | Path) -> os.stat_result | None:
 def _is_replaceable(status: os.stat_result, target: Path) -> bool:
     """Return True if ``target`` is a regular file, and the same file that ``status`` describes.
 
-    A link in /dev/fd or /proc may name a file that was removed or replaced, so that the two differ.
+    A link in /dev/fd or /proc may name a file that was removed or replaced. The status then describes another file.
     """
     if not stat.S_ISREG(status.st_mode):
         return False
@@ -309,7 +320,10 @@ def _opened_in_place(path: str | Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _partial(target: Path, before: os.stat_result | None, sync: bool) -> Iterator[BinaryIO]:
-    """Open a new file, which is renamed to ``target`` at the end of the block. If the block fails, it is removed."""
+    """Open a new file, which is renamed to ``target`` at the end of the block.
+
+    If the block fails, the file is removed.
+    """
     partial = target.parent / (_PARTIAL.format(process=os.getpid()) + secrets.token_hex(4))
     try:
         with open(partial, "xb") as file:
@@ -400,7 +414,10 @@ def whole_folder(out: Path) -> Iterator[Path]:
 MOST = 1_000_000
 """Maximum number of characters in a value with its nested values, after expanding interpolations."""
 _MOST_COMPUTED = 8
-"""Maximum number of references that contain a reference, ``${a.${b}}``. The size of their targets is unknown."""
+"""Maximum number of nested references, such as ``${a.${b}}``, in a config.
+
+The sizes of their targets are unknown.
+"""
 _REFERENCE = re.compile(r"\$\{\s*(?:oc\.select:|oc\.dict\.\w+:)?\s*'?\"?(\.*[\w.\[\]-]+)[^${}]*\}")
 _COMPUTED = re.compile(r"\$\{[^${}:]*\$\{|\$\{oc\.[a-z.]+:[^${}]*\$\{")
 
@@ -421,7 +438,7 @@ def check_interpolations(tree: Any) -> None:
 
 
 class _Sizes:
-    """Sizes of config values in characters, by path. A size is computed on first access."""
+    """Sizes of config values in characters, by path. Each size is computed on first access."""
 
     def __init__(self, tree: Any):
         self._tree = tree
@@ -429,8 +446,10 @@ class _Sizes:
         self.computed = 0
 
     def of(self, path: tuple[Any, ...]) -> int:
-        """Return the size of the value at ``path``. A missing value, or a reference back to a value whose size is being
-        computed, counts as 0."""
+        """Return the size of the value at ``path``.
+
+        A missing value has size 0, as has a reference back to a value whose size is being computed.
+        """
         if path in self._known:
             return self._known[path]
         self._known[path] = 0
@@ -447,7 +466,7 @@ class _Sizes:
 
     def _of_text(self, path: tuple[Any, ...], text: str) -> int:
         if "${" not in text:
-            return min(len(text), MOST)  # plain text is bounded by the maximum file size
+            return min(len(text), MOST)  # the maximum file size limits plain text
         self.computed += len(_COMPUTED.findall(text))
         return min(len(text), MOST) + sum(self.of(_named(path, name)) for name in _REFERENCE.findall(text))
 
@@ -464,7 +483,10 @@ class _Sizes:
 
 
 def _named(path: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    """Return the path that an interpolation at ``path`` refers to. Leading dots make it relative to ``path``."""
+    """Return the path that an interpolation at ``path`` refers to.
+
+    An interpolation with leading dots is relative to ``path``.
+    """
     up = len(name) - len(name.lstrip("."))
     base = path[: len(path) - up] if up else ()
     parts = [part for part in re.split(r"[.\[\]]+", name) if part]

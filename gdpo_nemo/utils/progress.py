@@ -30,7 +30,7 @@ class Progress:
 
 @dataclass
 class Tally:
-    """Progress of a batch of groups, in samples and in scored groups."""
+    """Progress of a batch of groups, as numbers of samples and scored groups."""
 
     samples: Progress
     groups: Progress
@@ -52,12 +52,15 @@ class Phase:
     since: float
     """Start time, in seconds of ``clock``."""
     detail: Callable[[], object]
-    """Function that returns the progress for display, or an empty text. It is called from other threads at any time."""
+    """Function that returns the progress for display, or an empty text.
+
+    Other threads may call this function at any time.
+    """
 
 
 clock = time.monotonic
-"""Clock for the times of phases."""
-# Per process, like waits, so that code can report phases without a reference to the observers.
+"""Clock that measures start times and durations of phases."""
+# Phases are registered per process, like waits, so that code can report phases without a reference to the observers.
 _phases: list[Phase] = []
 _watchers: list[Callable[[Phase], None]] = []
 _lock = threading.Lock()
@@ -65,7 +68,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def phase(name: str, detail: Callable[[], object] = str) -> Iterator[None]:
-    """Register a phase for the duration of the block. For ``detail``, see ``Phase``."""
+    """Register a phase for the duration of the block. ``Phase`` describes the argument ``detail``."""
     found = Phase(name, clock(), detail)
     with _lock:
         _phases.append(found)
@@ -101,12 +104,12 @@ def watched(watcher: Callable[[Phase], None]) -> Iterator[None]:
 def importing(freeze: bool = True) -> Iterator[None]:
     """Turn off garbage collection in this block, and exclude the imported objects from later collections.
 
-    The modules of vLLM and Megatron contain more than a million permanent objects. Scanning them repeatedly would take
-    a fifth of an engine's startup time.
+    The modules of vLLM and Megatron contain more than a million permanent objects. Scanning these objects repeatedly
+    would take a fifth of an engine's startup time.
 
     Args:
         freeze: True to exclude all objects that exist at the end of the block from later collections (``gc.freeze``).
-            Existing garbage in reference cycles is then never freed, so that only processes of this project use it.
+            Existing garbage in reference cycles is then never freed, so only processes of this project use this option.
     """
     with uncollected():
         try:
@@ -118,7 +121,7 @@ def importing(freeze: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Turn off garbage collection in this block. Used for code that creates many permanent objects."""
+    """Turn off garbage collection in this block. This is useful for code that creates many permanent objects."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -145,8 +148,8 @@ def hidden(*names: str) -> Iterator[None]:
 def quiet_torch() -> None:
     """Hide torch's warning about a missing CUDA runtime on a machine without a GPU.
 
-    Torch warns in every process that imports its extension builder, if it finds `nvcc`. On a machine with a GPU the
-    warning is shown.
+    If torch finds `nvcc`, it warns in every process that imports its extension builder. On a machine with a GPU, the
+    warning is still shown.
     """
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -156,7 +159,7 @@ def import_transformers() -> None:
     """Import transformers without reading the metadata of all installed packages, which takes 0.3 s of CPU time.
 
     At import, transformers calls ``importlib.metadata.packages_distributions`` to map packages to distributions, but
-    uses only two or three entries. They are looked up individually instead.
+    uses only two or three entries. Instead, these entries are looked up individually.
     """
     if "transformers" in sys.modules:
         return
@@ -172,8 +175,8 @@ def import_transformers() -> None:
 class _Providers(Mapping[str, list[str]]):
     """Lazy mapping from packages to the distributions that provide them.
 
-    transformers prefers a distribution with the package's name. If it is installed, ``get`` returns only this
-    distribution. For flash-attn, ``get`` returns all distributions, because transformers compares the variants.
+    transformers prefers a distribution with the package's name. If this distribution is installed, ``get`` returns only
+    its name. For flash-attn, ``get`` returns all names, because transformers compares the variants.
     """
 
     def __init__(self, read: Callable[[], Mapping[str, list[str]]]):

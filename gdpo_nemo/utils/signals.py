@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 _terminal_streams: set[int] = set()
-"""Duplicates of the terminal's descriptor, in use while descriptor 2 is redirected to a file (``raw_lines_in``)."""
+"""Duplicates of the terminal's descriptor, used while descriptor 2 is redirected to a file (``raw_lines_in``)."""
 
 
 def termination_signals() -> tuple[signal.Signals, ...]:
-    """Return SIGTERM and SIGHUP. SIGHUP is omitted if it is ignored, for example under nohup."""
+    """Return SIGTERM and SIGHUP. SIGHUP is omitted if the process ignores it, for example under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return (signal.SIGTERM,) if ignored else (signal.SIGTERM, signal.SIGHUP)
 
@@ -29,7 +29,7 @@ def termination_signals() -> tuple[signal.Signals, ...]:
 def answered_by(handler: Callable[[int, object], None], *also: signal.Signals) -> Iterator[None]:
     """Handle ``termination_signals()`` and the signals in ``also`` with ``handler`` while the block runs.
 
-    Has no effect outside the main thread, because Python handles signals only there.
+    Outside the main thread, this has no effect, because Python handles signals only in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -44,12 +44,12 @@ def answered_by(handler: Callable[[int, object], None], *also: signal.Signals) -
 
 @contextlib.contextmanager
 def hangups_held() -> Iterator[None]:
-    """Block SIGHUP until the end of the block. Processes started in the block also have it blocked.
+    """Block SIGHUP until the end of the block. Processes that are started in the block also block SIGHUP.
 
-    A closing terminal sends SIGHUP to all processes of the foreground group. The workers must survive this, because the
-    last checkpoint is written from their state.
+    A closing terminal sends SIGHUP to all processes of the foreground group. The workers must survive this signal,
+    because the last checkpoint is written from their state.
     """
-    # A signal mask applies to one thread only. The kernel would deliver the signal to another thread.
+    # A signal mask applies to only one thread. The kernel would deliver the signal to another thread.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -82,7 +82,7 @@ def raw_lines_in(file: Path) -> Iterator[None]:
     duplicate = os.dup(2)
     try:
         log = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    except OSError:  # for example a full disk, which the run reports when it writes metrics
+    except OSError:  # for example on a full disk, which the run reports when it writes metrics
         log = os.open(os.devnull, os.O_WRONLY)
     before = sys.stderr
     before.flush()

@@ -1,7 +1,7 @@
 """Location of files named in a config, and static analysis of the Python classes in them.
 
 The source is parsed without running it. A base class is followed if the module defines it or imports it by name. Other
-base classes, such as computed ones, are skipped.
+base classes, such as computed base classes, are skipped.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ class ClassSource:
     """Attributes and base classes that a class declares in its source."""
 
     attributes: dict[str, Any] = field(default_factory=dict)
-    """Class attributes, including inherited ones -> their literal values or ``NotLiteral``."""
+    """Literal values or ``NotLiteral`` of class attributes, including inherited attributes, by name."""
     ancestry: list[str] = field(default_factory=list)
     """The class and its base classes whose source was found, as ``module:name`` or ``file.py:name``."""
 
 
 def find_file(name: str | os.PathLike[str]) -> Path | None:
-    """Find a file relative to the working directory, or else relative to the repository. Return None if not found."""
+    """Find a file relative to the working directory, otherwise relative to the repository.
+
+    Return None if the file is not found.
+    """
     path = Path(os.path.expanduser(name))
     return next((candidate for candidate in (path, REPOSITORY / path) if candidate.is_file()), None)
 
 
 def find_function(key: str, reference: str) -> tuple[Path, str]:
-    """Split ``file.py:function`` into the path of the file (``find_file``) and the function. The file is not run.
+    """Split ``file.py:function`` into the path of the file (``find_file``) and the function, without running the file.
 
     Args:
         key: config key that contains the reference, for messages.
@@ -65,7 +68,7 @@ def find_function(key: str, reference: str) -> tuple[Path, str]:
 
 
 def find_definition(key: str, reference: str) -> ast.ClassDef:
-    """Return the syntax tree of the class ``file.py:Name``. For arguments and errors, see ``find_function``."""
+    """Return the syntax tree of the class ``file.py:Name``. Arguments and errors are those of ``find_function``."""
     path, name, body = _split_reference(key, reference)
     found = next((node for node in body if isinstance(node, ast.ClassDef) and node.name == name), None)
     if found is None:
@@ -98,7 +101,7 @@ def parse_file(key: str, path: Path) -> ast.Module:
         return ast.parse(read_text(path))
     except OSError as error:
         raise ConfigError(f"{key}: {path} cannot be read ({error.strerror})") from None
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError: invalid UTF-8, or NUL bytes
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # ValueError for invalid UTF-8 or NUL bytes
         raise ConfigError(f"{key}: {path} is not valid Python ({error})") from None
 
 
@@ -125,7 +128,7 @@ def _follow(module: str, name: str, beside: Path | None, found: ClassSource) -> 
     """Add a class and its base classes to ``found``. Return False if the source of the class is not available.
 
     Args:
-        beside: folder from which a module loaded by its path may import files; None for other modules.
+        beside: folder from which a module that is loaded by its path may import files. None for other modules.
     """
     full_name = f"{module}:{name}"
     tree = _module(module, beside)
@@ -152,7 +155,10 @@ def _follow(module: str, name: str, beside: Path | None, found: ClassSource) -> 
 
 
 def _origins(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """Return the imported names of a module -> (origin module, name in it). An imported module has the origin ''."""
+    """Return (origin module, name in that module) for each imported name of a module.
+
+    An imported module has the origin ''.
+    """
     found: dict[str, tuple[str, str]] = {}
     for node in _imports(tree.body):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -165,7 +171,7 @@ def _origins(tree: ast.Module) -> dict[str, tuple[str, str]]:
 def _imports(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a module, including the statements under ``if TYPE_CHECKING``.
 
-    Packages with lazy imports, such as ``gdpo_nemo``, declare the origin of their names in this block.
+    Packages with lazy imports, such as ``gdpo_nemo``, declare the origin of their names under this condition.
     """
     for node in body:
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
@@ -205,20 +211,20 @@ def _parsed(file: Path, changed_ns: int) -> ast.Module:
 
 
 def _file_of(module: str, beside: Path | None) -> Path | None:
-    """Return the file of a module, or None if it is not found. For ``beside``, see ``_follow``."""
+    """Return the file of a module, or None if the file is not found. ``_follow`` describes the argument ``beside``."""
     if module.endswith(".py"):
         return find_file(module)
     first, *inner = module.split(".")
     if not first:
         return None
     candidates: list[Path] = []
-    # find_spec is used only for the outermost package. For a submodule it would import the parent package.
+    # find_spec is used only for the outermost package. For a submodule, find_spec would import the parent package.
     spec = find_spec(first)
     if spec is not None and spec.submodule_search_locations:
         candidates += [Path(folder) for folder in spec.submodule_search_locations]
     elif spec is not None and spec.has_location and spec.origin is not None:
         candidates.append(Path(spec.origin).with_suffix(""))
-    if beside is not None:  # lowest precedence, as when the file is loaded
+    if beside is not None:  # this folder has the lowest precedence, as when the file is loaded
         candidates.append(beside / first)
     for root in candidates:
         path = root.joinpath(*inner)

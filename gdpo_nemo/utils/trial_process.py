@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def block_os_exit() -> None:
-    """Make ``os._exit`` raise SystemExit in this process, but not in forked processes.
+    """Make ``os._exit`` raise SystemExit in this process but not in forked processes.
 
     The real import that follows does the same and reports the error (``user_code.os_exit_blocked``).
     """
@@ -50,7 +50,7 @@ def main(name: str, file: str | None, pipe: int) -> NoReturn:
     block_os_exit()
     try:
         import_module(name, file)
-    except BaseException:  # ignored, because the real import raises it again and reports it
+    except BaseException:  # the error is ignored, because the real import raises and reports it again
         pass
     os.write(pipe, b"1")
     real_exit(0)

@@ -32,7 +32,7 @@ file for functions without an import path."""
 def is_reference(text: str) -> bool:
     """Return True if the text has the form of an import path.
 
-    Forms are ``file.py:name``, ``pkg.mod:name``, ``pkg.mod.name`` and ``file.pkl:name``.
+    The forms are ``file.py:name``, ``pkg.mod:name``, ``pkg.mod.name`` and ``file.pkl:name``.
     """
     return ":" in text or "." in text
 
@@ -80,28 +80,28 @@ def import_path_of(found: type) -> str:
 
 
 def _unpickled(file: str, name: str) -> Any:
-    """Return an object from a pickled dictionary. Like a module, the file can run code and is trusted."""
+    """Return an object from a pickled dictionary. The file is trusted, because it can run code like a module."""
     try:
         with os_exit_blocked():
             objects = pickle.loads(Path(file).read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"no such file: {file}") from None
-    except BaseException as error:  # unpickling imports modules, which may raise anything
+    except BaseException as error:  # unpickling imports modules, which may raise any exception
         if isinstance(error, KeyboardInterrupt):
             raise
         raise ConfigError(
-            f"cannot read the objects in {file}: {first_line(error)}; they require the modules and the Python "
+            f"cannot read the objects in {file}: {first_line(error)}; these objects require the modules and the Python "
             "version that they were written with"
         ) from error
     if not isinstance(objects, dict):
-        raise ConfigError(f"{file} contains {type(objects).__name__}, not a dict of objects by name")
+        raise ConfigError(f"{file} contains {type(objects).__name__}, not a dictionary of objects by name")
     if name not in objects:
         raise ConfigError(f"{file} has no {name!r}{nearest(name, objects)}")
     return objects[name]
 
 
 def load_functions(key: str, import_paths: Iterable[str]) -> dict[str, Callable[..., Any]]:
-    """Load user-defined functions. Return them by import path.
+    """Load user-defined functions and return them by import path.
 
     Args:
         key: config key that contains the import paths, for messages.
@@ -121,7 +121,7 @@ def load_functions(key: str, import_paths: Iterable[str]) -> dict[str, Callable[
 
 
 def absolute_import_path(name: str) -> str:
-    """Make the file of an import path ``file.py:name`` absolute, for use in other processes.
+    """Make the file path in ``file.py:name`` absolute, so that other processes can use the import path.
 
     Any other name is returned unchanged.
     """
@@ -134,7 +134,7 @@ def absolute_import_path(name: str) -> str:
 def os_exit_blocked() -> Iterator[None]:
     """Make ``os._exit`` raise SystemExit in this block, so that user code cannot end the process silently.
 
-    Forked processes can still exit with it.
+    Forked processes can still exit with ``os._exit``.
     """
     real_exit = os._exit
     own_pid = os.getpid()
@@ -162,7 +162,7 @@ def _load_module(name: str) -> ModuleType:
             try_import(name)
         with os_exit_blocked():
             return importlib.import_module(name)
-    except BaseException as error:  # user code may raise anything
+    except BaseException as error:  # user code may raise any exception
         if isinstance(error, KeyboardInterrupt):
             raise
         raise _not_importable(name, error) from error
@@ -216,8 +216,8 @@ _trials_enabled = False
 def imports_tried() -> Iterator[None]:
     """Test every import of user code in the block in a child process first.
 
-    Only the process that the user starts needs this. If user code ends a worker or a rank, other processes replace it
-    or report the failure.
+    Only the process that the user starts needs this test. If user code ends a worker or a rank, other processes replace
+    this process or report the failure.
     """
     global _trials_enabled
     before, _trials_enabled = _trials_enabled, True
@@ -230,10 +230,10 @@ def imports_tried() -> Iterator[None]:
 def try_import(name: str, file: Path | None = None) -> None:
     """Import a module by its name, or from ``file`` under that name, in a child process.
 
-    Has no effect unless ``imports_tried`` is active. Exceptions of the import are ignored here.
+    Has no effect unless ``imports_tried`` is active. Exceptions of the test import are ignored.
 
     Raises:
-        ConfigError: if the import ends the child process, or is stuck. The message does not name the module.
+        ConfigError: if the import ends the child process, or is stuck. The error message does not name the module.
     """
     if not _trials_enabled or name in sys.modules:
         return
@@ -252,7 +252,7 @@ def try_import(name: str, file: Path | None = None) -> None:
         _wait(process, reader)
     finally:
         os.close(reader)
-        with contextlib.suppress(ProcessLookupError):  # kill the group, including processes started by the import
+        with contextlib.suppress(ProcessLookupError):  # kill the group, with all processes that the import started
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
@@ -265,14 +265,14 @@ def _wait(process: subprocess.Popen[bytes], reader: int) -> None:
     """
     begin = changed = time.monotonic()
     work = None
-    # Do not wait for the end of the pipe, because a process started by the import may keep it open.
+    # Do not wait for the end of the pipe, because a process started by the import may keep the pipe open.
     while not select.select([reader], [], [], _LOOK_S)[0] and process.poll() is None:
         now = time.monotonic()
         if (done := work_done(process.pid)) != work:
             work, changed = done, now
         if now - changed > IDLE_S:
             raise ConfigError(
-                f"its import is stuck: no activity for {IDLE_S:.0f} s (move code that waits into a function)"
+                f"its import is stuck: no CPU time or I/O for {IDLE_S:.0f} s (move code that waits into a function)"
             )
         if now - begin > LONGEST_S:
             raise ConfigError(f"its import has not finished after {LONGEST_S:.0f} s")
@@ -293,13 +293,15 @@ def generate_rollout_completions(
     generation_overrides: Mapping[str, Any] | None = None,
     as_chat: bool | None = None,
 ) -> list[dict[str, Any]]:
-    """Sample a completion for each prompt. Replaces TRL's function of this name in rollout functions.
+    """Sample a completion for each prompt.
+
+    In rollout functions, this function replaces TRL's function of the same name.
 
     Args:
         trainer: trainer object that the rollout function receives.
         prompts: texts, or lists of messages.
         generation_overrides: sampling parameters for this call.
-        as_chat: True if the prompts are messages; None to decide by the first prompt.
+        as_chat: True if the prompts are messages. None decides by the type of the first prompt.
 
     Returns:
         ``prompt_ids``, ``completion_ids``, ``logprobs`` and ``text`` for each prompt.
@@ -322,7 +324,7 @@ def provide_trl_module(missing: ModuleNotFoundError) -> bool:
     """Provide a substitute for ``trl.experimental.openenv`` if an import failed because TRL or this module is missing.
 
     Returns:
-        True if the substitute was added, so that the import can be repeated.
+        True if the substitute was added and the import can be repeated.
     """
     if missing.name not in (_OPENENV_MODULE, "trl") or _OPENENV_MODULE in sys.modules:
         return False

@@ -23,10 +23,10 @@ class Wait:
     """Component that must respond: ``policy``, ``engine 0``, ``environments``, ``rollouts``."""
     since: float
     deadline: float | None
-    """Time at which the wait expires; None without a timeout."""
+    """Time at which the wait expires, or None without a timeout."""
 
 
-# Per process rather than per run, so that the status thread can read the waits without a reference to the run.
+# Waits are registered per process rather than per run, so that the status thread can read them without the run.
 _waits: dict[int, Wait] = {}
 _numbers = itertools.count()
 _lock = threading.Lock()
@@ -35,7 +35,7 @@ _lock = threading.Lock()
 @contextlib.contextmanager
 def waiting(what: str, owner: str, timeout_s: float | None = None) -> Iterator[None]:
     """Register a wait for the duration of the block. The timeout is only recorded, and the caller must enforce it."""
-    now = time.time()  # wall clock, because other processes read these times in status.json
+    now = time.time()  # wall-clock time, because other processes read these times in status.json
     number = next(_numbers)
     with _lock:
         _waits[number] = Wait(what, owner, now, None if timeout_s is None else now + timeout_s)
@@ -55,15 +55,15 @@ def current() -> list[Wait]:
 class RunningClock:
     """Clock that stops while the process, or the whole machine, is suspended.
 
-    Deadlines on this clock are extended by the time of a suspension, during which the other process could not respond
-    either. A separate thread reads the time every second. A long gap between two reads shows that the process was
-    suspended.
+    Deadlines on this clock are extended by the duration of a suspension, during which the awaited process could not
+    respond either. A separate thread reads the time every second. A long gap between two reads shows that the process
+    was suspended.
     """
 
     GAP_S = 10.0
-    """Minimum gap in seconds that counts as a suspension. A busy machine delays a thread by less."""
+    """Minimum gap in seconds that counts as a suspension. A busy machine delays a thread by less than this gap."""
     LOOK_S = 1.0
-    """Seconds between two reads of the separate thread."""
+    """Seconds between two clock reads of the separate thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -129,8 +129,8 @@ class Patience:
 def work_done(pid: int) -> tuple[float, int]:
     """Return (seconds of CPU time, bytes read and written) of a process and its descendants so far.
 
-    If the result does not change between two calls, the process is stopped or stuck. A process that waits for a disk
-    counts as working, as does one that may not be inspected: the result then changes with every call.
+    If the result does not change between two calls, the process is stopped or stuck. For a process that waits for a
+    disk or may not be inspected, the result changes with every call, so that the process counts as working.
     """
     import psutil
 
@@ -154,5 +154,5 @@ class WaitExpired(InfrastructureFailed):
 
     def __init__(self, message: str):
         super().__init__(message)
-        # Recorded here, because the ``with`` blocks remove their waits before the error is handled.
+        # The waits are recorded here, because the ``with`` blocks remove them before the error is handled.
         self.waits = current()

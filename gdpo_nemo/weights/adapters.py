@@ -1,4 +1,4 @@
-"""LoRA matrices: PEFT's names and files, and merging into weights."""
+"""LoRA matrices: naming and files as in PEFT, and merging into weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class Adapters:
-    """LoRA settings that accompany the matrices A and B."""
+    """LoRA settings that belong to the matrices A and B."""
 
     rank: int
     alpha: float
@@ -32,7 +32,7 @@ class Adapters:
 
     @property
     def scale(self) -> float:
-        """Factor on the product B A."""
+        """Scaling factor of the product B A."""
         return self.alpha / self.rank
 
     def description(self, modules: Iterable[str]) -> dict[str, Any]:
@@ -52,12 +52,12 @@ class Adapters:
 
 
 def peft_name(module: str, letter: str) -> str:
-    """Return PEFT's name for the matrix of a Hugging Face module; ``letter`` is A or B."""
+    """Return PEFT's name for matrix ``letter`` (A or B) of a Hugging Face module."""
     return f"{_PREFIX}{module}.lora_{letter}.weight"
 
 
 def peft_modules(names: Iterable[str]) -> set[str]:
-    """Return the Hugging Face modules of matrices, given PEFT's names. The inverse of ``peft_name``."""
+    """Return the Hugging Face modules of matrices with these PEFT names. This is the inverse of ``peft_name``."""
     return {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
 
 
@@ -69,12 +69,12 @@ def named(pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def modules_of(weights: Iterable[str], targets: Iterable[str]) -> list[str]:
-    """Return the Hugging Face modules that adapters on ``targets`` adapt.
+    """Return the Hugging Face modules that get adapters for the target modules ``targets``.
 
     Args:
         weights: Hugging Face names of the model's weights.
-        targets: last components of module names, for example ``q_proj``. Experts cannot be adapted, so their names must
-            not be included.
+        targets: last components of module names, for example ``q_proj``. Do not include names of experts, because
+            experts cannot be adapted.
     """
     target_names = set(targets)
     modules = (name.removesuffix(".weight") for name in weights if name.endswith(".weight"))
@@ -93,7 +93,7 @@ def merge(weight: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: 
 def merged(
     tensors: Iterable[tuple[str, torch.Tensor]], pairs: Pairs, scale: float
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of Hugging Face weights. If ``pairs`` has matrices for the module, they are merged."""
+    """Yield (name, tensor) of Hugging Face weights, with the matrices in ``pairs`` merged into their modules."""
     for name, tensor in tensors:
         pair = pairs.get(name.removesuffix(".weight"))
         yield name, tensor if pair is None else merge(tensor, pair, scale)
@@ -110,8 +110,8 @@ def merged_into(
 
     Args:
         names: Hugging Face names of the weights to yield.
-        read: function that returns a weight by name; called when the weight is needed.
-        matrices: A and B under PEFT's names. Their data type is that of the frozen weights in the policy.
+        read: function that returns a weight by name. The function is called when the weight is needed.
+        matrices: A and B under PEFT's names, in the data type of the policy's frozen weights.
 
     Raises:
         RunError: if A or B is missing, or if a matrix does not match a weight of the model by name or by shape.
@@ -125,12 +125,12 @@ def merged_into(
             yield name, read(name)
             continue
         if a is None or b is None:
-            raise RunError(f"adapters: {module} has only one of the two matrices")
+            raise RunError(f"adapters: {module} has only one of the matrices A and B")
         weight = read(name).to(device, a.dtype)
         if weight.shape != (len(b), a.size(1)) or len(a) != b.size(1):
             shapes = f"{tuple(a.shape)} and {tuple(b.shape)}"
             raise RunError(
-                f"adapters: the shapes {shapes} of A and B of {module} do not fit the weight {tuple(weight.shape)}"
+                f"adapters: the shapes {shapes} of A and B of {module} do not match the weight {tuple(weight.shape)}"
             )
         yield name, merge(weight, (a, b), scale)
     if unused:
@@ -161,7 +161,7 @@ def read_pairs(adapter: PeftAdapter, base: Path, key: str) -> dict[str, tuple[to
         key: config key or option that specifies the adapter, for messages.
 
     Raises:
-        ConfigError: if the matrices cannot be read, if A or B is missing, or if they do not fit the base model.
+        ConfigError: if the matrices cannot be read, if A or B is missing, or if they do not match the base model.
     """
     shapes = read_shapes(adapter, key)
     check_fit(shapes, base, key)
@@ -176,7 +176,7 @@ def read_pairs(adapter: PeftAdapter, base: Path, key: str) -> dict[str, tuple[to
 def merged_weights(adapter: PeftAdapter, base: Path, key: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of the base model's weights in their data type, with the adapter merged.
 
-    For the arguments and errors see ``read_pairs``.
+    For the arguments and errors, see ``read_pairs``.
     """
     pairs = read_pairs(adapter, base, key)
     read = open_weights(base)

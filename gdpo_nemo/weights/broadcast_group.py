@@ -1,12 +1,13 @@
 """A torch.distributed process group in which rank 0 broadcasts to the processes of the engines.
 
-It is separate from torch's default group, because the policy and every engine have default groups of their own. A
-persistent group is reused for later updates. The sender keeps it in its ``BroadcastServer``, and a receiving process
-under its member name in this module. When an update fails, each member that notices aborts the group without waiting
-for the others. The abort closes its connections, so that the others also notice.
+This group is separate from torch's default group, because the policy and every engine already have separate default
+groups. A persistent group is reused for later updates. The sender stores the group in its ``BroadcastServer``, and a
+receiving process stores it in this module, under its member name. When an update fails, each member that detects the
+failure aborts the group without waiting for other members. The abort closes the member's connections, so that the other
+members also detect the failure.
 
-``abort`` of an NCCL communicator with a dead member follows torch's documentation, but has never run on a GPU. Members
-of an NCCL group notice a death when a broadcast times out. Members of a gloo group notice it at once.
+Aborting an NCCL communicator with a dead member follows torch's documentation, but has never run on a GPU. Members of
+an NCCL group detect a dead member when a broadcast times out. Members of a gloo group detect a dead member at once.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from gdpo_nemo.utils.errors import message_line
 from gdpo_nemo.weights.manifest import PeerLost
 
 JOIN_S = 120.0
-"""Time limit for the engines to join, and for the transfer of a bucket. The engines wait before the sender starts."""
+"""Time limit for the engines to join, and for the transfer of a bucket. Engines already wait when the sender starts."""
 _BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Rendezvous of a group: its address and identity."""
+    """Rendezvous of a group: address and identity of the group."""
 
     host: str
     port: int
@@ -59,22 +60,23 @@ class Operation:
 
     @property
     def dropped(self) -> bool:
-        """True if the operation has completed or was released by ``drop``."""
+        """True if the operation has completed or ``drop`` has released it."""
         return self._work is None
 
     def drop(self) -> None:
-        """Release torch's handle of the operation, which holds its buffer and the group's connections.
+        """Release torch's handle of the operation, which keeps the buffer and the group's connections alive.
 
-        An exception's traceback may keep this object alive, and the other members wait until the connections close.
+        The traceback of an exception may keep this object alive, but the other members wait until the connections
+        close.
         """
         self._work = None
 
 
 class BroadcastGroup:
-    """A group as seen by one member. The constructor waits for all other members.
+    """Membership of this process in a group. The constructor waits for all other members.
 
     Args:
-        store: store for the rendezvous. It must live as long as the group, because NCCL creates its communicators at
+        store: store for the rendezvous. The store must live as long as the group, because NCCL creates communicators at
             their first use.
         address: address of this machine on the route to the other members.
         timeout_s: time limit of the rendezvous, and of each operation.
@@ -92,7 +94,7 @@ class BroadcastGroup:
         self._operations: list[Operation] = []
         """Operations of the update in progress."""
         self._device: torch.device | None = None
-        """Device of the transferred buffers. It may differ from the thread's current GPU."""
+        """Device of the transferred buffers. This device may differ from the thread's current GPU."""
         with _as_peer_lost():
             self._group = make(store, rank, meeting.world, address, limit)
 
@@ -102,7 +104,7 @@ class BroadcastGroup:
         return self._group is None
 
     def broadcast(self, buffer: torch.Tensor) -> Operation:
-        """Start to send (rank 0) or to receive (other ranks) a buffer, uint8 [bytes]."""
+        """Start sending (rank 0) or receiving (other ranks) a buffer, uint8 [bytes]."""
         self._device = buffer.device
         with _as_peer_lost():
             return self._add_operation(self._group.broadcast([buffer], dist.BroadcastOptions()))
@@ -116,7 +118,7 @@ class BroadcastGroup:
     def update(self) -> Iterator[None]:
         """Run one update in the block. After the block, wait until all members have received all buffers.
 
-        If the block fails, the member leaves the group, which the other members can then no longer use.
+        If the block fails, this member leaves the group, and the other members can no longer use the group.
 
         Raises:
             PeerLost: if a member was lost.
@@ -146,7 +148,7 @@ class BroadcastGroup:
 
 
 class BroadcastServer:
-    """Sender of a group, rank 0. It opens a store for the rendezvous, whose address is in ``meeting``.
+    """Sender (rank 0) of a group. The sender opens a rendezvous store, whose address is in ``meeting``.
 
     Args:
         host: address of this machine at which the store listens.
@@ -172,7 +174,7 @@ class BroadcastServer:
         return self._store is None
 
     def send(self, buckets: Iterable[torch.Tensor]) -> None:
-        """Broadcast buckets to the receivers that have joined or join ``meeting``.
+        """Broadcast buckets to the receivers that have joined the group or are about to join it.
 
         The next bucket is requested while the previous bucket is in transfer.
 
@@ -219,12 +221,13 @@ _groups: dict[str, BroadcastGroup] = {}
 def joined_group(
     meeting: Meeting, member: str, rank: int, must_join: bool, timeout_s: float
 ) -> Iterator[BroadcastGroup]:
-    """Provide the group of a meeting to a receiver, for one update.
+    """Provide a receiver with the group of a rendezvous, for one update.
 
     Args:
-        member: name under which this process keeps a persistent group. A new group replaces the previous group of this
+        member: name under which this process stores a persistent group. A new group replaces the previous group of this
             name.
-        must_join: True if the group is new and all members join it now. False if they joined it in an earlier update.
+        must_join: True if the group is new and all members join it now. False if the members joined the group in an
+            earlier update.
 
     Raises:
         PeerLost: if the sender or another receiver was lost.
@@ -251,7 +254,7 @@ def leave(member: str, meeting: Meeting | None = None) -> None:
     """End the persistent group of a member if it exists.
 
     Args:
-        meeting: meeting of the group; the group of another meeting is not ended. None ends any group.
+        meeting: rendezvous of the group to end. A group of another rendezvous is not ended. None ends any group.
     """
     group = _groups.get(member)
     if group is not None and meeting in (None, group.meeting):
@@ -262,8 +265,8 @@ def leave(member: str, meeting: Meeting | None = None) -> None:
 def _existing_group(meeting: Meeting, member: str) -> BroadcastGroup:
     group = _groups.get(member)
     if group is None or group.meeting != meeting:
-        # This process noticed the failure of the previous update, but the sender did not.
-        raise PeerLost(f"a member of the broadcast group was lost ({member} is no longer in it)")
+        # This process detected the failure of the previous update, but the sender did not.
+        raise PeerLost(f"a member of the broadcast group was lost ({member} is no longer a member)")
     return group
 
 
@@ -281,7 +284,7 @@ def _gloo(store: dist.Store, rank: int, world: int, address: str, limit: datetim
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = limit
-    # Use the address, because a host name often resolves to a loopback address, which other hosts cannot reach.
+    # Use the IP address, because a host name often resolves to a loopback address, which other hosts cannot reach.
     options._devices = [gloo.create_device(hostname=address)]
     return gloo(store, rank, world, options)
 
@@ -289,8 +292,8 @@ def _gloo(store: dist.Store, rank: int, world: int, address: str, limit: datetim
 def _nccl(store: dist.Store, rank: int, world: int, address: str, limit: datetime.timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    # torch reads this variable when it creates a group. With it, a timeout raises an exception instead of ending the
-    # process.
+    # torch reads this variable when it creates a group. With this variable, a timeout raises an exception instead of
+    # ending the process.
     before = os.environ.get(_BLOCKING_WAIT)
     os.environ[_BLOCKING_WAIT] = "1"
     try:
@@ -312,7 +315,7 @@ def _own_address(host: str, port: int) -> str:
 
 @contextlib.contextmanager
 def _as_peer_lost() -> Iterator[None]:
-    """Convert an error of torch in the block to PeerLost."""
+    """Convert torch errors in the block to PeerLost."""
     try:
         yield
     except RuntimeError as error:

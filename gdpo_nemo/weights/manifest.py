@@ -26,12 +26,12 @@ class Entry:
     """Position of the tensor in the buffer, in bytes."""
     nbytes: int
     crc32: int | None = None
-    """Checksum of the bytes; None if checksums are sent with the tensors (see ``Bucket``)."""
+    """Checksum of the bytes. None if checksums are sent together with the tensors (see ``Bucket``)."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Version of an update, and its tensors under their Hugging Face names."""
+    """Version of an update, and metadata of its tensors under their Hugging Face names."""
 
     version: int
     entries: tuple[Entry, ...]
@@ -65,14 +65,14 @@ _ALIGNMENT = 64
 
 
 def form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
-    """Return a tensor's data type and shape as in ``Entry``."""
+    """Return a tensor's data type and shape in the format of ``Entry``."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def weight_metadata(
     tensors: Iterable[tuple[str, torch.Tensor]], version: int, adapters: Adapters | None = None
 ) -> Manifest:
-    """Return a manifest without checksums. It does not depend on the values of the tensors."""
+    """Return a manifest without checksums, which does not depend on the values of the tensors."""
     entries = []
     offset = 0
     for name, tensor in tensors:
@@ -89,11 +89,11 @@ def pack(
 ) -> tuple[Manifest, np.ndarray]:
     """Copy tensors into one uint8 buffer [bytes] on the CPU.
 
-    Tensors are aligned to 64 bytes, and the manifest has a checksum for each.
+    Tensors are aligned to 64 bytes, and the manifest contains a checksum for each tensor.
 
     Args:
-        memory: buffer of an earlier update, which is overwritten; None allocates new memory. Reuse is faster: the first
-            access to a page takes ten times as long as copying into it.
+        memory: buffer of an earlier update, which is overwritten. None allocates new memory. Reuse is faster: the first
+            access to a page takes ten times as long as copying data into it.
     """
     entries = []
     offset = 0
@@ -114,7 +114,7 @@ def pack(
 def _enlarged(packed: np.ndarray, nbytes: int) -> np.ndarray:
     """Return a buffer of at least ``nbytes`` that starts with a copy of ``packed``.
 
-    The size at least doubles, so that a model is copied at most twice. Pages without data take no memory.
+    The size at least doubles, so that a model is copied at most twice. Pages that have not been written take no memory.
     """
     larger = np.empty(max(nbytes, 2 * packed.nbytes), np.uint8)
     larger[: packed.nbytes] = packed
@@ -139,14 +139,14 @@ def unpack(manifest: Manifest, buffer: np.ndarray) -> Iterator[tuple[str, torch.
 
 _BLOCK = 1 << 20
 _ROWS = 16
-"""Number of blocks that a GPU processes together. Their products take 128 MiB."""
+"""Number of blocks that a GPU processes together. The products of these blocks take 128 MiB."""
 _CHAIN = 0x5851F42D4C957F2D
 _MULTIPLIER = 0x9E3779B97F4A7C15
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a checksum of a tensor's bytes, int64 [] on its device. Do not wait for the device."""
+    """Return a checksum of a tensor's bytes, int64 [] on the tensor's device, without waiting for the device."""
     flat = tensor.detach().contiguous().flatten()
     words = flat.view(_INTEGERS[flat.element_size()])
     total = torch.full((), words.numel(), dtype=torch.int64, device=words.device)
@@ -161,14 +161,14 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_on_cpu(words: torch.Tensor) -> bool:
-    """Return whether to process one block at a time, so that the products stay in the CPU's cache."""
+    """Return whether to process the blocks individually, so that the products stay in the CPU's cache."""
     return words.device.type == "cpu"
 
 
 def _block_sums(words: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the weighted sums of several consecutive blocks at a time, int64 [blocks].
+    """Yield int64 [blocks]: the weighted sums of several consecutive blocks at a time.
 
-    For one block at a time, kernels would take longer to launch than to run on a GPU with 4 TB/s.
+    With a single block at a time, launching a kernel would take longer than running it on a GPU with 4 TB/s.
     """
     weights = _weights(words.device)
     full = words.numel() // _BLOCK * _BLOCK  # number of words in full blocks
@@ -180,7 +180,7 @@ def _block_sums(words: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _power(exponent: int) -> int:
-    """Return ``_CHAIN`` to a power, modulo 2^64, as the signed integer that torch requires."""
+    """Return ``_CHAIN`` to the power ``exponent``, modulo 2^64, as the signed integer that torch requires."""
     power = pow(_CHAIN, exponent, 1 << 64)
     return power - (power >> 63 << 64)
 
@@ -207,7 +207,7 @@ _SUM_BYTES = 8
 
 
 class PeerLost(InfrastructureFailed):
-    """The peer of a weight transfer was lost. The weights can be sent again."""
+    """A peer of a weight transfer was lost. The weights can be sent again."""
 
 
 @dataclass(frozen=True)
@@ -224,14 +224,14 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes: tensors with padding, and checksums."""
+        """Size of padded tensors and checksums in bytes."""
         return self._tensor_bytes + _SUM_BYTES * len(self.entries)
 
     def fill(self, tensors: Iterator[tuple[str, torch.Tensor]], buffer: torch.Tensor) -> None:
         """Copy the bucket's tensors and their checksums to a buffer.
 
         Args:
-            tensors: iterator over the tensors of the update, from which the bucket takes the next ones.
+            tensors: iterator over the tensors of the update. The bucket takes its tensors from this iterator.
             buffer: uint8 [nbytes], on any device.
 
         Raises:
@@ -275,12 +275,12 @@ class Bucket:
 
 
 def divide(manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
-    """Divide an update into buckets of at most ``bucket_bytes``. A larger tensor gets a separate bucket."""
+    """Divide an update into buckets of at most ``bucket_bytes``. Each larger tensor gets a separate bucket."""
     return [Bucket(manifest.version, tuple(entries)) for entries in group_entries(manifest.entries, bucket_bytes)]
 
 
 def group_entries(entries: tuple[Entry, ...], bucket_bytes: int) -> list[list[Entry]]:
-    """Divide consecutive tensors into groups of at most ``bucket_bytes``. A larger tensor gets a separate group."""
+    """Divide consecutive tensors into groups of at most ``bucket_bytes``. Each larger tensor gets a separate group."""
     groups: list[list[Entry]] = []
     size = bucket_bytes
     for entry in entries:
@@ -295,7 +295,7 @@ def group_entries(entries: tuple[Entry, ...], bucket_bytes: int) -> list[list[En
 def filled(
     manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]], bucket_bytes: int, device: torch.device
 ) -> Iterator[torch.Tensor]:
-    """Yield a new buffer on ``device`` for every bucket of an update, filled when it is requested."""
+    """Yield a new buffer on ``device`` for every bucket of an update. Each buffer is filled when it is requested."""
     for bucket in divide(manifest, bucket_bytes):
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
         bucket.fill(tensors, buffer)

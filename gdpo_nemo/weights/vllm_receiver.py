@@ -1,4 +1,4 @@
-"""vLLM's side of a weight update: a weight-transfer backend that loads tensors from a transport's receiver.
+"""vLLM side of a weight update: a weight-transfer backend that loads tensors from a transport's receiver.
 
 Importing this module registers the backend with vLLM. vLLM imports the module in every worker process, because
 ``worker_extension_cls`` names its class ``Worker``.
@@ -32,7 +32,7 @@ _ERRORS: list[GdpoError] = []
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # mypy does not read vLLM
-    """Empty, because the backend is not initialised."""
+    """Empty class, because the backend needs no initialisation."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # mypy does n
 
 
 class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]  # mypy does not read vLLM
-    """Backend that loads weights by vLLM's layer-wise reload, which repacks them as the initial load did."""
+    """Backend that loads weights with vLLM's layer-wise reload, which repacks the weights like the initial load."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -65,9 +65,9 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the tensors of an update, or the model in the engine's folder with the update's adapters merged.
 
-        vLLM's loader raises an error for a tensor that no module accepts. This project's own errors are stored for
-        ``Worker.update_error``. If one were raised here, vLLM would not call ``finish_weight_update``. An error from
-        another process would also arrive only as text.
+        vLLM's loader raises an error for a tensor that no module accepts. This project's exceptions are stored for
+        ``Worker.update_error``. If this method raised such an error, vLLM would not call ``finish_weight_update``. An
+        error from another process would also arrive only as text.
         """
         try:
             self.model.load_weights(self._tensors(*update_info.unpickled()))
@@ -109,13 +109,13 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 class Worker:
-    """Extension of vLLM's worker. Specifying it makes vLLM import this module."""
+    """Extension of vLLM's worker, which makes vLLM import this module."""
 
     parallel_config: Any
     """Parallel config of the worker, set by vLLM."""
 
     def update_error(self) -> bytes | None:
-        """Return and clear the pickled error of the last update in this process; None if it succeeded."""
+        """Return and clear the pickled error of the last update in this process, or return None if it succeeded."""
         return pickle.dumps(_ERRORS.pop()) if _ERRORS else None
 
     def close_receiver(self, receiver: Receiver | bytes) -> None:

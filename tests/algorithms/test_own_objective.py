@@ -303,7 +303,7 @@ def test_the_dry_run_tries_the_loss_and_refuses_it_in_one_line(tmp_path, capsys)
 def test_explain_says_that_losses_corrections_and_estimators_may_be_ones_own(capsys):
     for key in ("loss_fn.type", "loss_fn.off_policy.mode", "gdpo.estimator"):
         assert cli.main(["explain", key]) == 0
-        assert "or a custom one: file.py:name" in capsys.readouterr().out
+        assert "or a custom function: file.py:name" in capsys.readouterr().out
     assert cli.main(["explain", "loss_fn.type"]) == 0
     assert ", ".join(LOSSES) in capsys.readouterr().out
 

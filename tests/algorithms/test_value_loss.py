@@ -155,5 +155,5 @@ def test_loss_is_chosen_by_the_type_of_the_settings_and_its_bases():
         OBJECTIVES[ActorCriticSettings],
     ]
     assert objective_loss(Custom()) is OBJECTIVES[ActorCriticSettings]
-    with pytest.raises(TypeError, match="settings of type dict do not select a loss"):
+    with pytest.raises(TypeError, match="no loss function for settings of type dict"):
         objective_loss({})

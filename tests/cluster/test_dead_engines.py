@@ -142,8 +142,8 @@ def test_an_engine_that_fails_alive_is_replaced_like_a_dead_one(fleet, folder):
     assert drawn(fleet, 1)[1] == 1
     (note,) = fleet.take_events()
     assert note == (
-        "engine 1: vLLM failed: AcceleratorError: CUDA error: unspecified launch failure; it is replaced, and its "
-        "samples are generated again"
+        "engine 1: vLLM failed: AcceleratorError: CUDA error: unspecified launch failure; the engine is replaced "
+        "and its samples are repeated"
     )
     with pytest.raises(WorkerDied):  # nobody asks it again, and its memory is free
         gather([before.process_location.remote()], "asking the one before", 60)
@@ -272,8 +272,8 @@ def test_an_engine_that_keeps_dying_is_given_up_and_the_other_draws_for_it(fleet
     assert drawn(fleet, 1)[1] == 0
     assert [client.state for client in fleet.clients] == ["ready", "dead"]
     *replaced, given_up = fleet.take_events()
-    assert [line.endswith("; it is replaced, and its samples are generated again") for line in replaced] == [True] * 3
-    assert given_up.startswith("engine 1 is given up: it died 4 times in a row, last: engine 1: a worker process died")
+    assert [line.endswith("; the engine is replaced and its samples are repeated") for line in replaced] == [True] * 3
+    assert given_up.startswith("engine 1 is abandoned: it died 4 times in a row, last: engine 1: a worker process died")
     assert drawn(fleet, 0)[1] == 0
 
 

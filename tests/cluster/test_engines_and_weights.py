@@ -331,7 +331,7 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
     config = copy.deepcopy(parts.config)
     config.cluster.address = "auto"
     with pytest.raises(
-        RunError, match=r"\S+absent not found on node \S+; it must be on a file system that all nodes share"
+        RunError, match=r"\S+absent not found on node \S+; put it on a file system that all nodes share"
     ):
         placement.reserve(config.cluster, resolve_layout(config), [tmp_path, tmp_path / "absent"])
     config.cluster.num_nodes = 2
@@ -387,7 +387,7 @@ def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(par
         transport = make_transport(name, parts.policy, tmp_path / str(version), bucket_bytes=100_000)
         assert WeightSync(parts.policy, apart, parts.sync_check, transport).publish(version)["parity/probe"] < 1e-4
     nobody = IpcReceiver((("\0nobody", b"key"),), 1, 1.0)
-    with pytest.raises(PeerLost, match="weight update 54: the other process of the shared memory ended"):
+    with pytest.raises(PeerLost, match="weight update 54: the other process of the transfer has ended"):
         gather([apart.clients[0].actor.update_weights.remote(transport.manifest, nobody)], "from nobody", 60)
 
 

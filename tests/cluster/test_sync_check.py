@@ -169,5 +169,5 @@ def test_a_fault_ends_the_run_with_a_sentence_that_says_how_large_it_is(stage):
 
 def test_policy_and_engines_that_disagree_from_the_start_are_refused(stage, monkeypatch):
     monkeypatch.setattr(stage.config.policy.generation, "parity_limit", 1e-9)
-    with pytest.raises(RunError, match="policy and engines disagree on the model as both loaded it"):
+    with pytest.raises(RunError, match="policy and engines disagree on the model before the first update"):
         stage.sync_check.calibrate(stage.policy, stage.config)

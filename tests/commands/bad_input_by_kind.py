@@ -47,7 +47,7 @@ HALF_PAIRS = [
 ]  # fmt: skip
 WEIGHTS = [
     (DRY, weights(EMPTY_SAFETENSORS), "has no tensor model.embed_tokens.weight of a qwen2 model; it contains no"),
-    (DRY, weights(EMBEDDING_ONLY.replace(b"embed_tokens", b"other_tokens")), "the first is model.other_tokens"),
+    (DRY, weights(EMBEDDING_ONLY.replace(b"embed_tokens", b"other_tokens")), "for example model.other_tokens"),
 ]  # fmt: skip
 
 
@@ -100,7 +100,7 @@ BOMBS = [
     (DRY + "".join(f" 'env.gsm8k.b{n}=${{env.${{run.name}}}}'" for n in range(9)), None, "nested references such as"),
     (DRY + " policy.model_name={d}/model.gguf", gguf_of_arrays, "arrays are nested more than 8 deep"),
     (DRY + " data.train.chat=true", tokenizer(chat_template=LOOPS), "runs more than 100,000 lines for one message"),
-    *((DRY + " data.train.chat=true", tokenizer(chat_template=made), "makes a value of over 1,000,000 characters")
+    *((DRY + " data.train.chat=true", tokenizer(chat_template=made), "creates a value with more than 1,000,000")
       for made in ("{{ 'x' * 10**10 }}", "{{ '%1000000000d' % 1 }}", "{{ 'x' | center(10**10) }}")),
     *((DRY + f" policy.model_name={name}", None, "is neither a folder nor a hub name") for name in NO_HUB_NAMES),
     *((DRY, tokenizer(model_max_length=value), "tokenizer") for value in ("x", [1], {"a": 1}, True)),
@@ -148,7 +148,7 @@ RUN_FILES = [
         )
         for wrong in ({"step": "x"}, {"step": -1}, {"step": 1e300}, {"text": 3}, {"level": 3}, {"time": "x"})
     ),
-    *((REPORT, metrics(step=value), "line 2: not a row of metrics") for value in (-1, True, 10**30, 1.5)),
+    *((REPORT, metrics(step=value), "line 2: not a valid metrics row") for value in (-1, True, 10**30, 1.5)),
     *(
         (CALIBRATE, metrics(**{name: value}), f"metrics.jsonl: {name} of step 2 must be")
         for name, value in (("time/train", -1), ("time/train", 10**400), ("time/rollout", 0), ("rollout/tokens", 0))

@@ -102,7 +102,7 @@ OBJECTIVES = [
     (
         strided(),
         None,
-        "data.train.strided: all 4 texts are shorter than the 24 tokens that an anchor requires (the longest",
+        "data.train.strided: all 4 texts are shorter than the minimum of 24 tokens for one anchor (the longest",
     ),
     (strided(), text("rows.jsonl", '{"question": 3}\n'), "row 0: 'question' must be text for anchors"),
     (

@@ -273,4 +273,4 @@ def test_a_run_whose_environment_is_gone_can_be_talked_to_all_the_same(world, ca
     source = read_source(world / "model", str(world / "good.yaml"), None, [])
     source.config.env = {"gone": {"plugin": "absent.py:Gone"}}
     assert command._system(None, source, RunRows(source.config)) is None
-    assert capsys.readouterr().err.startswith("note: no system message from the run's environments: ")
+    assert capsys.readouterr().err.startswith("note: cannot read the system message of the run's environments: ")

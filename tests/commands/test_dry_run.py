@@ -74,7 +74,7 @@ def test_good_data_passes_and_the_plan_says_what_was_read(config, tmp_path, caps
         (lambda text: text, ["data.train.columns={gold: anwser}"], "row 0 has no column 'anwser'; did you mean "
                                                                    "'answer'"),
         (lambda text: text, ["env.gsm8k.stric=true"], "env.gsm8k"),
-        (lambda text: text, ["data.train.environment_key=question"], "data.train.environment_key: row 0: env has no"),
+        (lambda text: text, ["data.train.environment_key=question"], "environment_key: row 0: env does not define"),
     ],
 )  # fmt: skip
 def test_bad_rows_are_refused_with_their_place(damage, overrides, expected, config, tmp_path, capsys):
@@ -153,8 +153,8 @@ def test_anchors_of_raw_texts_are_counted_and_so_are_texts_without(tmp_path, cap
     # Anchors at 3 of 7 tokens, 3 and 5 of 9, and 3, 5 and 7 of 11.
     assert dry(config) == 0
     said = capsys.readouterr().out
-    assert f"data.train: 4 rows of {texts}; 6 anchors, each with 3 tokens before it and 3 after it; " in said
-    assert "1 texts are shorter than the 6 tokens that an anchor requires and are skipped" in said
+    assert f"data.train: 4 rows of {texts}; 6 anchors, each with 3 prompt tokens and 3 answer tokens; " in said
+    assert "1 texts are shorter than the minimum of 6 tokens for one anchor and are skipped" in said
     # Verdicts are of prompts, and no row is one.
     config.write_text(config.read_text().partition("env:")[0].replace("alignment", "format") + "env: {gsm8k: {}}\n")
     assert dry(config) == 0
@@ -267,8 +267,8 @@ def test_a_dataset_with_several_configurations_needs_one_and_lists_them(config, 
     assert dry(config(folder)) == 2
     said = capsys.readouterr().err
     assert (
-        f"data.train.path: {folder} has several configurations (main, socratic); name one, for example {folder}:main"
-        in said
+        f"data.train.path: {folder} has several configurations (main, socratic); "
+        f"select a configuration, for example {folder}:main" in said
     )
     assert said.count("\n") == 1
     assert dry(config(Path(f"{folder}:socratic"))) == 0

@@ -113,7 +113,7 @@ def test_check_shows_what_would_be_masked_and_why_and_exits_1(mine, capsys, monk
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main(["env", "check", "asking", "--config", mine, "--completion", "down"]) == 1
     shown = capsys.readouterr().out  # two rows are for it, each with its answer, an empty text, and ours
-    assert "masked, not given a reward of 0: 2 of 6 samples (up: server is down" in shown
+    assert "masked instead of getting a reward of 0: 2 of 6 samples (up: server is down" in shown
 
 
 def test_check_tells_a_reward_that_does_not_apply_from_one_that_failed(mine, capsys):

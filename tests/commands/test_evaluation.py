@@ -55,7 +55,7 @@ def test_a_step_a_checkpoint_and_a_model_mean_themselves(run_dir, tmp_path):
     [
         ("run", 3, "--step: .* has no checkpoint of step 3; existing steps: 2, 4"),
         ("run/model", 2, "--step: .* is a model"),
-        ("elsewhere", None, "--config: required to evaluate"),
+        ("elsewhere", None, "--config: required, because"),
         ("empty", None, "has no checkpoint or exported model yet"),
         ("nowhere", None, "not a run, checkpoint or model folder"),
     ],

@@ -67,7 +67,7 @@ def test_a_recorded_step_reads_back_with_the_advantages_of_the_run(tmp_path, cap
 
 def test_it_names_the_samples_that_a_sum_would_not_have_told_apart(tmp_path, capsys):
     out = shown(capsys, recorded(tmp_path, two_groups()))
-    assert "the same advantage to 2 pairs of samples that these distinguish, in 1 of 2 groups" in out
+    assert "the same advantage to 2 pairs of samples that these advantages distinguish, in 1 of 2 groups" in out
     line = next(
         line for line in out.splitlines() if line.startswith("  samples 0 (correctness 1, format 0, length 0) and 1")
     )
@@ -133,7 +133,7 @@ def test_without_a_config_beside_it_one_is_asked_for(tmp_path, capsys):
     path = recorded(tmp_path, two_groups())
     (tmp_path / "config.yaml").unlink()
     assert cli.main(["explain-advantages", str(path)]) == 2
-    assert "specify one with --config" in capsys.readouterr().err
+    assert "specify a file with --config" in capsys.readouterr().err
     assert "prompt first" in shown(capsys, path, "--config", DEMO)
 
 

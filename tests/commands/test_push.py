@@ -110,18 +110,18 @@ def _index(folder: Path) -> None:
     "source, spoil, message",
     [
         ("absent", None, "absent: no exported model (no config.json)"),
-        ("run/checkpoints/step_1", None, "is a checkpoint; convert it to a model with `gdpo-nemo convert --to hf`"),
+        ("run/checkpoints/step_1", None, "is a checkpoint; convert this checkpoint with `gdpo-nemo convert --to hf`"),
         ("run", lambda d: (d / "model" / "config.json").unlink(), "no exported model (no model/ in it)"),
         ("run", lambda d: (d / "model" / "model.safetensors").unlink(), "(its *.safetensors is missing)"),
         (
             "run",
             lambda d: (d / "model" / "notes.txt").symlink_to(d.parent / "key"),
-            "notes.txt: is a link to a file outside the",
+            "notes.txt: links to a file outside the",
         ),
         (
             "run",
             lambda d: (d / "model" / "notes").symlink_to(d.parent),
-            "notes: is a link to a file outside the model's folder",
+            "notes: links to a file outside the model's folder",
         ),
         ("run", lambda d: _index(d / "model"), "(model-00002.safetensors is missing)"),
         (

@@ -58,7 +58,7 @@ def test_rows_have_the_cells_of_their_head_and_links_a_heading():
 def test_types_choices_and_defaults_are_said():
     page = config_page()
     assert "| `precision` | one of `float32`, `bfloat16` | `bfloat16` |" in page
-    assert "or a custom one (`file.py:name`) | `gdpo` |" in page
+    assert "or a custom function (`file.py:name`) | `gdpo` |" in page
     assert "| `preset` | one of `paper`, " in page and ", or null | `null` |" in page
     assert "| `adam_beta1` | number (0 or more and below 1) | `0.9` |" in page
     assert "## `env`\n" in page and "mapping of names to number (at least -1,000" in page

@@ -18,7 +18,7 @@ from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.watch import snapshot, view
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.observe.metrics import MetricsLog
-from gdpo_nemo.observe.run_files import StatusFile, write_alert
+from gdpo_nemo.observe.run_files import StatusFile, status_if_whole, write_alert
 from gdpo_nemo.utils.waits import waiting
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -53,7 +53,9 @@ def test_a_run_is_drawn_from_its_folder_alone(folder):
     status = StatusFile(folder, lambda: {"step": 7, "queues": {"groups ready": 3}})
     write_alert(folder, 5, "component 'format' is dead")
     with waiting("verdicts of demo", "environments"):
-        time.sleep(1.5)  # the file is renewed every second
+        end = time.monotonic() + 120
+        while not status_if_whole(folder).get("waits") and time.monotonic() < end:
+            time.sleep(0.05)  # the file is renewed every second
     shown = drawn(folder)
     status.close("complete")
     for text in (

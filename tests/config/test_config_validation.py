@@ -256,7 +256,7 @@ def test_an_output_layer_that_is_the_embedding_takes_no_adapter(minimal, model):
     validate(load_config(minimal, adapters))
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**content, "tie_word_embeddings": True}))
-    assert "the model's lm_head is its embedding" in refused(minimal, *adapters)
+    assert "the model's lm_head is tied to the embedding" in refused(minimal, *adapters)
 
 
 def test_experts_need_a_model_that_has_some(minimal, model):

@@ -138,7 +138,7 @@ REFUSED = {
     ),
     "InternLM as a Llama": (
         shape("llama", 4096, 32, 32, 32, 11008, 103168, 2048, attention_bias=True),
-        "attention_bias (biases of projections) is not supported for llama",
+        "attention_bias (projection biases) is not supported for llama",
     ),
     "heads of 16": (
         shape("qwen2", 64, 2, 4, 4, 128, 99, 2048),
@@ -236,7 +236,7 @@ def test_yarn_and_adapters_go_with_the_layers_of_transformer_engine(folder, mini
             ["qkv_proj", "down_proj"],
             "type qwen3 has no qkv_proj; its linear layers: q_proj, k_proj",
         ),
-        ("Qwen3-MoE", ["q_proj", "up_proj"], "experts cannot be adapted; leave out gate_proj, up_proj, down_proj"),
+        ("Qwen3-MoE", ["q_proj", "up_proj"], "experts are not supported; leave out gate_proj, up_proj, down_proj"),
     ],
 )
 def test_adapters_on_layers_that_the_family_lacks_are_refused(model, targets, expected):

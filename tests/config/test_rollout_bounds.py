@@ -224,7 +224,7 @@ def test_rounds_count_the_groups_that_a_step_may_replace(minimal):
             ["max_staleness=1", "sync_every=2", "group_timeout_s=30"],
             "staleness  at most 1 step, bound B = (1 - 1 + 1) * 16 - (1 - 1) = 16 groups, window 1, depth 16, "
             "new weights every 2 steps; after 30 s a group is trained if at least 4 of 8 samples have "
-            "reward results, otherwise it is dropped",
+            "reward results, otherwise the group is dropped",
         ),
     ],
 )

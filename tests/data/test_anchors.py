@@ -62,7 +62,7 @@ def test_prompts_and_answers_are_slices_of_their_texts_and_texts_without_are_cou
     assert [(refused.id, refused.tokens) for refused in made.refused] == short
     assert all(p.token_ids.dtype == p.answer_ids.dtype == np.int32 for p in made.head())
     shortest = next(n for n in range(1000) if anchors_of(n, strided))
-    assert made.left_out() == "" if not short else f"shorter than the {shortest} tokens" in made.left_out()
+    assert made.left_out() == "" if not short else f"shorter than the minimum of {shortest} tokens" in made.left_out()
     firsts = {p.id.rpartition("@")[0]: p.id for p in reversed(made.head())}
     assert [p.id for p in made.one_of_each_row()] == list(reversed(firsts.values()))
 

@@ -57,7 +57,7 @@ def test_the_oldest_exchanges_make_room_and_the_system_message_stays():
 def test_a_prompt_without_room_for_a_reply_is_refused():
     talk, _ = dialogue(context=20)
     with pytest.raises(
-        ConfigError, match=r"the prompt has 47 tokens, but the context is limited to 20 \(policy.max_total"
+        ConfigError, match=r"the prompt has 47 tokens, but the model's context is limited to 20 \(policy.max_total"
     ):
         talk.prompt("x" * 30)
 

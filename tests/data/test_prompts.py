@@ -91,8 +91,8 @@ def test_rows_in_a_form_of_their_environments_own_are_read_by_it_and_no_others(t
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"task": "polit"}, "row 1: env has no 'polit'; did you mean 'polite'"),
-        ({}, "row 1: the row names no environment"),
+        ({"task": "polit"}, "row 1: env does not define 'polit'; did you mean 'polite'"),
+        ({}, "row 1: the row does not select an environment"),
     ],
 )
 def test_a_row_that_no_environment_verifies_is_refused(tmp_path, row, message):
@@ -282,7 +282,7 @@ def test_messages_without_a_chat_template_are_refused(tmp_path):
         ),
         (DatasetConfig(), {}, "data.train.environment: must be set unless env has exactly one"),
         (DatasetConfig(), {**DIGITS, **POLITE}, "it has: digit_sort, polite"),
-        (DatasetConfig(environment="digitsort"), DIGITS, "env has no 'digitsort'; did you mean 'digit_sort'"),
+        (DatasetConfig(environment="digitsort"), DIGITS, "env does not define 'digitsort'; did you mean 'digit_sort'"),
     ],
 )
 def test_a_split_that_cannot_be_had_is_refused(dataset, environments, message):

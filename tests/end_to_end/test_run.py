@@ -125,7 +125,7 @@ def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model)
     _process_of(torn, "ray::PolicyRank").kill()
     status, out, err = torn.finish()
     assert status == 1, (out, err)
-    assert "checkpoint of step 4 could not be written" in err and "step 2 is the last complete one" in err, err
+    assert "checkpoint of step 4 could not be written" in err and "step 2 is the last complete checkpoint" in err, err
     assert "Traceback" not in err and torn.left_behind() == []
     assert [p.name for p in writing.parent.iterdir()] == ["step_2"]
     straight = undisturbed[0].run_dir

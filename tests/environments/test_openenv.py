@@ -457,7 +457,7 @@ def test_preflight_passes_a_server_with_and_without_schemas_and_refuses_none(ser
         ({"url": "http://h", "action": {"message": "text"}}, "action: must be the field"),
         (
             {"url": "http://h", "action": {"m": "{text}"}, "action_format": "json"},
-            r"action: must contain only the fixed fields with action_format json, .* not \{'m': '\{text\}'\}",
+            r"action: must contain only fixed fields with action_format json, .* got \{'m': '\{text\}'\}",
         ),
         ({"url": "http://h", "action": "m", "action_format": "jason"}, "action_format: 'jason' is not one of text"),
         ({"url": "http://h", "action": "m", "observatoin": "x"}, "unknown option 'observatoin'.*observation"),

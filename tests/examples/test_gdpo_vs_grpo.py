@@ -104,7 +104,7 @@ def test_the_report_has_the_tie_the_control_and_the_limits_beside_the_win(tmp_pa
     text = (tmp_path / "comparison.md").read_text()
     assert text in capsys.readouterr().out
     for must in (
-        "weights chosen by hand",
+        "manually chosen weights",
         "equal scale",
         "does not learn correctness faster",
         "learning rate has more effect",

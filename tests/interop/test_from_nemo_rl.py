@@ -262,7 +262,8 @@ def test_key_that_is_said_to_be_taken_over_is_in_the_written_file(name):
     translation = translate(RECIPES / f"{name}.yaml")
     written = set(leaves(translation.content))
     for line in translation.lines:
-        assert (line.status == TRANSLATED) == bool(line.targets) and "covered by the added keys" not in line.text, line
+        assert (line.status == TRANSLATED) == bool(line.targets), line
+        assert "covered by the keys listed under added" not in line.text, line
         for target in (line.key,) if line.status == ADDED else line.targets:
             assert any(f"{key}.".startswith(f"{target}.") or target.startswith(f"{key}.") for key in written), line
 
@@ -324,14 +325,14 @@ def test_the_command_prints_a_config_and_says_what_is_missing(tmp_path, capsys):
     unusual.write_text(f"defaults: {EVERY_KEY}\ndata: {{default: {{env_name: code, processor: null}}}}\n")
     assert cli.main(["config", "from-nemo-rl", str(unusual)]) == 1
     captured = capsys.readouterr()
-    assert "# cannot run:\n#   env.code: the environment 'code' is not supported" in captured.out
+    assert "# cannot run:\n#   env.code: environment 'code' is not supported" in captured.out
     assert captured.err.startswith("cannot run:\n  env.code: ")
 
 
 @pytest.mark.parametrize(
     "text, named",
     [
-        ("defaults: absent.yaml\n", "absent.yaml: recipe not found, listed under defaults in recipe.yaml"),
+        ("defaults: absent.yaml\n", "absent.yaml: recipe not found, which is listed under defaults in recipe.yaml"),
         ("sft: {max_num_steps: 3}\n", "section grpo"),
         ("defaults: recipe.yaml\n", "inherits from itself"),
         ("grpo: {seed: '${nowhere.at.all}'}\n", "nowhere"),

@@ -342,7 +342,7 @@ def test_arguments_alone_are_those_of_the_command_that_is_named(folder, command)
         (["dpo"], ["--learning_rat", "1"], "learning_rat: not an option of DPOConfig or `trl dpo`; did you mean"),
         (["script.py"], ["--learning_rat", "1"], "learning_rat: not an argument of SFTConfig or script.py; did you"),
         (["script.py"], ["1"], "1: expected a script option (--NAME VALUE)"),
-        (["dpo", "script.py"], [], "dpo: only allowed with files of arguments; script.py defines its trainer"),
+        (["dpo", "script.py"], [], "dpo: only allowed with argument files; script.py already defines its trainer"),
         (["sft"], ["--num_generations", "4"], "num_generations: not an option of SFTConfig or `trl sft`"),
     ],
 )

@@ -85,11 +85,11 @@ def test_a_lost_adapter_is_refused_by_name_and_again_when_it_is_merged(shipment)
     short = dataclasses.replace(manifest, entries=manifest.entries[1:])
     with pytest.raises(RunError, match=f"1 tensors missing, for instance {names[0]}"):
         short.check_names(names)
-    with pytest.raises(RunError, match="has only one of the two matrices"):
+    with pytest.raises(RunError, match="has only one of the matrices A and B"):
         received(folder, short, buffer)
 
 
-@pytest.mark.parametrize("change, why", [("name", "no weight for 2 matrices"), ("shape", "do not fit the weight")])
+@pytest.mark.parametrize("change, why", [("name", "no weight for 2 matrices"), ("shape", "do not match the weight")])
 def test_an_adapter_of_another_model_is_refused(shipment, change, why):
     folder, manifest, buffer = shipment
     strange = []

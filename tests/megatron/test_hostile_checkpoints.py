@@ -79,7 +79,7 @@ def test_a_hostile_index_is_refused_in_a_line_and_runs_nothing(tmp_path, kind):
 def test_a_hostile_object_is_refused_in_a_line_and_runs_nothing(tmp_path, kind, monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # a user's wish for own files reaches no checkpoint
     mark = tmp_path / "mark"
-    with pytest.raises(RunError, match="an object in it cannot be read") as refused:
+    with pytest.raises(RunError, match="a stored object cannot be read") as refused:
         load_plain(saved_object(HOSTILE[kind](mark)))
     assert "\n" not in str(refused.value) and not mark.exists()
 
@@ -149,7 +149,7 @@ def hostile_index(folder: Path, mark: Path) -> None:
 
 @pytest.mark.parametrize(
     "hide, said",
-    [(hostile_index, "is not a supported checkpoint index"), (hostile_object, "an object in it cannot be read")],
+    [(hostile_index, "is not a supported checkpoint index"), (hostile_object, "a stored object cannot be read")],
 )
 def test_ranks_refuse_a_hostile_checkpoint_and_run_none_of_it(on_ranks, model_folder, checkpoint, tmp_path, hide, said):
     folder = tmp_path / "step_1"

@@ -132,7 +132,7 @@ def test_the_kernels_are_chosen_where_they_run(monkeypatch, capability, triton, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(logprobs.importlib.util, "find_spec", lambda name: object() if triton else None)
     if isinstance(expected, str):
-        with pytest.raises(ConfigError, match=f"fused_logprobs: cannot be true, {expected}"):
+        with pytest.raises(ConfigError, match=f"fused_logprobs: true is not supported, because {expected}"):
             logprobs.use_fused_logprobs(wanted)
     else:
         assert logprobs.use_fused_logprobs(wanted) is expected

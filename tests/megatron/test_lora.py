@@ -180,7 +180,7 @@ def test_experts_cannot_be_adapted_and_attention_beside_them_can(on_ranks, model
 
 def test_an_output_layer_that_is_the_embedding_cannot_be_adapted(on_ranks, model_folder):
     assert (
-        "lm_head is its embedding"
+        "lm_head is tied to the embedding"
         in on_ranks("TP1", adapter_cases.lora_targets_refused, model_folder("qwen2-tied"), HEAD)[0]
     )
 

@@ -77,8 +77,8 @@ def test_a_checkpoint_of_megatron_core_is_trained_and_comes_back(name, layout, m
     [
         (dict(hidden_size=64), "has hidden_size 32, but its config.json has 64"),
         (dict(num_hidden_layers=6), "has num_hidden_layers 4, "),
-        (dict(vocab_size=200), "has 99 tokens, but its config.json has 200"),
-        (None, "which has no config.json; name a Hugging Face folder of the same model (policy.tokenizer_name)"),
+        (dict(vocab_size=200), "has a vocabulary of 99 tokens, but its config.json has 200"),
+        (None, "which has no config.json; specify a Hugging Face folder of the same model (policy.tokenizer_name)"),
     ],
 )
 def test_a_dry_run_tells_what_does_not_fit_and_converts_nothing(changes, said, made, tmp_path, capsys):
@@ -120,7 +120,7 @@ def test_nothing_in_a_checkpoint_is_run(what, made, model_folder, tmp_path):
         assert (status, said) == (0, "")
     else:
         assert status == 2 and said.count("\n") == 1 and not (tmp_path / "hf").exists(), said
-        assert {"a tensor": "it is not a tensor of the checkpoint", "a path": "names ../../x/pass"}[what] in said
+        assert {"a tensor": "a checkpoint entry is not a tensor", "a path": "names ../../x/pass"}[what] in said
     assert not (tmp_path / "ran").exists()
 
 
@@ -166,4 +166,4 @@ def test_a_checkpoint_of_a_lora_run_becomes_an_adapter_of_peft(on_ranks, model_f
         adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")(dist_cases.tokens()).logits
     torch.testing.assert_close(adapted, hf_logits(tmp_path / "merged"), atol=1e-5, rtol=0)
     status, said = convert("megatron", checkpoint, tmp_path / "mcore")
-    assert status == 2 and "contains adapters; convert it --to hf first" in said
+    assert status == 2 and "contains adapters; use --to hf first" in said

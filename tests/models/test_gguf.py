@@ -93,7 +93,7 @@ def test_a_scaling_of_frequencies_that_is_not_llama_3s_is_refused(tmp_path, monk
     divisors = tiny_gguf._divisors
     monkeypatch.setattr(tiny_gguf, "_divisors", lambda config: divisors(config)[::-1].copy())
     file = tiny_gguf.write_gguf(write_model("llama", tmp_path / "model"), tmp_path / "tiny.gguf")
-    with pytest.raises(ConfigError, match="do not follow Llama 3's rule"):
+    with pytest.raises(ConfigError, match="differ from Llama 3's rule"):
         read_gguf_model(file, "SOURCE")
 
 
@@ -107,14 +107,14 @@ def whole(tmp_path_factory):
     "before, after, message",
     [
         (b"\x08\0\0\0\x05\0\0\0\0\0\0\0qwen2", b"\x08\0\0\0\x05\0\0\0\0\0\0\0mamba",
-         "architecture 'mamba', which is not supported; supported: llama, qwen2"),
+         "architecture 'mamba' is not supported; supported: llama, qwen2"),
         (b"llama-bpe", b"other-bpe", "has pre-tokenizer 'other-bpe', which is not supported"),
         (b"attn_norm.weight", b"attn_nerm.weight", "lacks 1 tensors of the model, for example blk.0.attn_norm.weight"),
         (b"GGUF\x03", b"GGUF\x01", "has GGUF version 1"),
         (b"qwen2.block_count\x04\0\0\0\x04", b"qwen2.block_count\x04\0\0\0\x00", "qwen2.block_count 0"),
         (b"\x04\0\0\0\0\0\0\0gpt2", b"\x04\0\0\0\0\0\0\0bert", "tokenizer of type 'bert'"),
         (b"qwen2.block_count\x04\0\0\0", b"qwen2.block_count\x63\0\0\0",
-         "not a complete GGUF file .a value has unknown type 99"),
+         "not a complete GGUF file .a value has the unknown type 99"),
     ],
 )  # fmt: skip
 def test_a_gguf_file_that_cannot_be_read_is_refused_by_name(before, after, message, whole, tmp_path):

@@ -57,7 +57,7 @@ FILES = [
     (nemo_1, "a NeMo 1 checkpoint"),
     (nemo_1_compressed, "a NeMo 1 checkpoint"),
     (onnx, "an ONNX graph"),
-    (safetensors, "a single safetensors file; name the folder"),
+    (safetensors, "a single safetensors file; specify the folder"),
     (words, "not a model in a supported format"),
 ]
 
@@ -121,7 +121,7 @@ def test_a_hugging_face_folder_and_an_empty_one_are_no_other_format(files, tmp_p
         (dict(metadataDOTjson='{"sharded_backend": "zarr"}'), "format zarr, which is not supported; supported: torch"),
         (dict(metadataDOTjson="[]"), "has no metadata.json of Megatron-core"),
         (dict(metadataDOTjson='{"sharded_backend": "torch_dist"}'), "has no .metadata"),
-        (dict(aDOTgguf="GGUF", bDOTgguf="GGUF"), "has 2 GGUF files; name one"),
+        (dict(aDOTgguf="GGUF", bDOTgguf="GGUF"), "has 2 GGUF files; specify one"),
         (dict(modelDOTonnx="\b\b\x12"), "model.onnx is an ONNX graph"),
     ],
 )  # fmt: skip

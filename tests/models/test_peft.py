@@ -93,7 +93,7 @@ def test_an_adapter_that_is_more_than_lora_is_refused_by_name(changes, message, 
     "config, message",
     [
         (dict(base_model_name_or_path="nowhere"), "nowhere, was not found"),
-        (dict(base_model_name_or_path="some/model"), "pass that folder with --model"),
+        (dict(base_model_name_or_path="some/model"), "pass the folder of the base model with --model"),
         (dict(base_model_name_or_path=None), "the base model of the adapter"),
     ],
 )

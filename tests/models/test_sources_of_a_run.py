@@ -122,7 +122,7 @@ def test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices(m
         (
             {},
             dict(share_a="true"),
-            "policy.lora.share_a: must match the adapter .* .a separate A for each module., got true",
+            "policy.lora.share_a: must match the adapter .* .a separate matrix A for each module., got true",
         ),
     ],
 )

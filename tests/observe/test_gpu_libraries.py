@@ -74,7 +74,7 @@ def test_flashinfer_needs_nvcc_and_ninja_for_its_kernels(machine, monkeypatch):
     folder = machine({"flashinfer-python": "0.7.0"}, "nvidia/cu13/bin/nvcc")
     found = installation.flashinfer()
     assert found.usable is None and "did not find nvcc and ninja" in found.text
-    assert found.text.endswith(f"CUDA_HOME={folder / 'nvidia/cu13'} has one")
+    assert found.text.endswith(f"CUDA_HOME={folder / 'nvidia/cu13'} contains nvcc")
     monkeypatch.setenv("CUDA_HOME", str(folder / "nvidia" / "cu13"))
     assert "did not find ninja; " in installation.flashinfer().text
     machine({"flashinfer-python": "0.7.0"}, "bin/nvcc", "bin/ninja")

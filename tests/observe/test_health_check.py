@@ -97,8 +97,8 @@ def test_a_folder_without_steps_is_an_error_not_a_verdict(tmp_path):
 @pytest.mark.parametrize(
     "text, named",
     [
-        ("checks: []", "no list of checks"),
-        ("checks: [{metric: a, min: 1}]", "check 1: expected metric and at"),
+        ("checks: []", "must contain a list of checks"),
+        ("checks: [{metric: a, min: 1}]", "check 1: expected the keys metric and at"),
         ("checks: [{metric: a, at: 1, min: 1}, {metric: a, at: 1}]", "check 2: requires min or max"),
         ("checks: [{metric: a, at: late, min: 1}]", "'late'"),
         ("checks: [{metric: a, at: 1, minimum: 1}]", "check 1: expected"),

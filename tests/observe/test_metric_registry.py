@@ -249,11 +249,11 @@ def test_explain_says_what_a_metric_is_and_which_is_meant(capsys):
     assert cli.main(["explain", "metric/grad_norm"]) == 0
     said = capsys.readouterr().out
     assert "unit     a plain number" in said and "at most 100, at every step" in said and "key " not in said
-    for wrong, hint in (("grad_nrm", "did you mean metric/grad_norm?"), ("x", "explain metric lists them")):
+    for wrong, hint in (("grad_nrm", "did you mean metric/grad_norm?"), ("x", "explain metric lists all metrics")):
         assert cli.main(["explain", f"metric/{wrong}"]) == 2
         assert hint in capsys.readouterr().err
     assert cli.main(["explain", f"metric/{OWN}x"]) == 0
-    assert "log with log_metric as x." in capsys.readouterr().out
+    assert "pass to log_metric under the name x." in capsys.readouterr().out
     assert nearest_metric("rollout/mean_lenght") == "rollout/mean_length"
 
 

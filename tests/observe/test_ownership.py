@@ -201,7 +201,7 @@ def test_owner_that_is_not_a_regular_file_is_refused_at_once(tmp_path, kind):
     run = tmp_path / "run"
     run.mkdir()
     NOT_FILES[kind](run / FILE)
-    said = f"run.dir: {run / FILE} is not a regular file; remove it"
+    said = f"run.dir: {run / FILE} is not a regular file; remove this file"
     for wanted in (f"with owned(Path({str(run)!r})): pass", f"check_free(Path({str(run)!r}))"):
         script = f"from pathlib import Path; from gdpo_nemo.observe.ownership import check_free, owned\n{wanted}"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S)
@@ -223,7 +223,7 @@ def test_claim_with_an_impossible_value_is_unreadable(tmp_path, key, value):
     (tmp_path / FILE).write_text(json.dumps({**asdict(Claim.of_this_process()), key: value}))
     ownership.check_free(tmp_path)
     with owned(tmp_path, stale_s=0.01) as owner:
-        assert owner.predecessor == f"taking over {tmp_path}: its {FILE} cannot be read and is not being renewed"
+        assert owner.predecessor == f"taking over {tmp_path}: its {FILE} cannot be read and is no longer renewed"
 
 
 def test_claim_at_the_largest_values_is_printed_in_one_line(tmp_path):

@@ -196,6 +196,6 @@ def test_an_engine_that_answers_no_more_is_replaced_like_one_that_died(fleet_of,
     drawn = fleet.spawn(fleet.sample(REQUEST, SAMPLING))
     assert drawn.result(LIMIT_S)[1] == 0 and len(fleet.script.engines) == 2
     (line,) = fleet.take_events()
-    assert "engine 0 has not answered for" in line and "it is replaced, and its samples are generated again" in line
+    assert "engine 0 has not answered for" in line and "the engine is replaced and its samples are repeated" in line
     assert fleet.measure()["engines/replaced"] == 1
     stopped.set()

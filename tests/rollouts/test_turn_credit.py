@@ -251,7 +251,10 @@ def test_a_verdict_may_say_what_each_turn_earned_and_is_held_to_it():
         ([{"a": 1.0}], "turn_rewards for 1 turns of sample 0 of prompt p, which has 2"),
         ([{"a": 1.0}, {"c": 1.0}], "'c', which is not in reward_names"),
         ([{"a": float("inf")}, {}], "reward 'a' of turn 1 of sample 0 of prompt p is infinite"),
-        ([{"b": 1.0}, {}], "turn_rewards of 'b' for sample 0 of prompt p, whose rewards do not contain it"),
+        (
+            [{"b": 1.0}, {}],
+            "turn_rewards of 'b' for sample 0 of prompt p, but the rewards do not contain this component",
+        ),
     ):
         with pytest.raises(RunError, match=said):
             checked_verdicts(("a", "b"), [t], [Verdict({"a": 1.0}, turn_rewards=wrong)])

@@ -36,7 +36,7 @@ def test_a_forgotten_turn_ends_the_run_with_a_sentence_and_fails_no_sample():
     found = transcript()
     follow(found, reply(3), history)
     assert found.turns == 1
-    with pytest.raises(RunError, match="more than 65,536 turns in a batch, the maximum that is stored"):
+    with pytest.raises(RunError, match="more than 65,536 turns in a batch, the maximum number of stored turns"):
         follow(transcript(), reply(1), history)
     history.clear()
     with pytest.raises(BrokenEpisode, match="did not sample"):

@@ -109,7 +109,7 @@ def test_a_failed_write_leaves_what_was_there_and_says_which_is_good(checkpoints
         raise RunError("a rank died")
 
     with pytest.raises(
-        RunError, match="checkpoint of step 4 could not be written: a rank died; step 2 is the last complete one"
+        RunError, match="checkpoint of step 4 could not be written: a rank died; step 2 is the last complete checkpoint"
     ):
         checkpoints.begin(RunState(step=4), fail if when == "begin" else shards)
         checkpoints.finish(fail)

@@ -233,7 +233,8 @@ def test_the_audit_of_a_run_goes_by_its_own_configs_and_checkpoint(run, tmp_path
     assert replay.audit_run(run) == []  # masked samples and those of the step's own version
     state = RunState(step=4, ledger={"position": 9, "retired": [], "dropped": []})
     Checkpoints(run / "checkpoints", 9, 0, None).save(state, lambda path: None)
-    assert replay.audit_run(run) == ["prompt index 8 is not in the journal, but is done in the newest checkpoint"]
+    sentence = "prompt index 8 is missing in the journal, but the newest checkpoint lists it as done"
+    assert replay.audit_run(run) == [sentence]
 
 
 def test_an_audit_says_what_it_could_judge(run, capsys):
@@ -244,7 +245,7 @@ def test_an_audit_says_what_it_could_judge(run, capsys):
     file = run / "journal.jsonl"
     file.write_text(file.read_text().replace("[[7,", "[[-1,"))
     assert main(["replay", str(run), "--audit"]) == 0
-    assert "this journal has no prompt indices to check" in capsys.readouterr().out
+    assert "this journal does not record prompt indices" in capsys.readouterr().out
     file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[1:]))
     assert main(["replay", str(run), "--audit"]) == 1
     assert capsys.readouterr().out == "step 2 follows step 0\n"

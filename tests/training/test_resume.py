@@ -86,7 +86,7 @@ ALLOWED = {
     "policy.megatron_cfg.tensor_model_parallel_size=2": "policy.megatron_cfg.tensor_model_parallel_size: 1 -> 2 from "
     "step 13 on",
     "checkpointing.async_save=true": "checkpointing.async_save: false -> true from step 13 on",
-    "run.seed=7": "run.seed: 42 -> 7 from step 13 on; the order of prompts changes from there",
+    "run.seed=7": "run.seed: 42 -> 7 from step 13 on; the order of prompts changes at this step",
 }
 
 

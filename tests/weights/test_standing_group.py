@@ -136,7 +136,7 @@ def test_an_update_that_broke_off_with_all_alive_is_followed_by_another_group(ru
     (updates, sent) = run.start(engines)
     with pytest.raises(PeerLost):
         run.policy.wait(sent, "sending")
-    assert "no longer in it" in str(updates[0].answer()) and isinstance(updates[1].answer(), PeerLost)
+    assert "no longer a member" in str(updates[0].answer()) and isinstance(updates[1].answer(), PeerLost)
     run.deliver(engines)
     second = run.publish(engines)
     assert first != second == run.publish(engines)
@@ -176,5 +176,5 @@ def test_fifty_updates_and_five_replacements_leave_nothing_behind(run):
 
 def test_a_receiver_without_the_group_says_so_and_waits_for_nobody():
     meeting = Meeting("127.0.0.1", 1, 2, "gloo", True, "gone")
-    with pytest.raises(PeerLost, match="nobody is no longer in it"), joined_group(meeting, "nobody", 1, False, 600):
+    with pytest.raises(PeerLost, match="nobody is no longer a member"), joined_group(meeting, "nobody", 1, False, 600):
         pass

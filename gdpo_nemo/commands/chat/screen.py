@@ -55,7 +55,7 @@ class Screen(Protocol):
     """Output interface of a conversation."""
 
     def asked(self, text: str, row: RunRow | None) -> None:
-        """Show that a prompt is being processed."""
+        """Show the prompt of the next replies, or save it for later output."""
 
     def follow(self, replies: Sequence[Reply], stop: threading.Event) -> None:
         """Wait until the replies are complete, or stop them when ``stop`` is set. Raises RunError."""
@@ -90,7 +90,7 @@ class Plain:
         sys.stdout.flush()
 
     def note(self, line: str) -> None:
-        """Print the line to stderr."""
+        """Print a note to stderr."""
         print(line, file=sys.stderr, flush=True)
 
 
@@ -101,12 +101,12 @@ class JsonLines(Plain):
         self._asked: dict[str, Any] = {}
 
     def asked(self, text: str, row: RunRow | None) -> None:
-        """Save the prompt for the JSON object."""
+        """Save the prompt for the JSON object that ``show`` prints."""
         row_fields = {} if row is None else {"split": row.split, "row": row.number, "id": row.content["id"]}
         self._asked = {"prompt": text, **row_fields}
 
     def show(self, answers: Sequence[Answer]) -> None:
-        """Print the JSON object of the prompt."""
+        """Print the JSON object with the prompt and its replies."""
         replies = [answer.record() for answer in answers]
         print(json.dumps({**self._asked, "replies": replies}, ensure_ascii=False), flush=True)
 
@@ -136,7 +136,7 @@ class Terminal:
             self._stream(reply, replies, stop)
 
     def show(self, answers: Sequence[Answer]) -> None:
-        """Print two replies in columns, or only the remarks if the replies were streamed as text."""
+        """Print two replies in columns. If the replies were streamed as text, print only the remarks."""
         if len(answers) > 1 and self._console.width >= _WIDE:
             self._console.print(_table([(a.name, a.text, a.remarks) for a in answers]))
             return

@@ -51,13 +51,13 @@ class Source:
     name: str
     config: Config
     model: Path | None
-    """Hugging Face folder of the model; None: it must be exported from the checkpoint."""
+    """Hugging Face folder of the model, or None if it must be exported from the checkpoint."""
     checkpoint: Path | None
     base: Path
-    """Hugging Face folder with the tokenizer. If there is a checkpoint, it contains the initial model of the run."""
+    """Hugging Face folder with the tokenizer. For a checkpoint, this is the folder of the run's initial model."""
     tokenizer: Tokenizer
     of_a_run: bool
-    """True if the config is that of a run, so that its data and rewards are known."""
+    """True if the config belongs to a run, so that the data and rewards are known."""
 
     @property
     def chat(self) -> bool:
@@ -77,7 +77,7 @@ def read_source(source: Path, config_file: str | None, step: int | None, overrid
     config = load_config(_default_config(source) if outside else subject.config, overrides)
     if subject.model is not None:
         config.policy.model_name = str(subject.model)
-        config.policy.lora = LoraConfig()  # only engines run, with the adapter merged into the weights
+        config.policy.lora = LoraConfig()  # only engines run, and the adapter is merged into the weights
     check_ranges(config)
     model = ModelFacts(model_source(config.policy))
     check_tokenizer(config.policy, model)
@@ -132,7 +132,7 @@ def _dtypes(content: Mapping[str, Any]) -> tuple[Any, ...]:
 def on_this_machine(sources: Sequence[Source]) -> None:
     """Configure one engine per model on this machine's GPUs.
 
-    The CPU is used if the machine has no GPUs or the runs did not use GPUs.
+    Engines use the CPU if the machine has no GPUs or the runs did not use GPUs.
 
     Raises:
         ConfigError: if there are not enough GPUs or a requirement of the engine is missing.
@@ -157,14 +157,17 @@ def on_this_machine(sources: Sequence[Source]) -> None:
 
 
 def weights_of(source: Source) -> Path:
-    """Return the folder that an engine loads. A checkpoint is exported first, which requires a Ray session."""
+    """Return the model folder that an engine loads. A checkpoint is exported first, which requires a Ray session."""
     if source.checkpoint is None:
         return source.base
     return exported(source.checkpoint, source.config, source.base)
 
 
 def sampling_of(policy: PolicyConfig, temperature: float | None, max_new_tokens: int | None) -> Sampling:
-    """Return the run's sampling settings, with ``temperature`` and ``max_new_tokens`` replaced unless None."""
+    """Return the run's sampling settings.
+
+    ``temperature`` and ``max_new_tokens`` replace settings unless they are None.
+    """
     generation = policy.generation
     return Sampling(
         generation.temperature if temperature is None else temperature,
@@ -208,7 +211,7 @@ class Speaker:
         self.dialogue = Dialogue(conversation, system, context, sampling.max_new_tokens)
         self._sampling = sampling
         cluster = replace(config.cluster, cpus_per_node=max(1, cores(config.cluster) // share))
-        # Without policy ranks Ray chooses the engine's devices.
+        # Without policy ranks, Ray chooses the engine's devices.
         self.fleet: EngineFleet = EngineFleet(
             replace(config, cluster=cluster), str(folder.absolute()), Placement(Places((), (0,)))
         )
@@ -218,7 +221,7 @@ class Speaker:
         self.fleet.ready()
 
     def question(self, asked: str | Prompt, seed: int) -> Question:
-        """Create the request for a prompt. Raises ConfigError if the model does not support it."""
+        """Create the request for a prompt. Raises ConfigError if the model does not support the prompt."""
         try:
             prompt, forgotten = self.dialogue.prompt(asked)
         except RunError as error:
@@ -226,11 +229,11 @@ class Speaker:
         return Question(asked, SampleRequest(prompt, seed), forgotten)
 
     def ask(self, question: Question) -> Reply:
-        """Start the reply to a question."""
+        """Start to generate the reply to a question."""
         return Reply(self, question)
 
     def begin(self, request: SampleRequest, heard: Callable[[Sequence[int]], None]) -> Future[Completion]:
-        """Start to sample a completion. ``heard`` is called in another thread with all tokens sampled so far."""
+        """Start to sample a completion. ``heard`` is called in another thread with the tokens sampled so far."""
 
         async def sample_completion() -> Completion:
             return await self.fleet.submit(request, self._sampling).follow(heard)
@@ -258,7 +261,7 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        """True if the reply is complete."""
+        """True if the reply has ended."""
         return self._completion.done()
 
     def wait(self) -> None:
@@ -269,7 +272,7 @@ class Reply:
     def stop(self) -> None:
         """Stop the reply if it is not complete."""
         if not self._stopped:
-            self._stopped = True  # before cancelling, so that no later tokens are added
+            self._stopped = True  # set before cancelling, so that no later tokens are added
             self._stopped = self._completion.cancel()
 
     @property
@@ -314,7 +317,7 @@ class RunRows:
     """Rows of a run's data and their verification. A split is read when its first row is requested.
 
     Args:
-        config: config of the run; None for a model outside a run, for which requests for rows raise ConfigError.
+        config: config of the run. None means a model outside a run, for which requests for rows raise ConfigError.
     """
 
     def __init__(self, config: Config | None):
@@ -328,8 +331,8 @@ class RunRows:
         """Return a row of the data.
 
         Args:
-            split: name of the split; None: validation if the run has it, otherwise train.
-            number: index of the row; None: the one after the previously requested row.
+            split: name of the split. None means validation if the run has a validation split, otherwise train.
+            number: index of the row. None means the row after the previously requested row.
 
         Raises:
             ConfigError: if the row does not exist or the data is invalid.
@@ -347,9 +350,9 @@ class RunRows:
         return RunRow(split, number, rows[number], _question(rows[number], dataset))
 
     def prompt(self, row: RunRow, tokenizer: Tokenizer) -> Prompt:
-        """Return the prompt that the run would make of the row, with tokens of ``tokenizer``.
+        """Return the prompt that the run would create from the row, with tokens of ``tokenizer``.
 
-        For ``strided`` data, it is the first prompt of the text. Raises ConfigError.
+        For ``strided`` data, the result is the first prompt of the text. Raises ConfigError.
         """
         config = self._of_a_run()
         source = prompts_of(
@@ -364,7 +367,7 @@ class RunRows:
         return source.head()[0]
 
     def verdict(self, prompt: Prompt, tokens: np.ndarray, text: str, finish_reason: str) -> Trajectory | None:
-        """Verify a reply. Return it with its rewards, or with the failure of the environment.
+        """Verify a reply. Return the trajectory with its rewards, or with the error of the environment.
 
         Returns None if the environment scores only complete episodes, because the reply is only the first turn.
 
@@ -385,7 +388,7 @@ class RunRows:
 
     @property
     def environments(self) -> Mapping[str, Environment]:
-        """Environments of the config. Raises ConfigError if one cannot be built."""
+        """Environments of the config. Raises ConfigError if an environment cannot be created."""
         if self._environments is None:
             self._environments = load_environments(self._of_a_run().env)
         return self._environments
@@ -408,12 +411,12 @@ class RunRows:
     def _dataset(self, split: str) -> DatasetConfig:
         dataset: DatasetConfig | None = getattr(self._of_a_run().data, split)
         if dataset is None:
-            raise ConfigError(f"data.{split}: not set in the run's config")
+            raise ConfigError(f"data.{split}: is not set in the run's config")
         return dataset
 
 
 def rewards_line(trajectory: Trajectory, weighted: list[str]) -> str:
-    """Format the reward components, trained ones first."""
+    """Format the reward components, beginning with trained components."""
     if trajectory.outcome is Outcome.ENV_FAILED:
         return f"no rewards because the environment failed: {trajectory.detail}"
     names = dict.fromkeys([*(name for name in weighted if name in trajectory.rewards), *trajectory.rewards])

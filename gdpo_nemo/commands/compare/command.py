@@ -20,7 +20,7 @@ def add(commands: Commands) -> None:
         help="compare runs: settings, curves with error bands over seeds, and results after equal effort",
         description=(
             "Runs whose settings differ only in the seed form one variant. All variants are compared with the first "
-            "one."
+            "variant."
         ),
     )
     command.add_argument("runs", nargs="+", metavar="RUN", help="run folders, finished or not, of any tasks")
@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="also show the steps until a metric reaches a value, for example reward/format/mean=0.8; repeatable",
+        help="also show the number of steps until a metric reaches a value, such as reward/format/mean=0.8; repeatable",
     )
     command.add_argument(
         "--out",
@@ -60,7 +60,7 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare runs. Tables are printed; curves and an HTML page are written to files."""
+    """Compare runs: print tables, and write curves and an HTML page to files."""
     from gdpo_nemo.commands.compare import comparison, page
     from gdpo_nemo.utils.errors import ConfigError
 

@@ -21,7 +21,7 @@ from gdpo_nemo.utils.errors import ConfigError, RunError
 from gdpo_nemo.utils.files import real_path
 
 AXES = {"steps": "optimizer steps", "samples": "trained samples", "time": "seconds of training"}
-"""Measures of training effort with their units."""
+"""Measures of training effort on the x axis, with their units."""
 _IGNORED_SECTIONS = ("run.", "logger.", "checkpointing.")
 """Config sections that do not affect training."""
 _LABEL = 48
@@ -52,7 +52,7 @@ class RunRecord:
         history = History.of(read_metrics(folder))
         if not history.training:
             raise RunError(f"{folder}: no training steps to compare")
-        # A config of an older version may lack a key. That version behaved like the current default.
+        # A config of an older version may lack a key, for which that version used the current default.
         return cls(folder, dict(_flat(asdict(Config()))) | dict(_flat(config)), history)
 
     @property
@@ -61,7 +61,7 @@ class RunRecord:
         return self.settings.get("run.seed")
 
     def effort(self, axis: str, steps: Sequence[int]) -> np.ndarray:
-        """Return the total effort of the run after each of these steps: float [steps]."""
+        """Return the total effort of the run after each step in ``steps``: float [steps]."""
         if axis == "steps":
             return np.asarray(steps, float)
         if axis == "samples":
@@ -86,7 +86,7 @@ class Variant:
     label: str
     runs: tuple[RunRecord, ...]
     settings: Settings
-    """Values of the settings that differ between variants."""
+    """This variant's values of the settings that differ between variants."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Gap:
     at_end: np.ndarray
     """float [seeds]: differences of the trailing means after an equal number of steps."""
     over_run: np.ndarray
-    """float [seeds]: differences of the means over all these steps."""
+    """float [seeds]: differences of the means over the same number of steps."""
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -127,7 +127,7 @@ def differences(runs: Sequence[RunRecord], ignored: Sequence[str] = ()) -> list[
     found = []
     for key in keys:
         values = _values(runs, key)
-        # True if the value depends on the seed only. This cannot be determined if each seed has only one run.
+        # True if the value depends only on the seed, which cannot be determined if each seed has only one run.
         with_seed = seed_repeats and len({(repr(run.seed), value) for run, value in zip(runs, values)}) == len(
             {repr(run.seed) for run in runs}
         )
@@ -137,17 +137,20 @@ def differences(runs: Sequence[RunRecord], ignored: Sequence[str] = ()) -> list[
 
 
 def _values(runs: Sequence[RunRecord], key: str) -> list[str]:
-    """Return the value of a key for each run. A path like ``models/small_${run.seed}`` is the same for all seeds."""
+    """Return the value of a key for each run.
+
+    A path that contains the seed, such as ``models/small_42``, counts as equal for all seeds.
+    """
     raw = [run.settings.get(key) for run in runs]
     exact = [repr(value) for value in raw]
     masked = [repr(v.replace(str(r.seed), "${run.seed}") if isinstance(v, str) else v) for r, v in zip(runs, raw)]
     return min(
         exact, masked, key=lambda values: len(set(values))
-    )  # masking is wrong for a seed of 0, which occurs in many paths
+    )  # masking replaces too much if the seed is 0, because many paths contain this digit
 
 
 def variants_of(runs: Sequence[RunRecord], ignored: Sequence[str] = ()) -> list[Variant]:
-    """Group runs by their settings, in the order of ``runs``. A folder that is specified twice counts once.
+    """Group runs by their settings, in the order of ``runs``. A folder that is specified twice is used only once.
 
     If two runs of a group have the same seed, each run becomes a separate variant.
     """
@@ -171,7 +174,8 @@ def variants_of(runs: Sequence[RunRecord], ignored: Sequence[str] = ()) -> list[
 def _labels(groups: Sequence[Sequence[RunRecord]], keys: Sequence[str]) -> list[str]:
     """Return a distinct label for each variant.
 
-    Labels are the settings if these are short and distinct, else the common prefixes of folder names, else folders.
+    Labels are the settings if they are short and distinct, otherwise the common prefixes of folder names, otherwise the
+    folders.
     """
     settings = [
         ", ".join(f"{key.split('.')[-1]}={shown(group[0].settings.get(key))}" for key in keys) for group in groups
@@ -217,7 +221,8 @@ def common_effort(variants: Sequence[Variant], axis: str) -> float:
 def values_at(variant: Variant, metric: str, axis: str, effort: float) -> np.ndarray:
     """Return the trailing mean of a metric for each run after ``effort``: float [runs].
 
-    It is the value of the last step that finished within this effort. Without such a step it is NaN.
+    The mean is taken at the last step that finished within this effort. The result is NaN if no step finished within
+    this effort.
     """
     found = []
     for run in variant.runs:
@@ -244,7 +249,7 @@ def steps_to(variant: Variant, metric: str, goal: float, last_step: float) -> np
 def band(variant: Variant, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (effort, mean over the runs, standard error) of a metric.
 
-    The range of effort is that for which all runs with the metric have values. The error is 0 for a single run.
+    The effort is limited to the range in which all runs with the metric have values. The error is 0 for a single run.
     """
     curves = [curve for run in variant.runs if len((curve := run.curve(metric, axis))[0])]
     if not curves:
@@ -257,7 +262,7 @@ def band(variant: Variant, metric: str, axis: str) -> tuple[np.ndarray, np.ndarr
 
 
 def standard_error(values: np.ndarray) -> np.ndarray:
-    """Return the standard error of the mean over axis 0; NaN for a single run."""
+    """Return the standard error of the mean over axis 0, or NaN for a single run."""
     if len(values) < 2:
         return np.full(values.shape[1:], np.nan)
     spread: np.ndarray = values.std(axis=0, ddof=1) / np.sqrt(len(values))
@@ -265,7 +270,7 @@ def standard_error(values: np.ndarray) -> np.ndarray:
 
 
 def gaps(variants: Sequence[Variant], metrics: Sequence[str]) -> list[Gap]:
-    """Compare each variant with the first one, after an equal number of steps, for each common seed."""
+    """Compare each variant with the first variant after an equal number of steps, separately for each common seed."""
     effort = common_effort(variants, "steps")
     baseline, *others = variants
     found = []
@@ -296,8 +301,9 @@ def _end_and_mean(run: RunRecord, metric: str, steps: float) -> tuple[float, flo
 def sign_flip_p(gap: np.ndarray) -> float:
     """Return the p-value of the exact two-sided paired randomization test.
 
-    It is the probability of a mean at least as far from 0 if the sign of each seed's difference were random. With n
-    seeds it is at least 2 / 2**n. It is NaN for a single seed. Only the first 16 seeds are used.
+    The p-value is the probability that random signs of the seeds' differences give a mean at least as far from 0 as the
+    observed one. With n seeds, the p-value is at least 2 / 2**n. The p-value of a single seed is NaN. Only the first 16
+    seeds are used.
     """
     gap = gap[:16]
     if len(gap) < 2:

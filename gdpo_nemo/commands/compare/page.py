@@ -37,7 +37,7 @@ _MOST_COLUMNS = 3
 
 @dataclass(frozen=True)
 class Table:
-    """Table with text cells."""
+    """Table whose cells are text."""
 
     title: str
     heads: tuple[str, ...]
@@ -52,9 +52,9 @@ def short_title(metric: str) -> str:
 
 
 def tables(variants: Sequence[Variant], metrics: Sequence[str], goals: Goals = ()) -> list[Table]:
-    """Return tables of settings, values after equal effort, steps to the goals, and differences from the first variant.
+    """Return tables of the settings, of values after equal effort, of steps to the goals, and of differences.
 
-    Effort is measured in steps, samples and time.
+    Effort is measured in steps, samples and time. Differences are measured from the first variant.
     """
     found = [_settings_table(variants)]
     for axis in AXES:
@@ -68,7 +68,7 @@ def tables(variants: Sequence[Variant], metrics: Sequence[str], goals: Goals = (
 
 
 def _samples_differ(variants: Sequence[Variant]) -> bool:
-    """Return whether runs differ in their number of samples per step."""
+    """Return whether the runs use different numbers of samples per step."""
     return len({float(run.effort("samples", [1])[0]) for variant in variants for run in variant.runs}) > 1
 
 
@@ -110,11 +110,11 @@ def _gaps_table(variants: Sequence[Variant], metrics: Sequence[str]) -> Table:
         cells = [cell for gap_of in (gap.at_end, gap.over_run) for cell in (_cell(gap_of, signed=True), _p(gap_of))]
         rows.append((gap.variant, short_title(gap.metric), str(len(gap.seeds)), *cells))
     least = min((2 / 2 ** len(gap.seeds) for gap in found), default=1.0)
-    note = "Compared per seed, at equal steps."
+    note = "Runs are compared per seed and after equal steps."
     if least < 1:
         note += (
             " p: probability of a mean difference this large by chance (exact paired randomization test, two-sided, "
-            f"not corrected for the number of rows). With this few seeds, p is at least {least:.2g}."
+            f"not corrected for the number of rows). With so few seeds, p is at least {least:.2g}."
         )
     title = f"Differences from {variants[0].label}"
     return Table(title, ("", "reward", "seeds", "at the end", "p", "over the run", "p"), rows, note)

@@ -1,4 +1,4 @@
-"""``gdpo-nemo drill``: inject faults into a run and verify that nothing is lost."""
+"""``gdpo-nemo drill``: inject faults into a run and verify that no prompt is lost."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from gdpo_nemo.commands.drill.exercise import Result
 
 _DESCRIPTION = """\
-Run a config twice in a new folder, with a step count for this test. The first run is undisturbed. In the second one,
-processes are killed or paused, files are truncated and disk space runs out. Exit status 0: every prompt was trained
-once, no processes or files were left behind, and on a CPU with on-policy training, losses and weights are bitwise
-equal. In runs on several hosts, only processes on this host are targets."""
+Run a config twice in a new folder, with a number of steps that depends on the faults. The first run is undisturbed. In
+the second run, processes are killed or paused, files are truncated and disk space runs out. Exit status 0: every prompt
+was trained once, and no processes or files were left behind. For on-policy training on a CPU, losses and weights are
+also bitwise equal. In runs on several hosts, only processes on this host are targets."""
 
 
 def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser(
-        "drill", help="inject faults into a run and check that it recovers", description=_DESCRIPTION
+        "drill", help="inject faults into a run and check that the run recovers", description=_DESCRIPTION
     )
     add_config(command)
     command.add_argument(
@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
         "--seed", type=between(int, 0, 2**31), default=0, help="random seed for fault times and targets"
     )
     command.add_argument("--patience", type=between(float, 1, 1e6), default=1800.0, metavar="SECONDS",
-                         help="longest wait for a step in seconds, including a restart (default: "
+                         help="maximum seconds to wait for a step, including a restart (default: "
                              "%(default)g)")  # fmt: skip
     command.add_argument(
         "--out", metavar="DIR", help="new folder for both runs (default: the run's folder with the suffix _drill)"

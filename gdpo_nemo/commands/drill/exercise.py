@@ -19,7 +19,7 @@ from gdpo_nemo.utils.errors import RunError
 BETWEEN = 3
 """Steps between faults."""
 _EXTRA_STEPS = 4
-"""Additional steps per fault: see ``Drill.steps``."""
+"""Additional steps per fault, which ``Drill.steps`` explains."""
 _MAX_SENTENCES = 5
 _TEST_OVERRIDES = (
     # The restart limit of the supervisor must not end the test.
@@ -28,7 +28,7 @@ _TEST_OVERRIDES = (
     "logger.console=plain", "logger.plot=false", "logger.tensorboard.enabled=false", "logger.wandb.enabled=false",
     "logger.mlflow.enabled=false",
 )  # fmt: skip
-"""Overrides for frequent checkpoints, so that little work is lost, and without output outside the two folders."""
+"""Overrides that make checkpoints frequent, to lose little work, and disable all output outside the two run folders."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Drill:
     between: int = BETWEEN
     patience_s: float = 1800.0
     compared: Path | None = None
-    """Folder of the undisturbed run, which is reused if it exists; None: ``out/undisturbed``."""
+    """Folder of the undisturbed run, which is reused if it exists. None means ``out/undisturbed``."""
 
     @property
     def undisturbed(self) -> Path:
@@ -58,13 +58,16 @@ class Drill:
     @property
     def steps(self) -> int:
         """Number of steps of both runs."""
-        # A fault is injected up to two steps after the interval, disturbs one step, and may be reported three steps
-        # later.
+        # Each fault takes up to two steps after the interval until injection, one disturbed step, and three steps until
+        # it is reported.
         return (self.between + _EXTRA_STEPS) * (len(self.faults) + 1)
 
     @property
     def changes(self) -> list[str]:
-        """Overrides of both runs. The overrides of the test come last, so that they take precedence over the user's."""
+        """Overrides of both runs.
+
+        The test's overrides come last, so that they take precedence over the user's overrides.
+        """
         return [*self.overrides, *_TEST_OVERRIDES, f"gdpo.max_num_steps={self.steps}"]
 
     def run(self, run_dir: Path) -> DrilledRun:
@@ -81,7 +84,7 @@ class Result:
     exact: bool = True
     """True if the runs must be bitwise equal."""
     wrong: list[str] = field(default_factory=list)
-    """Errors, one sentence each."""
+    """Errors that the test found, one sentence each."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Duration of each run in seconds."""
     steps: int = 0
@@ -100,7 +103,7 @@ class Result:
 def is_exact(config: Config) -> bool:
     """Return whether a disturbed run must be bitwise equal to the undisturbed run.
 
-    This is not the case if rollouts overlap with training, or on a GPU, where the order of sums is not fixed.
+    The runs may differ if rollouts overlap with training, or on a GPU, where the order of summation is not fixed.
     """
     return config.rollout.max_staleness == 0 and config.cluster.gpus_per_node == 0
 
@@ -139,7 +142,7 @@ def drill(settings: Drill, exact: bool, report: Callable[[str], None]) -> Result
 def _undisturbed(settings: Drill, result: Result, report: Callable[[str], None]) -> None:
     run = settings.run(settings.undisturbed)
     begin = time.monotonic()
-    report("undisturbed run for comparison")
+    report("starting the undisturbed run, for comparison")
     try:
         run.start()
         if status := run.finish():
@@ -147,13 +150,16 @@ def _undisturbed(settings: Drill, result: Result, report: Callable[[str], None])
     finally:
         run.close()
     result.seconds["undisturbed"] = time.monotonic() - begin
-    report(f"{run.step()} steps in {result.seconds['undisturbed']:.0f} s; now the same run with faults")
+    report(f"{run.step()} steps in {result.seconds['undisturbed']:.0f} s; starting the same run with faults")
 
 
 def _inject(run: DrilledRun, fault: Fault, number: int, between: int, report: Callable[[str], None]) -> Outcome:
     if not run.wait_for(run.step() + between):
         return Outcome(
-            fault.name, "", run.step(), wrong=f"the run ended by itself with exit status {run.ended}; see {run.log}"
+            fault.name,
+            "",
+            run.step(),
+            wrong=f"the run ended before the next fault with exit status {run.ended}; see {run.log}",
         )
     run.some_moment()
     outcome = run.disturb(fault)
@@ -174,7 +180,7 @@ def describe(outcome: Outcome) -> str:
 
 
 def compared(settings: Drill, exact: bool) -> list[str]:
-    """Return sentences on lost or repeated prompts and, with ``exact``, on differences between the two runs."""
+    """Describe lost or repeated prompts and, if ``exact`` is true, differences between the two runs."""
     # Runs without sampling have no journal.
     found = audit_run(settings.disturbed) if (settings.undisturbed / journal.FILE).exists() else []
     if not exact:

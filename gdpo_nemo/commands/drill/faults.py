@@ -31,7 +31,7 @@ ROLES = (SUPERVISOR, DRIVER, RANK, ENGINE, ENGINE_CORE, WORKER, RAYLET, GCS, CLE
 class RunProcesses:
     """Processes of the run in ``run_dir``, which are descendants of the process ``root``.
 
-    Ray's servers are included only if the run started them, not if it joined an existing cluster.
+    Ray's servers are included only if the run started them instead of joining an existing cluster.
     """
 
     def __init__(self, root: int, run_dir: Path):
@@ -66,7 +66,7 @@ class RunProcesses:
         return found
 
     def _driver(self) -> int | None:
-        """Return the id of the training process from ``status.json``; None until the current process has written it."""
+        """Return the id of the training process from ``status.json``, or None until the process has written it."""
         driver = status_if_whole(self._run_dir).get("driver")
         run_pids = {self.root, *(pid for pid, _ in _children(self.root, recursive=False))}
         return driver if driver in run_pids else None
@@ -124,7 +124,7 @@ class Then(StrEnum):
 
     CONTINUES = "continues"
     REBUILDS = "rebuilds"
-    """The driver rebuilds the policy, or the supervisor restarts everything."""
+    """The driver rebuilds the policy, or the supervisor restarts the whole run."""
     RESTARTS = "restarts"
     """The supervisor restarts the run."""
     ENDS = "ends"
@@ -139,7 +139,7 @@ class Fault:
     what: str
     """Description for users."""
     act: Callable[[Target], str | None]
-    """Function that injects the fault and returns its target; None if the run has no such target."""
+    """Function that injects the fault and returns its target, or None if the run has no such target."""
     says: str | None
     """Regular expression for the alert that the run must write.
 
@@ -214,7 +214,7 @@ def _steps(run_dir: Path) -> list[int]:
 
 
 def _newest(run_dir: Path) -> Path:
-    """Return the newest checkpoint. ``_kill_and_damage`` waits until there is one."""
+    """Return the newest checkpoint. ``_kill_and_damage`` waits until a checkpoint exists."""
     return run_dir / "checkpoints" / f"step_{_steps(run_dir)[-1]}"
 
 
@@ -241,10 +241,11 @@ def _torn_lines(run_dir: Path) -> str:
     return f"{metrics.FILE}, {journal.FILE}"
 
 
-# Between the two, the supervisor quotes the last warning of the process's Ray client, if there is one.
+# Between these two phrases, the supervisor may quote the last warning of the process's Ray client.
 _KILLED = r"was killed by SIGKILL\b.*; the run is restarted"
 _DIED = "a worker process died"
-_RAY = f"Ray's (raylet|gcs_server|client)|{_DIED}"
+# Ray's processes notice a lost server at different times, so the reason for the restart varies.
+_RAY = f"Ray's (raylet|gcs_server|client)|{_DIED}|; the run is restarted"
 
 FAULTS = {
     fault.name: fault
@@ -257,7 +258,7 @@ FAULTS = {
         Fault("raylet-kill", "kill Ray's raylet", _send_signal(RAYLET, signal.SIGKILL), _RAY, Then.RESTARTS),
         Fault("gcs-kill", "kill Ray's GCS", _send_signal(GCS, signal.SIGKILL), _RAY, Then.RESTARTS),
         Fault("engine-pause", f"pause an engine for {PAUSE_S:.0f} s", _pause(ENGINE), None),
-        # Two checkpoints, because a run with only damaged checkpoints cannot resume.
+        # This fault needs two checkpoints, because a run with only damaged checkpoints cannot resume.
         Fault("torn-checkpoint", "kill the driver and truncate the newest checkpoint",
               _kill_and_damage(_truncate_checkpoint, checkpoints=2), "is damaged", Then.RESTARTS),
         Fault("no-space", "prevent the driver's files from growing", _no_space, "could not be written|cannot be "
@@ -288,4 +289,7 @@ FAULTS = {
 TEN = tuple(FAULTS)[:10]
 """Default faults of a test."""
 SLOW = ("engine-stop", "worker-stop", "rank-stop")
-"""Faults that are detected by a timeout, after minutes. Timeouts of ranks adapt to the first three updates."""
+"""Faults that only a timeout detects, after several minutes.
+
+The timeout of a rank adapts to its first three updates.
+"""

@@ -1,4 +1,4 @@
-"""Run under test: it is started with ``gdpo-nemo train``, disturbed by faults, and restarted when it ends."""
+"""Run under test, which is started with ``gdpo-nemo train``, disturbed by faults, and restarted if it ends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gdpo_nemo.utils.errors import RunError
 
 _LOOK_S = 0.1
 _LIST_S = 1.0
-"""Seconds between two listings of processes, which take longer than checking the current step."""
+"""Seconds between two listings of the run's processes, because a listing takes longer than checking the step."""
 _STARTS = 3
 """Maximum number of manual restarts after one fault."""
 _CLEANUP_S = 60.0
@@ -51,13 +51,13 @@ class Outcome:
     step: int = 0
     """Last trained step before the fault."""
     seconds: float | None = None
-    """Seconds from the fault to the end of the next step; None if the run did not train another step."""
+    """Seconds from the fault to the end of the next step, or None if the run did not train another step."""
     starts: int = 0
     """Number of manual restarts."""
     said: list[str] = field(default_factory=list)
     """Alerts that report the fault."""
     wrong: str | None = None
-    """Description of the error; None without an error."""
+    """Description of the error, or None without an error."""
 
     def record(self) -> dict[str, Any]:
         """Return the outcome as a dictionary for a JSON file."""
@@ -65,7 +65,7 @@ class Outcome:
 
 
 class DrilledRun:
-    """Run in a folder, which can be started several times. ``close`` ends its remaining processes.
+    """Training run that can be started several times in the same folder. ``close`` ends its remaining processes.
 
     Args:
         arguments: arguments of ``gdpo-nemo train``, including the run's folder.
@@ -82,7 +82,8 @@ class DrilledRun:
         self._listed = 0.0
         self._furthest = 0
         self._shared: set[tuple[str, int]] = set()
-        # Folder for the run's temporary files, except caches and Ray's sockets, which require a short path.
+        # Folder for the run's temporary files. Caches and Ray's sockets are elsewhere, because sockets require short
+        # paths.
         self._scratch = Path(tempfile.mkdtemp(prefix="drill"))
         run_dir.parent.mkdir(parents=True, exist_ok=True)
 
@@ -97,7 +98,7 @@ class DrilledRun:
         self._process = subprocess.Popen(
             self._command(),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **variables},
-            start_new_session=True,  # only the test receives Ctrl-C, and then ends the run
+            start_new_session=True,  # Ctrl-C interrupts only the test, which then ends the run
         )  # fmt: skip
         threading.Thread(target=self._keep_output, args=(self._process.stdout,), daemon=True).start()
         self._processes = RunProcesses(self._process.pid, self.run_dir)
@@ -113,7 +114,7 @@ class DrilledRun:
 
     @property
     def ended(self) -> int | None:
-        """Exit status of the run; None while it is running."""
+        """Exit status of the run, or None while it is running."""
         return self._process.poll()
 
     def step(self) -> int:
@@ -121,14 +122,14 @@ class DrilledRun:
         return _last_step(self.run_dir / FILE)
 
     def wait_for(self, step: int) -> bool:
-        """Wait until ``step`` is trained. Return False if the run ends before. Raises RunError on timeout."""
+        """Wait until ``step`` is trained. Return False if the run ends before this step. Raises RunError on timeout."""
         return self._until(lambda: self.step() >= step, f"step {step}")
 
     def finish(self) -> int:
         """Wait for the end of the run and return its exit status. Raises RunError on timeout."""
         while self.ended is None:
             before = self.step()
-            self._until(lambda: self.step() > before, "the end of the run")  # noqa: B023 - called before the next turn
+            self._until(lambda: self.step() > before, "the run to end")  # noqa: B023 - called in the same iteration
         return self._process.wait()
 
     def some_moment(self) -> None:
@@ -144,13 +145,13 @@ class DrilledRun:
         outcome = Outcome(fault.name, victim or "", step)
         if victim is None:
             return outcome
-        # Steps in flight may still finish after the fault.
+        # A step that has already begun may still finish after the fault.
         if fault.then is Then.RESTARTS:
             self._until(lambda: self._processes.of(DRIVER) not in ([], driver), f"a restart after {fault.name}")
         elif fault.then is Then.REBUILDS:
             self._until(lambda: self._is_reported(fault, since, logged, step), f"a report of {fault.name}")
         elif fault.then is Then.ENDS:
-            self._until(lambda: False, f"the end of the run after {fault.name}")
+            self._until(lambda: False, f"the run to end after {fault.name}")
             self._start_again(fault, outcome)
         furthest = self._furthest = max(step, self._furthest, self.step())
         while not outcome.wrong and not self._until(lambda: self.step() > furthest, f"a step after {furthest}"):
@@ -159,10 +160,12 @@ class DrilledRun:
             return outcome
         outcome.seconds = time.monotonic() - begin
         if fault.says:
-            # A fault is reported at the end of the step or, in an idle process, at its next use.
+            # The run reports a fault at the end of the step, or at the next use of a process that was idle.
             self._until(lambda: self._is_reported(fault, since, logged, furthest), "a report of the fault")
             outcome.said = self._find_reports(fault, since, logged)
-            outcome.wrong = None if outcome.said else f"the run did not report the fault; see {self.log}"
+            if not outcome.said:
+                others = "; ".join(self._reports(since, logged)) or "none"
+                outcome.wrong = f"the run did not report the fault; its reports since then: {others}; see {self.log}"
         return outcome
 
     def _is_reported(self, fault: Fault, since: float, logged: int, step: int) -> bool:
@@ -171,12 +174,16 @@ class DrilledRun:
 
     def _find_reports(self, fault: Fault, since: float, logged: int) -> list[str]:
         """Return the alerts and error lines that match the fault's pattern."""
+        return [text for text in self._reports(since, logged) if fault.says and re.search(fault.says, text)]
+
+    def _reports(self, since: float, logged: int) -> list[str]:
+        """Return the alerts since a time, and the error lines of the log from byte ``logged``."""
         alerts = [alert["text"] for alert in read_alerts(self.run_dir) if alert.get("time", 0.0) >= since]
         with open(self.log, "rb") as log:
             log.seek(logged)
             lines = log.read().decode(errors="replace").splitlines()
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return [text for text in [*alerts, *errors] if fault.says and re.search(fault.says, text)]
+        return [*alerts, *errors]
 
     def _start_again(self, fault: Fault, outcome: Outcome) -> None:
         """Restart the run like a user would, or set ``outcome.wrong`` if it should not have ended."""
@@ -206,7 +213,7 @@ class DrilledRun:
             if time.monotonic() - self._listed > _LIST_S:
                 found = self._processes.all()
                 self._seen |= found
-                # Recorded per process, because other programs on this machine may also leave shared memory behind.
+                # Only the run's processes are examined, because other programs may also leave shared memory behind.
                 self._shared |= shared_memory(found)
                 self._listed = time.monotonic()
             time.sleep(_LOOK_S)
@@ -249,7 +256,7 @@ def _last_step(file: Path) -> int:
 
 
 def _pace(file: Path) -> float:
-    """Return the seconds of two steps, estimated by the median of the last five. Some steps take longer."""
+    """Return twice the median seconds of the last five steps, which a few slow steps do not affect."""
     times = [float(row.get("time/step", 0.0)) for row in islice(_newest_rows(file), 5)]
     return 2 * statistics.median(times or [0.0])
 
@@ -263,13 +270,13 @@ def _newest_rows(file: Path) -> Iterator[dict[str, Any]]:
     except OSError:
         return
     for line in reversed(lines):
-        row = parse_row(line)  # None for the first line, which is incomplete
+        row = parse_row(line)  # None for an incomplete line, such as the first line
         if row is not None and "loss" in row:
             yield row
 
 
 def _name(pid: int, born: float) -> str | None:
-    """Return the name of the process ``pid`` that was created at ``born`` (seconds); None if it has ended."""
+    """Return the name of the process ``pid`` created at ``born`` (seconds), or None if the process has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
         if process.create_time() == born and process.status() != psutil.STATUS_ZOMBIE:

@@ -1,7 +1,7 @@
 """Check of an environment before a run: verify completions for a few rows in worker processes, without a model.
 
-Completions come from the environment's ``examples(row)``, the row's ``answer`` column and the caller. An empty
-completion is added. Token ids are the UTF-8 bytes of the text, because a check has no tokenizer.
+The completions come from the environment's ``examples(row)``, the row's ``answer`` column and the caller. An empty
+completion is also verified. Token ids are the UTF-8 bytes of the text, because a check has no tokenizer.
 """
 
 from __future__ import annotations
@@ -34,20 +34,23 @@ class Check:
     samples: list[Trajectory] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
     latencies_s: list[float] = field(default_factory=list)
-    """Verification time of each sample in seconds. It is that of its row, whose samples are verified in one call."""
+    """Verification time of each sample in seconds.
+
+    Samples of a row have equal times, because one call verifies them.
+    """
     repeated: bool = True
     """True if two verifications of the first row gave equal results."""
 
     @property
     def components(self) -> list[str]:
-        """Names of the declared reward components, followed by undeclared ones that were returned."""
+        """Names of the declared reward components, followed by undeclared components that ``verify`` returned."""
         return list(
             dict.fromkeys([*self.reward_names, *(name for verdict in self.verdicts for name in verdict.rewards)])
         )
 
     @property
     def failed(self) -> int:
-        """Number of samples whose verification failed. A run would mask them."""
+        """Number of samples whose verification failed. A run would mask these samples."""
         return sum(verdict.outcome is Outcome.ENV_FAILED for verdict in self.verdicts)
 
 
@@ -59,9 +62,9 @@ def sample_of(
     Token ids are the UTF-8 bytes of the text.
 
     Args:
-        row: columns by name. As in a run, ``id`` and the prompt column are not passed to ``verify`` as fields.
+        row: columns by name. As in a run, the fields passed to ``verify`` do not include ``id`` and the prompt column.
         index: index of the sample within its prompt.
-        key: column with the prompt; None: the first existing one of messages, prompt, question and problem.
+        key: column with the prompt. None means the first existing column of messages, prompt, question and problem.
 
     Raises:
         ConfigError: if the row has no prompt.
@@ -136,7 +139,7 @@ def check_environment(
 
 
 def _episodes(pool: EnvironmentPools, verifies: bool, samples: Sequence[Trajectory]) -> list[Verdict]:
-    """Return one result per sample, from an episode in which each answer is the sample's text.
+    """Play one episode per sample, in which each answer is the sample's text, and return its result.
 
     As in a run, episodes without rewards from their steps are verified at the end if ``verifies`` is true.
     """
@@ -173,7 +176,7 @@ def _turn_messages(sample: Trajectory, reply: EpisodeReply) -> list[Mapping[str,
 
 
 def _step(sample: Trajectory, state: bytes, turn: int) -> EpisodeStep:
-    """Return the request for the next step, with the sample's answer. In the last turn, it ends the episode."""
+    """Return the request for the next step, with the sample's answer. The request of the last turn ends the episode."""
     message = {"role": "assistant", "content": sample.text, "finish_reason": sample.finish_reason}
     return EpisodeStep(sample.prompt, sample.sample_index, turn, state, None if turn == _TURNS else message)
 

@@ -1,4 +1,4 @@
-"""``gdpo-nemo env list | check | new``: list environments, check one, or create a package for a new one."""
+"""``gdpo-nemo env list | check | new``: list environments, check an environment, or create a plugin package."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MOST_ROWS = 1_000_000
 
 def add(commands: Commands) -> None:
     """Register ``env`` and its actions."""
-    command = commands.add_parser("env", help="list and check environments, or create a new one")
+    command = commands.add_parser("env", help="list and check environments, or create a new environment")
     actions = command.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
     action = actions.add_parser("list", help="list the named environments and reward functions")
     action.set_defaults(command=list_all)
@@ -69,7 +69,7 @@ def add(commands: Commands) -> None:
 
 
 def list_all(arguments: argparse.Namespace) -> int:
-    """Print tables of environments and reward functions."""
+    """Print a table of environments and a table of reward functions."""
     from rich.table import Table
     from rich.text import Text
 
@@ -79,7 +79,7 @@ def list_all(arguments: argparse.Namespace) -> int:
     for listed in list_environments():
         components = ", ".join(listed.components) if listed.components else listed.problem or "set in the config"
         table.add_row(Text(listed.name), Text(components), Text(listed.origin))
-    functions = Table(title="reward functions for the environment functions", title_justify="left")
+    functions = Table(title="reward functions of the environment `functions`", title_justify="left")
     for heading in ("name", "reward"):
         functions.add_column(heading, overflow="fold")
     for name, meaning in list_functions():
@@ -110,7 +110,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def new(arguments: argparse.Namespace) -> int:
-    """Create a plugin package and print where its next steps are described."""
+    """Create a plugin package and print the path of the README with the next steps."""
     from gdpo_nemo.commands.env.new import write_plugin
 
     folder = write_plugin(arguments.name, arguments.dir)
@@ -135,7 +135,7 @@ def _read_arguments(
             raise ConfigError(f"{arguments.overrides[0]}: overrides require --config")
         environment = load_environment(name)
         if not environment.makes_rows:
-            raise ConfigError(f"{name} does not provide prompts; specify a config with data, with --config")
+            raise ConfigError(f"{name} does not provide prompts; specify a config that contains data with --config")
         dataset = DatasetConfig(environment=name, size=arguments.rows)
         return {}, environment, load_rows(dataset, {name: environment}, "train", 0), None, RolloutConfig()
     config = load_config(arguments.config, arguments.overrides)
@@ -153,8 +153,8 @@ def _read_arguments(
         if data is not None and rows:
             if data.strided is not None:
                 raise ConfigError(
-                    f"data.{split}.strided: requires the model's tokenizer to split rows into prompts; this check "
-                    "does not load it"
+                    f"data.{split}.strided: requires the model's tokenizer to split rows into prompts, but this "
+                    "check does not load a tokenizer"
                 )
             return options, environment, rows, data.prompt_key, config.rollout
     if not environment.makes_rows:
@@ -166,7 +166,7 @@ def _read_arguments(
 
 
 def _rows(config: Config, name: str, environment: Any, split: str, dataset: Any, count: int) -> list[dict[str, Any]]:
-    """Return rows of the split that the environment verifies. See ``_spread_over_servers`` for their number."""
+    """Return rows of the split that the environment verifies. ``_spread_over_servers`` defines the number of rows."""
     from dataclasses import replace
 
     from gdpo_nemo.data.rows import environment_of_row, load_rows
@@ -186,7 +186,7 @@ def _rows(config: Config, name: str, environment: Any, split: str, dataset: Any,
 
 
 def _spread_over_servers(rows: list[dict[str, Any]], environment: Any, count: int) -> list[dict[str, Any]]:
-    """Return the first row of each server, then the second row of each, up to ``count`` rows.
+    """Return the first row of each server, then the second row of each server, up to ``count`` rows.
 
     If there are more servers than ``count``, return one row per server.
     """
@@ -225,7 +225,7 @@ def _short(text: str) -> Any:
 
 
 def _findings(found: Check, failure_share: float) -> list[str]:
-    """Return sentences on start-up time, masked samples, missing rewards and reproducibility."""
+    """Describe the start-up time, masked samples, missing rewards and reproducibility."""
     total = len(found.samples)
     failed = found.failed
     lines = [
@@ -234,14 +234,14 @@ def _findings(found: Check, failure_share: float) -> list[str]:
     ]
     if failed:
         reasons = dict.fromkeys(verdict.detail for verdict in found.verdicts if verdict.detail)
-        lines.append(f"masked, not given a reward of 0: {failed} of {total} samples ({'; '.join(reasons)})")
+        lines.append(f"masked instead of getting a reward of 0: {failed} of {total} samples ({'; '.join(reasons)})")
         lines += [f"a run stops if more than {failure_share:.0%} of a step's samples are masked"]
     rewarded = [verdict for verdict in found.verdicts if verdict.rewards]
     for component in found.components:
         missing = sum(verdict.rewards.get(component) is None for verdict in rewarded)
         if missing:
             lines.append(
-                f"{component}: does not apply to {missing} of {len(rewarded)} samples, and does not affect their "
+                f"{component}: does not apply to {missing} of {len(rewarded)} samples, so it does not affect their "
                 "advantages"
             )
     if not found.repeated:
@@ -264,21 +264,23 @@ class Listed:
 
     name: str
     components: tuple[str, ...] | None
-    """Reward components; None if the config defines them, or if the plugin cannot be loaded (see ``problem``)."""
+    """Reward components. None if the config defines them, or if the plugin cannot be loaded (see ``problem``)."""
     origin: str
     problem: str = ""
-    """Reason why the environment cannot be used; empty if it can be used."""
+    """Reason why the environment cannot be used, or an empty string if it is usable."""
 
 
 def list_environments() -> list[Listed]:
     """Return the built-in environments and then the installed plugins, both sorted by name.
 
-    A plugin that cannot be imported has the reason in ``problem``.
+    For a plugin that cannot be imported, ``problem`` contains the reason.
     """
     listed = [_listed(name, "built in") for name in sorted(BUILT_IN)]
     for point in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda point: (point.name, point.value)):
         if point.name in BUILT_IN:
-            listed.append(Listed(point.name, None, origin(point), "hidden by the built-in environment of this name"))
+            listed.append(
+                Listed(point.name, None, origin(point), "hidden by the built-in environment with the same name")
+            )
         else:
             listed.append(_listed(point.name, origin(point)))
     return listed
@@ -295,7 +297,7 @@ def _listed(name: str, origin_text: str) -> Listed:
         make = find_plugin(name, name)
     except ConfigError as error:
         return Listed(name, None, origin_text, str(error))
-    # Some environments cannot be built without options, but their class may declare the rewards.
+    # Some environments cannot be created without options, but their class may declare the rewards.
     components = declared(make).reward_names
     try:
         return Listed(name, tuple(load_environment(name).reward_names), origin_text)

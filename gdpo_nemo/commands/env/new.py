@@ -1,6 +1,8 @@
-"""Template of the plugin package that ``gdpo-nemo env new`` creates. It is minimal, passes its test and can be trained.
+"""Template of the plugin package that ``gdpo-nemo env new`` creates.
 
-Its task is possible for the demo's model: write the largest digit of the prompt, in few characters.
+The package is minimal, passes its test and can be trained.
+
+The demo's model can learn the environment's task: write the largest digit of the prompt, in few characters.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ name = "gdpo-nemo-@DASHED@"
 version = "0.1.0"
 description = "The environment @NAME@ for gdpo_nemo"
 requires-python = ">=3.12"
-dependencies = []  # requirements of verify; not gdpo_nemo, which loads this package and is already installed
+dependencies = []  # packages that verify requires; gdpo_nemo is not listed, because it loads this package
 
 [project.entry-points."gdpo_nemo.environments"]
 @NAME@ = "gdpo_nemo_@NAME@:@CLASS@"
@@ -51,7 +53,7 @@ from gdpo_nemo import Environment, Trajectory, Verdict, read_options
 
 
 class @CLASS@(Environment):
-    """Components: ``correctness`` (0 or 1: the last digit written is the largest one) and ``brevity`` (1 to 0).
+    """Components: ``correctness`` (0 or 1: the last digit written is the largest) and ``brevity`` (1 to 0).
 
     Option: ``longest``, the number of tokens at which ``brevity`` reaches 0 (40).
     """
@@ -72,7 +74,7 @@ class @CLASS@(Environment):
         return [max(row["digits"]), "no idea"]
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """Return one verdict per trajectory, in order. A reward of None means that it does not apply."""
+        """Return one verdict per trajectory, in order. A reward of None means that the component does not apply."""
         return [Verdict(self._rewards(trajectory)) for trajectory in trajectories]
 
     def _rewards(self, trajectory: Trajectory) -> dict[str, float | None]:

@@ -1,7 +1,7 @@
-"""Static page of a run's samples: ``index.html`` and data scripts that it loads on demand.
+"""Static page of a run's samples: ``index.html`` and data scripts that the page loads on demand.
 
-The page works from disk, without a server or network. Completions are untrusted text, which the page inserts as text
-only. Its Content-Security-Policy allows only the page's script and the scripts that it loads.
+The page works from disk, without a server or network. Completions are untrusted, so the page inserts them only as text.
+The Content-Security-Policy allows only the page's script and the scripts that it loads.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ _KINDS = ("train", "validation")
 
 @dataclass
 class Index:
-    """Index of all samples, which the page loads first. It has one column of numbers per property."""
+    """Index of all samples, which the page loads first. The index contains one column of numbers per property."""
 
     columns: dict[str, list[np.ndarray]] = field(default_factory=dict)
     components: list[dict[str, np.ndarray]] = field(default_factory=list)
     """Columns with rewards and terms of each file, named ``reward NAME`` and ``term NAME``."""
     names: dict[str, list[str]] = field(default_factory=lambda: {"outcome": [], "environment": [], "finish": []})
-    """Names that the codes in a column represent, by kind of column."""
+    """Names by kind of column. A code in such a column is the index of a name."""
     prompts: dict[str, int] = field(default_factory=dict)
     rewards: list[str] = field(default_factory=list)
     """Names of reward components, in order of first appearance."""
@@ -74,7 +74,7 @@ class Index:
         return np.array([code_of[value] for value in values], np.uint16)
 
     def packed(self) -> dict[str, list[str]]:
-        """Return each column as [data type, bytes]. Columns of components are named by number."""
+        """Return each column as [data type, bytes]. The names of component columns contain the component's number."""
         found = {name: np.concatenate(parts) for name, parts in self.columns.items()}
         for number, name in enumerate(self.rewards):
             for kind in ("reward", "term"):
@@ -99,7 +99,7 @@ class Site:
     bytes: int
     """Size of the scripts on disk, in bytes."""
     note: str
-    """Description of data that is missing on the page, or ""."""
+    """Description of data that is missing on the page, or an empty string."""
 
 
 def build(
@@ -121,7 +121,7 @@ def build(
         raise ConfigError(f"{run_dir}: not a run folder")
     files = _files(run_dir)
     if not files:
-        raise ConfigError(f"{run_dir}: no samples found; set rollout.save_samples to write them")
+        raise ConfigError(f"{run_dir}: no samples found; set rollout.save_samples to write samples")
     config, note = _config(run_dir)
     try:
         with Scripts(out / FOLDER) as scripts:
@@ -152,7 +152,7 @@ def _files(run_dir: Path) -> list[tuple[int, int, Path]]:
 def _stamp(files: list[tuple[int, int, Path]]) -> str:
     stats = []
     for kind, step, path in files:
-        with contextlib.suppress(FileNotFoundError):  # removed by a run that resumes
+        with contextlib.suppress(FileNotFoundError):  # a resumed run may remove files
             found = path.stat()
             stats.append((kind, step, found.st_mtime_ns, found.st_size))
     return hashlib.sha256(repr(stats).encode()).hexdigest()[:16]
@@ -162,7 +162,7 @@ def _config(run_dir: Path) -> tuple[Config | None, str]:
     try:
         return load_saved_config(run_dir / "config.yaml"), ""
     except ConfigError as error:
-        return None, f"{error}; tokens have no text and GRPO advantages are not shown"
+        return None, f"{error}; the page shows neither token texts nor GRPO advantages"
 
 
 def _write_samples(
@@ -249,7 +249,7 @@ def _add_texts(shards: TextShards, table: Any, index: Index) -> None:
 
 
 def _write_vocabulary(scripts: Scripts, run_dir: Path, config: Config | None, used: np.ndarray) -> str:
-    """Write the texts of the tokens. Return a note if they are unknown, otherwise ""."""
+    """Write the texts of the tokens. Return a note if the texts are unknown, otherwise an empty string."""
     tokenizer, reason = tokenizer_of(run_dir, config) if config else (None, "")
     pieces = pieces_of(used, tokenizer) if tokenizer is not None else []
     scripts.write("vocabulary", {"ids": packed(used), "pieces": pieces})
@@ -299,7 +299,7 @@ def _write_page(path: Path, run: str) -> None:
 def _policy(style: str, script: str) -> str:
     """Return the page's Content-Security-Policy.
 
-    ``strict-dynamic`` lets the page's script load data, also from disk, for which 'self' does not work.
+    ``strict-dynamic`` lets the page's script load data scripts. 'self' would not allow scripts on disk.
     """
 
     def digest(text: str) -> str:

@@ -15,7 +15,7 @@ def add(commands: Commands) -> None:
     command = commands.add_parser(
         "inspect",
         help="write a page to inspect a run's samples, with search, filters, rewards and tokens",
-        description="Writes a folder that works without a server or network. Open its index.html.",
+        description="Write a folder that works without a server or network. Open index.html in this folder.",
     )
     command.add_argument("run_dir", metavar="RUN_DIR", help="run folder, finished or not")
     command.add_argument("--out", metavar="DIR", help="output folder (default: inspect/ in the run folder)")
@@ -36,7 +36,10 @@ def add(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the page. With ``--serve`` serve it, and with ``--follow`` update it, until Ctrl-C."""
+    """Write the page. With ``--serve``, serve the page until Ctrl-C.
+
+    With ``--follow``, update the page until Ctrl-C.
+    """
     from gdpo_nemo.commands.inspect import builder, server
 
     out = Path(arguments.out or Path(arguments.run_dir) / "inspect")

@@ -27,11 +27,11 @@ class Tokens:
     ids: np.ndarray
     """int32 [tokens]"""
     logprobs: np.ndarray
-    """float32 [tokens]: log-probs from the sampler; NaN for tokens that the policy did not generate."""
+    """float32 [tokens]: log-probs from the sampler. Tokens that the policy did not generate have NaN."""
     trainer: np.ndarray | None
-    """float32 [tokens]: log-probs from the trainer; NaN for missing values. None if no sample has them."""
+    """float32 [tokens]: log-probs from the trainer, NaN where missing. None if no sample has trainer log-probs."""
     entropies: np.ndarray | None
-    """float32 [tokens]: entropies in nats; NaN for missing values. None if no sample has them."""
+    """float32 [tokens]: entropies in nats, NaN where missing. None if no sample has entropies."""
     written: np.ndarray
     """bool [tokens]: True if the policy generated the token."""
 
@@ -42,7 +42,7 @@ class Tokens:
 
 
 def read_samples(path: Path) -> pa.Table:
-    """Return all columns of a rollout file. Raises RunError if it is invalid or cannot be read."""
+    """Return all columns of a rollout file. Raises RunError if the file is invalid or cannot be read."""
     from gdpo_nemo.observe.sample_columns import SCHEMA
 
     try:
@@ -120,7 +120,7 @@ def groups_of(table: pa.Table) -> np.ndarray:
 
 
 def equal_completions(table: pa.Table, groups: np.ndarray) -> np.ndarray:
-    """Count the samples in each sample's group with an equal completion, including itself: int32 [samples]."""
+    """For each sample, count the equal completions in its group, including its own: int32 [samples]."""
     texts = _codes(table.column("completion")).astype(np.int64)
     pairs = groups * (int(texts.max(initial=0)) + 1) + texts
     _, place, count = np.unique(pairs, return_inverse=True, return_counts=True)
@@ -132,7 +132,7 @@ def summed_advantages(
 ) -> np.ndarray:
     """Return the advantages of GRPO for the weighted sum of the recorded rewards: float32 [samples].
 
-    Shaping and KL in the reward are not applied. NaN if no reward has a weight.
+    Shaping and KL in the reward are not applied. The advantages are NaN if no reward has a weight.
     """
     weighted = {name: values for name, values in rewards.items() if weights.get(name)}
     trained = np.isin(outcomes, (Outcome.OK, Outcome.TRUNCATED))
@@ -154,7 +154,10 @@ def summed_advantages(
 
 
 def means_of(values: np.ndarray, tokens: Tokens) -> np.ndarray:
-    """Return the mean value over each sample's policy tokens, ignoring NaN: float32 [samples]; NaN without values."""
+    """Return each sample's mean over its policy tokens, ignoring NaN: float32 [samples].
+
+    The mean of no values is NaN.
+    """
     counted = tokens.written & ~np.isnan(values)
     count = np.bincount(tokens.rows[counted], minlength=len(tokens.lengths))
     total = np.bincount(tokens.rows[counted], values[counted].astype(np.float64), len(tokens.lengths))
@@ -164,7 +167,7 @@ def means_of(values: np.ndarray, tokens: Tokens) -> np.ndarray:
 def largest_gaps(tokens: Tokens) -> np.ndarray:
     """Return each sample's largest difference of log-probs between trainer and sampler: float32 [samples].
 
-    It is NaN if the log-probs of one of them are missing.
+    The difference is NaN if trainer or sampler log-probs are missing.
     """
     gaps = np.full(len(tokens.lengths), -1.0)
     if tokens.trainer is not None:
@@ -183,9 +186,10 @@ _REPLACEMENT = "\ufffd"
 
 
 def tokenizer_of(run_dir: Path, config: Config) -> tuple[Tokenizer | None, str]:
-    """Return (tokenizer of a run, ""), or (None, reason) if it is not available.
+    """Return (tokenizer of a run, ""), or (None, reason) if the tokenizer is not available.
 
-    It is read from the exported model, or else from the run's initial model. Files are not downloaded.
+    The tokenizer is read from the exported model or, if there is none, from the run's initial model. Files are not
+    downloaded.
     """
     start = config.policy.tokenizer_name or config.policy.model_name
     folders = [run_dir / "model", *([Path(start)] if start else [])]
@@ -202,7 +206,7 @@ def tokenizer_of(run_dir: Path, config: Config) -> tuple[Tokenizer | None, str]:
 def pieces_of(ids: np.ndarray, tokenizer: Tokenizer) -> list[Any]:
     """Return the text of each token.
 
-    If a token is only part of a character, return a list of its bytes. If it is unknown to the tokenizer, return None.
+    The text of a token that is only part of a character is a list of bytes. The text of an unknown token is None.
     """
     size = len(tokenizer)
     known = [int(token) for token in ids if 0 <= token < size]
@@ -221,9 +225,10 @@ def _piece(token: int, name: str | None, tokenizer: Tokenizer) -> Any:
 
 
 def _bytes_of(name: str) -> list[int] | None:
-    """Return the bytes of a token that is not a complete character; None if they cannot be determined.
+    """Return the bytes of a token that is not a complete character, or None if the bytes cannot be determined.
 
-    Byte-level BPE has one character per byte in the token's name, SentencePiece a name such as ``<0xE2>``.
+    In byte-level BPE, the token's name contains one character per byte. In SentencePiece, the name has the form
+    ``<0xE2>``.
     """
     if name.startswith("<0x") and name.endswith(">"):
         return [int(name[3:-1], 16)]
@@ -232,7 +237,10 @@ def _bytes_of(name: str) -> list[int] | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the bytes by GPT-2's characters. Printable bytes are themselves, all others are 256, 257, ... in order."""
+    """Map GPT-2's characters to bytes. Printable bytes are their own characters.
+
+    Other bytes have the characters 256, 257, ... in order.
+    """
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + place): byte for place, byte in enumerate(hidden)}

@@ -18,10 +18,10 @@ HOST = "127.0.0.1"
 
 @contextlib.contextmanager
 def serving(folder: Path, port: int | None) -> Iterator[str | None]:
-    """Serve a folder on the loopback address during the block, and yield the page's URL; None if it is not served.
+    """Serve a folder on the loopback address during the block, and yield the page's URL, or None without a server.
 
     Args:
-        port: port number; 0: any free port; None: do not serve.
+        port: port number. 0 means any free port, and None means no server.
 
     Raises:
         ConfigError: if the port is in use.
@@ -44,7 +44,10 @@ def serving(folder: Path, port: int | None) -> Iterator[str | None]:
 
 
 class _Handler(http.server.SimpleHTTPRequestHandler):
-    """Request handler for the page's files. It rejects requests for other host names, to prevent DNS rebinding."""
+    """Request handler for the page's files.
+
+    The handler rejects requests for other host names, to prevent DNS rebinding.
+    """
 
     def send_head(self) -> Any:
         name = (self.headers.get("Host") or "").rpartition(":")[0]
@@ -66,10 +69,10 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
 
 
 def follow(run_dir: str | Path, out: Path, every: float | None) -> None:
-    """Wait forever. Every ``every`` seconds, rewrite the page if the run's samples have changed; None: never.
+    """Wait forever. Every ``every`` seconds, rewrite the page if the run's samples have changed. None means never.
 
     Raises:
-        ConfigError, RunError: from ``builder.build``, if it fails twice for the same files.
+        ConfigError, RunError: if ``builder.build`` fails twice for the same files.
     """
     seen = builder.stamp_of(run_dir)
     failed = ""
@@ -81,7 +84,7 @@ def follow(run_dir: str | Path, out: Path, every: float | None) -> None:
         try:
             builder.build(run_dir, out, live=True)
             seen = stamp
-        except GdpoError:  # files were removed meanwhile, for example by a run that resumes
+        except GdpoError:  # files may be removed during the build, for example by a run that resumes
             if stamp == failed:
                 raise
             failed = stamp

@@ -1,8 +1,8 @@
 """Data that the page loads on demand: texts and tokens of consecutive samples, one script file per shard.
 
-Scripts are used because a page opened from disk cannot load other files. Each script calls one function with plain
-values. Strings of samples are only used as list items, never as keys. Non-ASCII characters are escaped, including
-unpaired surrogates, which UTF-8 cannot encode.
+Scripts are used because a page opened from disk cannot load other files. Each script calls one function with plain data
+as arguments. Strings from samples are only used as list items, never as object keys. Non-ASCII characters are escaped,
+including unpaired surrogates, which UTF-8 cannot encode.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOKENS = 1 << 17
 
 
 class Scripts:
-    """Writer of the page's scripts. New scripts replace the old ones after all of them are written.
+    """Writer of the page's scripts. New scripts replace the old scripts only after all new scripts are written.
 
     Args:
         folder: output folder, which is created if it does not exist.
@@ -39,7 +39,7 @@ class Scripts:
         self._created_folders = [path for path in (folder.parent, folder) if not path.exists()]
 
     def __enter__(self) -> Scripts:
-        shutil.rmtree(self._partial, ignore_errors=True)  # left by a process that was killed
+        shutil.rmtree(self._partial, ignore_errors=True)  # a killed process may leave this folder behind
         self._partial.mkdir(parents=True)
         return self
 
@@ -78,7 +78,7 @@ def packed(values: np.ndarray) -> str:
 
 
 class TextShards:
-    """Writer of shards with prompts, completions and exact numbers."""
+    """Writer of shards with prompts, completions, and rewards in full precision."""
 
     KEYS = ("completion", "detail", "extra", "rewards", "terms", "advantage", "version", "spans")
 
@@ -136,7 +136,7 @@ class TokenShards:
         self._start = self._rows
 
     def add(self, tokens: Tokens) -> None:
-        """Add the tokens of more samples."""
+        """Add the tokens of further samples."""
         ends = np.concatenate(([0], np.cumsum(tokens.lengths)))
         row = 0
         while row < len(tokens.lengths):
@@ -168,7 +168,10 @@ class TokenShards:
 
 
 def _packed_where_known(columns: Sequence[np.ndarray | None], parts: Sequence[Tokens]) -> str:
-    """Pack a column of the parts. Values of parts without the column are NaN. Return "" if no part has it."""
+    """Pack a column of the parts. Values of parts without the column are NaN.
+
+    Return an empty string if no part has the column.
+    """
     if all(values is None for values in columns):
         return ""
     return packed(

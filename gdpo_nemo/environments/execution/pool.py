@@ -25,19 +25,19 @@ from gdpo_nemo.utils.errors import ConfigError, RunError, UserCodeFailed, first_
 from gdpo_nemo.utils.waits import WaitExpired, running, waiting
 
 SHARD_SIZE = 32
-"""Maximum number of trajectories in one task. The time limit applies to a task. If a task fails, its trajectories are
-retried individually. A shard exceeds this size only to keep the samples of a prompt together."""
+"""Maximum number of trajectories in one task. The time limit applies to the whole task. The trajectories of a failed
+task are retried individually. A shard exceeds this size only to keep the samples of a prompt together."""
 RETRY_FAILURES = 3
-"""Number of individual retries of a shard that may fail before its remaining trajectories count as failed. It limits
-the time that a verifier can waste if it hangs on every sample."""
+"""Number of individual retries of a shard that may fail before its remaining trajectories count as failed. This bounds
+the time that is lost if a verifier hangs on every sample."""
 _ATTEMPTS = 3
-"""Maximum number of pools to which a shard is sent if pools break. See ``_replies``."""
+"""Maximum number of pools to which a shard is sent, because a pool can break. See ``_replies``."""
 _POLL_S = 0.5
 
 type _Request = Trajectory | EpisodeStep
 type _Reply = list[Any] | worker.Fault
 type _Task = Callable[[str, Sequence[Any], float, int], _Reply]
-"""Type of ``worker.verify`` and ``worker.step``."""
+"""Function type of ``worker.verify`` and ``worker.step``."""
 
 
 class EnvironmentPool:
@@ -49,7 +49,7 @@ class EnvironmentPool:
         environments: config section ``env`` as plain dictionaries, options by environment name.
         workers: number of worker processes.
         timeout_s: time limit in seconds of one task: a shard, or a single trajectory that is retried.
-        seed: base seed. Every task seeds Python's and NumPy's global generators with it and the prompt id.
+        seed: base seed. Every task seeds Python's and NumPy's global generators with this seed and the prompt id.
     """
 
     def __init__(
@@ -117,15 +117,15 @@ class EnvironmentPool:
             self._remote.abandon(step.prompt.environment, step.state)
 
     def take_recoveries(self) -> Counter[str]:
-        """Return the retries and worker replacements since the last call, as counts by message."""
+        """Return the number of retries and worker replacements since the last call, by message."""
         with self._lock:
             self._note_deaths()
             recovered, self._recovered = self._recovered, Counter()
         return recovered
 
     def _note_deaths(self) -> None:
-        """Record deaths of workers. Without this, the death of an idle worker would not be reported. The caller must
-        hold the lock."""
+        """Record deaths of workers. Without this call, the death of an idle worker would not be reported. The caller
+        must hold the lock."""
         self._recovered.update(f"a worker process ended {how} and was replaced" for how in self._context.take_deaths())
 
     def _check_known(self, prompt: Prompt, remote_names: Container[str] = ()) -> None:
@@ -136,7 +136,7 @@ class EnvironmentPool:
         """Run a task for all requests and return the answers, in order.
 
         Args:
-            failed: makes the answer to a request that failed, from the reason in one line.
+            failed: function that maps the one-line reason for a failed request to its answer.
         """
         answers: dict[int, Any] = {}
         shards = _split_into_shards(requests, self._workers)
@@ -173,7 +173,8 @@ class EnvironmentPool:
         for index in shard:
             if failures >= RETRY_FAILURES:
                 answers[index] = failed(
-                    f"{reason}; not retried individually, because {failures} other samples of its shard failed"
+                    f"{reason}; the sample was not retried individually, because {failures} other samples of its "
+                    "shard failed"
                 )
                 continue
             [reply] = self._replies(task, requests, [[index]])
@@ -187,10 +188,10 @@ class EnvironmentPool:
     def _replies(
         self, task: _Task, requests: Sequence[_Request], shards: Sequence[Sequence[int]]
     ) -> list[list[Any] | str]:
-        """Return the answers of each shard, or the reason in one line if the shard failed.
+        """Return the answers of each shard, or a one-line reason if the shard failed.
 
-        If a worker dies while it takes a task from the queue, pebble breaks the pool and fails all tasks. These tasks
-        are sent to a new pool.
+        If a worker dies while it takes a task from the queue, pebble breaks the pool and fails all tasks. The failed
+        tasks are then sent to a new pool.
         """
         replies: dict[int, list[Any] | str] = {}
         unanswered = list(range(len(shards)))
@@ -228,12 +229,12 @@ class EnvironmentPool:
         return pool, futures
 
     def _result(self, future: Future[_Reply]) -> list[Any] | str | None:
-        """Return the answers of a task, the reason in one line if it failed, or None if the pool broke.
+        """Return the answers of a task, a one-line reason if the task failed, or None if the pool broke.
 
         Raises RunError if the environment's code raised, or if the pool is closed.
         """
-        # pebble enforces the time limit of a task. If no task ends within this limit plus the startup limit, pebble
-        # itself is stuck.
+        # pebble enforces the time limit of a task. If no task ends for much longer than this limit, pebble itself is
+        # stuck.
         stall_limit_s = worker.STARTUP_LIMIT_S + 2 * self._timeout_s + 30.0
         with waiting(f"verdicts of {', '.join(self._environments)}", "environments", self._timeout_s):
             while not wait([future], timeout=_POLL_S).done:
@@ -269,7 +270,7 @@ class EnvironmentPool:
         with self._lock:
             if self._pool is broken and not self._closed:
                 self._note_deaths()
-                self._context = RecordingSpawnContext()  # stopping the broken pool below must not count as deaths
+                self._context = RecordingSpawnContext()  # workers of the stopped pool must not count as deaths
                 self._pool = self._new_pool()
                 _stop(broken)
 
@@ -312,8 +313,8 @@ def _split_into_shards(requests: Sequence[_Request], workers: int) -> list[list[
 
 
 def is_remote(name: str, options: Mapping[str, Any]) -> bool:
-    """Return ``remote`` of the environment's class. False if the class cannot be imported; the worker then reports the
-    error."""
+    """Return the attribute ``remote`` of the environment's class. Return False if the class cannot be imported, because
+    the worker reports this error later."""
     try:
         return declared(environment_class(name, options)).remote
     except ConfigError:
@@ -321,7 +322,7 @@ def is_remote(name: str, options: Mapping[str, Any]) -> bool:
 
 
 class RemoteEnvironments:
-    """The remote environments of a config, which run on the driver.
+    """Environments of a config with ``remote = True``. Their methods run on the driver, not in worker processes.
 
     Args:
         section: remote environments of the config section ``env``, options by environment name.
@@ -335,7 +336,7 @@ class RemoteEnvironments:
     def verifying(self, trajectories: Sequence[Trajectory]) -> Iterator[Callable[[], dict[int, Verdict]]]:
         """Start verifying the trajectories of remote environments, and yield a function that waits for the verdicts.
 
-        The function returns verdicts by index in ``trajectories``. It raises RunError for invalid verdicts.
+        The function returns verdicts by index in ``trajectories``. The function raises RunError for invalid verdicts.
         """
         indices = {
             name: [i for i, trajectory in enumerate(trajectories) if trajectory.prompt.environment == name]
@@ -360,7 +361,7 @@ class RemoteEnvironments:
         return lambda: {i: self._reply(steps[i], future) for i, future in futures.items()}
 
     async def reply(self, step: EpisodeStep) -> EpisodeReply:
-        """Run one step and return its reply, without a waiting thread. Cancelling the call abandons the episode.
+        """Run one step and return its reply. No thread waits for the reply. Cancelling the call abandons the episode.
 
         Raises RunError like ``replies``.
         """
@@ -376,7 +377,7 @@ class RemoteEnvironments:
             raise RunError(f"environment {name!r}: {error}") from error
 
     def abandon(self, name: str, state: bytes) -> None:
-        """Release an episode of the environment that will not be stepped again."""
+        """Release an episode that will not be stepped again."""
         self._episodes(name).abandon(state)
 
     def _episodes(self, name: str) -> RemoteEpisodes:
@@ -395,7 +396,7 @@ class RemoteEnvironments:
             raise RunError(f"environment {name!r}: {error}") from error
 
     def close(self) -> None:
-        """Cancel the work in flight."""
+        """Close the environments and cancel their work in flight."""
         for environment in self._environments.values():
             environment.close()
 

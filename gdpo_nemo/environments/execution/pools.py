@@ -13,13 +13,13 @@ from gdpo_nemo.environments.registry import dedicated_workers
 
 
 class EnvironmentPools:
-    """Environment pools behind the interface of ``EnvironmentPool``. Environments with the option ``num_workers`` get
-    dedicated worker processes.
+    """Environment pools of a run, with the same interface as ``EnvironmentPool``. Each environment with the option
+    ``num_workers`` has dedicated worker processes.
 
     Args:
         environments: config section ``env``, options by environment name.
         workers: number of worker processes of the shared pool, for the environments without ``num_workers``.
-        timeout_s, seed: as for ``EnvironmentPool``.
+        timeout_s, seed: same as in ``EnvironmentPool``.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class EnvironmentPools:
             name: number for name, options in environments.items() if (number := dedicated_workers(name, options))
         }
         shared = {name: options for name, options in environments.items() if name not in dedicated}
-        # The shared pool has index 0. It also gets prompts of unknown environments, which it refuses.
+        # The shared pool has index 0. Prompts of unknown environments are also sent to this pool, which rejects them.
         self._pools = [EnvironmentPool(shared, workers, timeout_s, seed)]
         self._pools += [
             EnvironmentPool({name: environments[name]}, number, timeout_s, seed) for name, number in dedicated.items()
@@ -41,7 +41,7 @@ class EnvironmentPools:
         self._pool_index = {name: pool_number for pool_number, name in enumerate(dedicated, start=1)}
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """Return one verdict per trajectory, in order. The pools run concurrently. Raises like
+        """Return one verdict per trajectory, in order. The pools run concurrently. Raises the same exceptions as
         ``EnvironmentPool.verify``."""
         return self._dispatch(EnvironmentPool.verify, trajectories)
 
@@ -79,7 +79,7 @@ class EnvironmentPools:
         return [answers[index] for index in range(len(requests))]
 
     def take_recoveries(self) -> Counter[str]:
-        """Return the recoveries of all pools, like ``EnvironmentPool.take_recoveries``."""
+        """Return the retries and worker replacements of all pools, like ``EnvironmentPool.take_recoveries``."""
         return sum((pool.take_recoveries() for pool in self._pools), Counter())
 
     def close(self) -> None:
@@ -116,7 +116,7 @@ class EnvironmentExecutor(Protocol):
         ...
 
     def take_recoveries(self) -> Counter[str]:
-        """Return the retries and worker replacements since the last call, as counts by message."""
+        """Return the number of retries and worker replacements since the last call, by message."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Worker process of an environment pool. It is spawned without importing the parent's main module."""
+"""Worker process of an environment pool. The process is spawned without importing the parent's main module."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.utils.errors import GdpoError, first_line
 
 STARTUP_LIMIT_S = 300.0
-"""Seconds that a worker may take to build its environments."""
+"""Maximum time in seconds in which a worker must build its environments."""
 _GRACE_S = 10.0
-"""Seconds after the time limit after which a worker exits by itself. A living driver kills it earlier."""
+"""Delay in seconds between the time limit and the exit of a worker whose driver has not killed it."""
 _POLL_S = 0.5
 EXIT_CALLED = 96
 """Exit status of a worker whose verifier called ``os._exit(0)``."""
@@ -38,7 +38,7 @@ _SIGNALS = (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signa
 
 @dataclass(frozen=True)
 class Fault:
-    """Error in an environment's code or configuration. It stops the run."""
+    """Error in an environment's code or configuration. A fault stops the run."""
 
     message: str
     """Error message for the user, in one line."""
@@ -50,15 +50,15 @@ _environments: dict[str, Environment | Fault] = {}
 def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
     """Build the environments of the config section ``env`` in this process, and exit when the driver dies.
 
-    If an environment cannot be built, a ``Fault`` is stored in its place. The first task of this environment returns
-    it. An exception would break the pool, and its reason would be lost.
+    If an environment cannot be built, a ``Fault`` is stored instead, and the first task of this environment returns the
+    fault. An exception would break the pool, and its message would be lost.
 
     Args:
         section: options by environment name.
         driver: process id of the driver.
     """
     threading.Thread(target=_exit_with_driver, args=(driver,), daemon=True).start()
-    # A closing terminal sends SIGHUP to the whole process group. The driver handles it and stops the workers.
+    # A closing terminal sends SIGHUP to the whole process group. The driver handles this signal and stops the workers.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.dup2(2, 1)  # send prints of reward functions to stderr, so that they do not mix with the driver's output
     faulthandler.dump_traceback_later(STARTUP_LIMIT_S, exit=True)
@@ -75,7 +75,7 @@ def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
 
 
 def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, seed: int) -> list[Verdict] | Fault:
-    """Return the checked verdicts of one environment for one shard, or a ``Fault`` if its code is faulty."""
+    """Return the checked verdicts of one environment for one shard, or a ``Fault`` if its code fails."""
     environment = _environments[name]
     if isinstance(environment, Fault):
         return environment
@@ -102,7 +102,7 @@ def verify(name: str, trajectories: Sequence[Trajectory], time_limit_s: float, s
 def _exit_status_marked() -> Iterator[None]:
     """Change the exit status of ``os._exit(0)`` to ``EXIT_CALLED`` while a verifier runs.
 
-    The pool treats a worker that ends with status 0 as idle, so its task would run into the time limit.
+    The pool treats a worker that exits with status 0 as idle, so the worker's task would only end at the time limit.
     """
     original_exit = os._exit
     worker_pid = os.getpid()
@@ -118,7 +118,7 @@ def _exit_status_marked() -> Iterator[None]:
 
 
 def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
-    """Disarm the alarm timer and restore signal handlers that a verifier changed, so that the next task is not
+    """Cancel the alarm timer and restore signal handlers that a verifier changed, so that the next task is not
     affected."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     for number, handler in handlers.items():
@@ -127,7 +127,8 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int) -> list[EpisodeReply] | Fault:
-    """Run one step of every episode. Return the replies, or a ``Fault`` if the environment's code is faulty."""
+    """Run one step of every episode. Return the replies, or a ``Fault`` if the environment's code raises or returns
+    invalid values."""
     environment = _environments[name]
     if isinstance(environment, Fault):
         return environment
@@ -151,9 +152,9 @@ def step(name: str, steps: Sequence[EpisodeStep], time_limit_s: float, seed: int
 
 
 def _seed(seed: int, name: str, trajectories: Sequence[Trajectory | EpisodeStep], turn: str | None = "") -> None:
-    """Seed Python's and NumPy's global generators, so that random rewards are equal after a resume.
+    """Seed Python's and NumPy's global generators, so that random rewards are the same after a resume.
 
-    The seed depends on the prompt id, the sample index and ``turn``. If ``turn`` is None, it depends only on the
+    The seed depends on the prompt id, the sample index and ``turn``. If ``turn`` is None, the seed depends only on the
     prompt id.
     """
     first = trajectories[0]
@@ -203,13 +204,13 @@ class RecordingSpawnContext(SpawnContext):
         self._started: list[_Process] = []
 
     def Process(self, *args: Any, **options: Any) -> _Process:  # type: ignore[override]  # noqa: N802
-        """Create a process and record it. pebble calls this method like the class ``Process``."""
+        """Create a process and record it. pebble calls this method in place of the class ``Process``."""
         process = _Process(*args, **options)
         self._started.append(process)
         return process
 
     def take_deaths(self) -> list[str]:
-        """Describe how each process ended that exited with a nonzero status since the last call."""
+        """Describe the exit of each process that ended with a nonzero status since the last call."""
         ended = [process for process in self._started if process.pid is not None and process.exitcode is not None]
         for process in ended:
             self._started.remove(process)

@@ -25,7 +25,7 @@ class Played:
     """Result of one episode that an agent played."""
 
     response: Mapping[str, Any]
-    """The agent's response, not checked yet. Its output items contain the tokens of every turn."""
+    """The agent's response, not yet validated. The output items of the response contain the tokens of every turn."""
     rewards: Mapping[str, float | None]
 
 
@@ -36,12 +36,12 @@ class NemoGymAgent(Environment):
     server, set ``base_url`` to the endpoint's URL and enable ``return_token_id_information``.
 
     Options:
-        agents: base URLs by the agent name in a row's ``agent_ref``. A single agent gets all rows.
-        rewards, check_sum, api_key_env: as for ``nemo_gym``.
+        agents: base URLs by agent name, as in a row's ``agent_ref``. A single agent gets all rows.
+        rewards, check_sum, api_key_env: same as in ``nemo_gym``.
         concurrency (64): maximum number of episodes in flight.
         deadline_s (600): time limit of one episode in seconds, including retries.
         retries (1): maximum number of retries of an episode after a transport failure, a 5xx or a 429 reply.
-        max_reply_bytes (64 MiB), max_json_depth (100): limits of a reply. It repeats all tokens in every turn.
+        max_reply_bytes (64 MiB), max_json_depth (100): limits of a reply. A reply repeats all tokens in every turn.
     """
 
     instant = True
@@ -85,7 +85,7 @@ class NemoGymAgent(Environment):
         return columns
 
     def preflight(self, prompts: Sequence[Prompt]) -> None:
-        """Check that every row matches an agent and every agent responds.
+        """Check that every row matches an agent and that every agent responds.
 
         Raises:
             ConfigError: if a row matches no agent.
@@ -99,13 +99,13 @@ class NemoGymAgent(Environment):
         """Play one episode per prompt and return the results, in order.
 
         Args:
-            prompts: prompts of the episodes. A prompt may occur several times.
+            prompts: prompts of the episodes. The same prompt may occur several times.
             sampling: temperature and top_p, which override the values in the rows.
         """
         return asyncio.run(self._play(prompts, sampling))
 
     def close(self) -> None:
-        """Do nothing. Connections are closed after each call of ``play``."""
+        """Do nothing, because each call of ``play`` closes its connections."""
 
     async def _reach(self) -> None:
         client = self._client()
@@ -177,7 +177,8 @@ class NemoGymAgent(Environment):
 def run_body(prompt: Prompt, task: int, sample: int, sampling: Mapping[str, float]) -> bytes:
     """Return the request body for /run: the row with the run's sampling settings.
 
-    Keys of ``responses_create_params`` with null are removed, because the server refuses null for optional keys.
+    Keys with the value null are removed from ``responses_create_params``, because the server rejects null for optional
+    keys.
     """
     row = prompt.fields[ROW]
     parameters = {key: value for key, value in row["responses_create_params"].items() if value is not None}

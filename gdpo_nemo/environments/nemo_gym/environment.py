@@ -26,11 +26,11 @@ class NemoGym(Environment):
 
     Options:
         servers: base URLs by name. Conflicts with ``head_server``.
-        head_server: URL of a head server, from which the servers and their agents are read.
-        agents: server names by the agent name in a row's ``agent_ref``. Not needed with a head server, with a single
-            server, or if ``agent_ref`` contains the server's name.
+        head_server: URL of a head server, which provides the servers and their agents.
+        agents: server names by agent name, as in a row's ``agent_ref``. This option is not needed with a head server,
+            with a single server, or if ``agent_ref`` contains the server's name.
         rewards: reward components as a list of ``{name, path, weight, missing: error|mask|zero, servers}``. The path of
-            a component in the reply is dotted text or a list (default: ``reward_components.<name>``). Without this
+            a component in the reply is a dotted string or a list (default: ``reward_components.<name>``). Without this
             option, the components in ``reward_components`` and the scalar ``reward`` are used.
         check_sum (false): reject replies whose components do not add up to ``reward``.
         seed_session (true): call /seed_session before every trajectory, as stateful servers require.
@@ -50,7 +50,8 @@ class NemoGym(Environment):
     def __init__(self, options: Mapping[str, Any] | None = None):
         self.settings = read_settings(options)
         self.open_rewards = not self.settings.rules
-        """True if the components are read from replies. ``reward_names`` is then unknown until ``preflight``."""
+        """True if the components are read from replies. In this case ``reward_names`` is unknown until
+        ``preflight``."""
         self.reward_names: tuple[str, ...] = tuple(rule.name for rule in self.settings.rules) or ("reward",)
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -73,7 +74,7 @@ class NemoGym(Environment):
         return agent_of(row[ROW])
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """Return one verdict per trajectory, in order. May be called from several threads.
+        """Return one verdict per trajectory, in order. Several threads may call this method.
 
         Raises:
             ConfigError: if a row matches no server.
@@ -121,7 +122,7 @@ class NemoGym(Environment):
         return await preflight(self.settings, self._client, verifier, prompts)
 
     async def _get_verifier(self) -> Verifier:
-        """Return the verifier, which is created once. Raises RunError if the head server cannot be reached."""
+        """Return the verifier, which the first call creates. Raises RunError if the head server cannot be reached."""
         if self._verifier is None or (self._verifier.done() and self._verifier.exception()):
             self._verifier = asyncio.create_task(self._connect())
         try:
@@ -147,7 +148,7 @@ class NemoGym(Environment):
     def _run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine on this environment's event loop and return its result.
 
-        The loop runs in a daemon thread, which the first call starts.
+        The first call starts the loop in a daemon thread.
         """
         with self._lock:
             if self._closed:

@@ -18,7 +18,7 @@ from gdpo_nemo.utils.errors import ConfigError, RunError
 
 GIVE_UP_AFTER = 64
 """Number of consecutive failures at one server after which the remaining trajectories of a batch are not sent. This
-limits how long a batch waits for a server that hangs."""
+limit bounds how long a batch waits for a server that hangs."""
 _SERVER_FAILURES = (FailureKind.TIMEOUT, FailureKind.CONNECTION, FailureKind.SERVER_ERROR)
 
 
@@ -33,7 +33,7 @@ class _Group:
     closing: asyncio.TimerHandle | None = None
     deadline: asyncio.TimerHandle | None = None
     closed: str = ""
-    """Reason why the group was closed early; empty if it was not."""
+    """Reason why the group was closed early, or an empty string if the group was not closed early."""
 
     def close(self, reason: str) -> None:
         """Cancel the verification of all trajectories that have no verdict yet."""
@@ -51,7 +51,7 @@ class _Group:
 class Verifier:
     """Verifies batches of trajectories at the servers of ``routes``.
 
-    Several batches may be in flight. The limits per server apply to all of them together.
+    Several batches may be in flight. The limits per server apply to the total of all batches.
     """
 
     def __init__(self, settings: Settings, client: HttpClient, routes: Routes):
@@ -113,7 +113,7 @@ class Verifier:
     async def _verdict(
         self, trajectory: Trajectory, server: str, group: _Group, failures_in_a_row: dict[str, int]
     ) -> Verdict:
-        """Return the verdict of a trajectory, also if it fails or is cancelled."""
+        """Return the verdict of a trajectory, even if the verification fails or is cancelled."""
 
         def started() -> None:
             if failures_in_a_row[server] >= GIVE_UP_AFTER:
@@ -135,7 +135,8 @@ class Verifier:
         return Verdict(rewards)
 
     async def _attempt(self, trajectory: Trajectory, server: str, deadline: float) -> dict[str, float | None]:
-        """Seed and verify once. Cookies are not reused between attempts, because a failure may end the session."""
+        """Seed a session and verify one trajectory, without retries. Cookies are not reused between attempts, because a
+        failure may end the session."""
         settings = self._settings
         cookies = Cookies()
         url = self.routes.servers[server]
@@ -153,7 +154,7 @@ class Verifier:
     # -- groups -------------------------------------------------------------------------------------------------
 
     def _start(self, group: _Group) -> None:
-        """Start the deadline of a group, if this is its first trajectory."""
+        """Start the deadline of a group when its first trajectory starts."""
         if not group.started and self._limits.group_deadline_s is not None:
             reason = f"its group reached group_deadline_s ({self._limits.group_deadline_s:g} s)"
             group.deadline = asyncio.get_running_loop().call_later(self._limits.group_deadline_s, group.close, reason)
@@ -186,8 +187,8 @@ async def preflight(
 ) -> dict[str, tuple[str, ...]]:
     """Verify a dummy completion of one row at each server that ``prompts`` use. Return the component names by server.
 
-    Servers that the options list are contacted even if no prompt uses them. Servers that only a head server lists are
-    contacted only if a prompt uses them.
+    Every server in the options is contacted, even if no prompt uses it. A server from the head server is contacted only
+    if a prompt uses it.
 
     Raises:
         ConfigError: if a server rejects the row (422 with the field), or its reply lacks a configured path.

@@ -43,7 +43,7 @@ def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def agent_of(row: Mapping[str, Any]) -> str | None:
-    """Return the agent name in the row's ``agent_ref``, or None if there is none."""
+    """Return the agent name in the row's ``agent_ref``, or None if the row has no agent name."""
     reference = row.get("agent_ref")
     name = reference.get("name") if isinstance(reference, Mapping) else None
     return name if isinstance(name, str) else None
@@ -57,7 +57,7 @@ def choose_server(row: Mapping[str, Any], servers: Iterable[str], agents: Mappin
         agents: server names by agent name.
 
     Raises:
-        ConfigError: if no server matches. The message continues a sentence that begins with "row N".
+        ConfigError: if no server matches. The error message continues a sentence that begins with "row N".
     """
     names = list(servers)
     known = agents or {}
@@ -75,7 +75,7 @@ def choose_server(row: Mapping[str, Any], servers: Iterable[str], agents: Mappin
 def request_body(trajectory: Trajectory, tool_parser: str, split_reasoning: bool) -> bytes:
     """Return the request body for /verify: the row, and the completion in the format of the Responses API."""
     row = trajectory.prompt.fields[ROW]
-    # The server refuses null for optional keys.
+    # The server rejects null for optional keys.
     parameters = {key: value for key, value in row["responses_create_params"].items() if value is not None}
     tools = parameters.get("tools") or []
     response = {
@@ -126,7 +126,7 @@ def _append_item(messages: list[dict[str, Any]], item: Any) -> None:
         messages[-1].setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _text(item.get("output"))})
-    elif kind != "reasoning":  # reasoning of earlier turns is dropped, as chat templates do
+    elif kind != "reasoning":  # the reasoning of earlier turns is dropped, as in chat templates
         raise ConfigError(
             f"responses_create_params.input contains an item of type {kind!r}, which is not supported in a chat"
         )
@@ -144,7 +144,8 @@ def _text(content: Any) -> str:
 
 
 def _arguments(arguments: Any) -> Any:
-    """Parse the arguments of a tool call, because chat templates expect an object. Return invalid JSON unchanged."""
+    """Parse the JSON arguments of a tool call, because chat templates expect an object. Return invalid JSON
+    unchanged."""
     try:
         return json.loads(arguments)
     except (TypeError, ValueError):
@@ -190,7 +191,8 @@ async def find_routes(settings: Settings, client: HttpClient) -> Routes:
 
 
 def routes_of(text: Any, settings: Settings) -> Routes:
-    """Parse the configuration of a head server, which is YAML text. Raises Failure(BAD_REPLY) if it is invalid."""
+    """Parse the configuration of a head server, which is YAML text. Raises Failure(BAD_REPLY) if the configuration is
+    invalid."""
     try:
         config = parse_yaml(text) if isinstance(text, str) else None
     except (yaml.YAMLError, RecursionError) as error:

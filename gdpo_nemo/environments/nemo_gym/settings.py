@@ -32,11 +32,11 @@ class Limits:
     max_json_depth: int
     """Maximum nesting depth of a reply."""
     min_valid: int | None
-    """Number of valid members of a group after which ``straggler_grace_s`` starts; None: wait for all members."""
+    """Number of valid members of a group after which ``straggler_grace_s`` starts, or None to wait for all members."""
     straggler_grace_s: float
     """Seconds to wait for the remaining members of a group that has ``min_valid`` valid members."""
     group_deadline_s: float | None
-    """Time limit of a group in seconds, from its first request; None for no limit."""
+    """Time limit of a group in seconds, from its first request, or None for no limit."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Settings:
     servers: Mapping[str, str]
     """Base URLs by server name; empty with a head server."""
     agents: Mapping[str, str]
-    """Server names by the agent name in a row's ``agent_ref``."""
+    """Server names by agent name, as in a row's ``agent_ref``."""
     head_server: str | None
     rules: tuple[RewardRule, ...]
     check_sum: bool
@@ -140,18 +140,21 @@ class RewardRule:
     name: str
     path: tuple[str, ...]
     missing: str = "error"
-    """Treatment of a missing value: error (the trajectory fails), mask (the reward is None) or zero (it is 0)."""
+    """Treatment of a missing value: error (the trajectory fails), mask (the reward is None) or zero (the reward is
+    0)."""
     servers: frozenset[str] | None = None
-    """Servers that return the component; None for all servers. It is None for trajectories of other servers."""
+    """Servers that return the component, or None for all servers. The component is None for trajectories of other
+    servers."""
 
     @property
     def dotted_path(self) -> str:
-        """The path as dotted text."""
+        """The path as a dotted string."""
         return ".".join(self.path)
 
 
 def read_rules(entries: Any) -> tuple[RewardRule, ...]:
-    """Parse the option ``rewards``. Return no rules if it is None. Raises ConfigError if it is invalid."""
+    """Parse the option ``rewards``. Return no rules if the option is None. Raises ConfigError if the option is
+    invalid."""
     if entries is None:
         return ()
     if not isinstance(entries, (list, tuple)) or not entries:
@@ -252,7 +255,8 @@ def _number(value: Any, what: str) -> float:
 
 
 def _listed_numbers(reply: Mapping[str, Any]) -> str:
-    """List the names of numbers in a reply, as the end of an error message. Empty if there are none."""
+    """List the names of the numbers in a reply as the end of an error message. Return an empty string if the reply
+    contains no numbers."""
     names = [name for name, value in reply.items() if isinstance(value, (int, float))]
     components = reply.get("reward_components")
     if isinstance(components, Mapping):

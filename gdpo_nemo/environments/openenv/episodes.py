@@ -36,9 +36,9 @@ from gdpo_nemo.environments.openenv.settings import FirstPrompt, read_settings
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 _SESSIONS = 4096
-"""Maximum number of connections, for which the limit of open files is raised."""
+"""Maximum number of connections. The open-file limit is raised to allow this number."""
 _ROWS = 1000
-"""Number of generated rows if the config does not set it."""
+"""Default number of generated rows if the config does not set a number."""
 _CONFIG_FAILURES = (FailureKind.REJECTED, FailureKind.BAD_REPLY)
 """Failures of the first request that indicate an error in the options."""
 
@@ -50,16 +50,17 @@ class OpenEnv(Environment):
 
     Options:
         url: base URL of the server.
-        action: name of the action field for the policy's text, or the whole action with the placeholder "{text}".
-        action_format (text): text, or json if the policy writes the action itself. With json, ``action`` contains fixed
-            fields to add.
+        action: name of the action field that receives the policy's text, or the whole action with the placeholder
+            "{text}".
+        action_format (text): text, or json if the policy writes the whole action as JSON. With json, ``action``
+            contains fixed fields to add.
         observation: field to show to the policy, a list of fields, or a template with {fields}. A dot selects a nested
-            field. Default: the whole observation as JSON.
-        reward (reward): name of the component. Its value is the sum of the rewards of all steps.
-        invalid_action_reward (0): reward of a step without a valid action. The policy is shown the error.
+            field. The default is the whole observation as JSON.
+        reward (reward): name of the reward component, which is the sum of the rewards of all steps.
+        invalid_action_reward (0): reward of a step without a valid action. The policy receives the error message.
         reset: keyword arguments of the environment's reset, ``{name: value}`` or ``{name: {column: name}}``.
-        first_prompt (both): row, observation (of the reset), or both, in this order.
-        prompt: prompt of generated rows. Each generated row is reset with a different seed.
+        first_prompt (both): content of the first prompt: row, observation (of the reset), or both in this order.
+        prompt: prompt of generated rows. Each generated row has a different seed for the reset.
         api_key_env: name of the environment variable with the bearer token.
         timeout_s (60), retries (5), idle_timeout_s (1800), max_reply_bytes (8 MiB): see ``settings.Limits``.
     """
@@ -78,7 +79,7 @@ class OpenEnv(Environment):
 
     @property
     def has_turns(self) -> bool:
-        """Always True. ``start_step`` steps the episodes."""
+        """Always True, because ``start_step`` runs the steps of multi-turn episodes."""
         return True
 
     @property
@@ -107,7 +108,7 @@ class OpenEnv(Environment):
             raise (ConfigError if failure.kind in _CONFIG_FAILURES else RunError)(message) from None
 
     def start_step(self, step: EpisodeStep) -> Future[EpisodeReply]:
-        """Start to reset, step or cut an episode, and return a future. Cancelling the future ends the episode.
+        """Start a reset, step or cut of an episode, and return a future. Cancelling the future ends the episode.
 
         ``state`` of the reply identifies the connection. The future raises ConfigError if the row lacks a column that
         the option ``reset`` uses.
@@ -167,7 +168,7 @@ class OpenEnv(Environment):
         except InvalidAction as error:
             result = StepResult({}, self.settings.invalid_action_reward, done=False)
             observation = str(error)
-        except BaseException:  # including cancellation: a late reply would count as the reply to the next step
+        except BaseException:  # also for cancellation: a late reply would be taken for the reply to the next step
             self._end_episode(state)
             raise
         if result.done:
@@ -213,7 +214,7 @@ class OpenEnv(Environment):
         try:
             check_schema(self.settings, await client.get(f"{self.settings.url}/schema", limits.timeout_s))
         except Failure as failure:
-            if failure.status not in (404, 405):  # publishing schemas is optional
+            if failure.status not in (404, 405):  # servers do not have to publish schemas
                 raise
         finally:
             await client.close()
@@ -236,7 +237,7 @@ class OpenEnv(Environment):
         self._idle[state] = loop.call_later(self.settings.limits.idle_timeout_s, self._end_episode, state)
 
     def _end_episode(self, state: bytes) -> None:
-        """End an episode. Do nothing if it has already ended."""
+        """End an episode. Do nothing if the episode has already ended."""
         timer = self._idle.pop(state, None)
         if timer is not None:
             timer.cancel()

@@ -17,7 +17,7 @@ from gdpo_nemo.utils.errors import ConfigError, nearest
 
 MAX_JSON_DEPTH = 100
 _NOT_SHOWN = ("metadata", "done", "reward")
-"""Fields that every observation may have and that are not shown to the policy."""
+"""Fields that any observation may contain. These fields are not shown to the policy."""
 _FIELD = re.compile(r"\{([^{}]+)\}")
 
 
@@ -60,8 +60,8 @@ def _with_text(part: Any, text: str) -> Any:
 def reset_arguments(settings: Settings, prompt: Prompt) -> dict[str, Any]:
     """Return the keyword arguments of the reset for a row.
 
-    The argument ``seed`` is derived from the row's id. All samples of a group therefore get the same question, in every
-    epoch and after a resume. The server ignores the seed if the environment's reset does not accept it.
+    The argument ``seed`` is derived from the row's id. All samples of a group therefore get the same question in every
+    epoch, even after a resume. The server ignores the seed if the environment's reset does not accept it.
 
     Raises:
         ConfigError: if the row lacks a column that the option ``reset`` uses.
@@ -79,7 +79,8 @@ def reset_arguments(settings: Settings, prompt: Prompt) -> dict[str, Any]:
 
 
 def result_of(reply: Mapping[str, Any]) -> StepResult:
-    """Validate the reply to a reset or step and return its content. Raises Failure(BAD_REPLY) if it is invalid."""
+    """Validate the reply to a reset or step and return its content. Raises Failure(BAD_REPLY) if the reply is
+    invalid."""
     data = reply.get("data")
     if reply.get("type") != "observation" or not isinstance(data, Mapping):
         raise _bad(f"expected an observation from the server, got {printable(repr(reply.get('type')), 40)}")
@@ -110,7 +111,7 @@ def observation_text(settings: Settings, observation: Mapping[str, Any], complet
     """Format an observation as text for the policy.
 
     Args:
-        complete: True to raise for missing fields, False to replace them by empty text.
+        complete: True to raise for missing fields, False to replace missing fields with empty text.
 
     Raises:
         Failure: BAD_REPLY for a missing field; TOO_LARGE if the text exceeds ``MAX_OBSERVATION_CHARACTERS``.
@@ -141,7 +142,7 @@ def first_prompt(settings: Settings, prompt: Prompt, observation: Mapping[str, A
         observation: observation of the reset.
 
     Raises:
-        Failure: as in ``observation_text``.
+        Failure: same as in ``observation_text``.
     """
     if settings.first_prompt is FirstPrompt.ROW:
         return None
@@ -184,8 +185,7 @@ def check_error(settings: Settings, reply: Mapping[str, Any]) -> None:
     Raises:
         InvalidAction: if the validation errors concern only fields that the policy wrote.
         Failure: RATE_LIMITED if no session is free, REJECTED if the configured action is invalid, BAD_REPLY if the
-            server did not understand the request. SERVER_ERROR in all other cases, for example if the environment
-            raised.
+            server could not parse the request, SERVER_ERROR in all other cases, for example if the environment raised.
     """
     if reply.get("type") != "error":
         return
@@ -228,7 +228,7 @@ def check_schema(settings: Settings, schema: Any) -> None:
         ConfigError: if a field is not in the schema, or a required field of the action is not set.
     """
     schema = schema if isinstance(schema, Mapping) else {}
-    if "type" in settings.action:  # a tool call, which servers accept in addition to the published actions
+    if "type" in settings.action:  # servers accept tool calls in addition to the published actions
         return
     known, required = _fields(schema.get("action"))
     for field in settings.action:
@@ -247,7 +247,7 @@ def check_schema(settings: Settings, schema: Any) -> None:
 
 
 def _fields(schema: Any) -> tuple[list[str], list[str]]:
-    """Return (fields, required fields) of a JSON schema. Both are empty if the schema allows additional fields."""
+    """Return (fields, required fields) of a JSON schema. Both sets are empty if the schema allows additional fields."""
     if not isinstance(schema, Mapping) or schema.get("additionalProperties") is not False:
         return [], []
     properties = schema.get("properties")

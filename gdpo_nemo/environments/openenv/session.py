@@ -1,8 +1,8 @@
 """Client session of an OpenEnv server: a WebSocket with one request in flight at a time.
 
-The protocol is that of OpenEnv 0.10 (``openenv.core.env_server.http_server``, route /ws). The client sends JSON texts
-``{"type": "reset" | "step", "data": ...}``, and the server replies with ``{"type": "observation" | "error", "data":
-...}``. Each connection has its own environment on the server, which ends with the connection.
+The protocol is the one of OpenEnv 0.10 (``openenv.core.env_server.http_server``, route /ws). The client sends JSON
+texts ``{"type": "reset" | "step", "data": ...}``, and the server replies with ``{"type": "observation" | "error",
+"data": ...}``. The server creates an environment for each connection and closes it with the connection.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from gdpo_nemo.environments.http_client import CONNECT_S
 from gdpo_nemo.environments.openenv.messages import MAX_JSON_DEPTH
 
 _CLOSE_S = 2.0
-"""Time limit for a server to confirm that a connection is closed."""
+"""Time limit in seconds for a server to confirm that a connection is closed."""
 
 
 class Connector:
-    """Opens sessions at one server. Use it inside one event loop.
+    """Opens sessions at one server. Use the connector in a single event loop.
 
     Args:
         url: base URL of the server.
         max_reply_bytes: maximum size of a message from the server in bytes.
-        api_key: key to send as a bearer token. It is removed from error messages.
+        api_key: key to send as a bearer token. The key is removed from error messages.
     """
 
     def __init__(self, url: str, max_reply_bytes: int, api_key: str | None):
@@ -81,8 +81,8 @@ class Connector:
 class EnvSession:
     """An open session.
 
-    A background task reads continuously, also while the policy generates for minutes between two steps. A server closes
-    connections that do not answer its pings.
+    A background task reads messages continuously, even while the policy generates for minutes between two steps.
+    Without this task, the server's pings would not be answered and the server would close the connection.
     """
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, max_bytes: int):
@@ -96,7 +96,7 @@ class EnvSession:
         """Send one message and return the server's answer.
 
         Raises:
-            Failure: if the answer is missing, or is not a valid JSON object. The session cannot be used afterwards.
+            Failure: if the answer is missing or is not a valid JSON object. The session cannot be used afterwards.
         """
         if self._ended is not None:
             raise self._ended
@@ -122,7 +122,7 @@ class EnvSession:
             async with asyncio.timeout(_CLOSE_S):
                 await self._socket.close()
         except TimeoutError:
-            return  # aiohttp has closed the connection without the server's confirmation
+            return  # aiohttp closed the connection without waiting for the server
 
     async def _send(self, text: str) -> None:
         try:
@@ -160,7 +160,7 @@ class EnvSession:
 async def _refuse_redirects(
     request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
 ) -> aiohttp.ClientResponse:
-    """aiohttp middleware that refuses redirects. ``ws_connect`` would follow them to any address."""
+    """aiohttp middleware that refuses redirects. ``ws_connect`` would follow redirects to any address."""
     response = await handler(request)
     if 300 <= response.status < 400:
         response.close()

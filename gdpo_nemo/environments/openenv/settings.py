@@ -19,20 +19,20 @@ class FirstPrompt(StrEnum):
     """Content of the first prompt of an episode."""
 
     ROW = "row"
-    """The row's prompt."""
+    """The first prompt is the row's prompt."""
     OBSERVATION = "observation"
-    """The observation of the reset, after the row's system message."""
+    """The first prompt is the observation of the reset, after the row's system message."""
     BOTH = "both"
-    """The row's prompt, followed by the observation of the reset."""
+    """The first prompt is the row's prompt, followed by the observation of the reset."""
 
 
 class ActionFormat(StrEnum):
-    """Interpretation of the policy's text."""
+    """Conversion of the policy's text to an action."""
 
     TEXT = "text"
     """The text becomes the value of an action field."""
     JSON = "json"
-    """The text is the action, as a JSON object."""
+    """The text is the whole action as a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Limits:
     timeout_s: float
     """Time limit in seconds of one step, or of a reset with its connection and all retries."""
     retries: int
-    """Maximum number of retries of a reset, each on a new connection. A step is never retried: if it fails, the episode
-    ends."""
+    """Maximum number of retries of a reset, each on a new connection. A step is never retried: a failed step ends the
+    episode."""
     idle_timeout_s: float
     """Seconds without a step after which the connection of an episode is closed."""
     max_reply_bytes: int
@@ -57,7 +57,8 @@ class Settings:
     url: str
     """Base URL of the server, with the scheme http or https."""
     action: Mapping[str, Any]
-    """Action with the placeholder ``ANSWER``. With action format JSON: fixed fields to add to the policy's action."""
+    """Action with the placeholder ``ANSWER``. With the action format JSON, the fixed fields to add to the policy's
+    action."""
     action_format: ActionFormat
     observation: str | tuple[str, ...] | None
     """Field to show to the policy, a template with {fields}, several fields, or None for the whole observation."""
@@ -69,7 +70,7 @@ class Settings:
     """Keyword arguments of the environment's reset. A value ``{"column": name}`` is replaced by a column of the row."""
     first_prompt: FirstPrompt
     prompt: str | None
-    """Prompt of generated rows; None if the prompts come from a dataset."""
+    """Prompt of generated rows, or None if the prompts come from a dataset."""
     api_key_env: str | None
     limits: Limits
 
@@ -127,8 +128,8 @@ def _action(value: Any, action_format: ActionFormat) -> dict[str, Any]:
     if action_format is ActionFormat.JSON:
         if value is not None and not (_is_object(value) and _count_placeholders(value) == 0):
             raise ConfigError(
-                "action: must contain only the fixed fields with action_format json, because the policy writes the "
-                f"others, not {value!r}"
+                "action: must contain only fixed fields with action_format json, because the policy writes all other "
+                f"fields, got {value!r}"
             )
         return dict(value or {})
     if isinstance(value, str) and value:

@@ -17,7 +17,7 @@ from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.utils.errors import RunError, nearest
 
 ANSWER_CHARACTERS = 4096
-"""Maximum number of characters of an answer to parse. Of a longer answer only the end is used."""
+"""Maximum number of characters of an answer to parse. Only the end of a longer answer is parsed."""
 
 _MATH_DELIMITER = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 """A LaTeX math delimiter or box: ``$`` (except an escaped ``\\$``), ``\\boxed``, ``\\(`` or ``\\[``."""
@@ -52,21 +52,22 @@ def prepare_math() -> None:
 
 
 class Unfinished(Exception):
-    """Raised if a comparison exceeds its time limit. The result is then unknown."""
+    """Raised if a comparison exceeds its time limit. The result of the comparison is unknown."""
 
     def __init__(self, time_limit_s: float):
         super().__init__(f"math-verify did not finish within {time_limit_s:g} s of CPU time")
 
 
 class _OutOfTime(BaseException):
-    """Raised by the timer. A BaseException, so that ``except Exception`` in the interrupted code does not catch it."""
+    """Raised when the timer expires. This is a BaseException, so that ``except Exception`` in the interrupted code does
+    not catch it."""
 
 
 @contextlib.contextmanager
 def _computing_at_most(time_limit_s: float) -> Iterator[None]:
     """Interrupt the block after ``time_limit_s`` seconds of CPU time. Raises Unfinished. Requires the main thread.
 
-    CPU time makes the limit independent of the load of the machine.
+    A limit on CPU time does not depend on the load of the machine.
     """
     expired = False
 
@@ -92,25 +93,26 @@ def _computing_at_most(time_limit_s: float) -> Iterator[None]:
 
 
 _HUGE_NUMBER = re.compile(r"(\^|\*\*)\s*[({]*\s*\d+\s*[)}]*\s*(\^|\*\*)|(\^|\*\*)\s*[({]*\s*\d{6,}|\d{6,}\s*[)}]*\s*!")
-"""A nested power, or a power or factorial with a large operand: numbers that take forever to evaluate."""
+"""A nested power, or a power or factorial with a large operand. Evaluating these numbers would take forever."""
 
 
 def _is_too_large(gold: str, answer: str) -> bool:
     """Return whether the answer, but not the gold answer, is a number too large to evaluate.
 
-    Such an answer is wrong without a comparison, so that it does not cost the time limit.
+    An answer that is too large counts as wrong. Such an answer is not evaluated, because the evaluation would exceed
+    the time limit.
     """
     return bool(_HUGE_NUMBER.search(answer)) and not _HUGE_NUMBER.search(gold)
 
 
 def same_mathematics(gold: str, answer: str, time_limit_s: float) -> bool:
-    """Return whether math-verify considers the answer equal to the gold answer, as ``1/2`` and ``0.5``.
+    """Return whether math-verify considers the answer equal to the gold answer, such as ``1/2`` and ``0.5``.
 
-    An answer that cannot be parsed is wrong. Equal texts are always equal, even if they are not mathematics. Requires
-    the main thread.
+    An answer that cannot be parsed is wrong. Identical texts are always considered equal, even if they are not
+    mathematics. Requires the main thread.
 
     Args:
-        time_limit_s: CPU time in seconds for parsing, and the same again for comparing.
+        time_limit_s: CPU time limit in seconds. Parsing and comparing together may use twice this time.
 
     Raises:
         Unfinished: if the time limit is exceeded.
@@ -132,7 +134,8 @@ def hf_math_verify(gold: str, answer: str, time_limit_s: float) -> bool:
     """Compare like NeMo-RL's verifier of the same name (``environments/math_environment.py``).
 
     Differences from ``same_mathematics``: the gold answer is boxed and parsed as LaTeX only, the whole answer is
-    searched, and equal texts are not enough. The time limit and the exception are the same.
+    searched, and identical texts are also parsed and compared. The time limit and the exception are the same as in
+    ``same_mathematics``.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
@@ -161,11 +164,12 @@ def _parsed_gold(gold: str) -> list[Any]:
 
 
 JSON_CHARACTERS = 200_000
-"""Maximum length of a completion that is parsed as JSON. A longer completion counts as invalid."""
+"""Maximum length in characters of a completion that is parsed as JSON. A longer completion counts as invalid."""
 
 
 def regex(completions: Sequence[Any], pattern: str, **_: Any) -> list[float]:
-    """Return 1 if ``pattern`` matches the whole stripped completion, else 0. A dot also matches line breaks."""
+    """Return 1 for completions whose stripped text matches ``pattern`` completely, else 0. A dot also matches line
+    breaks."""
     compiled = re.compile(pattern, re.DOTALL)
     return [float(compiled.fullmatch(completion_text(completion).strip()) is not None) for completion in completions]
 
@@ -173,10 +177,10 @@ def regex(completions: Sequence[Any], pattern: str, **_: Any) -> list[float]:
 def json_schema(
     completions: Sequence[Any], schema: Mapping[str, Any] | Sequence[Any] | None = None, **_: Any
 ) -> list[float]:
-    """Return 1 if the completion is JSON and valid under ``schema``, else 0.
+    """Return 1 for completions that are JSON and valid under ``schema``, else 0.
 
-    Without a schema, any well-formed JSON is valid. A list contains one schema per completion, as from a dataset
-    column.
+    Without ``schema``, any well-formed JSON is valid. If ``schema`` is a list, such as a dataset column, it contains
+    one schema per completion.
     """
     schemas = schema if isinstance(schema, (list, tuple)) else [schema] * len(completions)
     return [

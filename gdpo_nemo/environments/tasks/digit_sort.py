@@ -1,7 +1,7 @@
 """Digit sorting: a task with three rewards that a model with a million parameters learns in a minute.
 
 The answer to the prompt ``39172=`` is ``<t>BODY</t><a>12379</a>``. The body is for reasoning and should be short. One
-prompt in ten is held out for validation, selected by a checksum of its digits.
+prompt in ten is held out for validation. A checksum of the digits selects the held-out prompts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _DIGIT_RUN = re.compile(r"[0-9]+")
 
 
 def is_held_out(digits: str) -> bool:
-    """Return whether a prompt belongs to validation: ``sum(d_i * 7**i) % 10 == 0``, true for exactly one in ten."""
+    """Return whether a prompt belongs to validation: ``sum(d_i * 7**i) % 10 == 0``. This is true for exactly one prompt
+    in ten."""
     total: int = sum(int(digit) * 7**exponent for exponent, digit in enumerate(digits))
     return total % 10 == 0
 
@@ -40,19 +41,19 @@ def digit_rows(split: str, size: int | None, seed: int) -> list[Mapping[str, Any
 
 
 class DigitSort(Environment):
-    """The digit-sorting environment.
+    """Environment for digit sorting.
 
-    Components. A completion that was cut off at the token limit meets none of the conditions:
-        correctness: the last run of digits is the sorted prompt.
+    Components. A completion that is cut off at the token limit meets none of these conditions:
+        correctness: the last sequence of digits is the sorted prompt.
         format: the completion has the form ``<t>BODY</t><a>DIGITS</a>``.
         length: the completion has at most ``length_limit`` tokens, including the end token.
-        all: 1 if the three conditions are met, for reporting.
+        all: 1 if the completion meets all three conditions, for reporting.
 
     Options:
         length_limit (24): maximum number of tokens for the component ``length``.
-        correctness_values ([0, 1]): rewards of a wrong and of a right answer.
-        length_if_correct (false): true to reward the length only if the answer is right. The additional component
-            ``length_flag`` then reports the condition itself.
+        correctness_values ([0, 1]): rewards for a wrong and for a right answer.
+        length_if_correct (false): true to reward the length only if the answer is right. In this case, the additional
+            component ``length_flag`` reports the length condition for all answers.
     """
 
     instant = True
@@ -79,7 +80,7 @@ class DigitSort(Environment):
         return digit_rows(split, size, seed)
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
-        """Return a right answer, and a completion that gets no reward."""
+        """Return a right answer and a completion without reward."""
         return [f"<t></t><a>{''.join(sorted(row['digits']))}</a>", "<t>" + "." * self._length_limit]
 
     def _verdict(self, trajectory: Trajectory) -> Verdict:

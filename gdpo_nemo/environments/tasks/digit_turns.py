@@ -1,8 +1,9 @@
 """Digit sorting in two turns: the second question depends on the first answer.
 
-The first turn is the task of ``digit_sort``, with a prompt such as ``39172=``. The environment replies with the first
-wrong position of the answer, such as ``3=``, or with ``+=`` if all digits are right. The policy then answers again in
-the same format. The task uses only characters of ``digit_sort``, so the same model can play it.
+The first turn is the same task as in ``digit_sort``, with a prompt such as ``39172=``. The environment replies with the
+first wrong position of the answer, such as ``3=``, or with ``+=`` if all digits are right. The policy then answers
+again in the same format. The task uses only characters of ``digit_sort``, so the same model can be trained on both
+tasks.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ _WELL_FORMED = re.compile(r"<t>[^<>]*</t><a>[^<>]*</a>")
 
 
 class DigitTurns(Environment):
-    """The environment for digit sorting in two turns.
+    """Environment for digit sorting in two turns.
 
     Components:
-        first, second: fraction of right digits in the first and in the second turn. The answer is the last run of
+        first, second: fraction of right digits in the first and in the second turn. The answer is the last sequence of
             digits.
         format: fraction of well-formed turns.
 
     Options:
-        always_two (true): play the second turn also if the first answer is right.
+        always_two (true): play the second turn even if the first answer is right.
     """
 
     instant = True
@@ -41,7 +42,7 @@ class DigitTurns(Environment):
         return Sorting(self._options.always_two)
 
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
-        """Return rows as in ``digit_sort``."""
+        """Return the same rows as ``digit_sort``."""
         return digit_rows(split, size, seed)
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
@@ -61,7 +62,7 @@ class Sorting:
         self._sorted_digits = "".join(sorted(row["digits"]))
 
     def step(self, message: Mapping[str, Any]) -> tuple[str | None, dict[str, float], bool]:
-        """Score a turn. After the first turn, reply with the first wrong position."""
+        """Score a turn. After the first turn, the reply contains the first wrong position."""
         self._turns += 1
         text = message["content"]
         ended = message["finish_reason"] == "stop"
@@ -78,7 +79,7 @@ class Sorting:
         return f"{wrong[0] + 1 if wrong else '+'}=", rewards, False
 
     def cut(self) -> dict[str, float]:
-        """Return the reward 0 for a second turn that could not be played within the budget."""
+        """Return the reward 0 for a second turn that does not fit into the turn or token budget."""
         return {"second": 0.0}
 
     def _wrong_indices(self, answer: str) -> list[int]:

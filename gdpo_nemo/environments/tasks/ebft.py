@@ -1,12 +1,13 @@
 """Energy-based fine-tuning (EBFT, arXiv 2603.12248): rewards from the hidden states of a frozen model.
 
 The reward of the j-th of n answers to a prompt is 2 f(y_j) f(y) - 2 / (n - 1) * sum over k != j of f(y_j) f(y_k)
-(equation 7). y is the reference answer, and f the hidden states of a few layers, normalized to length 1. The two terms
-are separate components. Their weights in ``gdpo.rewards`` correspond to alignment_coef and diversity_coef.
+(equation 7). In this equation, y is the reference answer, and f(y) is a vector of hidden states from a few layers,
+normalized to length 1. The two terms of the reward are separate components. The weights of these components in
+``gdpo.rewards`` correspond to alignment_coef and diversity_coef.
 
 The reference answer is a column of the row (structured mode), or the tokens after an anchor in a text (strided mode,
-``data.<split>.strided``). Not implemented: the cross-entropy of the reference answer (ce_coef), and rollouts of later
-turns.
+``data.<split>.strided``). The cross-entropy of the reference answer (ce_coef) and rollouts of later turns are not
+implemented.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ POOLS = ("last_token", "mean_pooling", "completion_mean", "concat")
 _SMALLEST_SINGULAR = 1e-5
 """Whitening drops directions whose singular value is smaller than this fraction of the largest one."""
 _BATCH = 16
-"""Sequences in one forward pass."""
+"""Maximum number of sequences in one forward pass."""
 
 
 class Ebft(Environment):
@@ -39,16 +40,16 @@ class Ebft(Environment):
 
     Components:
         alignment: twice the cosine similarity between the features of the answer and of the reference answer.
-        diversity: minus twice the mean dot product with the features of the group's other answers; None in a group of
-            one.
+        diversity: minus twice the mean dot product with the features of the group's other answers, or None for a group
+            with one answer.
 
-    Options, with the names of axolotl:
-        model: Hugging Face folder of the frozen model, usually the run's initial model. Other models must have the same
-            tokenizer.
+    Options, with the same names as in axolotl:
+        model: Hugging Face folder of the frozen model, usually the run's initial model. A different model must have the
+            same tokenizer.
         feature_layers ([0.25, 0.5, 0.75]): layers of the features, as fractions of the model's depth.
         embed_method (last_token): pooling of the hidden states: last_token, mean_pooling, completion_mean or concat.
         use_whitening (false): true to decorrelate the features over the answers of a group.
-        gold_key (answer): column with the reference answer. Not used in strided mode.
+        gold_key (answer): column with the reference answer, which is not used in strided mode.
     """
 
     instant = True
@@ -98,7 +99,7 @@ class Ebft(Environment):
             model, found = AutoModelForCausalLM.from_pretrained(
                 self._folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True
             )
-        except Exception as error:  # noqa: BLE001 - damaged files raise many kinds
+        except Exception as error:  # noqa: BLE001 - damaged files raise exceptions of many types
             raise ConfigError(f"environment ebft: model: cannot load {self._folder} ({first_line(error)})") from error
         if missing := sorted(found["missing_keys"]):
             raise ConfigError(
@@ -133,7 +134,7 @@ class Ebft(Environment):
         )
 
     def _without_end(self, ids: np.ndarray) -> np.ndarray:
-        """Return the tokens without a final end token, because reference answers seldom have one."""
+        """Return the tokens without a final end token, because reference answers rarely have an end token."""
         return ids[:-1] if len(ids) and ids[-1] == self._tokenizer.eos_token_id else ids
 
     def _features(self, prompt: np.ndarray, answers: Sequence[np.ndarray]) -> np.ndarray:
@@ -184,8 +185,8 @@ def feature_matching(answers: np.ndarray, gold: np.ndarray, whiten: bool) -> tup
     Args:
         answers: features of the answers. Shape: float64 [answers, features], at least one answer.
         gold: features of the reference answer. Shape: float64 [features].
-        whiten: True to decorrelate the features over the answers first. The diversity is then computed from whitened
-            features that are not normalized.
+        whiten: True to decorrelate the features over the answers first. In this case, the diversity is computed from
+            whitened features that are not normalized.
 
     Returns:
         (alignment, diversity). Shape: [answers] each. The diversity is None for a single answer.

@@ -1,7 +1,8 @@
 """Grade-school mathematics (GSM8K) with three rewards: correctness, integer, format.
 
-The components are those of the GDPO authors' GSM8K demonstration and of NeMo-RL's ``math_multi_reward``. The option
-``strict`` reproduces them exactly. In this mode no integer can match a gold answer that contains a comma.
+The components are the same as in the GDPO authors' GSM8K demonstration and in NeMo-RL's ``math_multi_reward``. The
+option ``strict`` reproduces the original rewards exactly. In strict mode, an integer cannot match a gold answer that
+contains a comma.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gdpo_nemo.environments.tasks.answers import (
 )
 
 _STRICT_BLOCKS = re.compile(r"<think>.*?</think>\n<answer>.*?</answer>\n?", re.DOTALL)
-"""Allows a final line break, like `$` in the original pattern."""
+"""The pattern allows a final line break, like `$` in the original pattern."""
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
@@ -30,25 +31,26 @@ _STRICT_PROMPT = (
     "integer. Reply in exactly this form, with all of the reasoning in the first block and only the integer in the "
     "second:\n<think>the reasoning, step by step</think>\n<answer>the integer</answer>"
 )
-"""System prompt that requests the format of ``strict``, including the line break."""
+"""System prompt that requests the format of the option ``strict``, including the line break."""
 
 
 class Gsm8k(Environment):
-    """The GSM8K environment.
+    """Environment for GSM8K.
 
     Components, each 0 or 1:
         correctness: the answer equals the gold answer, which follows ``####`` in the gold column.
         integer: the answer is an integer in digits, with an optional sign.
         format: the completion consists of one think block and one answer block.
 
-    The answer is the text between the answer tags. Without tags, it is the whole completion.
+    The answer is the text between the answer tags. Without tags, the answer is the whole completion.
 
     Options:
         gold_key (answer): column with the solution.
-        time_limit_s (2): CPU time in seconds for parsing, and the same again for comparing. A sample that exceeds the
-            limit is masked.
-        strict (false): true to reproduce the original rewards. Texts must be equal, including commas. An integer must
-            satisfy ``str.isdigit``. One line break separates the blocks. The system prompt shows this format.
+        time_limit_s (2): CPU time limit in seconds. Parsing and comparing together may use twice this time. A sample
+            that exceeds the limit is masked.
+        strict (false): true to reproduce the original rewards. The answer must be identical to the gold answer,
+            including commas. An integer must satisfy ``str.isdigit``. Exactly one line break must separate the blocks.
+            The system prompt shows this format.
     """
 
     instant = True

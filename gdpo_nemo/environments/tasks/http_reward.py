@@ -1,9 +1,9 @@
 """Reward function that requests the rewards from an HTTP server.
 
 The request is a POST of ``{"prompts": [...], "completions": [...], "columns": {name: [...]}, "trainer_state": {...}}``.
-The reply is a JSON list with one number per completion, or null if the reward does not apply. The reply may also be
-``{"rewards": [...]}`` with such a list. If a request fails, its samples get a ``Failure``, which masks them. They never
-get a reward of 0.
+The reply is a JSON list with one number per completion, or null if the reward does not apply. The reply may also be an
+object with this list, ``{"rewards": [...]}``. If a request fails, its samples get a ``Failure`` and are masked. Samples
+of a failed request never get a reward of 0.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _NOT_COLUMNS = ("prompts", "completions", "completion_ids")
 
 
 class HttpReward:
-    """Reward function whose rewards come from a server.
+    """Reward function that requests its rewards from a server.
 
     Args:
         url: URL for the POST requests.
-        columns: names of the dataset columns to send; None for all columns.
+        columns: names of the dataset columns to send, or None for all columns.
         completion_ids: True to also send the token ids of the completions.
         api_key_env: name of the environment variable with a key to send as a bearer token.
-        time_limit_s: time limit in seconds of one call, with all its completions and retries. It should be below
+        time_limit_s: time limit in seconds of one call, with all its completions and retries. The limit should be below
             rollout.env_timeout_s.
         max_retries: maximum number of retries after a transport error, a 5xx or a 429 reply. Other errors are not
             retried.
-        batch_size: maximum number of completions per request; None for all completions of a call.
+        batch_size: maximum number of completions per request, or None for all completions of a call.
         concurrency: maximum number of requests in flight.
         max_reply_bytes: maximum size of a reply in bytes. Larger replies are rejected.
 
@@ -137,7 +137,7 @@ def _read(reply: Any, count: int) -> list[float | Failure | None]:
             )
     try:
         return [reward_value(value, "a reward in the reply") for value in values]
-    except RunError as error:  # an infinite reward, which is an error of the server and not of the user's code
+    except RunError as error:  # the server, not the user's code, caused the infinite reward
         raise _bad(str(error)) from None
 
 

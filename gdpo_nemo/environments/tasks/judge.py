@@ -1,8 +1,8 @@
 """LLM-as-a-judge reward function: requests a score from an OpenAI-compatible endpoint.
 
-The judge's reply is untrusted: its size is limited, and a score outside the scale is a failure. If a request fails, the
-sample gets a ``Failure``, which masks it. It never gets a reward of 0. The API key appears only in the request header.
-Failure messages never quote the server's text, because it might contain the key.
+The judge's reply is untrusted: its size is limited, and a score outside the scale is a failure. If a request fails, its
+sample gets a ``Failure`` and is masked. A sample without a score never gets a reward of 0. The API key appears only in
+the request header. Failure messages never quote the server's text, because it might contain the key.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class LlmJudge:
     Args:
         base_url: URL of the endpoint, up to and including ``/v1``.
         model: name of the judge model at the endpoint.
-        question: grading criterion, in words.
+        question: grading criterion as text.
         scale: lowest and highest score that the judge may give. A score outside the scale is a failure.
-        reference: column with a reference answer to show to the judge; None for no reference.
-        api_key_env: name of the environment variable with the API key; None to send no key.
-        time_limit_s: time limit in seconds of one call, with all its completions and retries. It should be below
+        reference: column with a reference answer to show to the judge, or None for no reference.
+        api_key_env: name of the environment variable with the API key, or None to send no key.
+        time_limit_s: time limit in seconds of one call, with all its completions and retries. The limit should be below
             rollout.env_timeout_s.
         max_retries: maximum number of retries after a transport error, a 5xx or a 429 reply. Other errors are not
             retried.
@@ -140,7 +140,8 @@ class LlmJudge:
         return kinds.get(failure.kind, "the judge's reply is not a chat completion")
 
     def _read(self, reply: Any) -> float | Failure:
-        """Return the scaled score in a reply: the number after the last ``SCORE:``, or the reply if it is a number."""
+        """Return the scaled score in a reply: the number after the last ``SCORE:``, or the whole reply if it is a
+        number."""
         try:
             content = reply["choices"][0]["message"]["content"]
         except (LookupError, TypeError):

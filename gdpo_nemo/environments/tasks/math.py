@@ -21,8 +21,8 @@ class Math(Environment):
 
     Options:
         gold_key (answer): column with the gold answer.
-        time_limit_s (2): CPU time in seconds for parsing, and the same again for comparing. A sample that exceeds the
-            limit is masked.
+        time_limit_s (2): CPU time limit in seconds. Parsing and comparing together may use twice this time. A sample
+            that exceeds the limit is masked.
         math_verify_impl (default): default, or hf_math_verify for the behavior of NeMo-RL's verifier of that name.
     """
 

@@ -1,7 +1,7 @@
-"""Questions whose answer is one number, for small pretrained models. The rewards are for right and short answers.
+"""Questions whose answer is one number, for small pretrained models. Right and short answers get rewards.
 
-The built-in questions, such as "Which number is larger, 42 or 17?", need no dataset. Rows of a dataset such as GSM8K
-are scored in the same way. One pair of numbers in ten is held out for validation, in both orders.
+The built-in questions, such as "Which number is larger, 42 or 17?", do not need a dataset. Rows of a dataset such as
+GSM8K are scored in the same way. One in ten pairs of numbers is held out for validation, in both orders.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NUMBER = r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?"
 _NUMBERS = re.compile(rf"(?<![\w.])-?(?:{_NUMBER})|(?:{_NUMBER})")
 _ONLY = re.compile(rf"-?(?:{_NUMBER})\.?")
 _ENDS = re.compile(r"[0-9][.!*)\]}$%\s]*")
-"""Last digit of a reply that ends with its answer, and the characters that may follow it."""
+"""Last digit of a reply that ends with its answer, and the characters that may follow this digit."""
 
 
 def is_held_out(a: int, b: int) -> bool:
@@ -39,21 +39,22 @@ def is_held_out(a: int, b: int) -> bool:
 
 
 class NumberAnswer(Environment):
-    """The environment for questions whose answer is one number.
+    """Environment for questions whose answer is one number.
 
     Components, each 0 or 1 except ``brief``:
         correct: the last number in the reply is the right answer.
-        only: the reply consists of a number, and was not cut off at the token limit.
-        ends: the reply ends with a number, and was not cut off at the token limit.
-        brief: 1 up to ``brief_from`` characters, then a linear decrease to 0 at ``brief_limit`` characters.
+        only: the reply is just a number and was not cut off at the token limit.
+        ends: the reply ends with a number and was not cut off at the token limit.
+        brief: 1 for replies up to ``brief_from`` characters, then a linear decrease to 0 at ``brief_limit`` characters.
 
     Options:
         question (larger): built-in question: larger, smaller or sum.
         numbers ([10, 98]): smallest and largest number in a built-in question.
-        gold_key (answer): column with the answer. If the text contains ``####``, the answer is the part after it.
-        brief_from (0): length in characters up to which ``brief`` is 1. The length of the longest right answer is a
-            good value.
-        brief_limit (60): length in characters from which ``brief`` is 0.
+        gold_key (answer): column with the answer. If the text contains ``####``, the answer is the part after this
+            mark.
+        brief_from (0): maximum length in characters at which ``brief`` is 1. The length of the longest right answer is
+            a good value.
+        brief_limit (60): minimum length in characters at which ``brief`` is 0.
 
     Advantages are usually divided by the standard deviation of a group. With ``brief_from`` 0, a difference of one
     character can therefore matter as much as a right answer if the samples of a group are otherwise equal.
@@ -105,7 +106,7 @@ class NumberAnswer(Environment):
         return [self._row(a, b) for a, b in pairs[:size]]
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
-        """Return the answer as a number, and the answer in a sentence."""
+        """Return two right answers: only the number, and the number in a sentence."""
         answer = _gold(row.get(self._gold_key))
         return [f"{answer}", f"Let me think. The answer is {answer}."]
 

@@ -1,7 +1,7 @@
 """Procedural tasks of the library reasoning-gym, which generates the prompts and scores the answers.
 
-Some scorers of the library pass the answer to SymPy's parser. They run in worker processes with a time limit, like all
-verifiers. This protects against accidents, but it is not a sandbox.
+Some scorers of the library pass the answer to SymPy's parser. The scorers run in worker processes with a time limit,
+like all verifiers. The time limit protects against accidents, but the process is not a sandbox.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class ReasoningGym(Environment):
         task_options: parameters of the task.
 
     Raises:
-        ConfigError: if the option ``task`` is not set, or the library is not installed. It is an optional dependency,
-            because its installation requires a C compiler.
+        ConfigError: if the option ``task`` is not set, or the library is not installed. The library is an optional
+            dependency, because its installation requires a C compiler.
     """
 
     instant = True
@@ -64,7 +64,7 @@ class ReasoningGym(Environment):
     def rows(self, split: str, size: int | None, seed: int) -> list[Mapping[str, Any]]:
         """Generate ``size`` rows (1000 if None) with the columns prompt, answer and metadata.
 
-        Each split has different rows. Raises ConfigError if the task is unknown or rejects its parameters.
+        Each split has different rows. Raises ConfigError if the task is unknown or rejects the parameters.
         """
         split_seed = int.from_bytes(hashlib.sha256(f"{split}/{seed}".encode()).digest()[:4], "little")
         entries = self._make(size=size or DEFAULT_ROWS, seed=split_seed)

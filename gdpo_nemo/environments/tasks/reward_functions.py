@@ -32,10 +32,10 @@ class _RewardFunction:
     reference: str
     call: Callable[..., Any]
     arguments: Mapping[str, Any]
-    """Arguments from the config. They take precedence over dataset columns of the same name."""
+    """Arguments from the config. Arguments from the config take precedence over dataset columns of the same name."""
     is_async: bool
     parameters: frozenset[str] | None
-    """Names of the accepted parameters; None if the function has ``**kwargs``."""
+    """Names of the accepted parameters, or None if the function has ``**kwargs``."""
 
     def keyword_arguments(self, batch: _Batch) -> dict[str, Any]:
         """Return the keyword arguments of one call. Columns are copied, so that functions cannot modify each other's
@@ -69,10 +69,10 @@ class Functions(Environment):
     """Environment that computes each reward component with a reward function.
 
     Options:
-        functions: reward functions by component, in one of the forms below.
+        functions: reward functions by component, each specified in one of the formats below.
         system_prompt: system prompt for the prompts of this environment.
 
-    A function is specified by
+    A function is specified by one of
 
     * an import path (``file.py:name``, ``package.module.name``),
     * a built-in name (regex, json_schema, length, llm_judge, http, reward_model),
@@ -80,16 +80,16 @@ class Functions(Environment):
     * or ``{function: ..., <argument>: <value>, ...}``.
 
     A class is instantiated once per process with these arguments, and the instance is called. If the instance has a
-    method ``load``, it is called when the process starts.
+    method ``load``, this method is called when the process starts.
 
     As in TRL, a function is called with ``prompts``, ``completions``, ``completion_ids`` and every other column of the
-    dataset. Each is a list with one entry per completion. The function also gets ``trainer_state``,
+    dataset. Each argument is a list with one entry per completion. The function also gets ``trainer_state``,
     ``log_extra(column, values)`` and ``log_metric(name, value)``. Prompts and completions are lists of messages if the
     row contains chat messages, and text otherwise. Functions without ``**kwargs`` get only the arguments that they
     declare. Async functions run concurrently.
 
-    A function may return a ``Failure`` in place of a reward, which masks the sample. A call contains a part of the
-    step's completions, but always all samples of a prompt. The exception: if a call fails, its samples are retried
+    A function may return a ``Failure`` instead of a reward, which masks the sample. Each call receives some of the
+    step's completions, and always all samples of a prompt. However, the samples of a failed call are retried
     individually.
     """
 
@@ -104,7 +104,7 @@ class Functions(Environment):
         self.system_prompt = chosen.system_prompt
 
     def prepare(self) -> None:
-        """Call the method ``load`` of all reward functions that have it."""
+        """Call the method ``load`` of every reward function that defines this method."""
         for function in self._functions:
             if callable(load := getattr(function.call, "load", None)):
                 load()
@@ -185,7 +185,8 @@ def _instantiate(name: str, reference: str, make: type, arguments: Mapping[str, 
 
 
 def _columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
-    """Return the arguments that TRL passes, by name. If a row lacks a column, its entry is None."""
+    """Return the arguments that TRL passes to a reward function, by name. If a row lacks a column, the entry of this
+    row is None."""
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.prompt.fields)
     columns = {name: [trajectory.prompt.fields.get(name) for trajectory in trajectories] for name in names}
     columns["prompts"] = [_prompt(trajectory) for trajectory in trajectories]
@@ -308,7 +309,7 @@ def is_async(call: Callable[..., Any]) -> bool:
 
 
 def parameters_of(call: Callable[..., Any]) -> frozenset[str] | None:
-    """Return the names of the accepted arguments. None if all names are accepted, or the signature is unknown."""
+    """Return the names of the accepted arguments. Return None if all names are accepted or the signature is unknown."""
     try:
         parameters = inspect.signature(call).parameters.values()
     except ValueError:  # builtins in C

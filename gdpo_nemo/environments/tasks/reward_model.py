@@ -1,8 +1,9 @@
 """Rewards from a reward model: a Hugging Face sequence classifier with one label, which scores a conversation.
 
-``algorithm.type: reward_model`` trains and writes such a model, and many published reward models have this format. Each
-worker process loads a copy of the model, so give the environment one dedicated worker (``num_workers: 1``). If a score
-cannot be computed, the sample gets a ``Failure``, which masks it. It never gets a reward of 0.
+``algorithm.type: reward_model`` trains and saves a model in this format, and many published reward models have the same
+format. Each worker process loads a copy of the model, so give the environment one dedicated worker (``num_workers:
+1``). If a score cannot be computed, the sample gets a ``Failure`` and is masked. A sample without a score never gets a
+reward of 0.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ class Scorer:
     """Reward function that returns the score of a reward model at the last token of the conversation.
 
     The conversation is formatted with the chat template of the reward model's tokenizer. Without a template, prompt and
-    completion must be text, and are concatenated. The tokenizer's end token is appended if the formatted conversation
+    completion must be text and are concatenated. The tokenizer's end token is appended if the formatted conversation
     does not end with a special token.
 
     Args:
         model: Hugging Face folder, or name of a model on the hub.
         device: cpu, or a GPU that neither the policy nor the engines use, such as ``cuda:7``.
         batch_size: maximum number of conversations in one forward pass.
-        max_tokens: maximum length of a conversation in tokens. A longer one gets a ``Failure``. None for the model's
-            maximum number of positions.
+        max_tokens: maximum length of a conversation in tokens. A longer conversation gets a ``Failure``. If the value
+            is None, the limit is the model's maximum number of positions.
         precision: dtype of the model, float32 or bfloat16.
         num_threads: number of torch's CPU threads, if the device is cpu.
         local_files_only: True to load the model without accessing the hub.
@@ -93,7 +94,7 @@ class Scorer:
             self._model = model.to(self._device).eval()
         except ConfigError:
             raise
-        except Exception as error:  # noqa: BLE001 - files, hub and driver raise many types
+        except Exception as error:  # noqa: BLE001 - files, hub and driver raise exceptions of many types
             raise ConfigError(f"model: {self._name} could not be loaded: {first_line(error)}") from error
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float | Failure]:
@@ -140,8 +141,8 @@ class Scorer:
         for row, ids in zip(padded, texts):
             row[: len(ids)] = torch.tensor(ids)
         mask = torch.arange(padded.size(1)) < lengths[:, None]
-        # Score the last token explicitly. The classifier's forward finds it by the padding token, which may be equal to
-        # the end token.
+        # Score the last token explicitly. The classifier's forward pass locates the last token by the padding token,
+        # which may be equal to the end token.
         with torch.inference_mode():
             hidden = self._model.base_model(
                 padded.to(self._device), attention_mask=mask.to(self._device), use_cache=False
@@ -159,7 +160,7 @@ class RewardModel(Environment):
 
     Options:
         component (score): name of the component.
-        model and the other arguments of ``Scorer``: see there. ``model`` is required.
+        model and all other arguments of ``Scorer``: see ``Scorer``. ``model`` is required.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None):
@@ -189,10 +190,10 @@ def _messages(role: str, content: Any) -> list[Mapping[str, Any]]:
 
 
 def _check_classifier(name: str, config: Any) -> None:
-    """Raise ConfigError if a model configuration is not a sequence classifier with one label."""
+    """Raise ConfigError if a model is not a sequence classifier with one label according to its configuration."""
     content = config if isinstance(config, Mapping) else {}
     kinds = content.get("architectures") or []
-    labels = content.get("id2label") or {0: "", 1: ""}  # transformers assumes two labels if it is absent
+    labels = content.get("id2label") or {0: "", 1: ""}  # transformers assumes two labels if the key is absent
     if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
         raise ConfigError(f"model: {name} is not a sequence classifier (architecture {', '.join(map(str, kinds))})")
     if len(labels) != 1:

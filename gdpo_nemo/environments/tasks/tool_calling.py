@@ -1,8 +1,8 @@
 """Tool calling with a format reward in {0, 1} and a correctness reward in [-3, 3], as in ToolRL and the GDPO paper.
 
-The rewards follow the code of ToolRL (arXiv 2504.13958), which matches calls greedily. The paper describes an optimal
-matching. GDPO (arXiv 2601.05242, appendix C) uses the same rewards. Arguments are compared as parsed JSON in Python:
-``"1"`` differs from ``1``, but ``1``, ``1.0`` and ``true`` are equal.
+The rewards follow the code of ToolRL (arXiv 2504.13958), which matches calls greedily, while the ToolRL paper describes
+an optimal matching. GDPO (arXiv 2601.05242, appendix C) uses the same rewards. Arguments are compared as parsed JSON in
+Python: ``"1"`` differs from ``1``, but ``1``, ``1.0`` and ``true`` are equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = Mapping[str, Any]
 
 
 class ToolCalling(Environment):
-    """The tool-calling environment, for rows in the format of RLLA: a chat prompt and a ``ground_truth``.
+    """Environment for tool calling, for rows in the RLLA format: a chat prompt and a ``ground_truth``.
 
     To read a Parquet file of RLLA, set ``columns: {messages: prompt, ground_truth: reward_model.ground_truth}``.
 
@@ -55,12 +55,13 @@ class ToolCalling(Environment):
         return verdicts
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
-        """Return the ground truth."""
+        """Return the ground truth as the example."""
         return [str(row.get(self._gold_key))]
 
 
 def formatted(gold: str, text: str) -> float:
-    """Return 1.0 if ``text`` consists of the same blocks as ``gold``, else 0.0. Their contents are not compared."""
+    """Return 1.0 if ``text`` consists of the same blocks as ``gold``, else 0.0. The contents of the blocks are not
+    compared."""
     calls = "<tool_call>" in gold
     response = "<response>" in gold
     blocks = [_THINK] + [_CALLS] * calls + [_RESPONSE] * response
@@ -72,9 +73,9 @@ def formatted(gold: str, text: str) -> float:
 def correctness(gold: str, text: str) -> float | None:
     """Compare the tool calls in ``text`` with the tool calls in ``gold``. Return a score from -3 to 3.
 
-    The score is linear in the number of matching names, parameter names and parameter values. It is 0 if ``gold`` has
-    no calls, and -3 if the calls in ``text`` are missing or cannot be parsed. It is None if the calls in ``gold``
-    cannot be parsed. This occurs if the reasoning in a row mentions ``<tool_call>``.
+    The score is linear in the number of matching names, parameter names and parameter values. The score is 0 if
+    ``gold`` has no calls, and -3 if the calls in ``text`` are missing or cannot be parsed. The score is None if the
+    calls in ``gold`` cannot be parsed, for example if the reasoning in a row mentions ``<tool_call>``.
     """
     if "<tool_call>" not in gold:
         return 0.0
@@ -113,7 +114,7 @@ def _score(expected: Sequence[Call], made: Sequence[Call]) -> float:
         if not candidates:
             continue
         values = {index: _match(_parameters(call), _parameters(other)) for index, other in candidates}
-        best = max(values, key=lambda index: (values[index], -index))  # the first of several best calls
+        best = max(values, key=lambda index: (values[index], -index))  # the first call if several are best
         if values[best] > 0:
             score += values[best]
             del unused[best]
@@ -127,7 +128,7 @@ def _match(expected: Mapping[str, Any], made: Mapping[str, Any]) -> float:
 
 
 def _jaccard(first: Iterable[str], second: Iterable[str]) -> float:
-    """Return the Jaccard index (intersection over union) of two multisets; 1 if both are empty."""
+    """Return the Jaccard index (intersection over union) of two multisets, or 1 if both are empty."""
     # Convert to lists, because Counter interprets a mapping as counts.
     first_counts = Counter(list(first))
     second_counts = Counter(list(second))

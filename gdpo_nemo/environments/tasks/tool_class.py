@@ -23,7 +23,7 @@ from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.user_code import is_reference, load_object
 
 _THREADS = 512
-"""Maximum number of concurrent calls. A call that never returns occupies its thread."""
+"""Maximum number of concurrent calls. A call that never returns blocks its thread."""
 _NOT_TOOLS = ("reset", "get_reward")
 _T = TypeVar("_T")
 
@@ -45,15 +45,16 @@ class ToolClass(Environment):
     Options:
         make: class (``file.py:Class``), or function without arguments that returns an object. The object's
             ``reset(**columns)`` begins an episode and returns text to append to the prompt, or None. Every other public
-            method is a tool, except ``get_reward``. It must have type hints and a docstring.
-        functions: reward functions by component (``file.py:function``). They get the objects as ``environments``.
-        time_limit_s (60): time limit in seconds of a reset, or of all calls of one turn. If it is exceeded, the
-            trajectory is masked.
+            method is a tool, except ``get_reward``. Each tool must have type hints and a docstring.
+        functions: reward functions by component (``file.py:function``). The functions receive the objects as the
+            argument ``environments``.
+        time_limit_s (60): time limit in seconds of a reset, or of all calls of one turn. If the limit is exceeded,
+            the trajectory is masked.
         max_tool_calling_iterations: maximum number of turns whose calls are executed; null for the limit of
             rollout.turns.
 
-    The objects are used in threads of the driver, because they may hold connections. They are reset and reused. If a
-    call raises, the model gets the error message as the result. If a reset raises, the trajectory is masked.
+    The objects are used in threads of the driver, because they may hold connections. Each object is reset and reused.
+    If a call raises, the model gets the error message as the result. If a reset raises, the trajectory is masked.
     """
 
     remote = True
@@ -84,7 +85,7 @@ class ToolClass(Environment):
 
     @property
     def has_turns(self) -> bool:
-        """Always True. ``start_step`` steps the episodes."""
+        """Always True, because ``start_step`` runs the steps of multi-turn episodes."""
         return True
 
     def read_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -100,7 +101,7 @@ class ToolClass(Environment):
         return {**row, "tools": self._schemas}
 
     def preflight(self, prompts: Sequence[Prompt]) -> None:
-        """Create an object and reset it with the first row. Raises RunError if that fails."""
+        """Create an object and reset it with the first row. Raises RunError if the reset fails."""
         for prompt in prompts[:1]:
             reply = self.start_step(EpisodeStep(prompt, 0, 0)).result()
             if reply.outcome is not Outcome.OK:
@@ -108,7 +109,8 @@ class ToolClass(Environment):
             self.abandon(reply.state)
 
     def start_step(self, step: EpisodeStep) -> Future[EpisodeReply]:
-        """Start to reset, step or cut an episode, and return a future. ``state`` of a reply identifies the episode."""
+        """Start a reset, step or cut of an episode, and return a future. ``state`` of a reply identifies the
+        episode."""
         return self._loop.start(self._answer(step))
 
     def abandon(self, state: bytes) -> None:
@@ -129,7 +131,7 @@ class ToolClass(Environment):
                 return await self._end(step.state)
             return await self._step(step.state, str(step.message["content"]))
         except TimeoutError:
-            self._played.pop(step.state or b"", None)  # do not reuse the object: a thread may still use it
+            self._played.pop(step.state or b"", None)  # do not reuse the object, because a thread may still use it
             return EpisodeReply(outcome=Outcome.ENV_FAILED, detail=f"no answer within {self._limit_s:g} s")
         except asyncio.CancelledError:
             self._played.pop(step.state or b"", None)
@@ -169,7 +171,7 @@ class ToolClass(Environment):
             raise _ResetFailed(f"reset raised {first_line(error)}") from error
 
     def _take_free_object(self) -> Any:
-        """Take an unused object from the pool; None if there is none."""
+        """Take an unused object from the pool. Return None if the pool is empty."""
         try:
             return self._free.pop()
         except IndexError:

@@ -1,7 +1,7 @@
 """Environment ``tools``: the policy calls Python functions as tools.
 
-Names and formats follow TRL 1.16 (``GRPOTrainer`` with ``tools=``). Schemas come from ``get_json_schema`` of
-transformers. The text of a result is ``str(result)``, and the text of an error is ``str({"error": message})``.
+Names and formats are the same as in TRL 1.16 (``GRPOTrainer`` with ``tools=``). Schemas come from ``get_json_schema``
+of transformers. The text of a result is ``str(result)``, and the text of an error is ``str({"error": message})``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from gdpo_nemo.utils.errors import ConfigError, first_line
 from gdpo_nemo.utils.user_code import is_reference, load_object
 
 MAX_RESULT_CHARACTERS = 2**16
-"""Maximum total length of the results of one turn. A result that exceeds it is replaced by an error message."""
+"""Maximum total length in characters of the results of one turn. A result that exceeds this limit is replaced by an
+error message."""
 _ERROR = "{'error': "
 """Prefix of the result text of a failed call."""
 
@@ -31,11 +32,12 @@ Tool = Callable[..., Any]
 
 
 class _TimeLimitReached(BaseException):
-    """Raised in a tool call at the time limit. A BaseException, so that ``except Exception`` does not catch it."""
+    """Raised in a tool call at the time limit. This is a BaseException, so that ``except Exception`` does not catch
+    it."""
 
 
 def load_tools(references: Any) -> dict[str, Tool]:
-    """Import functions by their import paths. Return them by name.
+    """Import functions by their import paths and return a mapping from name to function.
 
     Raises:
         ConfigError: if the list is empty, an object cannot be imported or is not a function, or two functions have the
@@ -78,7 +80,7 @@ def tool_schemas(tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
     for name, tool in tools.items():
         try:
             schemas.append(get_json_schema(tool))
-        except Exception as error:  # transformers raises two types, and evaluating type hints may raise any
+        except Exception as error:  # evaluating type hints may raise any exception
             raise ConfigError(
                 f"tools: the schema of {name} cannot be generated ({first_line(error)}); write type hints and a "
                 "docstring with Args"
@@ -99,13 +101,13 @@ def error_text(message: str) -> str:
 def call_tools(tools: Mapping[str, Tool], calls: Sequence[tuple[str, str]], limit_s: float) -> list[dict[str, str]]:
     """Execute the tool calls of one turn in order. Return a message with the role tool for each call.
 
-    If a call fails, its message contains the error. Failures are unknown tools, invalid arguments, exceptions, results
-    that are too long, and exceeding the time limit. Requires the main thread.
+    If a call fails, its message contains the error. A call fails if the tool is unknown, the arguments are invalid, the
+    tool raises, the result is too long, or the time limit is exceeded. Requires the main thread.
 
     Args:
         tools: functions by name.
         calls: function name and JSON text of the arguments of each call.
-        limit_s: time limit in seconds of all calls together.
+        limit_s: total time limit in seconds of all calls.
     """
     deadline = time.monotonic() + limit_s
     characters_left = MAX_RESULT_CHARACTERS
@@ -156,7 +158,7 @@ def _clean(text: str) -> str:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Raise ``_TimeLimitReached`` in the block after ``seconds``, even while it sleeps or waits for a socket."""
+    """Raise ``_TimeLimitReached`` in the block after ``seconds``, even while the block sleeps or waits for a socket."""
 
     def raise_time_limit(*_: object) -> NoReturn:
         raise _TimeLimitReached
@@ -182,20 +184,22 @@ class Tools(Environment):
 
     Options:
         tools: functions by import path (``file.py:function``, ``package.module.function``), sync or async, with type
-            hints and a docstring that describes every argument. The chat template shows their schemas to the model.
+            hints and a docstring that describes every argument. The chat template shows the schemas of the functions to
+            the model.
         functions: reward functions by component, as in the environment ``functions``.
         system_prompt: system prompt for the prompts of this environment.
-        time_limit_s (10): time limit in seconds of all calls of one turn. It should be below rollout.env_timeout_s.
+        time_limit_s (10): time limit in seconds of all calls of one turn. The limit should be below
+            rollout.env_timeout_s.
         max_tool_calling_iterations: maximum number of turns whose calls are executed, as in TRL; null for the limit of
             rollout.turns.
 
-    Calls have the format of Hermes and Qwen, ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. For each
+    Calls have the format of Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. For each
     call the environment adds a message with the role tool. A turn without calls ends the episode. If a call fails, the
     message contains the error. A failed call does not affect the reward by itself.
 
-    As in TRL, the completion of a reward function is the conversation after the prompt: messages of the assistant, with
-    ``tool_calls`` if it made calls, and messages of the tools. Tools run in any free worker process, which may differ
-    between turns. They must not depend on Python state from earlier calls.
+    As in TRL, the completion that a reward function receives is the conversation after the prompt: messages of the
+    assistant with their ``tool_calls``, and messages of the tools. Tools run in any free worker process, which may
+    differ between turns. A tool must not depend on Python state from earlier calls.
     """
 
     offers_tools = True
@@ -241,7 +245,8 @@ class Tools(Environment):
         return ToolEpisode(self._references, self._limit_s, self._rounds)
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
-        """Score whole conversations with the reward functions. Raises RunError like ``Functions.verify``."""
+        """Score whole conversations with the reward functions. Raises RunError in the same cases as
+        ``Functions.verify``."""
         conversations = [conversation(trajectory) for trajectory in trajectories]
         with_messages = [replace(t, messages=tuple(messages)) for t, messages in zip(trajectories, conversations)]
         results = [message for messages in conversations for message in messages if message["role"] == "tool"]
@@ -255,12 +260,12 @@ class Tools(Environment):
 
 
 class ToolEpisode:
-    """One conversation with tools. Its pickle contains the import paths of the tools, not the functions.
+    """One conversation with tools. The pickled episode contains the import paths of the tools, not the functions.
 
     Args:
         references: import paths of the tools.
         limit_s: time limit in seconds of all calls of one turn.
-        rounds: maximum number of turns whose calls are executed; None for no limit.
+        rounds: maximum number of turns whose calls are executed, or None for no limit.
     """
 
     def __init__(self, references: Sequence[str], limit_s: float, rounds: int | None):
@@ -308,7 +313,7 @@ def with_calls(text: str) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Parse the arguments of a call. Return the text unchanged if it is not JSON."""
+    """Parse the JSON arguments of a tool call. Return the text unchanged if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

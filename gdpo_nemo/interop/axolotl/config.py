@@ -1,6 +1,6 @@
 """Reading of axolotl configs, with type checks.
 
-Compared with axolotl at 067b021c: ``utils/schemas`` and ``core/builders``.
+Based on ``utils/schemas`` and ``core/builders`` of axolotl at commit 067b021c.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
 from gdpo_nemo.utils.files import parse_yaml, read_text
 
 SECTIONS = ("trl", "vllm", "ebft")
-"""Sections whose keys are translated separately, such as ``trl.beta``."""
+"""Sections whose keys are translated under dotted names, such as ``trl.beta``."""
 ALGORITHMS = {
     "grpo": "gdpo",
     "gdpo": "gdpo",
@@ -30,7 +30,7 @@ ALGORITHMS = {
     "sft": "sft",
     "reward_model": "reward_model",
 }
-"""Value of ``rl``, or the kind of training if it is not set -> ``algorithm.type``."""
+"""Value of ``rl``, or kind of training if ``rl`` is not set -> ``algorithm.type``."""
 _SAMPLING = ("grpo", "gdpo", "ebft")
 _COUNTS = (
     "micro_batch_size", "gradient_accumulation_steps", "batch_size", "sequence_len", "max_steps", "lora_r", "seed",
@@ -75,7 +75,7 @@ class AxolotlConfig:
     """An axolotl config, which implements the ``Recipe`` protocol.
 
     Args:
-        flat: values by key. Keys in ``SECTIONS`` are dotted.
+        flat: values by key. Keys inside ``SECTIONS`` are dotted, such as ``trl.beta``.
         processes: number of data-parallel processes, which is set by the launcher and not in the config.
     """
 
@@ -106,7 +106,7 @@ class AxolotlConfig:
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of one process per optimizer update."""
+        """Number of micro-batches per process in one optimizer update."""
         steps = self.get("gradient_accumulation_steps")
         if steps is None and self.get("batch_size"):
             steps = self.get("batch_size") // self.micro_batch
@@ -114,22 +114,22 @@ class AxolotlConfig:
 
     @property
     def micro_batch(self) -> int:
-        """Rows in a micro-batch of one process."""
+        """Number of rows in a micro-batch of one process."""
         return max(1, int(self.get("micro_batch_size", 1)))
 
     @property
     def rows_per_update(self) -> int:
-        """Rows or samples in one optimizer update."""
+        """Number of rows or samples in one optimizer update."""
         return self.micro_batch * self.accumulation * self.processes
 
     @property
     def sequence(self) -> int:
-        """Maximum tokens of a sequence, ``sequence_len``."""
+        """Maximum number of tokens in a sequence (``sequence_len``)."""
         return int(self.get("sequence_len", 512))
 
     @property
     def completion(self) -> int:
-        """Maximum tokens of a completion. The default of 256 is that of TRL 1.8, which axolotl installs."""
+        """Maximum number of tokens in a completion. The default, 256, comes from TRL 1.8, which axolotl installs."""
         if self.get("ebft.mode") == "strided":
             return int(self.get("ebft.generate_max_len", 8))
         return int(self.get("trl.max_completion_length", 256))
@@ -190,7 +190,7 @@ def _checked(flat: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _is_share(key: str, value: Any) -> bool:
-    """Return whether the value is a fraction of the run. Only save_steps allows this."""
+    """Return whether the value is a fraction of the run. Only ``save_steps`` may be a fraction."""
     return key == "save_steps" and isinstance(value, float)
 
 

@@ -42,10 +42,10 @@ def data(config: AxolotlConfig, findings: Findings) -> None:
 
 
 def import_path(name: str, config: AxolotlConfig) -> tuple[str, str | None]:
-    """Convert axolotl's ``module.function`` to an import path. Also return its file if it is not on this machine.
+    """Convert axolotl's ``module.function`` to an import path. Also return the path of its file if the file is missing.
 
-    axolotl also imports modules from the working directory and from the config's folder. They are converted to
-    ``file.py:function``.
+    axolotl also imports modules from the working directory and from the config's folder. Functions in these modules are
+    converted to ``file.py:function``.
     """
     module, _, function = name.rpartition(".")
     file = Path(module.replace(".", "/") + ".py")
@@ -61,7 +61,7 @@ def _is_installed(module: str) -> bool:
     """Return whether Python finds the module or the regular package that contains it, without importing anything."""
     top, *below = module.split(".")
     spec = find_spec(top)
-    # A namespace package may be any folder on the search path, so that its content must be checked.
+    # A namespace package may be any folder on the search path, so its content must be checked.
     while spec is not None and spec.origin is None and below:
         path, top = spec.submodule_search_locations, f"{top}.{below.pop(0)}"
         spec = PathFinder.find_spec(top, path)
@@ -82,7 +82,9 @@ def _split(config: AxolotlConfig, key: str, split: str, findings: Findings) -> N
     _unread(entries, key, findings)
     forms = [_without_source(entry) for entry in entries]
     if any(form != forms[0] for form in forms):
-        findings.blocks(f"{key}.type", "the rows have several formats; write one transform for all (docs/trainers.md)")
+        findings.blocks(
+            f"{key}.type", "the datasets have different formats; write one transform for all of them (docs/trainers.md)"
+        )
     else:
         _form(entries[0], key, split, config, findings)
 
@@ -135,7 +137,7 @@ def _form(entry: Mapping[str, Any], key: str, split: str, config: AxolotlConfig,
         _of_ebft(how, key, section, config, findings)
         return
     if config.samples:
-        findings.set(f"{section}.prompt_key", "prompt", "the column used by TRL")
+        findings.set(f"{section}.prompt_key", "prompt", "TRL uses this column")
         findings.set(
             f"{section}.chat", False, "TRL applies the chat template to messages only; text is passed unchanged"
         )
@@ -159,10 +161,13 @@ def _transform(how: Any, key: str, section: str, config: AxolotlConfig, findings
 
 
 def _of_ebft(how: Any, key: str, section: str, config: AxolotlConfig, findings: Findings) -> None:
-    """Translate an EBFT dataset type. ``ebft_pretrain`` is raw text, and axolotl's other transforms become columns."""
+    """Translate an EBFT dataset type. Raw text is translated only in strided mode. Transforms in ``_EBFT_COLUMNS``
+    become renamed columns."""
     if config.get("ebft.mode") == "strided":
         if how != "ebft_pretrain.transform":
-            findings.blocks(f"{key}.type", f"{how}: anchors must be in raw text, not in the answers of rows")
+            findings.blocks(
+                f"{key}.type", f"{how}: strided mode is supported only for raw text, not for rows with answers"
+            )
         names = {"stride": 8, "context_length": 8, "generate_max_len": 8}
         strided = {name: config.get(f"ebft.{name}", default) for name, default in names.items()}
         findings.set(f"{section}.strided", strided, "ebft: mode, stride, context_length, generate_max_len")
@@ -170,7 +175,9 @@ def _of_ebft(how: Any, key: str, section: str, config: AxolotlConfig, findings: 
         findings.set(f"{section}.columns", dict(_EBFT_COLUMNS[how]), f"{key}: type {how}")
         findings.set(f"{section}.prompt_key", "prompt", "prompt column")
     elif str(how).startswith("ebft_"):
-        findings.blocks(f"{key}.type", f"{how} is an axolotl function; write a prompt and an answer into the rows")
+        findings.blocks(
+            f"{key}.type", f"{how} is an axolotl function, which is not executed; use rows with a prompt and an answer"
+        )
     elif how is not None:
         _transform(how, key, section, config, findings)
 
@@ -199,21 +206,24 @@ def _conversation(entry: Mapping[str, Any], key: str, section: str, names: Seque
     legacy = {"role": entry.get("message_field_role"), "content": entry.get("message_field_content")}
     mapping = {**mapping, **{name: value for name, value in legacy.items() if value}}
     if {name: mapping.get(name) for name in ("role", "content")} not in _MAPPINGS:
-        findings.blocks(f"{key}.message_property_mappings", "messages must have role and content, or from and value")
+        findings.blocks(
+            f"{key}.message_property_mappings", "messages must have the fields role and content, or from and value"
+        )
     columns = {name: str(entry.get(f"field_{name}") or name) for name in names}
     renamed = {name: column for name, column in columns.items() if name != column}
     if renamed.get("messages") == "conversations" and len(names) == 1:
-        renamed = {}  # the reader also accepts this column
+        renamed = {}  # the row reader also accepts the column conversations
     if renamed:
         findings.set(f"{section}.columns", renamed, f"{key}: field_*")
 
 
 def _user_defined(how: Mapping[str, Any], key: str, section: str, findings: Findings) -> None:
-    """Translate a user-defined axolotl format. Only formats without input and system text are supported."""
+    """Translate a user-defined axolotl format. Formats with an input or a system text are not supported."""
     text = str(how.get("no_input_format") or how.get("format") or "{instruction}")
     if "{input}" in text or how.get("system_prompt") or how.get("field_input"):
         findings.blocks(
-            f"{key}.type", "formats with input or a system text are not supported; write a transform (docs/trainers.md)"
+            f"{key}.type",
+            "formats with an input or a system text are not supported; write a transform (docs/trainers.md)",
         )
         return
     form = {

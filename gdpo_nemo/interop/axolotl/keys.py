@@ -16,7 +16,7 @@ _SAME_ADAM = (
     "optimi_adamw", "adamw", "flash_adamw",
 )  # fmt: skip
 _KERNELS = idle("selects kernels; the result is the same up to rounding")
-_MEMORY = idle("memory and device usage; policy.megatron_cfg defines the layout")
+_MEMORY = idle("affects only memory and device usage; policy.megatron_cfg defines the layout")
 _FILES = idle("affects only files and logs; all output of a run is in run.dir")
 _LOADING = idle("affects only how rows are loaded and cached")
 _PACKED = "rows are always packed and never attend to each other, and an update counts rows, not packs"
@@ -83,7 +83,7 @@ def _plugins(value: Any, config: AxolotlConfig) -> RuleResult:
     others = [str(name) for name in names if not any(part in str(name).lower() for part in harmless)]
     if others:
         return RuleResult(text=f"{', '.join(others)}: axolotl plugins are not executed", matters=True)
-    return RuleResult(text="affects only kernels and logs, or is covered by other keys")
+    return RuleResult(text="affects only kernels and logs, or is translated by other keys")
 
 
 RULES: list[tuple[str, Act]] = [
@@ -111,7 +111,7 @@ RULES: list[tuple[str, Act]] = [
     ("adam_epsilon", to(f"{_OPTIMIZER}.adam_eps", float)),
     ("max_grad_norm", to(f"{_OPTIMIZER}.clip_grad", float)),
     ("optimizer", _optimizer),
-    ("optim_*", missing("all weights use the same optimizer, without additional arguments")),
+    ("optim_*", missing("all weights use the same optimizer; additional arguments are not supported")),
     ("lr_scheduler", combined(f"{_SCHEDULER}.lr_decay_style")),
     ("lr_scheduler_kwargs", combined(_SCHEDULER)),
     ("cosine_min_lr_ratio", combined(f"{_OPTIMIZER}.min_lr")),
@@ -123,7 +123,7 @@ RULES: list[tuple[str, Act]] = [
     ("embedding_lr_scale", missing("all weights use the same learning rate")),
     ("lr_groups", missing("all weights use the same learning rate")),
     ("loraplus_*", missing("all weights use the same learning rate")),
-    ("cosine_constant_lr_ratio", missing("the cosine schedule ends with the run", 0)),
+    ("cosine_constant_lr_ratio", missing("the cosine schedule always spans the whole run", 0)),
     ("lr_quadratic_warmup", missing("the warmup is linear")),
     ("jagged_*", missing("learning-rate restarts are not supported")),
     ("relora*", missing("adapters are not merged during training")),
@@ -154,7 +154,7 @@ RULES: list[tuple[str, Act]] = [
     ("lora_on_cpu", _MEMORY),
     ("peft_use_rslora", combined("policy.lora.alpha")),
     ("peft_use_dora", missing("DoRA is not supported")),
-    ("peft_init_lora_weights", missing("other initializations of adapters are not supported", True)),
+    ("peft_init_lora_weights", missing("adapter initializations other than PEFT's default are not supported", True)),
     ("peft_autocast_adapter_dtype", _MEMORY),
     ("peft*", missing("only rank, alpha, dropout and target_modules can be set for adapters")),
     ("unfrozen_parameters", missing("either all weights or only adapters are trained")),
@@ -169,17 +169,17 @@ RULES: list[tuple[str, Act]] = [
     ("tokens", missing("the tokenizer defines the vocabulary")),
     ("added_tokens_overrides", missing("the tokenizer defines the vocabulary")),
     ("eot_tokens", idle("the chat template defines the end of a turn")),
-    ("noisy_embedding_alpha", missing("noise on embeddings is not supported")),
-    ("neftune_noise_alpha", missing("noise on embeddings is not supported")),
+    ("noisy_embedding_alpha", missing("embedding noise is not supported")),
+    ("neftune_noise_alpha", missing("embedding noise is not supported")),
     ("curriculum_sampling", missing("rows are shuffled with the seed", False)),
     ("excess_length_strategy", fixed("drop", "rows that are too long are skipped")),
     ("dataset_exact_deduplication", missing("duplicate rows are not removed")),
-    ("trust_remote_code", missing("models are Megatron implementations; remote model code is not executed")),
+    ("trust_remote_code", missing("models are implemented in Megatron; remote model code is not executed")),
     *((name, missing("the model's config.json cannot be overridden"))
       for name in ("model_config", "model_kwargs", "overrides_of_model_*", "rope_scaling", "scaling_softmax*")),
     ("model_revision", missing("the main revision is loaded", "main")),
     ("revision_of_model", missing("the main revision is loaded", "main")),
-    ("trainer_cls", missing("trainer classes of axolotl are not executed; algorithm.type accepts a custom class")),
+    ("trainer_cls", missing("axolotl's trainer classes are not executed; algorithm.type accepts a custom class")),
     ("use_pose", missing("position IDs cannot be changed")),
     ("pose_*", idle("applies only with use_pose")),
     ("eaft_*", idle("applies only with use_eaft")),
@@ -187,7 +187,7 @@ RULES: list[tuple[str, Act]] = [
     ("image_*", missing("only text models are supported")),
     ("role_boundaries", missing("the chat template determines the turns")),
     ("float32", combined("policy.precision")),
-    ("quantization", idle("quantizes the model after training; here it is exported without quantization")),
+    ("quantization", idle("quantizes the model after training; this project exports it without quantization")),
     ("reinit_weights", missing("weights are always loaded from the model folder")),
     ("use_eaft", missing("all tokens have the same weight")),
     ("diffusion", missing("only autoregressive models are supported")),
@@ -243,7 +243,7 @@ RULES: list[tuple[str, Act]] = [
     ("trl.vllm_importance_sampling_*", _of_rl(combined("loss_fn.off_policy"))),
     ("trl.use_bias_correction_kl", _of_rl(combined("loss_fn.reference_policy_kl_gradient"))),
     ("trl.num_iterations", _of_rl(
-        fixed(1, "set gdpo.num_iterations instead, which multiplies the updates of a step, not the number of steps"))),
+        fixed(1, "set gdpo.num_iterations instead, which multiplies the updates per step, not the number of steps"))),
     ("trl.sync_ref_model", _of_rl(combined("policy.sync_ref_model"))),
     ("trl.ref_model_*", _of_rl(combined("policy.sync_ref_model"))),
     ("trl.use_vllm", _of_rl(combined("cluster.placement"))),
@@ -275,10 +275,10 @@ RULES: list[tuple[str, Act]] = [
     ("ebft.embed_method", combined("env")),
     ("ebft.use_whitening", combined("env")),
     ("ebft.ce_coef", missing("a cross-entropy term for reference answers is not supported", 0, 0.0)),
-    ("ebft.rl_coef", fixed(1.0, "the loss cannot be scaled; set the learning rate instead")),
+    ("ebft.rl_coef", fixed(1.0, "the loss cannot be scaled; adjust the learning rate instead")),
     ("ebft.adaptive_max_tokens", fixed(False, "max_new_tokens is the same for all prompts")),
     ("ebft.gt_length_multiplier", idle("applies only with adaptive_max_tokens")),
-    ("ebft.min_completion_prefix", missing("anchors are in raw text, which has no prompt", 0)),
+    ("ebft.min_completion_prefix", missing("strided mode uses raw text, which has no separate prompt", 0)),
     ("ebft.*", missing("the environment ebft does not support this option")),
 ]  # fmt: skip
 """(key or pattern, rule)"""
@@ -319,9 +319,9 @@ _GROUPS: list[tuple[Act, tuple[str, ...]]] = [
         "mean_resizing_embeddings", "shrink_embeddings", "embeddings_skip_upcast", "fix_untrained_tokens", "num_labels",
     )),
 ]  # fmt: skip
-"""(rule, keys or patterns), which apply if no rule in ``RULES`` matches"""
+"""(rule, keys or patterns) for keys without a matching rule in ``RULES``"""
 PATTERNS = [*(pattern for pattern, _ in RULES), *(pattern for _, patterns in _GROUPS for pattern in patterns)]
-"""All keys and patterns with a rule."""
+"""All keys and patterns that have a rule."""
 
 
 def result_of(key: str, value: Any, config: AxolotlConfig) -> RuleResult | None:

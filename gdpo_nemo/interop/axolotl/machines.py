@@ -17,7 +17,7 @@ _PEFT_TARGETS = ["q_proj", "v_proj"]
 
 
 def other_settings(config: AxolotlConfig, findings: Findings) -> None:
-    """Add the settings of model, adapters, GPUs and files to the findings."""
+    """Add the settings for the model, adapters, GPUs and files to the findings."""
     _model(config, findings)
     _lengths(config, findings)
     _adapter(config, findings)
@@ -53,7 +53,7 @@ def _lengths(config: AxolotlConfig, findings: Findings) -> None:
     why = "sequence_len"
     if config.samples and config.get("ebft.mode") != "strided":
         longest += config.completion
-        why = "sequence_len for the prompt, plus max_completion_length"
+        why = "sequence_len for the prompt plus max_completion_length"
         limit = config.get("vllm.max_model_len")
         if limit and config.get("trl.use_vllm"):
             longest = min(longest, limit)
@@ -100,13 +100,13 @@ def _cluster(config: AxolotlConfig, findings: Findings) -> None:
     tensor = config.get("vllm.tensor_parallel_size", 1) if use_vllm else 1
     if use_vllm and config.get("trl.vllm_mode") == "server":
         engines = config.get("vllm.data_parallel_size", 1)
-        why = "one GPU per training process, plus the GPUs of vLLM"
+        why = "one GPU per training process, plus vLLM's GPUs"
         findings.set("cluster.gpus_per_node", config.processes + tensor * engines, why)
         findings.set("policy.generation.engines", engines, "vllm_mode server: engines on separate GPUs")
         return
     findings.set("cluster.gpus_per_node", config.processes, "one GPU per process (--num-processes)")
     findings.set("cluster.placement", "colocated", "sampling and training use the same GPUs")
-    findings.set("policy.generation.engines", max(1, config.processes // tensor), "on the training GPUs")
+    findings.set("policy.generation.engines", max(1, config.processes // tensor), "engines run on the training GPUs")
 
 
 def _files(config: AxolotlConfig, findings: Findings) -> None:

@@ -1,7 +1,7 @@
 """Translation of axolotl keys that depend on each other: loss, rewards, advantages, batches and learning rate.
 
-axolotl samples with TRL's ``GRPOTrainer``, so that this module uses ``interop/trl``. axolotl 067b021c installs TRL 1.8,
-and ``_OF_TRL`` contains its defaults that differ from TRL 1.16.
+axolotl samples with TRL's ``GRPOTrainer``, so this module uses ``interop/trl``. axolotl 067b021c installs TRL 1.8.
+``_OF_TRL`` contains the defaults of TRL 1.8 that differ from TRL 1.16.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def learning(config: AxolotlConfig, findings: Findings) -> None:
     _schedule(config, findings)
 
 
-# -- training on answers in the data ----------------------------------------------------------------------------
+# -- supervised and preference training -------------------------------------------------------------------------
 
 
 def _supervised(config: AxolotlConfig, findings: Findings) -> None:
     if config.processes > 1:
-        what = "the mean is over all tokens of an update; axolotl averages per process, then over processes"
+        what = "the loss is the mean over all tokens of an update; axolotl averages per process, then over processes"
         findings.differs("micro_batch_size", what)
 
 
@@ -90,7 +90,7 @@ def _length(config: AxolotlConfig, findings: Findings) -> None:
         return
     epochs = config.get("num_epochs", 1.0)
     findings.set("gdpo.max_num_epochs", max(1, round(epochs)), "num_epochs")
-    findings.set("gdpo.max_num_steps", ENDLESS, "num_epochs ends the run")
+    findings.set("gdpo.max_num_steps", ENDLESS, "the run ends after num_epochs")
     if epochs != round(epochs):
         findings.differs("num_epochs", f"{max(1, round(epochs))} whole epochs instead of {epochs}")
 
@@ -131,7 +131,7 @@ def _axolotl_key(name: str) -> str:
 
 
 def _run(config: AxolotlConfig, findings: Findings) -> TrlRun:
-    """Return the run that axolotl would configure in TRL."""
+    """Return the TRL run that axolotl would configure."""
     given = {**_OF_TRL, **{name: config.get(f"trl.{name}") for name in _GIVEN}}
     given = {name: value if value is not None else _OF_TRL.get(name) for name, value in given.items()}
     given |= {
@@ -202,15 +202,15 @@ def _features(config: AxolotlConfig, findings: Findings, strided: bool) -> None:
     span = config.sequence - config.get("ebft.context_length", 8) - config.completion
     anchors = max(1, span // config.get("ebft.stride", 8) + 1)
     findings.set(
-        "gdpo.num_prompts_per_step", anchors * config.rows_per_update, f"a text of full length has {anchors} anchors"
+        "gdpo.num_prompts_per_step", anchors * config.rows_per_update, f"{anchors} anchors in a text of full length"
     )
     findings.differs(
-        "micro_batch_size", "a step mixes anchors of any texts; axolotl trains all anchors of a text in one step"
+        "micro_batch_size", "a step mixes anchors of different texts; axolotl trains all anchors of a text in one step"
     )
 
 
 def _ahead(config: AxolotlConfig, findings: Findings) -> None:
-    """Set how far generation runs ahead of training."""
+    """Set the number of steps that generation may run ahead of training."""
     if not (config.get("trl.async_prefetch") or config.get("trl.use_data_producer")):
         return
     steps = config.get("trl.prefetch_depth", 1)
@@ -224,7 +224,7 @@ def _ahead(config: AxolotlConfig, findings: Findings) -> None:
         findings.set(
             "loss_fn.old_logprobs",
             "trainer",
-            "the ratio uses the trainer's log-probs; the mismatch with the sampler is corrected",
+            "the ratio uses the trainer's log-probs; the mismatch with the sampler's log-probs is corrected",
         )
     if config.get("trl.vllm_mode") != "server":
         findings.blocks(
@@ -255,7 +255,9 @@ def _schedule(config: AxolotlConfig, findings: Findings) -> None:
         why = "cosine_min_lr_ratio x learning_rate"
         findings.set("policy.megatron_cfg.optimizer.min_lr", float(lowest) * rate, why)
     if extra:
-        findings.differs("lr_scheduler_kwargs", f"{', '.join(sorted(map(str, extra)))}: not supported for the schedule")
+        findings.differs(
+            "lr_scheduler_kwargs", f"{', '.join(sorted(map(str, extra)))}: not supported by the learning-rate schedule"
+        )
     if style != "constant":
         _warm_up(config, findings)
 
@@ -273,11 +275,11 @@ def _warm_up(config: AxolotlConfig, findings: Findings) -> None:
         updates = 0
     else:
         share = given or config.get("warmup_ratio", 0.03)
-        findings.differs(key, f"no warmup: {share} of the updates, whose number depends on the dataset; set "
+        findings.differs(key, f"no warmup, because the number of updates is unknown ({share} of the updates); set "
                         f"{_SCHEDULER}.lr_warmup_steps")  # fmt: skip
         return
     if updates == 1:
-        updates = 2  # axolotl uses at least two
+        updates = 2  # axolotl uses at least two warmup updates
     if updates:
         findings.set(f"{_SCHEDULER}.lr_warmup_steps", updates, key)
         findings.set(

@@ -1,8 +1,8 @@
 """Translation of axolotl configs to configs of this project, with a report on every key.
 
 The first matching rule in ``keys.py`` translates a key. Keys that depend on each other are translated in
-``objective.py``, ``machines.py`` and ``data.py``. Keys that are not set have axolotl's defaults, which are written if
-this project has other defaults. The translated config therefore behaves as in axolotl.
+``objective.py``, ``machines.py`` and ``data.py``. Keys that are not set get axolotl's defaults, which are written if
+they differ from this project's defaults. The translated config therefore behaves as in axolotl.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def translate_axolotl(path: str | Path, processes: int = 1) -> Translation:
     """Translate the config at ``path``.
 
     Args:
-        processes: number of data-parallel processes for which axolotl would be launched.
+        processes: number of data-parallel processes with which axolotl would be launched.
 
     Raises:
         ConfigError: if the file cannot be read, or is not an axolotl config.

@@ -1,1 +1,2 @@
-"""Translation of NeMo-RL recipes: ``translate.py`` is the entry point, and ``keys.py`` has a rule for every key."""
+"""Translation of NeMo-RL recipes: ``translate.py`` is the entry point, and ``keys.py`` contains the rules for single
+keys."""

@@ -1,6 +1,6 @@
 """Translation of a recipe's environment, datasets, prompts, folders and number of steps.
 
-Compared with NeMo-RL's classes in ``data/datasets/response_datasets`` and ``math_hf_data_processor``.
+Based on NeMo-RL's classes in ``data/datasets/response_datasets`` and its ``math_hf_data_processor``.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from gdpo_nemo.utils.files import read_text, real_path
 
 
 class _Dataset(NamedTuple):
-    """A dataset that NeMo-RL knows by name."""
+    """Dataset that NeMo-RL recipes select by name."""
 
     path: str
-    """Name on the Hub."""
+    """Name of the dataset on the Hub."""
     split: str = "train"
     prompt: str | None = None
-    """Column of the prompt; None uses the default columns."""
+    """Column of the prompt (None uses the default columns)."""
     answer: str = "answer"
     """Column of the reference answer."""
     rows: int | None = None
-    """Number of rows in the split; None if unknown."""
+    """Number of rows in the split (None if unknown)."""
 
 
 _DATASETS = {
@@ -44,7 +44,7 @@ _PUZZLE = "sliding_puzzle_game"
 """Environment of ``run_grpo_sliding_puzzle.py``, which generates its prompts and ignores the section ``data``."""
 _OF_DATA = ("data.default.*", "grpo.val_*generations_per_prompt", "grpo.val_batch_size", "grpo.max_val_samples",
             "policy.generation.val_temperature")  # fmt: skip
-"""Recipe keys without effect if the dataset cannot be translated."""
+"""Recipe keys that are not translated if the dataset cannot be translated."""
 
 
 def env_name(recipe: Recipe) -> str:
@@ -59,7 +59,8 @@ def env_name(recipe: Recipe) -> str:
 
 
 def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | None:
-    """Return (environment of this project, its options, its reward components), or None without an equivalent.
+    """Return (environment of this project, its options, its reward components), or None if this project has no
+    equivalent.
 
     The components are sorted by name, which is also the order of NeMo-RL's weights.
     """
@@ -76,12 +77,12 @@ def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | 
 
 
 def data(recipe: Recipe, findings: Findings) -> None:
-    """Add the settings of datasets, prompts, folders and the length of the run to the findings."""
+    """Add the settings for datasets, prompts, folders and the length of the run to the findings."""
     found = components(recipe)
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
     if processor.startswith("vlm"):
         findings.blocks(
-            "data.default.processor", f"{processor} is for prompts with images; only text models are supported"
+            "data.default.processor", f"{processor} processes prompts with images; only text models are supported"
         )
     for split in ("train", "validation"):
         _split(recipe, findings, split, found[0] if found else env_name(recipe))
@@ -96,7 +97,7 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
     if isinstance(recipe.get(section), list):
         findings.blocks(
             section,
-            f"contains {len(recipe.get(section))} datasets, only one is supported; combine them in one file",
+            f"contains {len(recipe.get(section))} datasets, but only one is supported; combine them into one file",
             *_OF_DATA,
         )
         return
@@ -110,15 +111,13 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
         return
     known = _DATASETS.get(name or "")
     if known is None and not path:
-        findings.blocks(
-            f"{section}.dataset_name", f"the dataset {name} is unknown; set its file or its name on the Hub"
-        )
+        findings.blocks(f"{section}.dataset_name", f"the dataset {name} is unknown; set its file or its Hub name")
     subset = recipe.get(f"{section}.subset")
     where = path or (known.path if known else f"unknown/{name}")
     if subset:
         where = f"{where.partition(':')[0]}:{subset}"
     findings.set(f"{section}.path", where, "the recipe's file" if path else f"Hub name of {name}")
-    findings.set(f"{section}.environment", environment, "environment that verifies the rows")
+    findings.set(f"{section}.environment", environment, "environment that verifies the samples")
     wanted = recipe.get(f"{section}.split") or (known.split if known else None)
     if wanted:
         findings.set(f"{section}.split", wanted, "split")
@@ -127,7 +126,7 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
 
 
 def _columns(recipe: Recipe, findings: Findings, split: str, known: _Dataset | None, is_file: bool) -> None:
-    """Set the columns of prompt and answer, from the recipe, the known dataset, or NeMo-RL's defaults for files."""
+    """Set the prompt and answer columns from the recipe, the known dataset, or NeMo-RL's defaults for files."""
     section = f"data.{split}"
     prompt = _data_setting(recipe, split, "input_key")
     answer = _data_setting(recipe, split, "output_key")
@@ -144,13 +143,14 @@ def _columns(recipe: Recipe, findings: Findings, split: str, known: _Dataset | N
 
 
 def _data_setting(recipe: Recipe, split: str, key: str) -> Any:
-    """Return a setting of the split, or else of ``data.default`` or ``data``; None if it is not set."""
+    """Return the setting ``key`` of the split, of ``data.default`` or of ``data``, in this order (None if it is not
+    set)."""
     names = (f"data.{split}.{key}", f"data.default.{key}", f"data.{key}")
     return next((recipe.get(name) for name in names if recipe.get(name)), None)
 
 
 def _prompts(recipe: Recipe, findings: Findings, split: str) -> None:
-    """Set the system message and the prompt template. Without a system message in the recipe, set an empty one."""
+    """Set the system message and the prompt template. If the recipe has no system message, set an empty one."""
     if env_name(recipe) == "nemo_gym":
         return
     system, template_file = (_data_setting(recipe, split, key) for key in ("system_prompt_file", "prompt_file"))
@@ -177,7 +177,8 @@ def _prompts(recipe: Recipe, findings: Findings, split: str) -> None:
 
 
 def _text(recipe: Recipe, name: str) -> str | None:
-    """Search a file in the working directory, the recipe's folder and its parents. Return its text, or None."""
+    """Search for a file in the working directory, the recipe's folder and its parents. Return the file's text, or None
+    if it is not found."""
     for folder in (Path.cwd(), *real_path(recipe.path).parents):
         if (folder / name).is_file():
             return read_text(folder / name)
@@ -185,19 +186,20 @@ def _text(recipe: Recipe, name: str) -> str | None:
 
 
 def _held_out(recipe: Recipe, findings: Findings) -> None:
-    """Set the training rows that are held out for validation, as slices of the split of a Hub dataset."""
+    """Set the training rows that are held out for validation, as slices of a Hub dataset's split."""
     size = recipe.held_out
     path = findings.values.get("data.train.path")
     if not size or path is None:
         return
     if recipe.names_validation:
         findings.differs(
-            "data.train.split_validation_size", "validation uses only its dataset; NeMo-RL also adds the held-out rows"
+            "data.train.split_validation_size",
+            "validation uses only the validation dataset; NeMo-RL adds held-out training rows",
         )
         return
     cut = recipe.cut
     if not cut:
-        what = f"{size} of the training rows are not held out, so validation has no data; write them to a separate file"
+        what = f"{size} of the training rows cannot be held out for validation; write them to a separate file"
         findings.differs("data.train.split_validation_size", what)
         return
     base = findings.values.get("data.train.split", ("train", ""))[0]
@@ -208,12 +210,12 @@ def _held_out(recipe: Recipe, findings: Findings) -> None:
     findings.set(
         "data.validation.split",
         f"{base}[{cut}:]",
-        f"split_validation_size {size}; the last rows instead of random ones",
+        f"split_validation_size {size}; holds out the last rows instead of random rows",
     )
 
 
 def _length(recipe: Recipe, findings: Findings) -> None:
-    """Set max_num_steps, limited to the steps in max_num_epochs. If these are unknown, set both keys."""
+    """Set max_num_steps, limited to the number of steps in max_num_epochs. If this number is unknown, set both keys."""
     steps = recipe.get("grpo.max_num_steps")
     epochs = recipe.get("grpo.max_num_epochs")
     known = _DATASETS.get(recipe.get("data.train.dataset_name") or "")
@@ -237,7 +239,7 @@ def _folders(recipe: Recipe, findings: Findings) -> None:
     folder = recipe.get("checkpointing.checkpoint_dir")
     if folder:
         findings.set("run.dir", folder, "checkpoint_dir; checkpoints are in its subfolder checkpoints")
-        findings.set("run.name", Path(folder).name, "last component of checkpoint_dir")
+        findings.set("run.name", Path(folder).name, "folder name from checkpoint_dir")
     found = components(recipe)
     if recipe.get("checkpointing.metric_name") and found and recipe.validates:
         why = f"instead of {recipe.get('checkpointing.metric_name')}"
@@ -249,16 +251,16 @@ def _validation(recipe: Recipe, findings: Findings) -> None:
         return
     repeat = recipe.get("data.validation.repeat", 1)
     samples = recipe.get("grpo.val_num_generations_per_prompt", 1) * repeat
-    findings.set("gdpo.val_generations_per_prompt", samples, "repeat and val_num_generations_per_prompt")
+    findings.set("gdpo.val_generations_per_prompt", samples, "repeat x val_num_generations_per_prompt")
     most = recipe.get("grpo.max_val_samples")
     if most:
         batch = recipe.get("grpo.val_batch_size", 256)
         if most < batch:
             findings.differs(
                 "grpo.val_batch_size",
-                f"{most} validation prompts are used; NeMo-RL uses none, because they do not fill a batch of {batch}",
+                f"{most} validation prompts are used; NeMo-RL uses 0, because they do not fill a batch of {batch}",
             )
-        most = most // batch * batch or most  # only whole batches
+        most = most // batch * batch or most  # NeMo-RL validates only whole batches
         findings.set(
             "gdpo.val_prompts",
             max(1, -(-most // repeat)),

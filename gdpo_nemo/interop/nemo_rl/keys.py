@@ -41,8 +41,8 @@ def _kl(act: Act) -> Act:
 
 
 def _of_estimator(name: str) -> Act:
-    """Return the rule for an estimator setting in ``grpo``. The same setting in ``grpo.adv_estimator`` takes
-    precedence."""
+    """Return the rule for an estimator setting in ``grpo``. If ``grpo.adv_estimator`` contains the same setting, it
+    takes precedence."""
     inner = f"grpo.adv_estimator.{name}"
     return where(
         lambda recipe: _reads_groups(recipe) and recipe.get(inner) is None,
@@ -61,12 +61,12 @@ def _sharded(section: str, size: str) -> Act:
 
     Args:
         section: section of the training backend.
-        size: name of its key with the tensor-parallel size.
+        size: name of the section's key for the tensor-parallel size.
     """
     return where(
         lambda recipe: recipe.get(f"{section}.{size}", 1) > 1 and not recipe.model.mixture,
         required(f"{_MEGATRON}.sequence_parallel"),
-        idle("no effect without tensor parallelism, with which MoE models always use it"),
+        idle("no effect without tensor parallelism; MoE models with tensor parallelism always use sequence_parallel"),
     )
 
 
@@ -78,14 +78,14 @@ def _truncated(act: Act) -> Act:
 
 
 def _including_null(key: str) -> Act:
-    """Return the rule for a key with the same meaning as ``key`` of this project. Null is also written."""
+    """Return the rule for a key with the same meaning as ``key`` of this project. The value null is also written."""
     return lambda value, recipe: RuleResult({key: value})
 
 
 def _clip(act: Act) -> Act:
     """Return a rule for a clip bound, which applies ``act`` unless the ratio is forced to 1 or disabled."""
     unclipped = lambda r: r.get("loss_fn.force_on_policy_ratio") or r.get("loss_fn.disable_ppo_ratio")  # noqa: E731
-    return where(unclipped, idle("no effect: the ratio is forced to 1 or disabled, so that it is not clipped"), act)
+    return where(unclipped, idle("no effect: the ratio is not clipped, because it is forced to 1 or disabled"), act)
 
 
 GRPO = [
@@ -100,17 +100,17 @@ GRPO = [
         _of_estimator("use_leave_one_out_baseline"))),
     ("grpo.adv_estimator.reward_weights", where(
         lambda r: r.get("grpo.adv_estimator.name") == "gdpo", required("gdpo.rewards"), idle(
-            "applies only to gdpo"))),
+            "applies only to the estimator gdpo"))),
     ("grpo.adv_estimator.name", required("gdpo.estimator")),
     ("grpo.adv_estimator.minus_baseline", where(
-        _reads_groups, idle("applies only to reinforce_plus_plus"), required("gdpo.estimator"))),
+        _reads_groups, idle("applies only to the estimator reinforce_plus_plus"), required("gdpo.estimator"))),
     ("grpo.adv_estimator.*", where(_reads_groups, required("gdpo.estimator"), idle(
-        "applies only to other estimators"))),
+        "does not apply to the estimator reinforce_plus_plus"))),
     ("grpo.adv_estimator", required("gdpo.estimator")),
     ("grpo.val_period", _validation(to("gdpo.val_period"))),
     ("grpo.val_at_start", _validation(to("gdpo.val_at_start"))),
     ("grpo.val_at_end", idle("the last step is always validated if gdpo.val_period is set")),
-    ("grpo.val_start_at", _validation(missing("validation always starts with the run", 0, -1))),
+    ("grpo.val_start_at", _validation(missing("validation cannot be delayed to a later step", 0, -1))),
     ("grpo.max_val_samples", _validation(required("gdpo.val_prompts"))),
     ("grpo.val_batch_size", _validation(where(
         lambda r: r.get("grpo.max_val_samples"), required("gdpo.val_prompts"), idle("all held-out rows are used")))),
@@ -119,12 +119,12 @@ GRPO = [
     ("grpo.stop_at_validation_*", missing(
         "early stopping is not supported; checkpointing.keep_best retains the best checkpoint")),
     ("grpo.overlong_filtering", to("loss_fn.mask_truncated")),
-    ("grpo.advantage_clip_*", missing("clipping of advantages is not supported")),
+    ("grpo.advantage_clip_*", missing("advantage clipping is not supported")),
     ("grpo.seed", to("run.seed")),
     ("grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.enabled")),
     ("grpo.dynamic_sampling_max_gen_batches", gated(
-        "grpo.use_dynamic_sampling", to("gdpo.dynamic_sampling.max_rounds", note="afterwards NeMo-RL ends "
-                                                                                 "the run; here the step continues"))),
+        "grpo.use_dynamic_sampling", to(
+            "gdpo.dynamic_sampling.max_rounds", note="NeMo-RL then ends the run; this project continues the step"))),
     ("grpo.batch_multiplier", where(
         lambda r: r.get("grpo.use_dynamic_sampling"), required("gdpo.dynamic_sampling.batch_multiplier"),
         missing("no effect without use_dynamic_sampling; NeMo-RL refuses this combination", 1, 1.0))),
@@ -135,19 +135,19 @@ GRPO = [
     ("grpo.reward_shaping.stop_properly_penalty_coef", _shaped(required("gdpo.shaping"))),
     ("grpo.reward_shaping.*", _shaped(where(
         lambda r: r.get("grpo.reward_shaping.stop_properly_penalty_coef") is None, required("gdpo.shaping"),
-        idle("ignored by NeMo-RL with stop_properly_penalty_coef")))),
+        idle("NeMo-RL ignores this key if stop_properly_penalty_coef is set")))),
     ("grpo.reward_shaping", required("gdpo.shaping")),
     ("grpo.reward_scaling.*", gated("grpo.reward_scaling.enabled", required("gdpo.shaping"))),
     ("grpo.reward_scaling", required("gdpo.shaping")),
     ("grpo.seq_logprob_error_threshold", missing(
-        "masking by log-prob error is not supported; loss_fn.off_policy masks by ratio")),
-    ("grpo.*_tool_call*", missing("define it as a reward component")),
-    ("grpo.*malformed_thinking*", missing("define it as a reward component")),
+        "masking by log-prob error is not supported; loss_fn.off_policy can mask by ratio")),
+    ("grpo.*_tool_call*", missing("not translated; define an equivalent reward component")),
+    ("grpo.*malformed_thinking*", missing("not translated; define an equivalent reward component")),
     ("grpo.*best_at_k*", missing("best-of-k objectives are not supported", 0, 1, 1.0)),
     ("grpo.*combined_training*", gated("grpo.use_combined_training", missing("combined objectives are not supported"))),
     ("grpo.skip_reference_policy_logprobs_calculation", idle("the reference model is loaded only if it is used")),
     ("grpo.calculate_advantages_on_gpu", idle("advantages are computed in float64 on the driver")),
-    ("grpo.deduplicate_multimodal_data", idle("affects only memory, for images")),
+    ("grpo.deduplicate_multimodal_data", idle("affects only the memory for images")),
     ("grpo.debug_payload_metrics", idle("used only for diagnostics")),
     ("grpo.async_grpo.enabled", required("rollout.max_staleness")),
     ("grpo.async_grpo.max_trajectory_age_steps", gated("grpo.async_grpo.enabled", required("rollout.max_staleness"))),
@@ -176,13 +176,13 @@ LOSS = [
         lambda r: r.updates == 1, idle("with one update per step the ratio is 1, which gives the REINFORCE gradient"),
         missing("with several updates per step the loss always uses the ratio"))),
     ("loss_fn.force_on_policy_ratio", where(
-        lambda r: r.updates == 1, idle("with one update per step the ratio is also 1"),
-        missing("with several updates per step the old log-probs are those before the first update"))),
+        lambda r: r.updates == 1, idle("with one update per step the ratio is always 1"),
+        missing("with several updates per step the old log-probs are computed before the first update"))),
     ("loss_fn.use_importance_sampling_correction", required("loss_fn.off_policy.mode")),
     ("loss_fn.truncated_importance_sampling_ratio", _truncated(required("loss_fn.off_policy.ratio_max"))),
     ("loss_fn.truncated_importance_sampling_ratio_min", _truncated(required("loss_fn.off_policy.ratio_min"))),
     ("loss_fn.truncated_importance_sampling_type", _truncated(required("loss_fn.off_policy.mode"))),
-    ("loss_fn.positive_example_nll_weight", missing("a likelihood term is not supported", 0, 0.0)),
+    ("loss_fn.positive_example_nll_weight", missing("a likelihood term in the loss is not supported", 0, 0.0)),
 ]  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def _lora_rules(section: str) -> list[tuple[str, Act]]:
         (f"{section}.match_all_linear", on(required("policy.lora.target_modules"))),
         (f"{section}.exclude_modules", on(missing("all layers in policy.lora.target_modules get adapters"))),
         (f"{section}.lora_A_init*", on(required("policy.lora.init"))),
-        (f"{section}.lora_B_init*", on(fixed("zero", "B is initialized to 0"))),
+        (f"{section}.lora_B_init*", on(fixed("zero", "the adapter matrix B is initialized to 0"))),
         (f"{section}.*", on(idle("affects only the implementation of adapters"))),
         (section, idle("adapters are disabled")),
     ]  # fmt: skip
@@ -240,7 +240,7 @@ POLICY = [
     ("policy.tokenizer.name", _OTHER_TOKENIZER),
     ("policy.tokenizer.chat_template", missing("the tokenizer's chat template is used", "default")),
     ("policy.tokenizer.chat_template_kwargs*", missing("not translated; set data.<split>.chat_template_kwargs")),
-    ("policy.tokenizer.*", idle("affects only how texts are tokenized, not the tokens")),
+    ("policy.tokenizer.*", idle("affects only how texts are tokenized, not the resulting tokens")),
     ("policy.hf_config_overrides*", missing("the model's config.json defines the architecture")),
     ("policy.train_global_batch_size", to("policy.train_global_batch_size")),
     ("policy.train_micro_batch_size", where(
@@ -249,12 +249,12 @@ POLICY = [
     ("policy.sequence_packing.enabled", idle("packing is always enabled and does not change the gradient")),
     ("policy.*.train_mb_tokens", idle(
         "policy.micro_batch_tokens bounds a micro-batch, whose size does not change the gradient")),
-    ("policy.sequence_packing.*", idle("affects only how packs are filled")),
+    ("policy.sequence_packing.*", idle("affects only how sequences are assigned to packs")),
     ("policy.dynamic_batching.*", idle("sequences are always packed, which does not change the gradient")),
-    ("policy.logprob_batch_size", idle("log-probs use the same micro-batches as training")),
+    ("policy.logprob_batch_size", idle("log-probs are computed in the same micro-batches as training")),
     ("policy.generation_batch_size", idle("vLLM schedules batches (policy.generation.vllm_cfg.max_num_seqs)")),
     ("policy.logprob_chunk_size", idle("log-probs are always computed in chunks")),
-    ("policy.make_sequence_length_divisible_by", idle("derived from the parallel layout")),
+    ("policy.make_sequence_length_divisible_by", idle("the parallel layout determines the padding")),
     ("policy.offload_optimizer_for_logprob", idle("affects only memory")),
     ("policy.max_total_sequence_length", to("policy.max_total_sequence_length")),
     ("policy.precision", to("policy.precision", lambda text: {"bf16": "bfloat16", "fp32": "float32"}.get(text, text))),
@@ -265,7 +265,7 @@ POLICY = [
     ("policy.optimizer.name", _of_dtensor(fixed("torch.optim.AdamW", "AdamW"))),
     ("policy.optimizer.kwargs.lr", _of_dtensor(to(f"{_MEGATRON}.optimizer.lr"))),
     ("policy.optimizer.kwargs.weight_decay", _of_dtensor(to(
-        f"{_MEGATRON}.optimizer.weight_decay", note="applies only to matrices; NeMo-RL also decays norms and biases"))),
+        f"{_MEGATRON}.optimizer.weight_decay", note="only matrices decay; NeMo-RL also decays norms and biases"))),
     ("policy.optimizer.kwargs.eps", _of_dtensor(to(f"{_MEGATRON}.optimizer.adam_eps"))),
     ("policy.optimizer.kwargs.betas", _of_dtensor(
         lambda value, r: RuleResult({f"{_MEGATRON}.optimizer.adam_beta1": value[0],
@@ -286,7 +286,7 @@ POLICY = [
     ("policy.dtensor_cfg.automodel_kwargs.force_hf", idle("selects the model implementation")),
     *((pattern, _of_dtensor(act)) for pattern, act in variable_rules("policy.dtensor_cfg")),
     ("policy.dtensor_cfg.*", idle("configures DTensor sharding and computation")),
-    ("policy.router_replay.*", _of_mixture(missing("replay of the sampler's routing in training is not supported"))),
+    ("policy.router_replay.*", _of_mixture(missing("replaying the sampler's routing is not supported"))),
     ("policy.draft*", idle(
         "a draft model only speeds up sampling; it does not change what the policy samples and learns")),
     ("policy.quant_cfg", missing("quantization-aware training is not supported")),
@@ -313,14 +313,14 @@ MEGATRON = [
     (f"{_MEGATRON}.num_layers_in_last_pipeline_stage",
     _of_megatron(to(f"{_MEGATRON}.num_layers_in_last_pipeline_stage"))),
     (f"{_MEGATRON}.pipeline_dtype", _of_megatron(fixed(lambda r: r.get("policy.precision"),
-        "the pipeline uses policy.precision"))),
+        "pipeline stages exchange activations in policy.precision"))),
     (f"{_MEGATRON}.activation_checkpointing", _of_megatron(required(_RECOMPUTE))),
     (f"{_MEGATRON}.recompute_granularity", gated(f"{_MEGATRON}.activation_checkpointing", required(_RECOMPUTE))),
     (f"{_MEGATRON}.recompute_*", idle(
-        "affects only memory; recompute selective covers attention, and full covers whole layers")),
-    (f"{_MEGATRON}.empty_unused_memory_level", idle("the allocator's cache is not emptied")),
+        "affects only memory; the mode selective recomputes attention, the mode full whole layers")),
+    (f"{_MEGATRON}.empty_unused_memory_level", idle("the allocator's cache is never emptied")),
     (f"{_MEGATRON}.freeze_moe_router", _of_megatron(_of_mixture(where(
-        lambda r: r.lora, idle("training adapters freezes the routers"), to(f"{_MEGATRON}.freeze_moe_router"))))),
+        lambda r: r.lora, idle("adapter training always freezes the routers"), to(f"{_MEGATRON}.freeze_moe_router"))))),
     (f"{_MEGATRON}.moe_router_dtype", _of_megatron(_of_mixture(to(f"{_MEGATRON}.moe_router_dtype")))),
     (f"{_MEGATRON}.moe_router_load_balancing_type", _of_megatron(_of_mixture(fixed("none",
         "a load-balancing loss is not supported")))),
@@ -340,7 +340,7 @@ MEGATRON = [
     (f"{_MEGATRON}.*_fusion", idle("selects a fused kernel with the same result")),
     (f"{_MEGATRON}.use_fused_*", idle("selects a fused kernel with the same result")),
     (f"{_MEGATRON}.fused_*", idle("selects a fused kernel with the same result")),
-    (f"{_MEGATRON}.defer_fp32_logits", idle("float32 log-probs are always computed from chunks of logits")),
+    (f"{_MEGATRON}.defer_fp32_logits", idle("log-probs are always computed in float32, from chunks of logits")),
     (f"{_MEGATRON}.optimizer.optimizer", _of_megatron(fixed("adam", "AdamW"))),
     *((f"{_MEGATRON}.optimizer.{name}", _of_megatron(to(f"{_MEGATRON}.optimizer.{name}"))) for name in _OPTIMIZER),
     (f"{_MEGATRON}.optimizer.use_distributed_optimizer", _of_megatron(to(f"{_MEGATRON}.use_distributed_optimizer"))),
@@ -350,7 +350,7 @@ MEGATRON = [
     (f"{_MEGATRON}.optimizer.params_dtype", _of_megatron(fixed("float32", "main weights are in float32"))),
     (f"{_MEGATRON}.optimizer.sgd_momentum", idle("AdamW does not use momentum")),
     (f"{_MEGATRON}.optimizer.use_precision_aware_optimizer", idle(
-        "moments are in float32 unless their dtype is set")),
+        "moments are in float32 unless a key sets their dtype")),
     (f"{_MEGATRON}.optimizer.*_dtype", _of_megatron(fixed("float32", "main weights and moments are in float32"))),
     (f"{_MEGATRON}.optimizer.optimizer_cpu_offload", _of_megatron(to(f"{_MEGATRON}.optimizer.offload"))),
     (f"{_MEGATRON}.optimizer.*offload*", idle("the optimizer is offloaded to the host completely or not at all")),
@@ -358,16 +358,16 @@ MEGATRON = [
     (f"{_MEGATRON}.optimizer.muon_*", gated(f"{_MEGATRON}.optimizer.use_muon", missing("only AdamW is supported"))),
     (f"{_MEGATRON}.scheduler.*weight_decay", _of_megatron(fixed(
         lambda r: r.get(f"{_MEGATRON}.optimizer.weight_decay"),
-            "weight decay is constant, from the optimizer settings"))),
+            "weight decay is constant; the optimizer settings define it"))),
     (f"{_MEGATRON}.scheduler.weight_decay_incr_style", _of_megatron(fixed("constant", "weight decay is constant"))),
-    (f"{_MEGATRON}.scheduler.override_opt_param_scheduler", idle("the config's schedule is always used on resume")),
+    (f"{_MEGATRON}.scheduler.override_opt_param_scheduler", idle("a resumed run uses the schedule in the config")),
     (f"{_MEGATRON}.scheduler.lr_*", _of_megatron(required(f"{_MEGATRON}.scheduler"))),
     (f"{_DDP}.overlap_grad_reduce", _of_megatron(required(f"{_MEGATRON}.overlap_grad_reduce"))),
     (f"{_DDP}.overlap_param_gather", _of_megatron(where(
         lambda r: r.gathers_ahead, required(f"{_MEGATRON}.overlap_param_gather"),
         idle("no effect without overlap_grad_reduce and the distributed optimizer")))),
-    (f"{_DDP}.grad_reduce_in_fp32", idle("gradients are reduced in float32, with less rounding")),
-    (f"{_DDP}.*", idle("affects only how gradients are reduced; the loss is normalized over the whole batch before")),
+    (f"{_DDP}.grad_reduce_in_fp32", idle("gradients are always reduced in float32, which has less rounding error")),
+    (f"{_DDP}.*", idle("affects only how gradients are reduced; the loss is normalized over the whole batch")),
     *_lora_rules(f"{_MEGATRON}.peft"),
     (f"{_MEGATRON}.fp8_cfg.enabled", _of_megatron(required(f"{_MEGATRON}.fp8"))),
     (f"{_MEGATRON}.fp8_cfg.fp8", _fp8(_of_megatron(to(f"{_MEGATRON}.fp8")))),

@@ -9,7 +9,8 @@ _MEGATRON = "policy.megatron_cfg"
 
 
 def machines(recipe: Recipe, findings: Findings) -> None:
-    """Add the settings of hardware and parallelism to the findings. They do not change the result of a run."""
+    """Add the settings for hardware and parallelism to the findings. These settings do not change the result of a
+    run."""
     _model(recipe, findings)
     _batches(recipe, findings)
     _lengths(recipe, findings)
@@ -24,7 +25,7 @@ def _model(recipe: Recipe, findings: Findings) -> None:
         findings.asks("policy.model_name", recipe.model.question)
     positions = "policy.hf_config_overrides.max_position_embeddings"
     if (recipe.get(positions) or 0) >= recipe.get("policy.max_total_sequence_length", 1024):
-        findings.blocks(positions, "the number of positions is fixed by the model's config.json; change it there")
+        findings.blocks(positions, "the model's config.json defines the number of positions; change it there")
     backend = recipe.get("policy.generation.backend", "vllm")
     if backend != "vllm":
         findings.blocks("policy.generation.backend", f"{backend} is not supported; use vllm")
@@ -47,7 +48,11 @@ def _batches(recipe: Recipe, findings: Findings) -> None:
 def _lengths(recipe: Recipe, findings: Findings) -> None:
     longest = recipe.get("policy.max_total_sequence_length", 1024)
     wanted = recipe.get("policy.generation.max_new_tokens", longest)
-    why = "max_new_tokens" if wanted < longest else f"{wanted}, limited to the context length minus one prompt token"
+    why = (
+        "max_new_tokens"
+        if wanted < longest
+        else f"{wanted}, limited to the context length minus one token for the prompt"
+    )
     findings.set("policy.generation.max_new_tokens", min(wanted, longest - 1), why)
 
 
@@ -117,7 +122,7 @@ def _colocated(findings: Findings, nodes: int, each: int, model: int, engine: in
         each = -(-max(model, engine) // nodes)
         why += f"; {max(model, engine)} GPUs are the minimum for one replica and one engine"
     replicas = nodes * each // model
-    # The policy's ranks fill the nodes in order. An engine must fit on the ranks of one node.
+    # The policy's ranks are assigned to the nodes in order. An engine must fit on the ranks of one node.
     ranks = [min(each, max(0, replicas * model - node * each)) for node in range(nodes)]
     engines = max(1, sum(n // engine for n in ranks))
     findings.set("cluster.placement", "colocated", "colocated.enabled")
@@ -125,11 +130,12 @@ def _colocated(findings: Findings, nodes: int, each: int, model: int, engine: in
     findings.set(
         "policy.generation.engines",
         engines,
-        f"{engines} x {engine} of {nodes * each} GPUs are used for sampling, in turns with training",
+        f"{engines} x {engine} of {nodes * each} GPUs are used for sampling and training in turns",
     )
 
 
 def _engines(total: int, model: int, engine: int, wanted: int) -> int:
-    """Return the number of engines that use about ``wanted`` GPUs and leave the other GPUs to whole policy replicas."""
+    """Return the number of engines that use about ``wanted`` GPUs and leave the other GPUs to complete policy
+    replicas."""
     options = [n for n in range(1, total // engine + 1) if (total - n * engine) % model == 0 and total - n * engine > 0]
     return min(options, key=lambda n: abs(n * engine - wanted)) if options else max(1, (total - model) // engine)

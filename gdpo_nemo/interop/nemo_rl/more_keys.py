@@ -29,8 +29,10 @@ _SAMPLERS = {
     "weight_fifo": missing(
         "groups are trained in prompt order; NeMo-RL trains groups of the same version in completion order"
     ),
-    "ready_first": missing("no group is older than rollout.max_staleness; in NeMo-RL a late group may be older"),
-    "windowed": missing("groups that could become too old are not started; NeMo-RL starts and discards them"),
+    "ready_first": missing(
+        "no group is older than rollout.max_staleness; in NeMo-RL a group that is completed late may be older"
+    ),
+    "windowed": missing("groups that could become too old are not sampled; NeMo-RL samples and later discards them"),
 }
 
 
@@ -47,15 +49,15 @@ def _verifies(recipe: Recipe) -> bool:
 
 
 def _decides(recipe: Recipe) -> bool:
-    """Return whether the data processor affects the translation: with the environment ``math``, or with images."""
+    """Return whether the data processor affects the translation, which requires the environment ``math`` or images."""
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
     return _verifies(recipe) or processor.startswith("vlm")
 
 
 def _versions(value: Any, recipe: Recipe) -> RuleResult:
-    """Translate the number of steps that generation may run ahead of training; 0 is on-policy."""
+    """Translate the number of steps that generation may run ahead of training. 0 means on-policy."""
     if value and not recipe.stale:
-        return idle("applies only to another sampler")(value, recipe)
+        return idle("does not apply to this sampler")(value, recipe)
     return (required("rollout.max_staleness") if recipe.stale else fixed(0, "on-policy"))(value, recipe)
 
 
@@ -70,17 +72,19 @@ def variable_rules(section: str) -> list[tuple[str, Act]]:
     """Return the rules for the environment variables that a section sets for its workers.
 
     Some variables select kernels that round differently, for example VLLM_USE_FLASHINFER_MOE_FP16. A variable is
-    therefore a difference unless it is known to be harmless.
+    therefore reported as a difference unless it is known to be harmless.
     """
     selects_kernels = missing("may select kernels; set the variable in the environment of the run")
     of_experts = where(
-        lambda recipe: recipe.model.mixture, selects_kernels, idle("the model is not a mixture of experts")
+        lambda recipe: recipe.model.mixture,
+        selects_kernels,
+        idle("applies only to MoE models, and this model is dense"),
     )
     return [
         *((f"{section}.env_vars.{name}", idle("affects only speed, memory or logs")) for name in _HARMLESS_VARIABLES),
         (f"{section}.env_vars.*_MOE_*", of_experts),
         (f"{section}.env_vars.*", selects_kernels),
-        (f"{section}.env_vars", idle("no variables are set")),
+        (f"{section}.env_vars", idle("no environment variables are set")),
     ]
 
 
@@ -100,7 +104,7 @@ GENERATION = [
     (f"{_VLLM}.tensor_parallel_size", to(f"{_VLLM}.tensor_parallel_size")),
     (f"{_VLLM}.pipeline_parallel_size", missing(
         "engines do not use pipeline parallelism, so each GPU needs more memory", 1)),
-    (f"{_VLLM}.expert_parallel_size", idle("engines shard experts like other matrices")),
+    (f"{_VLLM}.expert_parallel_size", idle("engines shard experts with tensor parallelism, like other matrices")),
     (f"{_VLLM}.gpu_memory_utilization", to(f"{_VLLM}.gpu_memory_utilization")),
     (f"{_VLLM}.max_model_len", fixed(
         lambda r: r.get("policy.max_total_sequence_length"),
@@ -108,15 +112,15 @@ GENERATION = [
     (f"{_VLLM}.enforce_eager", to(f"{_VLLM}.enforce_eager")),
     (f"{_VLLM}.precision", fixed(lambda r: r.get("policy.precision"), "engines use policy.precision")),
     (f"{_VLLM}.kv_cache_dtype", missing("the KV cache is in policy.precision", "auto", "bfloat16")),
-    (f"{_VLLM}.logprobs_mode", fixed("processed_logprobs", "log-probs are those of the sampling distribution")),
+    (f"{_VLLM}.logprobs_mode", fixed("processed_logprobs", "log-probs are always those of the sampling distribution")),
     (f"{_VLLM}.load_format", idle("engines receive their weights from the policy")),
-    (f"{_VLLM}.*", idle("affects only the speed, the loading or the logs of engines")),
+    (f"{_VLLM}.*", idle("affects only speed, weight loading or logs of engines")),
     ("policy.generation.vllm_kwargs.max_num_seqs", to(f"{_VLLM}.max_num_seqs")),
     ("policy.generation.vllm_kwargs.speculative_config*", idle(
         "speculative decoding changes only the speed, not the distribution")),
     ("policy.generation.vllm_kwargs.hf_overrides*", missing("the model's config.json defines the architecture")),
     ("policy.generation.vllm_kwargs.quantization", missing("engines use policy.precision")),
-    ("policy.generation.vllm_kwargs*", idle("affects only how the engine computes")),
+    ("policy.generation.vllm_kwargs*", idle("affects only how engines run the model")),
     ("policy.generation.colocated.enabled", idle(
         "cluster.placement and policy.generation.engines select the GPUs for sampling")),
     ("policy.generation.colocated.*", idle("policy.generation.engines selects the GPUs for sampling")),
@@ -128,34 +132,34 @@ GENERATION = [
 DATA = [
     ("data.max_input_seq_length", fixed(
         lambda r: r.get("policy.max_total_sequence_length"),
-            "prompts may fill the context; NeMo-RL masks prompts longer than this")),
+            "prompts may fill the context; NeMo-RL masks longer prompts")),
     ("data.shuffle", to("data.train.shuffle")),
     ("data.*system_prompt_file", required("data.train.system_prompt")),
     ("data.*prompt_file", required("data.train.prompt_template")),
     ("data.*processor", where(
         _decides, required("env"), idle(
-            "converts rows to messages; here data.<split>.columns and the environment do this"))),
+            "converts rows to messages; data.<split>.columns and the environment replace this"))),
     ("data.*env_name", required("env")),
     ("data.validation.dataset_name", required("data.validation.path")),
     ("data.validation.data_path", required("data.validation.path")),
     ("data.validation.split", required("data.validation.split")),
     ("data.default.dataset_name", where(
-        lambda r: r.get("data.train.data_path"), idle("rows of data.train.data_path"),
+        lambda r: r.get("data.train.data_path"), idle("data.train.data_path provides the rows"),
         required("data.train.path"))),
     ("data.*dataset_name", required("data.train.path")),
     ("data.*data_path", required("data.train.path")),
     ("data.train.split_validation_size", where(
-        lambda r: r.held_out, required("data.validation.split"), idle("ignored by the class of this dataset"))),
+        lambda r: r.held_out, required("data.validation.split"), idle("NeMo-RL's dataset class ignores this key"))),
     ("data.train.seed", idle(
-        "applies to the random split into training and held-out rows; here the last rows are held out")),
-    ("data.*.split_validation_size", idle("no effect: the section has no rows to split")),
+        "applies to NeMo-RL's random split of rows; this project holds out the last rows")),
+    ("data.*.split_validation_size", idle("no effect: this section does not define rows to split")),
     ("data.*.repeat", required("gdpo.val_generations_per_prompt")),
     ("data.*split", required("data.train.split")),
     ("data.*subset", required("data.train.path")),
     ("data.*input_key", required("data.train.prompt_key")),
     ("data.*output_key", required("data.train.columns")),
-    ("data.*extract_answer", fixed(True, "the answer is the text after ####")),
-    ("data.*allowed_problem_types", missing("rows are not filtered")),
+    ("data.*extract_answer", fixed(True, "the reference answer is always the text after ####")),
+    ("data.*allowed_problem_types", missing("rows are not filtered by problem type")),
     ("data.custom_dataloader", missing(
         "custom data loaders are not supported; use rollout.function to create trajectories")),
     ("data.num_prompts_per_dataloader", missing("there is only one data loader")),
@@ -168,8 +172,8 @@ DATA = [
 REST = [
     ("env.*.num_workers", idle("rollout.env_workers sets the number of verification workers")),
     ("env.*.math_verify_impl", where(
-        _verifies, fixed("hf_math_verify", "math-verify compares with the reference answer"),
-        idle("applies only to environments that compare texts or are not used"))),
+        _verifies, fixed("hf_math_verify", "math-verify compares answers with the reference answer"),
+        idle("applies only to environments that are not used or that compare text"))),
     ("env.*.stop_strings", missing("policy.generation.stop_strings apply to all prompts")),
     ("env.should_mask_flagged_samples", idle("samples that fail in the environment are always masked")),
     ("env.should_log_nemo_gym_responses", idle("all samples are written to rollouts/ in the run folder")),
@@ -177,7 +181,7 @@ REST = [
     ("env.nemo_gym*", idle("NeMo Gym servers are configured and started separately")),
     ("env.math.*", where(_verifies, missing("options of this environment are not supported"), idle(
         "applies to an environment that the recipe does not use"))),
-    ("env.*", idle("applies to an environment that is not used or is reported as missing")),
+    ("env.*", idle("applies to an environment that is not used or that is reported as not supported")),
     ("env", required("env")),
     ("logger.tensorboard_enabled", to("logger.tensorboard.enabled")),
     ("logger.wandb_enabled", to("logger.wandb.enabled")),
@@ -186,7 +190,7 @@ REST = [
     ("logger.mlflow.experiment_name", gated("logger.mlflow_enabled", to("logger.mlflow.experiment"))),
     ("logger.mlflow.tracking_uri", gated("logger.mlflow_enabled", to("logger.mlflow.tracking_uri"))),
     ("logger.*", idle("affects only logs; all output of a run is in run.dir")),
-    ("cluster.*", idle("selects machines and ports; cluster.num_nodes and gpus_per_node are listed under added")),
+    ("cluster.*", idle("selects machines and ports; the report lists cluster.num_nodes and gpus_per_node under added")),
     ("checkpointing.enabled", to("checkpointing.enabled")),
     ("checkpointing.metric_name", idle("checkpoints are ranked by a reward component instead of the sum of rewards")),
     ("checkpointing.higher_is_better", fixed(True, "larger is better")),
@@ -195,7 +199,7 @@ REST = [
     ("checkpointing.ft_keep_latest_k", to("checkpointing.keep_last")),
     ("checkpointing.save_optimizer", idle("checkpoints always contain the optimizer")),
     ("checkpointing.pretrained_checkpoint", missing("training starts from policy.model_name")),
-    ("checkpointing.*", idle("controls when NeMo-RL saves; here SIGTERM saves a checkpoint and stops the run")),
+    ("checkpointing.*", idle("controls when NeMo-RL saves; this project saves a checkpoint on SIGTERM and stops")),
     ("reward_penalties.token_ids*", idle("applies only to the reward penalties, which are reported separately")),
     ("reward_penalties.*", missing("define each penalty as a reward component")),
     ("on_policy_distillation.*", gated(
@@ -203,7 +207,7 @@ REST = [
     ("on_policy_distillation", missing("distillation is not supported in a GRPO run")),
     ("async_rl.sampler.max_*_versions", _versions),
     ("async_rl.sampler.name", _sampler),
-    ("async_rl.sampler.sample_freshest_first", missing("groups are trained oldest first")),
+    ("async_rl.sampler.sample_freshest_first", missing("the oldest groups are trained first")),
     ("async_rl.sampler*", missing("options of a custom sampler are not supported")),
     ("async_rl.recompute_kv_cache_after_weight_updates", where(
         lambda r: r.stale, required("rollout.kv"), idle("no samples are in flight during a weight update"))),
@@ -212,5 +216,5 @@ REST = [
     ("async_rl*", idle("configures NeMo-RL's scheduler")),
     ("data_plane*", idle("configures the transport of trajectories")),
     ("_teachers*", missing("distillation is not supported in a GRPO run")),
-    ("sif_dir", idle("path that other keys use")),
+    ("sif_dir", idle("a path that other keys refer to")),
 ]  # fmt: skip

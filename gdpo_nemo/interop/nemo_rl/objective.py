@@ -12,9 +12,9 @@ from gdpo_nemo.models.architectures import FAMILIES, linear_layers
 
 _MEGATRON = "policy.megatron_cfg"
 _KV = {
-    "drain": "without in_flight_weight_updates, engines finish their samples before a weight update",
-    "recompute": "in-flight weight updates with recompute_kv_cache_after_weight_updates",
-    "keep": "in-flight weight updates without recompute_kv_cache_after_weight_updates keep the KV cache",
+    "drain": "without in_flight_weight_updates, engines finish running samples before a weight update",
+    "recompute": "in-flight weight updates recompute the KV cache (recompute_kv_cache_after_weight_updates)",
+    "keep": "in-flight weight updates keep the KV cache without recompute_kv_cache_after_weight_updates",
 }
 
 
@@ -39,11 +39,11 @@ def _estimator(recipe: Recipe, findings: Findings) -> None:
     if name == "gdpo":
         findings.set("gdpo.estimator", "gdpo", "adv_estimator.name")
         findings.set(
-            "gdpo.preset", "nemo_rl", "NeMo-RL's numerics; zero-variance groups count in the batch's standard deviation"
+            "gdpo.preset", "nemo_rl", "NeMo-RL's numerics; the batch's standard deviation includes zero-variance groups"
         )
         if not normalize:
             if leave_one_out:
-                what = "with leave_one_out, rewards are always divided by the other samples' standard deviation"
+                what = "leave_one_out always divides rewards by the standard deviation of the other samples"
                 findings.differs("grpo.adv_estimator.normalize_rewards", what)
             else:
                 options = {"scale_rewards": "none"}
@@ -54,7 +54,9 @@ def _estimator(recipe: Recipe, findings: Findings) -> None:
         findings.set("gdpo.estimator", "grpo", "normalize_rewards")
     elif name == "grpo":
         findings.set(
-            "gdpo.estimator", "rloo" if leave_one_out else "dr_grpo", "rewards minus their baseline, without division"
+            "gdpo.estimator",
+            "rloo" if leave_one_out else "dr_grpo",
+            "rewards minus their baseline, without normalization",
         )
         return
     else:
@@ -62,14 +64,17 @@ def _estimator(recipe: Recipe, findings: Findings) -> None:
         findings.blocks("grpo.adv_estimator.name", f"the estimator {name!r} is not supported")
     if leave_one_out:
         findings.set(
-            "gdpo.options", options, "use_leave_one_out_baseline: mean and standard deviation are of the other samples"
+            "gdpo.options",
+            options,
+            "use_leave_one_out_baseline: mean and standard deviation of the group's other samples",
         )
     elif options:
-        findings.set("gdpo.options", options, "normalize_rewards false: not divided by the group's standard deviation")
+        findings.set("gdpo.options", options, "normalize_rewards false: no division by the group's standard deviation")
 
 
 def _reinforce_plus_plus(recipe: Recipe, findings: Findings) -> None:
-    """Set reinforce_plus_plus: rewards, optionally minus the group's mean, standardized over the batch's tokens."""
+    """Set the estimator reinforce_plus_plus. This estimator standardizes rewards, optionally minus the group's mean,
+    over the batch's tokens."""
     options: dict[str, Any] = {
         "batch_unit": "token",
         "batch_rows": "scored",
@@ -78,20 +83,20 @@ def _reinforce_plus_plus(recipe: Recipe, findings: Findings) -> None:
         "residue": 0.0,
     }
     if recipe.get("grpo.adv_estimator.minus_baseline", True):
-        findings.set("gdpo.estimator", "dr_grpo", "reinforce_plus_plus: rewards minus their group's mean")
-        findings.set("gdpo.batch_norm", True, "reinforce_plus_plus standardizes over the batch")
+        findings.set("gdpo.estimator", "dr_grpo", "reinforce_plus_plus: rewards minus the group's mean")
+        findings.set("gdpo.batch_norm", True, "reinforce_plus_plus standardizes rewards over the batch")
     else:
         findings.set("gdpo.estimator", "reinforce_plus_plus", "adv_estimator.name")
         options["minus_baseline"] = False
-    findings.set("gdpo.options", options, "reinforce_plus_plus weights the batch by tokens")
+    findings.set("gdpo.options", options, "reinforce_plus_plus weights samples by their number of tokens")
     if recipe.get("grpo.overlong_filtering"):
         findings.differs(
-            "grpo.overlong_filtering", "truncated samples are included in the batch statistics; NeMo-RL excludes them"
+            "grpo.overlong_filtering", "the batch statistics include truncated samples; NeMo-RL excludes them"
         )
     if recipe.get("loss_fn.use_kl_in_reward") and recipe.get("loss_fn.reference_policy_kl_penalty"):
         findings.differs(
             "loss_fn.use_kl_in_reward",
-            "a token-level KL penalty in the advantages is not supported; NeMo-RL moves it there from the loss",
+            "a token-level KL penalty in the advantages, which replaces the penalty in the loss, is not supported",
         )
 
 
@@ -115,26 +120,26 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
     if plugin == "gsm8k" and not options:
         findings.differs(
             f"env.{env_name(recipe)}.math_verify_impl",
-            "only the answer in the tags is compared; NeMo-RL searches the whole text",
+            "only the answer inside the answer tags is compared; NeMo-RL searches the whole completion",
         )
     rules = [*_scaling(recipe, names), *_lengths(recipe, findings, names)]
     if rules:
-        findings.set("gdpo.shaping", rules, "reward_scaling and reward_shaping")
+        findings.set("gdpo.shaping", rules, "from reward_scaling and reward_shaping")
     workers = recipe.get(f"env.{env_name(recipe)}.num_workers")
     if workers:
         findings.set("rollout.env_workers", workers, f"env.{env_name(recipe)}.num_workers")
     findings.set("gdpo.rewards", rewards, f"components of {env_name(recipe)}")
-    findings.set("gdpo.group_by", "prompt", "NeMo-RL groups samples with equal prompt tokens")
+    findings.set("gdpo.group_by", "prompt", "NeMo-RL groups samples by their prompt tokens")
     if recipe.get("grpo.use_dynamic_sampling"):
         multiple = float(recipe.get("grpo.batch_multiplier", 1.0))
         findings.set(
-            "gdpo.dynamic_sampling.batch_multiplier", multiple, "batch_multiplier; each round is a whole batch"
+            "gdpo.dynamic_sampling.batch_multiplier", multiple, "batch_multiplier; each round samples a whole batch"
         )
         if recipe.get("grpo.use_leave_one_out_baseline"):
             findings.set(
                 "gdpo.dynamic_sampling.leave_one_out",
                 True,
-                "grpo.use_leave_one_out_baseline filters samples, not groups",
+                "grpo.use_leave_one_out_baseline filters individual samples, not groups",
             )
     if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule or "truncated" in rule for rule in rules):
         findings.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL filters by unshaped_total_reward")
@@ -142,12 +147,12 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
 
 def _no_environment(recipe: Recipe, findings: Findings) -> None:
     name = env_name(recipe)
-    why = f"the environment {name!r} is not supported; set a custom one in env, and its components in gdpo.rewards"
+    why = f"environment {name!r} is not supported; set a custom environment in env and its components in gdpo.rewards"
     if name == "nemo_gym":
         why = "start the NeMo Gym servers, which provide the rewards, and list them in env.nemo_gym.servers"
         weights = recipe.get("grpo.adv_estimator.reward_weights")
         if weights:
-            why += f"; gdpo.rewards gets reward_weights {weights}, in the order of the components' names"
+            why += f"; set reward_weights {weights} in gdpo.rewards, in the order of the components' names"
     keys = ("data.*env_name", "data.*processor", "env.should_use_nemo_gym", "grpo.adv_estimator.reward_weights")
     findings.blocks(f"env.{name}", why, *keys)
 
@@ -168,7 +173,8 @@ def _scaling(recipe: Recipe, names: tuple[str, ...]) -> list[dict[str, Any]]:
 
 
 def _lengths(recipe: Recipe, findings: Findings, names: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the shaping rules for long samples. None apply to gdpo, because NeMo-RL shapes only the sum of rewards."""
+    """Return the shaping rules for long samples. The list is empty for gdpo, because NeMo-RL shapes only the sum of
+    rewards."""
     section = "grpo.reward_shaping"
     if recipe.get("grpo.adv_estimator.name") == "gdpo":
         return []
@@ -184,14 +190,14 @@ def _lengths(recipe: Recipe, findings: Findings, names: tuple[str, ...]) -> list
         )
         return []
     if not buffer:
-        findings.differs(section, "rewards are not shaped without overlong_buffer_length")
+        findings.differs(section, "reward shaping requires overlong_buffer_length")
         return []
     options = {"buffer": buffer, "penalty": recipe.get(f"{section}.overlong_buffer_penalty", 1.0)}
     if recipe.get(f"{section}.max_response_length"):
         options["max_length"] = recipe.get(f"{section}.max_response_length")
     longest = recipe.get("policy.max_total_sequence_length", 0)
     if min(longest, recipe.get("policy.generation.max_new_tokens", longest)) > options.get("max_length", longest):
-        findings.differs(section, "beyond max_response_length the penalty is constant; in NeMo-RL it keeps growing")
+        findings.differs(section, "the penalty is constant beyond max_response_length; in NeMo-RL it keeps growing")
     return [{"component": names[0], "overlong": options}]
 
 
@@ -204,7 +210,9 @@ def _loss(recipe: Recipe, findings: Findings) -> None:
     if recipe.get("loss_fn.sequence_level_importance_ratios"):
         findings.set("loss_fn.type", "gspo", "sequence_level_importance_ratios")
     if recipe.get("loss_fn.use_kl_in_reward"):
-        findings.set("loss_fn.reference_policy_kl_penalty", 0.0, "use_kl_in_reward removes the KL from the loss")
+        findings.set(
+            "loss_fn.reference_policy_kl_penalty", 0.0, "use_kl_in_reward removes the KL penalty from the loss"
+        )
     if recipe.kl_in_loss:
         on_policy = recipe.get("loss_fn.use_on_policy_kl_approximation")
         why = (
@@ -214,20 +222,23 @@ def _loss(recipe: Recipe, findings: Findings) -> None:
         )
         findings.set("loss_fn.reference_policy_kl_gradient", "importance" if on_policy else "score", why)
     if recipe.stale:
-        findings.set("rollout.max_staleness", recipe.staleness, "maximum age of a trajectory")
+        findings.set("rollout.max_staleness", recipe.staleness, "maximum age of a trajectory in steps")
         findings.set("rollout.kv", recipe.kv, _KV[recipe.kv])
         if recipe.sampler in ("in_order", "weight_fifo"):
             findings.set("rollout.window", 1, "groups are trained in prompt order")
-        findings.set("loss_fn.old_logprobs", "trainer", "NeMo-RL takes the old log-probs from the trainer")
+        findings.set("loss_fn.old_logprobs", "trainer", "the trainer computes the old log-probs, as in NeMo-RL")
 
     for name, all_tokens in (("top_p", 1.0), ("top_k", -1)):
         if recipe.get(f"policy.generation.{name}", all_tokens) != all_tokens:
-            what = "the trainer's log-probs are of the full distribution; NeMo-RL's are of the truncated distribution"
+            what = (
+                "the trainer uses log-probs of the full distribution; NeMo-RL uses those of the truncated distribution"
+            )
             findings.differs(f"policy.generation.{name}", what)
 
 
 def _off_policy(recipe: Recipe, findings: Findings) -> None:
-    """Set the importance weight exp(trainer - sampler log-prob): unchanged, truncated, or 0 outside the bounds."""
+    """Set the handling of the importance weight exp(trainer - sampler log-prob): unchanged, truncated, or 0 outside the
+    bounds."""
     if not recipe.get("loss_fn.use_importance_sampling_correction"):
         if recipe.stale:
             findings.set("loss_fn.off_policy.mode", "none", "use_importance_sampling_correction is false")
@@ -255,7 +266,7 @@ def _off_policy(recipe: Recipe, findings: Findings) -> None:
     if low and mode != "truncate":
         findings.set("loss_fn.off_policy.ratio_min", float(low), "truncated_importance_sampling_ratio_min")
     if low and kind == "tis":
-        findings.differs(f"{prefix}_ratio_min", "the mode truncate has no lower bound")
+        findings.differs(f"{prefix}_ratio_min", "the mode truncate does not support a lower bound")
 
 
 # -- learning rate and adapters ---------------------------------------------------------------------------------
@@ -264,8 +275,8 @@ def _off_policy(recipe: Recipe, findings: Findings) -> None:
 def _schedule(recipe: Recipe, findings: Findings) -> None:
     """Set the learning-rate schedule.
 
-    NeMo-RL advances the schedule after all updates of a step (``MegatronPolicyWorker.train``). This project advances it
-    before each update, and a rate applies from the first update.
+    NeMo-RL advances the schedule after all updates of a step (``MegatronPolicyWorker.train``). This project advances
+    the schedule before each update, so the new learning rate already applies to that update.
     """
     section = f"{_MEGATRON}.scheduler"
     style = "constant"
@@ -278,13 +289,17 @@ def _schedule(recipe: Recipe, findings: Findings) -> None:
         warmup = recipe.get(f"{section}.lr_warmup_iters", 0)
         start = recipe.get(f"{section}.lr_warmup_init", 0.0)
     else:
-        findings.set(f"{_MEGATRON}.scheduler.lr_decay_style", "constant", "policy.scheduler after the warmup")
+        findings.set(
+            f"{_MEGATRON}.scheduler.lr_decay_style", "constant", "learning rate of policy.scheduler after the warmup"
+        )
         warmup, start = _torch_warmup(recipe, findings)
     if warmup:
         findings.set(f"{section}.lr_warmup_steps", warmup * recipe.updates, _ticks("the warmup", recipe))
         findings.set(f"{section}.lr_warmup_init", float(f"{start:.12g}"), "learning rate of the first update")
     elif style != "constant":
-        findings.differs(f"{section}.lr_decay_style", "without a warmup the decay begins one update earlier")
+        findings.differs(
+            f"{section}.lr_decay_style", "without a warmup, the decay begins one update earlier than in NeMo-RL"
+        )
     if recipe.updates > 1 and (warmup or style != "constant"):
         findings.set(
             f"{section}.lr_hold_updates", recipe.updates, "NeMo-RL uses one learning rate for all updates of a step"
@@ -296,8 +311,8 @@ def _ticks(what: str, recipe: Recipe) -> str:
 
 
 def _torch_warmup(recipe: Recipe, findings: Findings) -> tuple[int, float]:
-    """Return (warmup steps, first learning rate) of LinearLR with a constant rate afterwards. Report other schedules as
-    different."""
+    """Return (warmup steps, first learning rate) of a LinearLR that is followed by a constant rate. Report other
+    schedules as different."""
     parts = recipe.get("policy.scheduler", [])
     lr = recipe.get("policy.optimizer.kwargs.lr", 0.0)
     parts = [parts] if isinstance(parts, dict) else parts
@@ -314,7 +329,7 @@ def _torch_warmup(recipe: Recipe, findings: Findings) -> tuple[int, float]:
         or any(k.get("factor", 1 / 3) != 1.0 for _, k in named[1:])
         or (milestones and milestones[0] != steps)
     ):
-        findings.differs("policy.scheduler", f"the learning rate is constant instead of following {', '.join(kinds)}")
+        findings.differs("policy.scheduler", f"the learning rate is constant; {', '.join(kinds)} cannot be translated")
         return 0, 0.0
     return steps, lr * first.get("start_factor", 1 / 3)
 
@@ -323,7 +338,7 @@ def _every_linear_layer(recipe: Recipe, findings: Findings, key: str) -> None:
     tied = recipe.model.tied
     if tied is not False:
         why = "shares the embedding's weights" if tied else "may share the embedding's weights"
-        findings.differs(key, f"the output layer {why} and has no adapter; in NeMo-RL it has one")
+        findings.differs(key, f"the output layer {why} and gets no adapter; in NeMo-RL it gets an adapter")
         return
     every = list(linear_layers(FAMILIES.get(recipe.model.model_type, FAMILIES["llama"])))
     findings.set("policy.lora.target_modules", every, "match_all_linear, including the output layer")
@@ -340,7 +355,9 @@ def _lora(recipe: Recipe, findings: Findings) -> None:
     if recipe.megatron and names == []:
         _every_linear_layer(recipe, findings, f"{section}.target_modules")
     if recipe.megatron and (not names or {"linear_qkv", "linear_fc1"} & {name.rpartition(".")[2] for name in names}):
-        findings.set("policy.lora.share_a", True, "one A for each fused layer, linear_qkv and linear_fc1")
+        findings.set(
+            "policy.lora.share_a", True, "the fused layers linear_qkv and linear_fc1 each share one adapter matrix A"
+        )
     if not recipe.megatron and recipe.get(f"{section}.match_all_linear"):
         _every_linear_layer(recipe, findings, f"{section}.match_all_linear")
     elif names:
@@ -349,4 +366,4 @@ def _lora(recipe: Recipe, findings: Findings) -> None:
     kind = recipe.get(key, "xavier")
     findings.set("policy.lora.init", "xavier" if kind == "xavier" else "uniform", key)
     if kind not in ("xavier", "uniform", "kaiming"):
-        findings.differs(key, f"A is initialized from a uniform distribution instead of {kind}")
+        findings.differs(key, f"the adapter matrix A is initialized uniformly instead of with {kind}")

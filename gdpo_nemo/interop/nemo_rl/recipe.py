@@ -30,11 +30,12 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 }
 """Functions that recipes may call in ``${...}``. They are registered only while a recipe is read."""
 _RESOLVERS = {"${oc.env:": "${gdpo_env:", "${oc.decode:": "${gdpo_decode:"}
-"""OmegaConf resolver -> replacement, which keeps the values of environment variables out of the translation."""
+"""OmegaConf resolver -> replacement that keeps the values of environment variables out of the translated config."""
 
 _FROM_ENVIRONMENT = re.compile(r"\$\{oc\.env:\s*(\w+)")
 _UNRESOLVED = re.compile("\x00(.*?)\x00")
-"""Matches a reference to an environment variable that is left unresolved. Its dollar signs are written as \\x01."""
+"""Matches a reference to an environment variable that is left unresolved. In the reference, dollar signs are encoded as
+\\x01."""
 
 DEFAULTS: dict[str, Any] = {
     "grpo.num_prompts_per_step": 32,
@@ -72,7 +73,7 @@ class Recipe:
 
     @property
     def megatron(self) -> bool:
-        """True if the training backend is Megatron; False for DTensor."""
+        """True if the training backend is Megatron (False for DTensor)."""
         return bool(self.get("policy.megatron_cfg.enabled", False))
 
     @property
@@ -89,7 +90,7 @@ class Recipe:
 
     @property
     def single_controller(self) -> bool:
-        """True for a recipe of ``run_grpo_single_controller.py``, which reads async_rl instead of grpo.async_grpo."""
+        """True for recipes of ``run_grpo_single_controller.py``, which reads async_rl instead of grpo.async_grpo."""
         return any(key.startswith("async_rl.") for key in self.flat) and not self.get("grpo.async_grpo.enabled")
 
     @property
@@ -99,9 +100,9 @@ class Recipe:
 
     @property
     def kv(self) -> str:
-        """Value of ``rollout.kv`` for a recipe whose generation runs ahead of training.
+        """Value of ``rollout.kv`` if generation runs ahead of training.
 
-        NeMo-RL's ``AsyncTrajectoryCollector.prepare_for_refit`` waits for samples in flight unless
+        NeMo-RL's ``AsyncTrajectoryCollector.prepare_for_refit`` waits for in-flight samples unless
         in_flight_weight_updates is on. ``SingleControllerActor._sync_weights`` never waits.
         """
         section = "async_rl" if self.single_controller else "grpo.async_grpo"
@@ -116,14 +117,14 @@ class Recipe:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates per step."""
+        """Number of optimizer updates per step."""
         samples: int = self.get("grpo.num_prompts_per_step") * self.get("grpo.num_generations_per_prompt")
         size: int = self.get("policy.train_global_batch_size", samples)
         return max(1, round(samples / size))
 
     @property
     def kl_in_loss(self) -> bool:
-        """True if the loss has a KL penalty, which ``use_kl_in_reward`` removes."""
+        """True if the loss contains a KL penalty. ``use_kl_in_reward`` removes it from the loss."""
         return bool(self.get("loss_fn.reference_policy_kl_penalty")) and not self.get("loss_fn.use_kl_in_reward")
 
     @property
@@ -133,13 +134,14 @@ class Recipe:
 
     @property
     def lora(self) -> str:
-        """Section of the enabled adapters; empty if adapters are disabled."""
+        """Section of the enabled adapters (empty if adapters are disabled)."""
         section = "policy.megatron_cfg.peft" if self.megatron else "policy.dtensor_cfg.lora_cfg"
         return section if self.get(f"{section}.enabled") else ""
 
     @property
     def packed_tokens(self) -> int:
-        """Maximum tokens of a micro-batch with packing or dynamic batching. 0 if the number of sequences is fixed."""
+        """Maximum number of tokens in a micro-batch with packing or dynamic batching (0 if a micro-batch has a fixed
+        number of sequences)."""
         for section in ("policy.sequence_packing", "policy.dynamic_batching"):
             if self.get(f"{section}.enabled") and self.get(f"{section}.train_mb_tokens"):
                 return int(self.get(f"{section}.train_mb_tokens"))
@@ -147,7 +149,7 @@ class Recipe:
 
     @property
     def gathers_ahead(self) -> bool:
-        """True if Megatron overlaps parameter gathering with computation. This requires two other switches."""
+        """True if Megatron overlaps parameter gathering with computation, which requires two other settings."""
         section = "policy.megatron_cfg"
         switches = (f"{section}.distributed_data_parallel_config.overlap_grad_reduce",
                     f"{section}.distributed_data_parallel_config.overlap_param_gather",
@@ -156,9 +158,11 @@ class Recipe:
 
     @property
     def held_out(self) -> float | int:
-        """Fraction (below 1) or number of training rows that NeMo-RL's dataset class holds out; 0 if it holds out none.
+        """Fraction (below 1) or number of training rows that NeMo-RL's dataset class holds out (0 if no rows are held
+        out).
 
-        Only ``OpenMathInstruct2Dataset`` and ``ResponseDataset`` hold out rows. Most other classes ignore the key.
+        Only ``OpenMathInstruct2Dataset`` and ``ResponseDataset`` hold out rows. Most other dataset classes ignore
+        ``split_validation_size``.
         """
         if self.get("data.train.dataset_name") not in (None, "OpenMathInstruct-2", "ResponseDataset"):
             return 0
@@ -170,7 +174,7 @@ class Recipe:
     def cut(self) -> str:
         """Index of the first held-out row, in the slice syntax of a Hub dataset's split.
 
-        Empty if no rows are held out, or if a slice cannot express it.
+        Empty if no rows are held out, or if the slice syntax cannot express the index.
         """
         size = self.held_out
         if not size or self.get("data.train.data_path"):
@@ -182,13 +186,13 @@ class Recipe:
 
     @property
     def names_validation(self) -> bool:
-        """True if the recipe has a validation dataset."""
+        """True if the recipe specifies a validation dataset."""
         names = ("data.validation.dataset_name", "data.validation.data_path", "data.val_data_path")
         return any(self.get(name) for name in names)
 
     @property
     def validates(self) -> bool:
-        """True if the translated config can validate: on a validation dataset, or on held-out training rows."""
+        """True if the translated config has validation data: a validation dataset or held-out training rows."""
         return self.names_validation or bool(self.cut)
 
 
@@ -209,7 +213,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """Read a recipe, merge it with its parents, and resolve its interpolations.
 
     A section with ``_override_: true`` replaces the parents' section. ``${oc.env:NAME}`` is not resolved, because an
-    untrusted recipe could read any secret. The exception is a numeric variable that the recipe computes with.
+    untrusted recipe could read any secret. The exception is a numeric variable that is used in a computation.
 
     Raises:
         ConfigError: if a file cannot be read or is invalid, or an interpolation fails.
@@ -239,7 +243,7 @@ def _replace_resolvers(text: str) -> str:
 
 
 def _as_written(text: str) -> str:
-    """Return the text with unresolved references in their original form."""
+    """Return the text with the original form of its unresolved references."""
     return _UNRESOLVED.sub(lambda found: found[1].replace("\x01", "$"), text)
 
 
@@ -256,7 +260,8 @@ def _decoded(text: Any) -> Any:
 
 
 def _computed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that reads environment variables among its arguments as numbers, and calls ``function``."""
+    """Return a function that replaces environment variables among its arguments by numbers and then calls
+    ``function``."""
     return lambda *values: function(*map(_number_of, values))
 
 
@@ -265,12 +270,12 @@ def _number_of(value: Any) -> Any:
         return value
     number = parse_yaml(str(OmegaConf.create({"it": _as_written(value)}).it))
     if isinstance(number, bool) or not isinstance(number, (int, float)):
-        raise ValueError(f"uses {_as_written(value)} in a computation, but it is not a number")
+        raise ValueError(f"uses {_as_written(value)} in a computation, but its value is not a number")
     return number
 
 
 def variables_of(value: Any) -> set[str]:
-    """Return the names of environment variables that a value refers to, including nested values."""
+    """Return the names of the environment variables in a value and its nested values."""
     if isinstance(value, dict):
         return set().union(*(variables_of(v) for v in value.values())) if value else set()
     if isinstance(value, list):
@@ -296,7 +301,7 @@ def _merged(path: Path, children: tuple[Path, ...], read: Iterator[int]) -> dict
         check_yaml(text)
         content = OmegaConf.load(io.StringIO(text))
     except FileNotFoundError:
-        parent_of = f", listed under defaults in {children[-1].name}" if children else ""
+        parent_of = f", which is listed under defaults in {children[-1].name}" if children else ""
         raise ConfigError(f"{path}: recipe not found{parent_of}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(f"{path}: cannot be read as YAML ({message_line(error)})") from None
@@ -311,7 +316,7 @@ def _merged(path: Path, children: tuple[Path, ...], read: Iterator[int]) -> dict
 
 
 def _over(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with the values of ``new``, which take precedence. Sections are merged recursively."""
+    """Merge ``new`` into ``base`` recursively and return the result. Values of ``new`` take precedence."""
     if new.get("_override_"):
         base = {}
     out = dict(base)
@@ -337,18 +342,18 @@ def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 class KnownModel(NamedTuple):
-    """Facts about a model, as far as its name or folder determines them."""
+    """Facts about a model that its name or folder determines."""
 
     model_type: str
-    """``model_type`` of config.json; empty if the name does not determine it."""
+    """``model_type`` of config.json (empty if the name does not determine it)."""
     mixture: bool = False
     """True for a mixture-of-experts model."""
     refusal: str = ""
-    """Reason for which the model is not supported; empty if it is supported."""
+    """Reason why the model is not supported (empty if it is supported)."""
     tied: bool | None = None
-    """True if the output layer shares the weights of the embedding; None if this is unknown."""
+    """True if the output layer shares the weights of the embedding (None if this is unknown)."""
     question: str = ""
-    """Question about an unknown Hub name that its config.json answers; empty for a known model."""
+    """Question that only the config.json of an unknown Hub model can answer (empty for a known model)."""
 
 
 _MULTIMODAL = re.compile(r".*(VL|Omni|Vision|Audio)(?![a-z]).*", re.IGNORECASE)

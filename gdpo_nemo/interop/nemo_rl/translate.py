@@ -2,8 +2,8 @@
 
 First, ``recipe.py`` resolves the recipe's parents (``defaults:``) and interpolations. Then the first matching rule in
 ``keys.py`` translates each key. Keys that depend on each other are translated in ``objective.py``, ``datasets.py`` and
-``machines.py``. The report states whether the run is the same, differs in its result, or cannot run. A key without a
-rule counts as a difference.
+``machines.py``. The report states whether the translated run gives the same result, gives a different result, or cannot
+run. A key without a rule is reported as a difference.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def apply_rules(recipe: Recipe) -> tuple[dict[str, tuple[Any, RuleResult | None]
 
 
 _TRAINS_BY_GRPO = re.compile(r"\w*grpo_train\w*|SingleController\w*")
-"""Matches NeMo-RL's functions and actors that train with GRPO."""
+"""Matches the names of NeMo-RL's functions and actors that train with GRPO."""
 
 
 def program(recipe: Recipe, findings: Findings) -> None:

@@ -18,13 +18,13 @@ _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'x'?`` for the known name closest to ``name``; empty if none is close."""
+    """Return a suffix for messages that suggests the known name closest to ``name`` (empty if no name is close)."""
     match = get_close_matches(name, known, n=1)
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
 def read_command_line(words: Sequence[str]) -> dict[str, Any]:
-    """Parse a command line into option -> value. Dashes in names become underscores.
+    """Parse a command line into a mapping from option to value. Dashes in names become underscores.
 
     An option without a value is true, and an option with several values is a list. ``--no_NAME`` sets NAME to false.
 
@@ -64,16 +64,16 @@ def _typed(word: str) -> Any:
         try:
             return json.loads(word)
         except (ValueError, RecursionError):
-            return word  # text that begins like JSON
+            return word  # begins like JSON but is plain text
     return word
 
 
 def declared(tree: ast.Module, value: Callable[[ast.expr], Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``argparse`` fields of a script -> their values on the command line, or else their defaults.
+    """Map the ``argparse`` fields of a script to their values on the command line, or to their defaults.
 
     Args:
         value: function that evaluates an expression of the script.
-        given: values of the command line, by option.
+        given: values on the command line, by option.
     """
     fields: dict[str, Any] = {}
     for node in ast.walk(tree):
@@ -115,8 +115,8 @@ def _default(call: ast.Call, value: Callable[[ast.expr], Any]) -> Any:
 def parsed_kinds(node: ast.expr, follow: Callable[[str], ast.expr | ast.stmt | None]) -> list[str]:
     """Return the classes that an expression fills from the command line, in order.
 
-    The expression calls a parser's method, or a function of the script that does this. For any other expression the
-    list is empty.
+    The expression calls a parser's method, or a script function that calls such a method. The list is empty for any
+    other expression.
 
     Args:
         follow: function that returns the definition of a name, or the expression assigned to it.
@@ -137,7 +137,8 @@ def _returned(function: ast.FunctionDef) -> Iterator[ast.expr]:
 
 
 def _classes(node: ast.expr, inside: Any, follow: Callable[[str], ast.expr | ast.stmt | None]) -> list[str]:
-    """Return the classes that ``parser.parse_...()`` fills. ``inside`` is the function with this call, if any."""
+    """Return the classes that ``parser.parse_...()`` fills. ``inside`` is the function that contains the call, or
+    None."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _PARSE):
         return []
     maker: Any = node.func.value

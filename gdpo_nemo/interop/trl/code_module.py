@@ -1,6 +1,6 @@
 """Extraction of reward functions and data code from a script into a module that a run can import.
 
-This is needed if importing the script would start training, or if a required object has no name at module level.
+Extraction is needed if importing the script would start training, or if a required object has no name at module level.
 Statements are copied in order, with their dependencies. Nothing is executed.
 """
 
@@ -15,7 +15,7 @@ from gdpo_nemo.interop.trl.trainers import TRAINERS
 from gdpo_nemo.utils.errors import ConfigError
 
 TRAINING = (*TRAINERS, "parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
-"""Functions that extracted code must not call, because they train or read the command line."""
+"""Functions that extracted code must not call, because these functions train or read the command line."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
@@ -38,12 +38,13 @@ class CodeModule:
         return bool(self._wanted or self._added)
 
     def add_name(self, name: str) -> None:
-        """Add a module-level name of the script with its dependencies. Raises ConfigError if they start training."""
+        """Add a module-level name of the script with its dependencies. Raises ConfigError if the code would start
+        training or read the command line."""
         self._check(self._slice({name}))
         self._wanted.add(name)
 
     def add_value(self, name: str, expression: ast.expr) -> None:
-        """Add ``name = expression``, preceded by the local statements that the expression needs."""
+        """Add the assignment ``name = expression``, preceded by the local statements that the expression needs."""
         expression = self.resolver.constants(expression)
         local, outer = self._local(expression)
         lines = [*(ast.unparse(statement) for statement in local), f"{name} = {ast.unparse(expression)}"]
@@ -74,7 +75,7 @@ class CodeModule:
         """Return the local statements that the expression needs, and the module-level names that they use.
 
         For an expression at module level, all statements except definitions and imports count as local, so that only
-        the needed ones are copied.
+        the needed statements are copied.
         """
         inside = self.resolver.function
         body = (
@@ -95,7 +96,7 @@ class CodeModule:
             called = {ast.unparse(n.func).rpartition(".")[2] for n in ast.walk(statement) if isinstance(n, ast.Call)}
             is_definition = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
             if called & set(TRAINING) and not is_definition:
-                raise ConfigError(f"it depends on line {statement.lineno}, which {_reason(called)}")
+                raise ConfigError(f"the code depends on line {statement.lineno}, which {_reason(called)}")
 
     def _source(self, statement: ast.stmt) -> str:
         if statement.col_offset:
@@ -115,7 +116,7 @@ def _dependencies(body: Sequence[ast.stmt], names: set[str], before: int | None 
     repeated until no statement is added.
 
     Args:
-        before: line number. Only statements above this line are considered.
+        before: line number. Only statements above the line are considered.
     """
     kept: set[int] = set()
     needed = set(names)

@@ -276,7 +276,7 @@ ASYNC_GRPO_CONFIG: dict[str, Any] = {
     "weight_sync_steps": 1,
     "heartbeat_stale_after_s": 300.0,
 }
-"""Fields of ``AsyncGRPOConfig`` that ``GRPOConfig`` does not have, or that have another default -> default."""
+"""Fields of ``AsyncGRPOConfig`` that are missing in ``GRPOConfig`` or have another default there -> default."""
 WITHOUT_A_FIELD: dict[str, Any] = {
     "use_vllm": True,
     "vllm_mode": "server",
@@ -302,8 +302,8 @@ RULES: list[tuple[str, Act]] = [
     ("fork_threshold_tokens", idle("applies only to tools and multi-turn environments")),
     ("token_budget", idle("policy.micro_batch_tokens sets the micro-batch size")),
     ("request_timeout", idle("rollout.generation_timeout_s sets the timeout")),
-    ("weight_sync_timeout", idle("affects only failures; all waits have timeouts")),
-    ("heartbeat_stale_after_s", idle("affects only failures; all waits have timeouts")),
+    ("weight_sync_timeout", idle("affects only failures; all waits in this project have timeouts")),
+    ("heartbeat_stale_after_s", idle("affects only failures; all waits in this project have timeouts")),
 ]
 """(field, rule)"""
 
@@ -312,29 +312,30 @@ def asynchronous(run: Any, findings: Findings) -> None:
     """Add the settings of asynchronous training to the findings. ``run`` is a ``TrlRun`` with ``AsyncGRPOTrainer``.
 
     TRL counts the age of a sample in weight syncs, which are ``weight_sync_steps`` steps apart. A sample may be
-    ``max_staleness`` syncs old, and its age in steps may grow by ``weight_sync_steps`` - 1 until the next sync.
+    ``max_staleness`` syncs old. Until the next sync, its age may grow by another ``weight_sync_steps`` - 1 steps.
     """
     every = run.get("weight_sync_steps")
     versions = run.get("max_staleness")
     why = (
         "max_staleness"
         if every == 1
-        else f"max_staleness {versions}, counted in weight syncs, which are weight_sync_steps {every} steps apart"
+        else f"max_staleness of {versions} weight syncs, which are {every} steps apart (weight_sync_steps)"
     )
     findings.set("rollout.max_staleness", (versions + 1) * every - 1, why)
     if versions > 0 and run.lora is None:
         findings.set("rollout.kv", "keep", "TRL pauses vLLM with mode=keep")
     elif versions > 0:
-        findings.set("rollout.kv", "drain", "in TRL a sample in flight keeps the adapter with which it started")
+        findings.set("rollout.kv", "drain", "in TRL an in-flight sample keeps the adapter with which it started")
     if every > 1:
         findings.set("rollout.sync_every", every, "weight_sync_steps")
     findings.set("loss_fn.old_logprobs", "sampler", "TRL takes the old log-probs from vLLM")
     findings.set("gdpo.epsilon", 1e-8, "epsilon added to the standard deviation")
     findings.set("gdpo.options", {"ddof": 0}, "TRL uses the population standard deviation of the group")
     findings.differs(
-        "max_staleness", "groups that could become too old are not started; TRL trains samples in completion order"
+        "max_staleness", "groups that could become too old are not sampled; TRL trains samples in completion order"
     )
     if run.get("gradient_accumulation_steps") > 1:
         findings.differs(
-            "gradient_accumulation_steps", "the mean is over all tokens of an update; TRL averages per micro-batch"
+            "gradient_accumulation_steps",
+            "the loss is the mean over all tokens of an update; TRL averages per micro-batch",
         )

@@ -1,6 +1,6 @@
 """Translation rules for fields, or patterns of fields, of TRL's trainer configs. The first matching rule applies.
 
-Rules for fields of trainers other than GRPO's, or with another meaning there, are in ``rows`` and ``sampled``.
+The rules in ``rows`` and ``sampled`` are for fields that only other trainers have, or that mean something else there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _of_vllm(act: Act) -> Act:
 
 def _optimizer(value: Any, run: TrlRun) -> RuleResult:
     same = str(value).rpartition(".")[2].lower() in _ADAMW
-    return RuleResult(text="AdamW with float32 states for any model precision", same=same, matters=not same)
+    return RuleResult(text="AdamW has float32 states for any model precision", same=same, matters=not same)
 
 
 def _generation_kwargs(value: Any, run: TrlRun) -> RuleResult:
@@ -46,7 +46,7 @@ def _template_kwargs(value: Any, run: TrlRun) -> RuleResult:
 
 def _model_init(value: Any, run: TrlRun) -> RuleResult:
     if value is not None and not isinstance(value, dict):
-        return RuleResult(text="the mapping is only known when the script runs", matters=True)
+        return RuleResult(text="this mapping is only known when the script runs", matters=True)
     known = {
         "dtype",
         "torch_dtype",
@@ -76,7 +76,7 @@ RULES: list[tuple[str, Act]] = [
     ("steps_per_generation", combined(*_BATCH)),
     ("num_generations", to("gdpo.num_generations_per_prompt")),
     ("num_iterations",
-     fixed(1, "set gdpo.num_iterations instead, which multiplies the updates of a step, not the number of steps")),
+     fixed(1, "set gdpo.num_iterations instead, which multiplies the updates per step, not the number of steps")),
     ("num_train_epochs", combined("gdpo.max_num_steps", "gdpo.max_num_epochs")),
     ("max_steps", combined("gdpo.max_num_steps")),
     ("learning_rate", to(f"{_OPTIMIZER}.lr", float)),
@@ -146,7 +146,7 @@ RULES: list[tuple[str, Act]] = [
     ("router_aux_loss_coef", missing("a load-balancing loss is not supported", 0.0)),
     ("cast_lm_head_to_fp32", missing("the output layer uses policy.precision")),
     ("disable_dropout", idle("models are always trained without dropout")),
-    ("neftune_noise_alpha", missing("noise on embeddings is not supported")),
+    ("neftune_noise_alpha", missing("embedding noise is not supported")),
     ("label_smoothing_factor", idle("GRPO does not use labels")),
     ("max_tool_calling_iterations",
      where(lambda run: run.tools or run.factory, combined("env", "rollout.turns.max_turns"), idle("applies only to "
@@ -174,19 +174,19 @@ RULES: list[tuple[str, Act]] = [
     ("fsdp*", idle("policy.megatron_cfg defines the layout")),
     ("parallelism_config", missing("policy.megatron_cfg defines the layout")),
     ("*liger*", idle("selects kernels; the result is the same up to rounding")),
-    ("torch_compile*", idle("affects only how the model runs")),
+    ("torch_compile*", idle("affects only the compilation of the model")),
     ("gradient_checkpointing_kwargs", idle("affects only recomputation")),
-    ("trust_remote_code", missing("models are Megatron implementations; remote model code is not executed")),
+    ("trust_remote_code", missing("models are implemented in Megatron; remote model code is not executed")),
     ("auto_find_batch_size", missing("policy.micro_batch_tokens sets the micro-batch size")),
     ("resume_from_checkpoint", idle("a run in the same folder always resumes")),
-    ("load_best_model_at_end", idle("checkpointing.keep_best retains the best checkpoint; the last one is exported")),
+    ("load_best_model_at_end", idle("checkpointing.keep_best retains the best; the last checkpoint is exported")),
     ("metric_for_best_model", idle("checkpointing.metric_name selects the metric")),
-    ("greater_is_better", idle("for checkpointing.metric_name, larger is always better")),
+    ("greater_is_better", idle("larger values of checkpointing.metric_name are always better")),
     ("accelerator_config", idle("Ray and Megatron start the processes")),
     ("pad_to_multiple_of", idle("sequences are packed, not padded")),
     ("ds3_gather_for_generation", idle("applies only to DeepSpeed")),
-    ("average_tokens_across_devices", idle("means are always over the whole update, in any parallel layout")),
-    ("full_determinism", idle("runs with the same seed and parallel layout are always equal")),
+    ("average_tokens_across_devices", idle("means are always taken over the whole update, in any parallel layout")),
+    ("full_determinism", idle("runs with the same seed and parallel layout always give equal results")),
 ]  # fmt: skip
 """(field or pattern, rule)"""
 

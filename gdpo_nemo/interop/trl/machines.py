@@ -17,7 +17,7 @@ from gdpo_nemo.interop.trl.run import Rows, TrlRun
 from gdpo_nemo.utils.errors import ConfigError
 
 _PROMPT_TOKENS = 1024
-"""Maximum tokens of a prompt if neither the script nor the model limits them."""
+"""Maximum number of tokens in a prompt if neither the script nor the model sets a limit."""
 _IGNORED = {
     "callbacks": "is not executed",
     "reward_processing_classes": "is not used",
@@ -32,7 +32,7 @@ _PEFT_TARGETS = ["q_proj", "v_proj"]
 
 
 def other_settings(run: TrlRun, findings: Findings) -> None:
-    """Add all settings to the findings except those that define the training result."""
+    """Add all settings to the findings, except settings that define the training result."""
     _model(run, findings)
     _lengths(run, findings)
     _lora(run, findings)
@@ -65,19 +65,19 @@ def _rollout(run: TrlRun, findings: Findings) -> None:
 _MISSING = {
     "quantization_config": "quantized models cannot be trained",
     "optimizers": "only AdamW is supported (policy.megatron_cfg.optimizer)",
-    "formatting_func": "use a function that returns its rows, with data.train.type: file.py:function",
-    "compute_loss_func": "write it as a custom algorithm (docs/advantages.md)",
+    "formatting_func": "use a transform that returns the columns of a row (data.train.type: file.py:function)",
+    "compute_loss_func": "write the loss as a custom algorithm (docs/advantages.md)",
 }
 """Arguments of the trainer that are not supported -> reason."""
 
 
-_NO_MODEL = "is not set; if the script reads it from the command line, add model_name_or_path to the arguments"
+_NO_MODEL = "is not set; if the script reads the model from the command line, add model_name_or_path to the arguments"
 
 
 def _model(run: TrlRun, findings: Findings) -> None:
     name = run.model
     if not isinstance(name, str):
-        findings.blocks("model", f"{name} does not determine the model's name" if name else _NO_MODEL)
+        findings.blocks("model", f"the model's name cannot be read from {name}" if name else _NO_MODEL)
         name = "organisation/name"
     if isinstance(run.model, str):
         known = known_model(name)
@@ -117,25 +117,25 @@ def _lengths(run: TrlRun, findings: Findings) -> None:
     if run.get("max_prompt_length"):
         longest = run.get("max_prompt_length") + completion
         findings.differs("max_prompt_length", "longer prompts are skipped; TRL removes their beginning")
-        findings.set("policy.max_total_sequence_length", longest, "max_prompt_length plus max_completion_length")
+        findings.set("policy.max_total_sequence_length", longest, "sum of max_prompt_length and max_completion_length")
     elif longest:
         findings.set("policy.max_total_sequence_length", longest, "vllm_max_model_length")
     else:
         longest = min(completion + _PROMPT_TOKENS, _positions(run.model) or math.inf)
-        why = f"{completion} for completions, {longest - completion} for prompts; TRL does not limit prompts"
+        why = f"{completion} for completions, {longest - completion} for prompts; TRL has no limit for prompts"
         findings.set("policy.max_total_sequence_length", longest, why)
     each = run.get("per_device_train_batch_size") * longest
     findings.set("policy.micro_batch_tokens", each, "per_device_train_batch_size sequences of full length")
 
 
 def _positions(model: Any) -> int | None:
-    """Return the maximum number of positions of a model in a local folder; None if it is unknown."""
+    """Return the maximum number of positions of a model in a local folder, or None if it is unknown."""
     file = Path(model) / "config.json" if isinstance(model, str) else None
     if file is None or not file.is_file():
         return None
     try:
         return read_model_config(file).get("max_position_embeddings")
-    except ConfigError:  # reported for policy.model_name
+    except ConfigError:  # another check reports the error for policy.model_name
         return None
 
 
@@ -190,13 +190,13 @@ def _cluster(run: TrlRun, findings: Findings) -> None:
         return
     tensor = run.get("vllm_tensor_parallel_size") if run.get("use_vllm") else 1
     if run.get("use_vllm") and run.get("vllm_mode") == "server":
-        why = "one GPU per training process, plus the GPUs of vLLM"
+        why = "one GPU per training process, plus vLLM's GPUs"
         findings.set("cluster.gpus_per_node", run.processes + tensor, why)
         findings.set("policy.generation.engines", 1, "vllm_mode server: one engine on separate GPUs")
         return
     findings.set("cluster.gpus_per_node", run.processes, "one GPU per process")
     findings.set("cluster.placement", "colocated", "sampling and training use the same GPUs")
-    findings.set("policy.generation.engines", max(1, run.processes // tensor), "on the training GPUs")
+    findings.set("policy.generation.engines", max(1, run.processes // tensor), "engines run on the training GPUs")
 
 
 # -- data -------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def _split(run: TrlRun, rows: Rows, split: str, findings: Findings) -> None:
     if rows.columns:
         findings.set(f"{section}.columns", dict(rows.columns), f"{why}.rename_column")
     if run.samples:
-        findings.set(f"{section}.prompt_key", "prompt", "the column used by TRL")
+        findings.set(f"{section}.prompt_key", "prompt", "TRL uses this column")
     findings.set(f"{section}.chat", False, "TRL applies the chat template to messages only; text is passed unchanged")
 
 
@@ -235,7 +235,7 @@ def _validation(run: TrlRun, findings: Findings) -> None:
     _split(run, run.evaluation, "validation", findings)
     if strategy == "epoch":
         findings.differs("eval_strategy", "validation runs every 10 steps; TRL validates after each epoch")
-        findings.set("gdpo.val_period", 10, "instead of eval_strategy epoch")
+        findings.set("gdpo.val_period", 10, "replaces eval_strategy epoch")
     else:
         period = run.steps_of("eval_steps" if run.get("eval_steps") else "logging_steps")
         findings.set("gdpo.val_period", period or 10, "eval_steps, or logging_steps if it is not set")

@@ -41,20 +41,20 @@ class Parsed:
     """An object that ``TrlParser``, ``HfArgumentParser`` or ``argparse`` fills from the command line."""
 
     kind: str
-    """Name of its class."""
+    """Class name of the object."""
     name: str
-    """Name of its variable, to find later assignments ``name.field = ...``."""
+    """Variable that contains the object, used to find later assignments ``name.field = ...``."""
 
 
 @dataclass(frozen=True)
 class Binding:
-    """One assignment of a name."""
+    """Assignment of a name in a script."""
 
     line: int
     value: ast.expr | None
-    """Assigned expression. None if the name is assigned in a branch or a loop, so that its value is unknown."""
+    """Assigned expression. None if the value is unknown, because the name is assigned in a branch or a loop."""
     part: int | None = None
-    """Index in the value if several names are assigned at once; None for a single name."""
+    """Index of the name if a statement assigns several names at once (None for a single name)."""
 
 
 @dataclass
@@ -102,13 +102,13 @@ class Names:
 
 
 class Resolver:
-    """Evaluates expressions in a function of a script, or in the module itself.
+    """Evaluates expressions in a function of a script, or at module level.
 
     Args:
         module: names of the module.
-        function: names of the function; None for expressions at module level.
+        function: names of the function (None for expressions at module level).
         parameters: parameters of the function -> arguments of its only call.
-        arguments: class that a parser fills -> its fields, with values from the command line or defaults.
+        arguments: class that a parser fills -> its fields with their values, from the command line or from defaults.
     """
 
     def __init__(
@@ -125,8 +125,8 @@ class Resolver:
         self._steps = 0
 
     def binding(self, name: str, line: int | None = None) -> Binding | None:
-        """Return the last assignment of a name before ``line``, in the function or else in the module. Return None if
-        the name is not assigned."""
+        """Return the last assignment of a name before ``line``. The function is searched first, then the module and the
+        parameters. Return None if the name is not assigned."""
         for names in (self.function, self.module):
             if names is None:
                 continue
@@ -139,12 +139,13 @@ class Resolver:
         return None if value is None else Binding(0, value)
 
     def definition(self, name: str) -> ast.stmt | None:
-        """Return the statement that defines or imports a name; None if there is none."""
+        """Return the statement that defines or imports a name, or None if it is not found."""
         local = self.function.definitions.get(name) if self.function else None
         return local or self.module.definitions.get(name)
 
     def value(self, node: ast.expr) -> Any:
-        """Evaluate an expression; ``Unresolved`` if its value is unknown. Raises ConfigError after too many steps."""
+        """Evaluate an expression; return ``Unresolved`` if its value is unknown. Raises ConfigError after too many
+        evaluations."""
         self._steps += 1
         if self._steps > _MOST_STEPS:
             raise ConfigError("the script's values reference each other too deeply to be resolved")
@@ -176,7 +177,7 @@ class Resolver:
                 return "".join(str(part) for part in parts)
         elif isinstance(node, (ast.List, ast.Tuple)):
             return [self.value(element) for element in node.elts]
-        elif isinstance(node, ast.Dict) and all(node.keys):  # a key of None means **other
+        elif isinstance(node, ast.Dict) and all(node.keys):  # ast.Dict marks **other with the key None
             return {self.value(key): self.value(value) for key, value in zip(node.keys, node.values) if key}
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "dict" and not node.args:
             return {keyword.arg: self.value(keyword.value) for keyword in node.keywords}
@@ -216,7 +217,8 @@ class Resolver:
         return [self.value(node.elt)] * count
 
     def _either(self, node: ast.BoolOp) -> Any:
-        """Evaluate an ``and`` or ``or`` expression; return ``Unresolved`` if a deciding operand is unknown."""
+        """Evaluate an ``and`` or ``or`` expression; return ``Unresolved`` if an operand that determines the result is
+        unknown."""
         found: Any = None
         for side in node.values:
             found = self.value(side)
@@ -257,7 +259,7 @@ class Resolver:
         return binding.value if binding is not None and binding.value is not None else self.definition(name)
 
     def field(self, owner: Parsed, name: str) -> Any:
-        """Return the value of ``owner.name``, set in the script, on the command line, or by default, in this order."""
+        """Return the value of ``owner.name`` from the script, the command line, or the default, in this order."""
         for names in (self.function, self.module):
             if names is not None and (owner.name, name) in names.attributes:
                 return self.value(names.attributes[owner.name, name])
@@ -267,7 +269,7 @@ class Resolver:
         return self._declared(owner.kind, name, Unresolved(f"{owner.name}.{name}"))
 
     def _declared(self, kind: str, name: str, otherwise: Any) -> Any:
-        """Return the default of a field in a dataclass of the script, or in one of its base classes."""
+        """Return the default of a field in a dataclass of the script, or in a base class of it."""
         own = self.module.definitions.get(kind)
         if not isinstance(own, ast.ClassDef):
             return self._arguments.get(kind, {}).get(name, otherwise)
@@ -307,14 +309,15 @@ class _Constants(ast.NodeTransformer):
 
 
 def _length(node: ast.expr) -> ast.expr | None:
-    """Return the argument n of ``range(n)``; None for other expressions."""
+    """Return the argument n of ``range(n)``, or None for other expressions."""
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "range" and len(node.args) == 1:
         return node.args[0]
     return None
 
 
 def settled(body: Sequence[ast.stmt], resolver: Resolver) -> list[ast.stmt]:
-    """Simplify statements: replace an ``if`` with a known test by the branch taken, and ``with`` by its body."""
+    """Simplify statements: replace an ``if`` whose test is known by the branch that is taken, and a ``with`` by its
+    body."""
     found: list[ast.stmt] = []
     for statement in flat(body):
         if isinstance(statement, ast.If):
@@ -398,7 +401,7 @@ def bounded(operation: ast.operator, left: Any, right: Any) -> bool:
 
 
 def operands(node: ast.expr) -> list[ast.expr]:
-    """Return the operands of an expression that can be evaluated; empty if the expression is not supported."""
+    """Return the operands of an expression that can be evaluated (empty if the expression is not supported)."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return [node.left, node.comparators[0]]
     if isinstance(node, ast.UnaryOp):

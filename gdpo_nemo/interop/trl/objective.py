@@ -1,6 +1,7 @@
 """Translation of TRL fields that depend on each other: rewards, advantages, loss, batches and learning rate.
 
-Compared with ``GRPOTrainer`` of TRL 1.16: ``_generate_and_score_completions``, ``_compute_loss``, ``GRPOConfig``.
+Based on ``GRPOConfig`` and on the methods ``_generate_and_score_completions`` and ``_compute_loss`` of ``GRPOTrainer``
+in TRL 1.16.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _MODES = {
     "sequence_mask": ("mask", "sequence"),
 }
 _TURNS = 32
-"""Maximum turns of a conversation with tools if TRL does not limit them."""
+"""Maximum number of turns in a conversation with tools if TRL does not set a limit."""
 ENDLESS = 1_000_000
-"""Value of max_num_steps for runs that end after their epochs."""
+"""Value of max_num_steps for runs whose length is set in epochs."""
 
 
 def learning(run: TrlRun, findings: Findings) -> None:
@@ -82,22 +83,24 @@ def _rewards(run: TrlRun, findings: Findings) -> None:
     if functions:
         options: dict[str, Any] = {"functions": functions}
         if any(reward.arguments for reward in run.rewards):
-            options["num_workers"] = 1  # each worker has a copy of the reward model
+            options["num_workers"] = 1  # each worker would load a copy of the reward model
         if run.tools or run.factory:
             _tools(run, findings, options)
         else:
             findings.set("env", {"functions": options}, "import paths of reward_funcs")
     names = [reward.name for reward in run.rewards]
-    findings.set("gdpo.rewards", dict(zip(names, map(float, weights))), "reward_funcs and reward_weights")
+    findings.set("gdpo.rewards", dict(zip(names, map(float, weights))), "from reward_funcs and reward_weights")
 
 
 def _tools(run: TrlRun, findings: Findings, options: dict[str, Any]) -> None:
-    """Set the environment ``tools`` or ``tool_class`` with the reward functions, and the limits on its turns."""
+    """Set the environment ``tools`` or ``tool_class`` with the reward functions, and the limits on turns."""
     for tool in (*run.tools, *([run.factory] if run.factory else [])):
         if tool.import_path is None:
             findings.blocks(f"tools.{tool.name}", tool.problem)
     if run.tools and run.factory:
-        findings.blocks("tools", "tools cannot be combined with environment_factory; make them methods of its class")
+        findings.blocks(
+            "tools", "tools cannot be combined with environment_factory; make the tools methods of the factory's class"
+        )
     rounds = run.get("max_tool_calling_iterations")
     if rounds is not None:
         options["max_tool_calling_iterations"] = rounds
@@ -109,7 +112,9 @@ def _tools(run: TrlRun, findings: Findings, options: dict[str, Any]) -> None:
         options["tools"] = [tool.import_path for tool in run.tools if tool.import_path is not None]
         findings.set("env", {"tools": options}, "import paths of tools and reward_funcs")
     turns = _TURNS if rounds is None else rounds + 1
-    findings.set("rollout.turns.max_turns", turns, "max_tool_calling_iterations, plus the answer after the last result")
+    findings.set(
+        "rollout.turns.max_turns", turns, "max_tool_calling_iterations, plus the answer after the last tool result"
+    )
     findings.set("rollout.turns.max_tokens", run.completion_length, "max_completion_length")
     what = f"limits only the policy's tokens, in at most {turns} turns; TRL also counts tool results"
     findings.differs("max_completion_length", what)
@@ -120,7 +125,7 @@ def _estimator(run: TrlRun, findings: Findings) -> None:
         findings.set("gdpo.estimator", "gdpo", "multi_objective_aggregation normalize_then_sum")
         findings.set("gdpo.preset", "trl", "TRL's numerics, in which epsilon also applies to zero-variance groups")
         if run.samples_per_generation < run.samples_per_update:
-            what = "batch normalization is over the whole update; TRL normalizes each generation batch separately"
+            what = "batch normalization covers the whole update; TRL normalizes each generation batch separately"
             findings.differs("steps_per_generation", what)
         return
     scale = {True: "group", False: "none"}.get(run.get("scale_rewards"), run.get("scale_rewards"))
@@ -128,11 +133,13 @@ def _estimator(run: TrlRun, findings: Findings) -> None:
         findings.set("gdpo.estimator", "grpo", "multi_objective_aggregation sum_then_normalize, scale_rewards group")
         findings.set("gdpo.epsilon", 1e-4, "epsilon added to the standard deviation")
     elif scale == "none":
-        findings.set("gdpo.estimator", "dr_grpo", "scale_rewards none: rewards minus their group's mean")
+        findings.set("gdpo.estimator", "dr_grpo", "scale_rewards none: rewards minus the group's mean")
     else:
         findings.set("gdpo.estimator", "grpo", "multi_objective_aggregation sum_then_normalize")
         findings.set(
-            "gdpo.options", {"scale_rewards": "batch"}, "scale_rewards batch: divided by the batch's standard deviation"
+            "gdpo.options",
+            {"scale_rewards": "batch"},
+            "scale_rewards batch: division by the batch's standard deviation",
         )
         findings.set("gdpo.epsilon", 1e-4, "epsilon added to the standard deviation")
 
@@ -166,13 +173,15 @@ def _loss(run: TrlRun, findings: Findings) -> None:
 
 def _cispo(run: TrlRun, findings: Findings, high: float, sequences: bool) -> None:
     findings.set("loss_fn.type", "cispo", "loss_type cispo")
-    findings.set("loss_fn.ratio_clip_min", 1.0, "in TRL the weight has no lower bound")
+    findings.set("loss_fn.ratio_clip_min", 1.0, "in TRL the importance weight has no lower bound")
     if high < 1:
-        why = f"epsilon_high {high} is the maximum weight in TRL and below 1; TRL recommends 5.0"
+        why = f"epsilon_high {high} is the maximum importance weight in TRL and must be at least 1; TRL recommends 5.0"
         findings.blocks("epsilon_high", why)
-    findings.set("loss_fn.ratio_clip_max", float(max(high, 1.0)) - 1.0, "epsilon_high, the upper bound of the weight")
+    findings.set(
+        "loss_fn.ratio_clip_max", float(max(high, 1.0)) - 1.0, "epsilon_high, the upper bound of the importance weight"
+    )
     if sequences:
-        findings.differs("importance_sampling_level", "cispo weights are per token; TRL's are per sequence")
+        findings.differs("importance_sampling_level", "cispo weights are per token; TRL's weights are per sequence")
 
 
 def _sapo(run: TrlRun, findings: Findings, sequences: bool) -> None:
@@ -180,7 +189,7 @@ def _sapo(run: TrlRun, findings: Findings, sequences: bool) -> None:
     taus = {"tau_pos": float(run.get("sapo_temperature_pos")), "tau_neg": float(run.get("sapo_temperature_neg"))}
     findings.set("loss_fn.options", taus, "sapo_temperature_pos, sapo_temperature_neg")
     if sequences:
-        findings.differs("importance_sampling_level", "sapo gates are per token; TRL's are per sequence")
+        findings.differs("importance_sampling_level", "sapo gates are per token; TRL's gates are per sequence")
 
 
 def _delta(run: TrlRun, findings: Findings, high: float) -> None:
@@ -190,35 +199,37 @@ def _delta(run: TrlRun, findings: Findings, high: float) -> None:
     findings.set("loss_fn.ratio_clip_c", float(delta), "delta")
     if delta < 1 + high:
         findings.differs(
-            "delta", "limits the ratio only for negative advantages; below 1 + epsilon_high, TRL limits it for all"
+            "delta",
+            "limits the ratio only for negative advantages; TRL always limits the ratio if delta < 1 + epsilon_high",
         )
 
 
 def _mean(run: TrlRun, findings: Findings, kind: str) -> None:
-    """Report a loss whose mean over tokens is not taken over a single update in TRL."""
+    """Report a difference if TRL does not average the loss over the tokens of a single update."""
     if kind == "bnpo" and (run.get("gradient_accumulation_steps") > 1 or run.processes > 1):
         findings.differs(
-            "loss_type", "the mean is over all tokens of an update; TRL averages per process and micro-batch"
+            "loss_type", "the loss is the mean over all tokens of an update; TRL averages per process and micro-batch"
         )
     if kind in ("dapo", "cispo") and run.updates > 1:
-        what = "an update divides by its number of tokens; TRL divides by the mean over the generation batch's updates"
+        what = "the loss is divided by the update's tokens; TRL divides by the mean over the generation batch's updates"
         findings.differs("steps_per_generation", what)
 
 
 def _reference(run: TrlRun, findings: Findings) -> None:
     if not run.get("beta"):
         return
-    findings.set("loss_fn.kl_input_clamp_value", None, "TRL does not clamp the KL")
+    findings.set("loss_fn.kl_input_clamp_value", None, "TRL does not clamp the KL estimate")
     if not run.get("use_bias_correction_kl"):
         return
     findings.set("loss_fn.reference_policy_kl_gradient", "score", "use_bias_correction_kl")
     if run.updates > 1:
-        what = "after a step's first update, the KL's weight stays 1; in TRL it is the ratio to the sampling weights"
+        what = "the KL penalty's importance weight is always 1; in TRL it is the ratio to the sampling policy"
         findings.differs("use_bias_correction_kl", what)
 
 
 def _off_policy(run: TrlRun, findings: Findings) -> None:
-    """Set the importance weight exp(trainer - vLLM log-prob), which TRL uses if vLLM samples."""
+    """Set the handling of the importance weight exp(trainer - vLLM log-prob), which TRL uses if vLLM generates the
+    samples."""
     if not run.get("use_vllm"):
         return
     if not run.get("vllm_importance_sampling_correction"):
@@ -239,7 +250,7 @@ def _off_policy(run: TrlRun, findings: Findings) -> None:
     if low is not None and mode == "mask":
         findings.set("loss_fn.off_policy.ratio_min", float(low), "vllm_importance_sampling_clip_min")
     elif low is not None:
-        findings.differs("vllm_importance_sampling_clip_min", "the mode truncate has no lower bound")
+        findings.differs("vllm_importance_sampling_clip_min", "the mode truncate does not support a lower bound")
 
 
 # -- batches, length, learning rate -----------------------------------------------------------------------------
@@ -258,7 +269,7 @@ def _batches(run: TrlRun, findings: Findings) -> None:
     findings.set("gdpo.num_prompts_per_step", max(1, step // group), why)
     if step % run.samples_per_update:
         findings.differs(
-            "steps_per_generation", "is not a multiple of gradient_accumulation_steps; a step is one update"
+            "steps_per_generation", "is not a multiple of gradient_accumulation_steps; each step is one update"
         )
     elif run.updates > 1:
         findings.set(
@@ -268,7 +279,9 @@ def _batches(run: TrlRun, findings: Findings) -> None:
 
 def _length(run: TrlRun, findings: Findings) -> None:
     if (steps := episodes(run)) is not None:
-        findings.set("gdpo.max_num_steps", steps, f"total_episodes in steps of {run.samples_per_update} samples")
+        findings.set(
+            "gdpo.max_num_steps", steps, f"total_episodes, converted to steps of {run.samples_per_update} samples"
+        )
         return
     total = run.total_updates
     if total is not None:
@@ -278,7 +291,7 @@ def _length(run: TrlRun, findings: Findings) -> None:
         return
     epochs = run.get("num_train_epochs")
     findings.set("gdpo.max_num_epochs", max(1, round(epochs)), "num_train_epochs")
-    findings.set("gdpo.max_num_steps", ENDLESS, "num_train_epochs ends the run")
+    findings.set("gdpo.max_num_steps", ENDLESS, "the run ends after num_train_epochs")
     if epochs != round(epochs):
         findings.differs("num_train_epochs", f"{max(1, round(epochs))} whole epochs instead of {epochs}")
 
@@ -290,7 +303,7 @@ def _schedule(run: TrlRun, findings: Findings) -> None:
     shapes = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
     shapes["cosine_with_min_lr"] = "cosine"
     if style not in shapes:
-        findings.differs("lr_scheduler_type", f"the learning rate is constant instead of following {style}")
+        findings.differs("lr_scheduler_type", f"the learning rate is constant; the schedule {style} is not supported")
     findings.set(f"{_SCHEDULER}.lr_decay_style", shapes.get(style, "constant"), f"lr_scheduler_type {style}")
     if style == "cosine_with_min_lr":
         rate = extra.pop("min_lr", None)
@@ -298,11 +311,11 @@ def _schedule(run: TrlRun, findings: Findings) -> None:
         low = rate if rate is not None else run.get("learning_rate") * (share or 0.0)
         findings.set("policy.megatron_cfg.optimizer.min_lr", float(low), "lr_scheduler_kwargs")
     if extra:
-        findings.differs("lr_scheduler_kwargs", f"{', '.join(sorted(extra))}: not supported for the schedule")
+        findings.differs("lr_scheduler_kwargs", f"{', '.join(sorted(extra))}: not supported by the schedule")
     key = "warmup_ratio" if run.get("warmup_ratio") else "warmup_steps"
     updates = run.updates_of(key)
     if updates is None:
-        findings.differs(key, "no warmup: a share of the updates, whose number depends on the dataset; set "
+        findings.differs(key, "no warmup, because the number of updates depends on the dataset; set "
                         f"{_SCHEDULER}.lr_warmup_steps")  # fmt: skip
     elif updates and style != "constant":
         findings.set(f"{_SCHEDULER}.lr_warmup_steps", updates, key)

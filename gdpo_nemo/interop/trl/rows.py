@@ -13,7 +13,7 @@ from gdpo_nemo.interop.trl.run import Rows, TrlRun
 from gdpo_nemo.utils.errors import ConfigError
 
 _DEFAULT_LENGTH = 4096
-"""Maximum tokens of a row if neither TRL's arguments nor the model's config.json limit them."""
+"""Maximum number of tokens in a row if neither TRL's arguments nor the model's config.json set a limit."""
 _LENGTH = "policy.max_total_sequence_length"
 
 
@@ -34,8 +34,8 @@ RULES: list[tuple[str, Act]] = [
     ),
     ("truncation_mode", idle("rows longer than max_length are skipped instead of truncated")),
     ("packing", missing("an update counts rows, not blocks of max_length tokens")),
-    ("packing_strategy", idle("applies only with packing")),
-    ("eval_packing", idle("applies only with packing")),
+    ("packing_strategy", idle("applies only if packing is enabled")),
+    ("eval_packing", idle("applies only if packing is enabled")),
     ("padding_free", idle("sequences are packed, not padded")),
     ("padding_value", idle("sequences are packed, not padded")),
     ("pad_token", idle("sequences are packed, not padded")),
@@ -49,7 +49,7 @@ RULES: list[tuple[str, Act]] = [
     ("completion_only_loss", combined("data.train.train_on")),
     ("assistant_only_loss", combined("data.train.train_on")),
     ("activation_offloading", idle("affects only where activations are stored")),
-    ("precompute_ref_*", idle("affects only when reference log-probs are computed")),
+    ("precompute_ref_*", idle("affects only the time at which reference log-probs are computed")),
     ("label_smoothing_factor", missing("label smoothing of the cross-entropy is not supported", 0.0)),
     ("loss_type", _loss_type),
     ("loss_weights", combined("preference.rpo_alpha")),
@@ -66,14 +66,14 @@ RULES: list[tuple[str, Act]] = [
     ("f_divergence_type", fixed("reverse_kl", "only the reverse KL divergence is supported")),
     ("f_alpha_divergence_coef", idle("applies only to f_divergence_type alpha_divergence")),
     ("discopop_tau", idle("applies only to loss_type discopop")),
-    ("generate_during_eval", idle("training does not sample")),
-    ("is_encoder_decoder", idle("only decoder models are supported")),
+    ("generate_during_eval", idle("this trainer does not sample completions")),
+    ("is_encoder_decoder", idle("only decoder-only models are supported")),
 ]
-"""(field or pattern, rule). Rules in ``keys.RULES`` apply to the other fields."""
+"""(field or pattern, rule). For all other fields, the rules in ``keys.RULES`` apply."""
 
 
 def answers(run: TrlRun, findings: Findings) -> None:
-    """Add the objective and the batch size of a trainer that reads answers from the data to the findings."""
+    """Set the objective and the batch size of a trainer that reads answers from the data."""
     kind = _objective(run, findings)
     findings.set("algorithm.type", kind, run.trainer)
     if run.algorithm == "sft":
@@ -87,22 +87,24 @@ def answers(run: TrlRun, findings: Findings) -> None:
     if str(run.get("train_sampling_strategy")) == "sequential":
         findings.set("data.train.shuffle", False, "train_sampling_strategy sequential")
     if run.algorithm == "sft" and run.get("packing"):
-        findings.differs("packing", f"an update has {rows} rows; TRL's has {rows} blocks of max_length tokens")
+        findings.differs(
+            "packing", f"an update has {rows} rows; an update of TRL has {rows} blocks of max_length tokens"
+        )
 
 
 def row_length(run: TrlRun, findings: Findings, positions: int | None) -> int:
     """Set the maximum number of tokens in a row, and return it.
 
     Args:
-        positions: maximum number of positions in the model's config.json; None if it is unknown.
+        positions: maximum number of positions in the model's config.json (None if it is unknown).
     """
     longest = run.get("max_length")
     if longest is None:
         longest = positions or _DEFAULT_LENGTH
-        findings.set(_LENGTH, longest, "longer rows are skipped; TRL does not limit rows")
+        findings.set(_LENGTH, longest, "longer rows are skipped; TRL does not limit the length of rows")
         return int(longest)
     findings.set(_LENGTH, longest, "max_length")
-    if run.algorithm != "reward_model":  # TRL's reward trainer also skips long rows
+    if run.algorithm != "reward_model":  # TRL's reward trainer also skips longer rows
         findings.differs("max_length", f"rows of more than {longest} tokens are skipped; TRL truncates them")
     return int(longest)
 
@@ -151,17 +153,19 @@ def _dpo(losses: list[Any], run: TrlRun, findings: Findings) -> None:
         )
         return
     if weight != 1.0:
-        findings.differs("loss_weights", f"the weight of {name} is 1 instead of {weight}; scale the learning rate")
+        findings.differs(
+            "loss_weights", f"the weight of {name} is 1 instead of {weight}; scale the learning rate instead"
+        )
     if name == "sigmoid_norm":
         findings.set("preference.length_normalize", True, "loss_type sigmoid_norm")
     elif name != "sigmoid":
         findings.set("preference.loss_type", name, "loss_type")
     if supervised is not None:
-        findings.set("preference.rpo_alpha", float(supervised / weight), "loss_type sft and its loss_weights")
+        findings.set("preference.rpo_alpha", float(supervised / weight), "weight of the loss sft in loss_weights")
 
 
 def _trained_tokens(run: TrlRun, findings: Findings) -> None:
-    """Set the trained tokens of a row. By default, they depend on the dataset's columns in TRL."""
+    """Set which tokens of a row are trained. In TRL, the default depends on the dataset's columns."""
     completion_only = run.get("completion_only_loss")
     if run.get("assistant_only_loss") or completion_only:
         return  # the default of data.train.train_on
@@ -172,7 +176,9 @@ def _trained_tokens(run: TrlRun, findings: Findings) -> None:
         for split in ("train", *(["validation"] if _validates(run) else [])):
             findings.set(f"data.{split}.train_on", "all", why)
     elif "completion" not in first and "completion" not in run.train.columns:
-        what = "only answers are trained, like TRL's rows with prompt and completion; TRL trains all tokens of messages"
+        what = (
+            "only answers are trained, as in TRL for rows with prompt and completion; TRL trains all tokens of messages"
+        )
         findings.differs("completion_only_loss", f"{what} (data.train.train_on: all)")
 
 
@@ -182,10 +188,10 @@ def _validates(run: TrlRun) -> bool:
 
 
 def _reference(run: TrlRun, findings: Findings) -> None:
-    """Record a blocker if the reference is not the initial model."""
+    """Record a blocker if the reference model is not the initial model."""
     if run.reference is None or str(run.reference) == str(run.model):
         return
-    findings.blocks("ref_model", f"{run.reference} is not supported; the reference is always the initial model")
+    findings.blocks("ref_model", f"{run.reference} is not supported; the reference model is always the initial model")
 
 
 _FILE_KINDS = ("json", "csv", "parquet")
@@ -212,7 +218,7 @@ def rows_of(node: ast.expr | None, names: Resolver, module: CodeModule, import_p
 
 
 def _before_tokenizing(node: ast.expr, names: Resolver) -> ast.expr:
-    """If a function of the script tokenizes the rows, return the expression of its input; otherwise return ``node``."""
+    """If a function of the script tokenizes the rows, return the input of this function. Otherwise return ``node``."""
     found = node
     for _ in range(20):
         if isinstance(node, ast.Name):
@@ -226,7 +232,7 @@ def _before_tokenizing(node: ast.expr, names: Resolver) -> ast.expr:
                 return found
             node = found = node.args[0]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "filter":
-            node = node.func.value  # a filter of tokenized rows, for example by their number of tokens
+            node = node.func.value  # filters tokenized rows, for example by length
         else:
             return found
     return found
@@ -295,7 +301,8 @@ def _made(name: str, given: dict[str, Any]) -> Rows | None:
 
 
 def _loaded(path: str, given: dict[str, Any]) -> Rows | None:
-    """Translate ``load_dataset(path, name, data_files=..., split=...)``. Return None if it has other arguments."""
+    """Translate ``load_dataset(path, name, data_files=..., split=...)``. Return None if the call has other
+    arguments."""
     known = {"0", "1", "path", "name", "split", "data_files", "streaming", "token", "num_proc"}
     if set(given) - known:
         return None
@@ -311,7 +318,7 @@ def _loaded(path: str, given: dict[str, Any]) -> Rows | None:
 
 
 def _method(node: ast.Call, name: str, names: Resolver) -> Rows | None:
-    """Apply a method call of a dataset to the source of its rows. Return None if the method is not supported."""
+    """Apply a dataset's method call to the source of its rows. Return None if the method is not supported."""
     if not isinstance(node.func, ast.Attribute) or (inner := _read(node.func.value, names)) is None:
         return None
     values = [names.value(argument) for argument in node.args]
@@ -329,7 +336,7 @@ def _method(node: ast.Call, name: str, names: Resolver) -> Rows | None:
 
 
 def _range(node: ast.Call, names: Resolver) -> int | None:
-    """Return n of ``.select(range(n))``; None for other arguments."""
+    """Return the number n in ``.select(range(n))`` (None for other arguments)."""
     chosen = node.args[0] if len(node.args) == 1 else None
     if isinstance(chosen, ast.Call) and ast.unparse(chosen.func) == "range" and len(chosen.args) == 1:
         size = names.value(chosen.args[0])

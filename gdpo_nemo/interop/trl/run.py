@@ -1,4 +1,4 @@
-"""A TRL run, as read from a script or its arguments. It is the input of the translation rules."""
+"""Description of a TRL run, read from a script or its arguments. The translation rules read this description."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Reward:
     name: str
     """Name of the reward in TRL: the function's ``__name__``, or the name of its class."""
     import_path: str | None = None
-    """Import path; None if the function cannot be imported."""
+    """Import path (None if the function cannot be imported)."""
     problem: str = ""
-    """Reason for which the function cannot be imported."""
+    """Reason why the function cannot be imported."""
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Additional arguments of the function, which the environment's options contain."""
+    """Additional arguments of the function, which are written to the environment's options."""
 
     @property
     def entry(self) -> Any:
@@ -35,17 +35,17 @@ class Rows:
     """Source of the rows of a dataset split."""
 
     path: Any = None
-    """Value of ``data.<split>.path``; None if it is not known."""
+    """Value of ``data.<split>.path`` (None if it is not known)."""
     split: str | None = None
-    """Name of the dataset's split; None if it is not specified."""
+    """Name of the dataset's split (None if it is not specified)."""
     size: int | None = None
-    """Number of rows to use; None for all rows."""
+    """Number of rows to use (None for all rows)."""
     columns: dict[str, str] = field(default_factory=dict)
     """Renamed columns: new name -> old name."""
     rows: list[dict[str, Any]] | None = None
-    """Rows that the script contains literally; None if it loads them."""
+    """Rows that the script contains as literals (None if the script loads its rows)."""
     problem: str = ""
-    """Reason for which the rows are not available; empty if they are."""
+    """Reason why the rows are not available (empty if they are available)."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class TrlRun:
     teacher: Any = None
     """Argument ``teacher_model`` of distillation trainers."""
     reference: Any = None
-    """Argument ``ref_model``; None for the initial model."""
+    """Argument ``ref_model`` (None for the initial model)."""
     reward_model: Any = None
     """Argument ``reward_model`` of the PPO trainer."""
     tools: list[Reward] = field(default_factory=list)
@@ -79,7 +79,7 @@ class TrlRun:
     train: Rows = field(default_factory=Rows)
     evaluation: Rows | None = None
     lora: dict[str, Any] | None = None
-    """Fields of ``LoraConfig``; None if the whole model is trained."""
+    """Fields of ``LoraConfig`` (None if the whole model is trained)."""
     others: dict[str, str] = field(default_factory=dict)
     """Other arguments of the trainer -> their source text."""
     files: dict[str, str] = field(default_factory=dict)
@@ -87,9 +87,9 @@ class TrlRun:
     notes: dict[str, str] = field(default_factory=dict)
     """Argument -> note on a value that could not be read or is not supported."""
     stem: str = ""
-    """Path of the config without its suffix, which is the prefix of the names in ``files``."""
+    """Path of the config without its suffix. All names in ``files`` begin with this path."""
     images: str = ""
-    """Part of the script that reads images; empty if there is none."""
+    """Part of the script that reads images (empty if there is none)."""
 
     @property
     def asynchronous(self) -> bool:
@@ -98,7 +98,7 @@ class TrlRun:
 
     @property
     def algorithm(self) -> str:
-        """Value of ``algorithm.type``, as far as the trainer's class determines it."""
+        """Default value of ``algorithm.type`` for the trainer's class."""
         return TRAINERS[self.trainer].algorithm
 
     @property
@@ -118,12 +118,12 @@ class TrlRun:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """``fields``, extended by the trainer's fixed behavior."""
+        """All fields in ``fields``, plus the trainer's fixed settings -> value."""
         return {**self.fields, **(TRAINERS[self.trainer].also or {})}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a field. A field that is not set, or only known at run time, has TRL's default. If this
-        is None, return ``default``."""
+        """Return the value of a field. If the field is not set or is only known at run time, use TRL's default. If the
+        value is None, return ``default``."""
         value = self.given.get(key, self.defaults.get(key))
         if isinstance(value, Unresolved):
             value = self.defaults.get(key)
@@ -131,13 +131,13 @@ class TrlRun:
 
     @property
     def completion_length(self) -> int:
-        """Maximum tokens of a completion."""
+        """Maximum number of tokens in a completion."""
         names = ("max_completion_length", "max_new_tokens", "response_length")
         return next(int(length) for name in names if (length := self.get(name)))
 
     @property
     def samples_per_update(self) -> int:
-        """Number of samples, or of rows, in one optimizer update."""
+        """Number of samples or rows in one optimizer update."""
         return self._in_device_batches(self.get("gradient_accumulation_steps"))
 
     @property
@@ -155,7 +155,8 @@ class TrlRun:
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples in a step of this project: a generation batch, or an update if it is larger."""
+        """Number of samples in a step of this project, which is a generation batch or an update, whichever is
+        larger."""
         return max(self.samples_per_generation, self.samples_per_update)
 
     @property
@@ -165,27 +166,29 @@ class TrlRun:
 
     @property
     def total_updates(self) -> int | None:
-        """Number of optimizer updates in the whole run. None if it depends on an unknown number of rows."""
+        """Number of optimizer updates in the whole run (None if it depends on an unknown number of rows)."""
         if self.get("max_steps") > 0:
             return int(self.get("max_steps"))
         rows = self.train.rows
         if rows is None:
             return None
         prompts = max(1, self.samples_per_step // self.get("num_generations", 1))
-        # Trainers that sample drop an incomplete step at the end of an epoch. The others train its rows.
+        # Trainers that sample drop an incomplete step at the end of an epoch. Other trainers also train the rows of
+        # this step.
         steps = len(rows) // prompts if self.samples else -(-len(rows) // prompts)
         per_epoch = max(1, steps) * self.updates
         return -(-int(self.get("num_train_epochs") * per_epoch * 1000) // 1000)
 
     def updates_of(self, key: str) -> int | None:
-        """Return the value of a field in updates. The field may be a fraction (below 1) of the run. Return None if the
-        length of the run is unknown."""
+        """Return the value of a field as a number of updates. The field may be a fraction (below 1) of the run. Return
+        None if the length of the run is unknown."""
         value = self.get(key, 0)
         if value >= 1 or not value:
             return int(value)
         return None if self.total_updates is None else -(-int(value * self.total_updates * 1000) // 1000)
 
     def steps_of(self, key: str) -> int | None:
-        """Return the value of a field in steps of this project, at least 1. Return None if it is unknown."""
+        """Return the value of a field as a number of steps of this project, at least 1. Return None if the length of
+        the run is unknown."""
         updates = self.updates_of(key)
         return None if updates is None else max(1, -(-updates // self.updates))

@@ -1,6 +1,6 @@
 """Translation of TRL's RLOO, PPO and distillation trainers.
 
-Compared with ``RLOOTrainer`` and ``DistillationTrainer`` of TRL 1.16, ``trl.experimental.gkd.GKDTrainer``, and
+Based on ``RLOOTrainer`` and ``DistillationTrainer`` of TRL 1.16, ``trl.experimental.gkd.GKDTrainer``, and
 ``trl.experimental.ppo.PPOTrainer`` of TRL 1.10.
 """
 
@@ -14,21 +14,21 @@ from gdpo_nemo.interop.trl.run import TrlRun
 
 _SEQUENCE = "the ratio of a sample is the product of its token ratios"
 MEASURED = '''\
-"""Reward for the config next to this file. It is only measured: the teacher defines the training signal."""
+"""Reward for monitoring only; the teacher defines the training signal."""
 
 
 def characters(completions, **columns):
     """Return the length of each answer in characters."""
     return [float(len(c if isinstance(c, str) else c[-1]["content"] or "")) for c in completions]
 '''
-"""Text of a reward file for distillation, which does not use rewards for training."""
+"""Content of the reward file for distillation. Distillation does not train on rewards."""
 
 _RLOO: list[tuple[str, Act]] = [
     ("beta", combined("gdpo.kl_in_reward")),
     ("epsilon", combined("loss_fn.ratio_clip_min")),
     ("epsilon_high", combined("loss_fn.ratio_clip_max")),
     ("normalize_advantages", combined("gdpo.batch_norm")),
-    ("reward_clip_range", missing("the sum of rewards is not clipped; gdpo.shaping clips components")),
+    ("reward_clip_range", missing("the sum of rewards is not clipped; gdpo.shaping can clip components")),
 ]
 _DISTILLATION: list[tuple[str, Act]] = [
     ("teacher_model_name_or_path", combined("teacher.model_name")),
@@ -43,7 +43,7 @@ _DISTILLATION: list[tuple[str, Act]] = [
     ("max_new_tokens", to("policy.generation.max_new_tokens")),
     ("max_length", combined("policy.max_total_sequence_length")),
     ("num_generations", combined("gdpo.num_generations_per_prompt")),
-    *((name, idle("applies only to answers in the data"))
+    *((name, idle("applies only to training on answers in the data"))
       for name in ("packing", "packing_strategy", "eval_packing", "padding_free", "completion_only_loss", "loss_type",
                    "assistant_only_loss", "truncation_mode", "dataset_text_field", "dataset_kwargs", "pad_token",
                    "dataset_num_proc", "activation_offloading")),
@@ -60,7 +60,7 @@ _PPO: list[tuple[str, Act]] = [
     ("missing_eos_penalty", combined("gdpo.shaping")),
     ("whiten_rewards", missing("whitening of token rewards is not supported")),
     ("kl_coef", combined("gdpo.kl_in_reward")),
-    ("kl_estimator", fixed("k1", "the KL estimate of a token is the difference of the log-probs")),
+    ("kl_estimator", fixed("k1", "the KL estimate of a token is log-prob minus reference log-prob")),
     ("cliprange", combined("loss_fn.ratio_clip_min", "loss_fn.ratio_clip_max")),
     ("vf_coef", to("ppo.vf_coef", float)),
     ("cliprange_value", to("ppo.cliprange_value", float)),
@@ -69,33 +69,33 @@ _PPO: list[tuple[str, Act]] = [
     ("reward_model_path", combined("env", "gdpo.rewards")),
     ("sft_model_path", combined("policy.model_name")),
     ("dataset_num_proc", idle("affects only how rows are read")),
-    ("local_rollout_forward_batch_size", idle("affects only the batch size of computations")),
+    ("local_rollout_forward_batch_size", idle("affects only the batch size of forward passes")),
     ("num_sample_generations", idle("affects only printed samples; rollout.save_samples saves all samples")),
     ("*_adapter_name", idle("affects only the names of adapters")),
-    ("world_size", idle("computed by the trainer")),
-    ("num_total_batches", idle("computed by the trainer")),
-    ("*_batch_size", idle("computed by the trainer")),
+    ("world_size", idle("the trainer computes this value")),
+    ("num_total_batches", idle("the trainer computes this value")),
+    ("*_batch_size", idle("the trainer computes this value")),
 ]
 RULES: dict[str, list[tuple[str, Act]]] = {
     "RLOOTrainer": _RLOO,
     "DistillationTrainer": _DISTILLATION,
     "GKDTrainer": [("shuffle_dataset", idle("rows are always shuffled")), *_DISTILLATION],
     "PPOTrainer": [(key, act) for key, act in _PPO if key != "*_batch_size"]
-    + [(key, idle("computed by the trainer")) for key in ("micro_batch_size", "local_batch_size", "batch_size",
+    + [(key, idle("the trainer computes this value")) for key in ("micro_batch_size", "local_batch_size", "batch_size",
                                                           "local_mini_batch_size", "mini_batch_size")],
 }  # fmt: skip
-"""Trainer -> rules for its fields. Rules in ``keys.RULES`` apply to the other fields."""
+"""Trainer -> rules for its fields. For all other fields, the rules in ``keys.RULES`` apply."""
 
 
 def leave_one_out(run: TrlRun, findings: Findings) -> None:
-    """Set the advantages and the loss of RLOO in the findings."""
+    """Add the advantages and the loss of RLOO to the findings."""
     findings.set("gdpo.estimator", "rloo", run.trainer)
     if run.get("beta"):
-        findings.set("gdpo.kl_in_reward", float(run.get("beta")), "beta; TRL's KL is part of the reward")
+        findings.set("gdpo.kl_in_reward", float(run.get("beta")), "beta; in TRL the KL penalty is part of the reward")
     if run.get("normalize_advantages"):
         findings.set("gdpo.batch_norm", True, "normalize_advantages")
         findings.set("gdpo.epsilon", 1e-4, "epsilon added to the standard deviation")
-        findings.differs("normalize_advantages", "the batch statistics exclude groups in which no reward varies")
+        findings.differs("normalize_advantages", "the batch statistics exclude zero-variance groups")
     findings.set("loss_fn.aggregation", "sequence_sum", f"{_SEQUENCE}, whose gradient is the sum over the tokens")
     findings.set("loss_fn.ratio_clip_min", float(run.get("epsilon")), "epsilon")
     high = run.get("epsilon_high", run.get("epsilon"))
@@ -114,7 +114,7 @@ def from_teacher(run: TrlRun, findings: Findings) -> None:
         findings.set("teacher.model_name", teacher, "teacher_model")
     else:
         why = (
-            f"{teacher} does not determine the teacher's name"
+            f"the teacher's name cannot be read from {teacher}"
             if teacher
             else "is not specified (teacher_model_name_or_path)"
         )
@@ -124,22 +124,22 @@ def from_teacher(run: TrlRun, findings: Findings) -> None:
         run.get("beta"), f"the Jensen-Shannon divergence (beta {run.get('beta')})"
     )
     findings.differs("beta", f"{what} {kind} over the whole vocabulary")
-    findings.set("gdpo.num_generations_per_prompt", 2, "the smallest supported group")
+    findings.set("gdpo.num_generations_per_prompt", 2, "the smallest supported group size")
     findings.differs("num_generations", "two answers per prompt instead of one")
     file = f"{run.stem}_rewards.py"
     run.files[file] = MEASURED
     findings.set("env", {"functions": {"functions": {"characters": f"{file}:characters"}}}, "measured")
-    findings.set("gdpo.rewards", {"characters": 1.0}, "only measured; the teacher defines the training signal")
+    findings.set("gdpo.rewards", {"characters": 1.0}, "for monitoring only; the teacher defines the training signal")
     findings.set("policy.generation.temperature", 1.0, "the teacher is compared with the policy's full distribution")
 
 
 def actor_critic(run: TrlRun, findings: Findings) -> None:
-    """Set PPO's reward model, KL penalty, loss and minibatches in the findings."""
+    """Add PPO's reward model, KL penalty, loss and minibatches to the findings."""
     findings.set("algorithm.type", "ppo", run.trainer)
     findings.set("gdpo.num_generations_per_prompt", 1, "one sample per prompt")
     model = run.reward_model if run.reward_model is not None else run.get("reward_model_path")
     if isinstance(model, Unresolved) or not model:
-        findings.blocks("reward_model", f"{model} does not determine the reward model's name")
+        findings.blocks("reward_model", f"the reward model's name cannot be read from {model}")
     else:
         findings.set(
             "env", {"reward_model": {"plugin": "reward_model", "model": model, "num_workers": 1}}, "reward_model"
@@ -151,7 +151,8 @@ def actor_critic(run: TrlRun, findings: Findings) -> None:
         findings.set(f"loss_fn.ratio_clip_{side}", float(run.get("cliprange")), "cliprange")
     findings.set("loss_fn.aggregation", "token_mean", "mean over the tokens of a minibatch")
     findings.differs(
-        "value_model", "the value head starts at 0 on the policy; TRL's value model is a copy of the reward model"
+        "value_model",
+        "the value head on the policy starts at 0; TRL's value model starts as a copy of the reward model",
     )
     if run.lora is not None:
         findings.blocks("peft_config", "ppo trains the whole model, because adapters do not include its value head")
@@ -161,7 +162,9 @@ def actor_critic(run: TrlRun, findings: Findings) -> None:
             "answers without an end token are not penalized; set the rule truncated in gdpo.shaping",
         )
     if run.reference is not None and str(run.reference) != str(run.model):
-        findings.blocks("ref_model", f"{run.reference} is not supported; the reference is always the initial model")
+        findings.blocks(
+            "ref_model", f"{run.reference} is not supported; the reference model is always the initial model"
+        )
     _mini_batches(run, findings)
 
 
@@ -179,6 +182,6 @@ def _mini_batches(run: TrlRun, findings: Findings) -> None:
 
 
 def episodes(run: TrlRun) -> int | None:
-    """Return PPO's ``total_episodes``, converted to steps; None if it is not set."""
+    """Return PPO's ``total_episodes``, converted to steps, or None if it is not set."""
     total: Any = run.get("total_episodes") if run.algorithm == "ppo" else None
     return None if total is None else max(1, -(-int(total) // run.samples_per_update))

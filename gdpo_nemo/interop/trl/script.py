@@ -52,7 +52,7 @@ class _Reader:
             isinstance(node, ast.If) and is_main_guard(node) for node in around
         )
         self._names = _resolver(tree, functions[-1] if functions else None, arguments)
-        # Two modules, because the workers that import the rewards do not need the rows.
+        # Rewards and rows go into separate modules, because the workers that import the rewards do not need the rows.
         self._module = CodeModule(source, Path(path).name, self._names)
         self._row_module = CodeModule(source, Path(path).name, self._names)
         self._arguments = arguments
@@ -112,7 +112,7 @@ class _Reader:
         return run
 
     def _is_off(self, node: ast.expr) -> bool:
-        """Return whether an argument is None, given the command-line arguments."""
+        """Return whether an argument evaluates to None with the given command line."""
         return self._names.value(node) is None
 
     # -- arguments ----------------------------------------------------------------------------------------------
@@ -248,8 +248,8 @@ class _Reader:
         return Reward(name, f"{self._code}:{name}")
 
     def _factory(self, node: ast.expr | None) -> Reward | None:
-        """Return the class passed as ``environment_factory``. It is copied to the reward module if a function of the
-        script defines or modifies it."""
+        """Return the class passed as ``environment_factory``. The class is copied to the reward module if a function of
+        the script defines or modifies it."""
         if node is None or _is_none(node):
             return None
         inside = self._names.function
@@ -269,7 +269,7 @@ class _Reader:
         return Reward(name, f"{self._code}:{name}")
 
     def _spec(self, node: ast.Attribute) -> str:
-        """Return the class in ``_SPECS`` whose object has the attribute; empty if it belongs to another object."""
+        """Return the class in ``_SPECS`` whose object has the attribute (empty if another object has it)."""
         made = self._followed(node.value)
         name = _class_name(made) if isinstance(made, ast.Call) else ""
         source = self._names.definition(name)
@@ -317,7 +317,7 @@ def _trainer(path: str, tree: ast.Module) -> tuple[ast.Call, list[ast.AST]]:
         raise ConfigError(f"{path}: trains with {', '.join(sorted(others))}; known: {', '.join(TRAINERS)}")
     if len(found) != 1:
         lines = f" (lines {', '.join(str(call.lineno) for call, _ in found)})" if found else ""
-        raise ConfigError(f"{path}: has {len(found)} calls of TRL trainers{lines}; exactly one is required")
+        raise ConfigError(f"{path}: has {len(found)} calls of TRL trainers{lines}; exactly one call is required")
     return found[0]
 
 
@@ -336,7 +336,7 @@ def _resolver(tree: ast.Module, function: ast.FunctionDef | None, arguments: Map
 
 
 def _parameters(tree: ast.Module, function: ast.FunctionDef) -> dict[str, ast.expr]:
-    """Return the parameters of a function -> the arguments of its only call."""
+    """Return the arguments of the only call of a function, by parameter name."""
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == function.name]
     if len(calls) != 1:
         return {}
@@ -346,7 +346,7 @@ def _parameters(tree: ast.Module, function: ast.FunctionDef) -> dict[str, ast.ex
 
 
 def _callable_name(node: ast.expr | None, otherwise: str) -> str:
-    """Return TRL's name of a reward: the name of the function wrapped by a partial, or of an object's class."""
+    """Return TRL's name of a reward: the name of the function, which a partial may wrap, or of the object's class."""
     while isinstance(node, ast.Call):
         node = node.args[0] if ast.unparse(node.func).endswith("partial") and node.args else node.func
     name = ast.unparse(node).rpartition(".")[2] if isinstance(node, (ast.Name, ast.Attribute)) else ""
@@ -377,7 +377,7 @@ def lora_of_arguments(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def images_of(tree: ast.Module) -> str:
-    """Return the class or column that shows that a script reads images; empty if it does not."""
+    """Return the class or column that shows that a script reads images (empty if it does not)."""
     for node in ast.walk(tree):
         name = ""
         if isinstance(node, ast.Attribute):
@@ -397,8 +397,8 @@ def images_of(tree: ast.Module) -> str:
 
 
 def quantization_config(call: ast.Call, names: Resolver) -> str:
-    """Return the source text of ``quantization_config`` in ``from_pretrained(...)``; empty if the model is not
-    quantized."""
+    """Return the source text of ``quantization_config`` in ``from_pretrained(...)`` (empty if the model is not
+    quantized)."""
     nodes = {keyword.arg: keyword.value for keyword in call.keywords}
     if None in nodes:  # **kwargs
         nodes |= _keywords_in(nodes[None], names)

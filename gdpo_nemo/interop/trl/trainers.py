@@ -198,15 +198,16 @@ class Trainer:
     """A TRL trainer and its translation."""
 
     config: str
-    """Name of its config class, which is the type of the argument ``args``."""
+    """Name of the trainer's config class, which is the type of the argument ``args``."""
     defaults: Mapping[str, Any]
     """All fields of the config class -> default."""
     algorithm: str
-    """Value of ``algorithm.type``. The rules change it for losses that are separate algorithms in this project."""
+    """Value of ``algorithm.type``. The rules replace this value for losses that are separate algorithms in this
+    project."""
     positional: tuple[str, ...]
     """Names of the positional arguments, in order."""
     also: Mapping[str, Any] | None = None
-    """Fixed behavior of the trainer, as fields of ``GRPOConfig`` that its config does not have."""
+    """Fixed settings of the trainer, as fields of ``GRPOConfig`` that the trainer's config class lacks."""
 
 
 _ROWS = ("data_collator", "train_dataset", "eval_dataset", "processing_class")

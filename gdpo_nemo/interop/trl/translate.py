@@ -1,8 +1,9 @@
 """Translation of TRL scripts and arguments to configs of this project, with a report on every field.
 
-A script is read but never executed (``script.py``). Arguments are read from JSON or YAML files, which TRL saves or
-`trl grpo --config` accepts. The first matching rule in ``keys.py`` translates a field. Fields that are not set have
-TRL's defaults, which are written if this project has other defaults. The translated config therefore behaves as in TRL.
+A script is read but never executed (``script.py``). Arguments are read from JSON or YAML files that TRL saves or that
+`trl grpo --config` accepts. The first matching rule in ``keys.py`` translates a field. Fields that are not set get
+TRL's defaults, which are written if they differ from this project's defaults. The translated config therefore behaves
+as in TRL.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ def translate_trl(
     Args:
         sources: a .py file, or JSON and YAML files with arguments, or both. Later files take precedence. Instead of a
             script, the first source may be one of TRL's commands (``COMMANDS``).
-        out: path of the config. Extracted rows and functions of the script are written next to it. If it is None, no
-            file is written, and a config that requires such files is reported as ``cannot run``.
-        processes: number of data-parallel processes for which TRL would be launched.
+        out: path of the config. Extracted rows and functions of the script are written next to the config. If ``out``
+            is None, no file is written, and a config that requires such files is reported as ``cannot run``.
+        processes: number of data-parallel processes with which TRL would be launched.
         options: command-line arguments of the script (``--NAME VALUE``), which take precedence over the files.
 
     Raises:
@@ -76,9 +77,9 @@ def translate_trl(
     command = files.pop(0) if files[0] in COMMANDS and not Path(files[0]).exists() else None
     scripts = [source for source in files if source.endswith((".py", ".ipynb"))]
     if len(scripts) > 1 or any(script.endswith(".ipynb") for script in scripts):
-        raise ConfigError(f"{scripts[-1]}: only one script (.py) is supported, optionally with files of arguments")
+        raise ConfigError(f"{scripts[-1]}: only one script (.py) is supported, optionally with argument files")
     if scripts and command:
-        raise ConfigError(f"{command}: only allowed with files of arguments; {scripts[0]} defines its trainer")
+        raise ConfigError(f"{command}: only allowed with argument files; {scripts[0]} already defines its trainer")
     if processes < 1:
         raise ConfigError(f"--num-processes: must be at least 1, got {processes}")
     stem = str(Path(out or (files or [str(command)])[0]).with_suffix(""))
@@ -177,7 +178,7 @@ def _read_arguments(path: Path, trainer: str | None) -> dict[str, Any]:
 
 _INTERNAL_PREFIXES = ("_", "distributed_state")
 _NOT_ARGUMENTS = ("env", "deepspeed_plugin")
-"""Names that TRL saves with the arguments but that are not arguments."""
+"""Names in TRL's saved files that are not arguments."""
 
 
 def _check_known(source: str, arguments: Mapping[str, Any], trainer: str) -> None:
@@ -230,5 +231,5 @@ def _named(name: str) -> Reward:
     if "." in name:
         return Reward(name.rpartition(".")[2], name)
     return Reward(
-        name, problem="is not an importable function; write one that returns get_soft_overlong_punishment(...)"
+        name, problem="is not an importable function; write a function that returns get_soft_overlong_punishment(...)"
     )

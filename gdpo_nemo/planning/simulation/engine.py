@@ -1,7 +1,9 @@
-"""Simulated inference engine. All active sequences decode one token per step; more sequences make a step slower.
+"""Simulated inference engine.
 
-Between two events the number of active sequences is constant, so their progress has a closed form. The cost of an event
-is one heap operation, independent of the number of tokens since the last event.
+In a step, every active sequence decodes one token, and steps with more sequences take longer.
+
+Between two events, the number of active sequences is constant, so the progress of the sequences has a closed form. The
+cost of an event is one heap operation, independent of the number of tokens since the last event.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class EngineRates:
     arithmetic: float = 0.0
     """Seconds of compute for one token of one sequence."""
     prefill: float = 0.0
-    """Seconds to compute one token of a prompt, or of a sequence with a discarded cache."""
+    """Seconds to compute one token of a prompt, or of a sequence whose cache was discarded."""
 
     def step(self, sequences: int, resident: float = 0.0) -> float:
         """Return the seconds of a decoding step for ``sequences`` sequences with ``resident`` tokens in the cache."""
@@ -38,13 +40,13 @@ class EngineRates:
 
 @dataclass(slots=True)
 class Sequence:
-    """State of one sample. It is in an engine for one turn at a time."""
+    """State of one sample, which an engine processes turn by turn."""
 
     group: int
     prompt: float
-    """Tokens of the prompt. Attention reads all of them, including those that another sequence computed."""
+    """Number of prompt tokens. Attention reads all prompt tokens, including tokens that another sequence computed."""
     prefill: float
-    """Prompt tokens to compute at the start: the whole prompt for the group's first sequence, 0 for the others."""
+    """Prompt tokens to compute at the start: the whole prompt for the first sequence of a group, otherwise 0."""
     tokens: float
     """Tokens of each turn."""
     turns: int
@@ -56,12 +58,12 @@ class Sequence:
     cached: float = 0.0
     """Tokens in the KV cache."""
     version: int = -1
-    """Weight version that generated the first token; -1 before the sequence starts."""
+    """Weight version that generated the first token, or -1 before the sequence starts."""
     waiting_since: float = 0.0
     ended: bool = False
     """True if all turns are generated."""
     verified: bool = False
-    """True if the sample has its reward result."""
+    """True if the sample has received its reward result."""
     dropped: bool = False
     """True if the sequence was aborted."""
 
@@ -84,7 +86,7 @@ class SimulatedEngine:
         self.load = 0
         """Unfinished sequences on this engine, used for load balancing."""
         self.epoch = 0
-        """Number of changes so far. A completion that was scheduled in an earlier epoch is ignored."""
+        """Number of changes so far. An event that was scheduled in an earlier epoch is ignored."""
         self.active = 0
         """Number of sequences in decoding slots."""
         self.resident = 0.0
@@ -99,7 +101,7 @@ class SimulatedEngine:
         self._now = 0.0
         self._stalled_until = 0.0
         self._progress = 0.0
-        """Tokens that a sequence would have generated if it had been active since the start."""
+        """Number of tokens that a sequence active since the start would have generated."""
         self._ends: list[tuple[float, int, Sequence]] = []
         self._order = 0
 
@@ -145,7 +147,7 @@ class SimulatedEngine:
             self.stall(prefill * self.rates.prefill)
 
     def next_end(self) -> float | None:
-        """Return the time at which the next active sequence ends if no other event occurs; None without sequences."""
+        """Return the time at which the next active sequence ends if no other event occurs, or None without any."""
         while self._ends and self._ends[0][2].dropped:
             heappop(self._ends)
         if not self._ends:
@@ -153,7 +155,10 @@ class SimulatedEngine:
         return max(self._now, self._stalled_until) + self._seconds(max(0.0, self._ends[0][0] - self._progress))
 
     def pop_ended(self) -> list[Sequence]:
-        """Remove and return the sequences that have ended. At the time of ``next_end`` there is at least one."""
+        """Remove and return the sequences that have ended.
+
+        At the time ``next_end``, at least one sequence has ended.
+        """
         ended: list[Sequence] = []
         limit = self._progress + 1e-6
         while self._ends and (self._ends[0][2].dropped or self._ends[0][0] <= limit):
@@ -174,7 +179,7 @@ class SimulatedEngine:
         self.load -= 1
 
     def forget_cache(self) -> None:
-        """Recompute the KV cache of all active sequences with new weights (``kv: recompute``)."""
+        """Stall for recomputing the KV cache of all active sequences with new weights (``kv: recompute``)."""
         self.stall(self.resident * self.rates.prefill)
 
     def _leave(self, tokens: float) -> None:

@@ -24,7 +24,7 @@ class Distribution(Protocol):
 
     @property
     def longest(self) -> float:
-        """Return the maximum, or a value that few samples exceed."""
+        """Return the largest value, or a value that few samples exceed."""
 
     def sample_group(self, seed: int, prompt_index: int, samples: int) -> list[float]:
         """Return one value per sample of a group. The values depend only on seed and prompt index."""
@@ -36,7 +36,10 @@ _LARGEST = 10**9
 
 @dataclass(frozen=True)
 class LogNormal:
-    """Log-normal distribution ``median`` x exp(``sigma`` z), clipped at ``cap``. It is constant if sigma is 0."""
+    """Log-normal distribution ``median`` x exp(``sigma`` z), clipped at ``cap``.
+
+    The value is constant if sigma is 0.
+    """
 
     median: float
     sigma: float = 0.0
@@ -95,28 +98,31 @@ class Scenario:
     slots: int
     """Number of sequences that one engine decodes at once: max_num_seqs, or fewer if its KV cache is too small."""
     groups: int
-    """P: number of groups per step."""
+    """Number of groups per step (P)."""
     samples: int
-    """G: number of samples per group."""
+    """Number of samples per group (G)."""
     lengths: Distribution
     """Completion tokens of a sample, over all turns."""
     train_s: float
     """Seconds of training per step."""
     publish_s: float = 0.0
-    """Seconds of one weight update. Meanwhile, the trainer is busy and an engine that loads the weights is stopped."""
+    """Seconds of one weight update.
+
+    During the update, the trainer is busy and an engine that loads the weights is stopped.
+    """
     prompt_tokens: float = 0.0
     max_staleness: int = 0
     window: int = 1
-    """W: reorder window (``rollout.window``); 1 keeps the prompt order."""
+    """Reorder window W (``rollout.window``). A window of 1 keeps the prompt order."""
     depth: int | str = "auto"
-    """Maximum number of outstanding groups, or ``auto``. The scheduler ``barrier`` ignores it."""
+    """Maximum number of outstanding groups, or ``auto``. The scheduler ``barrier`` ignores this setting."""
     kv: str = "keep"
     group_timeout_s: float | None = None
     scheduler: str = "continuous"
     verifier: Distribution = LogNormal(0.0)
     """Seconds to verify a sample."""
     verify_workers: int = 0
-    """Number of samples that are verified in parallel; 0: unlimited."""
+    """Number of samples that are verified in parallel. 0 means unlimited."""
     driver_s: float = 0.0
     """Seconds of driver work per sample. The driver processes one sample at a time."""
     turns: int = 1
@@ -124,9 +130,15 @@ class Scenario:
     """Seconds between two turns, spent in the environment."""
     steps: int = 20
     warm_up: int | None = None
-    """Number of initial steps to exclude from the means. None: half of the steps if the run is endless, otherwise 0."""
+    """Number of initial steps to exclude from the means.
+
+    None means half of the steps if the run is endless, otherwise 0.
+    """
     endless: bool = True
-    """True to keep sampling prompts after the last step, as in a longer run. False: engines run empty at the end."""
+    """True to continue sampling prompts after the last step, as in a longer run.
+
+    If False, engines run out of work at the end.
+    """
     seed: int = 0
     kv_tokens: float = inf
     """Number of tokens that fit into one engine's KV cache."""
@@ -141,7 +153,7 @@ class Scenario:
         return self.steps // 2 if self.endless else 0
 
     def check(self) -> None:
-        """Raise ValueError if settings are invalid or inconsistent; the message names the setting."""
+        """Raise ValueError if settings are invalid or inconsistent. The message names the setting."""
         for name in ("engines", "slots", "groups", "samples", "turns", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
@@ -181,7 +193,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Record of one step. The totals below are over all engines since the start of the run."""
+    """Record of one step. Totals are sums over all engines since the start of the run."""
 
     started: float
     """Time at which the trainer began to wait for the batch."""
@@ -225,7 +237,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of a simulated run. Statistics are over the steps after the warm-up, unless they say otherwise."""
+    """Result of a simulated run. Unless noted otherwise, statistics cover the steps after the warm-up."""
 
     scenario: Scenario
     steps: list[StepRecord]
@@ -260,7 +272,7 @@ class Result:
 
     @property
     def held_up(self) -> float:
-        """Fraction of time in which trained weights wait for the engines."""
+        """Fraction of time in which a weight update waits for the engines."""
         return sum(step.held_up for step in self.measured) / self.seconds
 
     @property
@@ -285,7 +297,7 @@ class Result:
 
     @property
     def verifiers(self) -> float:
-        """Mean fraction of busy verifiers, or their mean number if ``verify_workers`` is 0."""
+        """Mean fraction of busy verifiers, or mean number of busy verifiers if ``verify_workers`` is 0."""
         return self._increase("verifying") / self.seconds / (self.scenario.verify_workers or 1)
 
     @property
@@ -300,12 +312,15 @@ class Result:
 
     @property
     def depth(self) -> float:
-        """Mean limit on outstanding groups."""
+        """Mean limit on the number of outstanding groups."""
         return fmean(step.depth for step in self.measured)
 
     @property
     def kv_use(self) -> float:
-        """Peak use of an engine's KV cache relative to its capacity. Above 1, vLLM would preempt sequences."""
+        """Peak use of an engine's KV cache relative to its capacity.
+
+        If the ratio exceeds 1, vLLM would preempt sequences.
+        """
         return self.steps[-1].resident / self.scenario.kv_tokens
 
     @property

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # importing matplotlib takes half of a command's startup time
 _FULL = 0.8
 """Utilization above which the driver, the verifiers or the engines count as the bottleneck."""
 _QUEUE = 0.05
-"""Ratio of waiting samples to all slots above which the engines are the bottleneck. Bursts cause smaller queues."""
+"""Ratio of waiting samples to all slots above which the engines are the bottleneck. Queues from bursts are shorter."""
 _PUBLICATION = 0.25
 """Ratio of weight update time to step time above which the weight update is the bottleneck."""
 _GAIN = 0.02
@@ -33,7 +33,7 @@ class Row:
     """Simulated run, one row of the table."""
 
     gpus: int
-    """Number of GPUs; 0 for a run on CPU."""
+    """Number of GPUs, or 0 for a run on CPUs."""
     engine_tensor: int
     result: Result
 
@@ -64,8 +64,8 @@ class Change:
 def limit(result: Result) -> str:
     """Return the bottleneck according to idle times and queues.
 
-    It is one of publication, trainer, driver, verifiers, engines and tail. ``publication`` is the weight update, and
-    ``tail`` the longest samples.
+    The bottleneck is one of publication, trainer, driver, verifiers, engines and tail. ``publication`` is the weight
+    update, and ``tail`` the longest samples.
     """
     scenario = result.scenario
     if result.trainer_idle <= WAITING:
@@ -107,13 +107,13 @@ def describe_bottleneck(row: Row) -> list[str]:
     result, scenario = row.result, row.result.scenario
     sentences = [
         f"At max_staleness {scenario.max_staleness} a step takes {result.step_s:.3g} s. The trainer waits "
-        f"{result.trainer_idle:.0%} of this time. Engines are idle {result.engine_idle:.0%} of it and fill "
+        f"{result.trainer_idle:.0%} of this time. Engines are idle {result.engine_idle:.0%} of this time and fill "
         f"{result.slots_used:.0%} of their slots. {_reason(result)}"
     ]
     if result.kv_use > 1:
         sentences.append(
             f"The fullest cache would need {result.kv_use:.0%} of its capacity. Engines would preempt sequences and "
-            "recompute them, which is not simulated. A smaller max_num_seqs or a larger cache avoids this."
+            "recompute them, which is not simulated. A smaller max_num_seqs or a larger cache avoids preemption."
         )
     if result.late:
         shares = result.late / (len(result.steps) * scenario.groups * scenario.samples)
@@ -132,7 +132,7 @@ def _reason(result: Result) -> str:
         "weight update per step.",
         "driver": f"The driver is the bottleneck: it is busy {result.driver:.0%} of the time, "
         f"{scenario.driver_s * 1e3:.3g} ms per sample.",
-        "verifiers": f"The verifiers are the bottleneck: {scenario.verify_workers} of them are busy "
+        "verifiers": f"The verifiers are the bottleneck: {scenario.verify_workers} verifiers are busy "
         f"{result.verifiers:.0%} "
         "of the time.",
         "engines": f"The engines' throughput is the bottleneck: on average, {result.queued:,.0f} samples wait for a "
@@ -184,7 +184,7 @@ def candidates(result: Result) -> list[Change]:
 
 
 def helpful_changes(result: Result, changes: Sequence[Change]) -> list[tuple[str, Result]]:
-    """Simulate the changes. Return (description, result) of each one that makes a step faster, the fastest first."""
+    """Simulate the changes. Return (description, result) of each change that makes a step faster, fastest first."""
     tried = [(change.words, simulate(change.scenario.changed(trace=False))) for change in changes]
     better = [(words, other) for words, other in tried if other.step_s < (1 - _GAIN) * result.step_s]
     return sorted(better, key=lambda found: found[1].step_s)
@@ -202,7 +202,7 @@ def describe_changes(result: Result, found: Sequence[tuple[str, Result]]) -> lis
 
 
 def scaling(rows: Sequence[Row]) -> list[str]:
-    """Describe the speedup from each number of GPUs to the next, with the bottleneck of the larger one."""
+    """Describe the speedup from each number of GPUs to the next number, with the bottleneck of the larger run."""
     lines = []
     for smaller, larger in zip(rows, rows[1:]):
         faster = smaller.result.step_s / larger.result.step_s
@@ -219,7 +219,7 @@ _GREY = "#9aa3ad"
 _INK = "#22272e"
 _BINS = 400
 _TRACKS = 64
-"""Maximum number of tracks in the timeline. With more engines, neighboring engines share a track."""
+"""Maximum number of tracks in the timeline. If there are more engines, neighboring engines share a track."""
 _STEPS = 3
 """Number of steps in the timeline."""
 _WIDE = 8
@@ -343,7 +343,7 @@ def occupancy(trace: Trace, engines: int, start: float, end: float) -> np.ndarra
 
 
 def _fill(row: np.ndarray, left: float, right: float, count: int) -> None:
-    """Add ``count`` to the bins between two points. The bins at both ends get the covered fraction of it."""
+    """Add ``count`` to the bins between two points. The bins at both ends get the covered fraction of ``count``."""
     left, right = max(0.0, left), min(float(len(row)), right)
     first, last = int(left), min(int(right), len(row) - 1)
     if first >= last:

@@ -29,7 +29,7 @@ _SIGMA = 1.0
 
 @dataclass(frozen=True)
 class Overrides:
-    """Values from the command line. They replace those of config, roofline model and run, except where None."""
+    """Values from the command line. Values other than None replace the values of config, roofline model and run."""
 
     decode_ms: float | None = None
     """Milliseconds per decoding step, independent of the number of sequences."""
@@ -68,11 +68,11 @@ def scenario_from(
     """Convert a config to a scenario.
 
     Args:
-        shape: shape of the model; may be None only if ``overrides.complete``.
-        lengths: completion lengths measured in a run; None: assumed lengths.
+        shape: shape of the model. None is allowed only if ``overrides.complete`` is true.
+        lengths: completion lengths measured in a run. None means assumed lengths.
 
     Raises:
-        ConfigError: if values are inconsistent; the message names the key or option.
+        ConfigError: if values are inconsistent. The message names the key or option.
     """
     config = resolved.config
     rollout = config.rollout
@@ -109,7 +109,7 @@ def scenario_from(
 def schedule_settings(rollout: RolloutConfig, overrides: Overrides) -> dict[str, Any]:
     """Return the scenario's staleness, window, depth, KV cache handling and deadline.
 
-    Values from the command line take precedence over those of the config.
+    Values from the command line take precedence over values of the config.
     """
 
     def choice(name: str) -> Any:
@@ -119,7 +119,7 @@ def schedule_settings(rollout: RolloutConfig, overrides: Overrides) -> dict[str,
     staleness = rollout.max_staleness
     depth = choice("depth")
     window = choice("window")
-    if window is None:  # the default if rollout.window is null
+    if window is None:  # default if rollout.window is null
         window = 1
     return {
         "max_staleness": staleness,
@@ -182,7 +182,7 @@ def _publish(resolved: Resolved, shape: Shape | None, device: Device, rates: Rat
 def _verifiers(rates: Rates, overrides: Overrides) -> dict[str, Any]:
     """Return the verifier settings from the command line.
 
-    Without them, one verifier takes ``rates.verify`` seconds per sample.
+    By default, one verifier takes ``rates.verify`` seconds per sample.
     """
     if overrides.verify_s is None:
         return {"verifier": LogNormal(rates.verify), "verify_workers": 1 if rates.verify else 0}
@@ -196,7 +196,7 @@ def _verifiers(rates: Rates, overrides: Overrides) -> dict[str, Any]:
 def scaled(resolved: Resolved, gpus: int | None, split: float | None) -> Resolved:
     """Return the config on ``gpus`` GPUs, with the fraction ``split`` for sampling. None keeps the current value.
 
-    The policy gets as many complete replicas as fit, but at most one per sample of a step. Other GPUs stay idle.
+    The policy gets as many complete replicas as fit, but at most one per sample of a step. All remaining GPUs are idle.
 
     Raises:
         ConfigError: if there are too few GPUs for one engine and one replica, or too many for the layout.

@@ -1,9 +1,9 @@
 """Discrete-event simulation of a run's rollouts and training: engines, verifiers, trainer and their waiting times.
 
-The entry point is ``simulate(Scenario(...))``. Only lengths and verification times are random. They depend only on the
-seed and the prompt index, so scenarios that differ in other settings have the same samples.
+The entry point is ``simulate(Scenario(...))``. Only lengths and verification times are random. These values depend only
+on the seed and the prompt index, so scenarios that differ in other settings have the same samples.
 
-Not modeled: network contention, slower engines, failures, dynamic sampling.
+The simulation does not model network contention, slower engines, failures or dynamic sampling.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def simulate(scenario: Scenario) -> Result:
     """Simulate a run with the settings of ``scenario``.
 
     Raises:
-        ValueError: if settings are invalid or inconsistent; the message names the setting.
+        ValueError: if settings are invalid or inconsistent. The message names the setting.
     """
     scenario.check()
     return (_Barrier if scenario.scheduler == "barrier" else _Continuous)(scenario).run()
@@ -102,21 +102,21 @@ class _Simulation:
             self._published()
 
     def later(self, seconds: float, kind: int, payload: object = None) -> None:
-        """Schedule an event in ``seconds`` from now."""
+        """Schedule an event that occurs ``seconds`` from now."""
         self._order += 1
         heappush(self._events, (self.now + seconds, self._order, kind, payload))
 
     # -- sampling ---------------------------------------------------------------------------------------------------
 
     def new_group(self) -> Group:
-        """Create the group of the next prompt. Its sequences have lengths but are not assigned to an engine yet."""
+        """Create the group of the next prompt. The sequences have lengths but are not assigned to an engine yet."""
         scenario = self.scenario
         group = Group(self.admitted, self.version, scenario.samples)
         lengths = scenario.lengths.sample_group(scenario.seed, group.prompt_index, scenario.samples)
         seconds = scenario.verifier.sample_group(scenario.seed, group.prompt_index, scenario.samples)
         prompt = scenario.prompt_tokens
         for index, (tokens, verify_s) in enumerate(zip(lengths, seconds)):
-            prefill = 0.0 if index else prompt  # the others reuse the prompt's KV cache
+            prefill = 0.0 if index else prompt  # later sequences reuse the prompt's KV cache
             turn = tokens / scenario.turns
             group.sequences.append(Sequence(group.prompt_index, prompt, prefill, turn, scenario.turns, verify_s))
         self.groups[group.prompt_index] = group
@@ -166,11 +166,11 @@ class _Simulation:
             return
         sequence.engine.advance(self.now)
         sequence.waiting_since = self.now
-        sequence.engine.queue.appendleft(sequence)  # ahead of new samples, because its KV cache still exists
+        sequence.engine.queue.appendleft(sequence)  # before new samples, because the sequence's KV cache still exists
         self._refresh(sequence.engine)
 
     def _deadline(self, group: Group) -> None:
-        """Abort the group's samples that are not verified. The group is trained without them."""
+        """Abort the group's samples that are not verified. The group is trained without these samples."""
         for sequence in group.sequences:
             if sequence.verified:
                 continue
@@ -244,7 +244,10 @@ class _Simulation:
             self._publish()
 
     def _publish(self) -> None:
-        """Send the new weights. Engines load them between two decoding steps, or with ``drain`` once they are idle."""
+        """Send the new weights.
+
+        Engines load the weights between two decoding steps or, with ``drain``, as soon as they are idle.
+        """
         self._last_trained, trained_at = -1.0, self._last_trained
         self.held_up = self.now - trained_at
         scenario = self.scenario
@@ -304,7 +307,7 @@ class _Simulation:
         raise NotImplementedError
 
     def take(self) -> list[int] | None:
-        """Return the sorted prompt indices of the next batch; None if no batch is complete."""
+        """Return the sorted prompt indices of the next batch, or None if no batch is complete."""
         raise NotImplementedError
 
     def may_publish(self) -> bool:
@@ -324,7 +327,7 @@ class _Simulation:
 
 
 class _Continuous(_Simulation):
-    """Scheduler that sends each group to the least loaded engine, up to the depth.
+    """Scheduler that sends each group to the least loaded engine, as long as the depth allows it.
 
     A batch consists of any P complete groups within the reorder window.
     """
@@ -360,7 +363,7 @@ class _Continuous(_Simulation):
                 self.later(timeout, _DEADLINE, group)
 
     def take(self) -> list[int] | None:
-        """Return the prompt indices of the oldest P complete groups within the window; None if there are fewer."""
+        """Return the prompt indices of the oldest P complete groups within the window, or None for fewer groups."""
         batch_size = self.scenario.groups
         if len(self.ready) < batch_size:
             return None
@@ -387,10 +390,10 @@ def _load(engine: SimulatedEngine) -> int:
 
 
 class _Barrier(_Simulation):
-    """Scheduler that submits whole batches and splits each evenly among the engines.
+    """Scheduler that submits whole batches and divides each batch evenly among the engines.
 
-    A weight update waits until all submitted sequences are generated. The verification of a batch begins after its
-    last sample is generated.
+    A weight update waits until all submitted sequences are generated. The verification of a batch begins when all
+    samples of the batch are generated.
     """
 
     def __init__(self, scenario: Scenario):
@@ -416,7 +419,7 @@ class _Barrier(_Simulation):
                 self.submit(engine, sequences[start:end])
 
     def generated(self, sequence: Sequence) -> None:
-        """Record a finished sample. Verify its batch if this is the last sample."""
+        """Record a finished sample. After the last sample of a batch, verify the batch."""
         sequence.ended = True
         batch = sequence.group // self.scenario.groups
         self._finished[batch].append(sequence)

@@ -1,1 +1,1 @@
-"""OpenAI-compatible endpoint of the engines, for agents that play several turns."""
+"""OpenAI-compatible endpoint of the engines, for agents with multi-turn conversations."""

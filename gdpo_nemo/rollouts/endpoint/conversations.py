@@ -1,8 +1,8 @@
-"""History of sampled turns, so that a conversation continues from exactly the tokens that were sampled.
+"""History of sampled turns. A conversation continues from exactly the tokens in the history.
 
-A turn is found by the token ids in its message, if the client returns them as NeMo Gym does. For clients that drop
-unknown fields, it is found by a fingerprint of the messages. The fingerprint also detects that a client has edited its
-messages. The stored tokens are then not used, because their text differs from the messages.
+A turn is found by the token ids in its message, if the client returns these ids like NeMo Gym does. If the client drops
+unknown fields, a turn is found by a fingerprint of the messages. The fingerprint also detects that a client has edited
+its messages. In this case, the stored tokens are not used, because their text differs from the messages.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Turn:
     completion: Completion
     engine: int
     turns: int
-    """Number of turns in the conversation so far, including this one."""
+    """Number of turns in the conversation so far, including this turn."""
     num_policy_tokens: int
-    """Number of tokens that the policy sampled in these turns."""
+    """Number of tokens that the policy sampled in all turns so far."""
     fingerprint: str
     """Fingerprint of the conversation's messages, including the message of this turn."""
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Tokens of prompt and completion, with which the next prompt begins. Shape: int32 [tokens]."""
+        """Tokens of prompt and completion. The next prompt begins with these tokens. Shape: int32 [tokens]."""
         return np.concatenate([self.prompt_ids, self.completion.token_ids])
 
 
@@ -49,7 +49,7 @@ class EditedHistory(Exception):
 
 
 class UnknownTurn(Exception):
-    """Raised if the token ids of a message are not in the history, for example after their episode was abandoned."""
+    """Raised if the token ids of a message are not in the history, for example because the episode was abandoned."""
 
 
 class History:
@@ -70,7 +70,7 @@ class History:
         self._first_active = 0
         """Number of the first turn that may belong to an episode in flight."""
         self._newest_removed = -1
-        """Number of the newest turn that was removed because of the limit. -1 if there is none."""
+        """Number of the newest turn that was removed because of the limit, or -1 if none was removed."""
 
     def keep(self, session: str, turn: Turn) -> None:
         """Store a turn.
@@ -85,7 +85,7 @@ class History:
             is_unique = stored is None or (
                 stored_turn is not None and np.array_equal(stored_turn.token_ids, turn.token_ids)
             )
-            # Entries are moved to the end, so that they stay in the order of their numbers.
+            # Entries are moved to the end, so that all entries are in the order of their numbers.
             self._by_ids.pop(ids, None)
             self._by_text.pop(key, None)
             self._by_ids[ids] = (self._count, turn)
@@ -97,7 +97,7 @@ class History:
 
     @property
     def count(self) -> int:
-        """Number that the next turn will get."""
+        """Number to assign to the next turn."""
         with self._lock:
             return self._count
 
@@ -120,7 +120,7 @@ class History:
         self.forget(self.count)
 
     def turn(self, token_ids: np.ndarray) -> Turn | None:
-        """Return the turn whose prompt and completion are ``token_ids``. Return None if it is not stored."""
+        """Return the turn whose prompt and completion are ``token_ids``. Return None if the turn is not stored."""
         with self._lock:
             found = self._by_ids.get(_digest(token_ids))
         return found[1] if found else None
@@ -129,7 +129,8 @@ class History:
         """Find the stored turn of the last assistant message.
 
         Returns:
-            The turn and the index of its message. None if the turn is not stored, or without assistant messages.
+            The turn and the index of its message. None if the turn is not stored or the conversation has no assistant
+            messages.
 
         Raises:
             EditedHistory: if the message has the token ids of a turn, but a different text.
@@ -158,8 +159,8 @@ class History:
 def fingerprint(messages: Messages) -> str:
     """Return the SHA-256 digest of the messages: their roles, stripped text, reasoning and tool calls.
 
-    Reasoning at the beginning of the text and in a separate item give equal digests, because clients store it in
-    either form.
+    Reasoning at the beginning of the text and in a separate item give equal digests, because clients store reasoning in
+    either format.
     """
     digest = hashlib.sha256()
     for message in messages:

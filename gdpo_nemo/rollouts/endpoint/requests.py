@@ -35,9 +35,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
 }
-"""Keys that would change the sampling, with the values at which they have no effect.
+"""Request keys that would change the sampling, with the values that have no effect.
 
-Other values are refused, because training relies on the sampling settings of the run.
+All other values are rejected, because training relies on the sampling settings of the run.
 """
 
 
@@ -181,13 +181,13 @@ _NEUTRAL_RESPONSES = {
     "text": ({}, {"format": {"type": "text"}}),
 }
 """Keys of the Responses API that would change the prompt, the answer or its format, with the values that have no
-effect. Other values are refused.
+effect. All other values are rejected.
 """
 _TEXT_PARTS = ("input_text", "output_text", "summary_text", "text")
 
 
 def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatRequest, Mapping[str, Any]]:
-    """Parse a request to /v1/responses. Return it both as a chat request and unchanged.
+    """Parse a request to /v1/responses. Return the chat request and the original request.
 
     Raises:
         Refused: with status 400 if the request is invalid.
@@ -211,7 +211,7 @@ def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatR
 def _check_metadata(metadata: Any) -> None:
     """Check that the metadata has no chat template settings, which NeMo Gym's agents store there as JSON.
 
-    They are refused, because every prompt is rendered with the settings of the run.
+    Requests with template settings are refused, because every prompt is rendered with the settings of the run.
     """
     if isinstance(metadata, Mapping) and metadata.get("chat_template_kwargs") not in (None, "", "{}", {}):
         value = str(metadata["chat_template_kwargs"])[:40]
@@ -221,11 +221,12 @@ def _check_metadata(metadata: Any) -> None:
 
 
 def response_of(turn: Turn, message: Mapping[str, Any], request: Mapping[str, Any], number: str) -> dict[str, Any]:
-    """Return the reply to a Responses API request. Its last item has the token fields of NeMo Gym's model server.
+    """Return the reply to a Responses API request. The last item of the reply has the token fields of NeMo Gym's model
+    server.
 
     Args:
         message: the assistant's message, in chat format.
-        request: request as received.
+        request: request in its original format.
         number: identifier of the turn, used in all ids of the reply.
     """
     completion = turn.completion
@@ -245,7 +246,7 @@ def response_of(turn: Turn, message: Mapping[str, Any], request: Mapping[str, An
 
 
 def response_without_room(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the reply if the conversation has reached a limit: an empty text, marked as incomplete."""
+    """Return the reply for a conversation that has reached a limit: an empty text, marked as incomplete."""
     return _response(_items({"content": ""}, "none"), request, "none", incomplete=True, input_tokens=0, output_tokens=0)
 
 
@@ -260,7 +261,7 @@ def _response_messages(items: Any) -> list[dict[str, Any]]:
     """Convert response items to chat messages.
 
     Consecutive text, reasoning and tool calls of the assistant become one message. An item with token ids ends the
-    message, because only the last item of a turn has them.
+    message, because only the last item of a turn has token ids.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
@@ -338,7 +339,8 @@ def _list(name: str, value: Any) -> list[Any]:
 
 
 def _items(message: Mapping[str, Any], number: str) -> list[dict[str, Any]]:
-    """Convert the assistant's message to items: reasoning, text and tool calls. There is at least one item."""
+    """Convert the assistant's message to items: reasoning, text and tool calls. The result contains at least one
+    item."""
     calls = message.get("tool_calls") or ()
     items = list(_text_items(message.get("content") or "", number)) if message.get("content") or not calls else []
     for index, call in enumerate(calls):

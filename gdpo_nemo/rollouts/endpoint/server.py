@@ -20,7 +20,7 @@ _STOP_S = 10.0
 
 
 class Endpoint:
-    """HTTP server for ``service`` at ``url``. It runs until ``close``.
+    """HTTP server for ``service`` at ``url``. The server runs until ``close``.
 
     Args:
         host: address to listen on. Requests are not authenticated, so use a loopback address unless the network is
@@ -95,7 +95,7 @@ async def _body(request: Request) -> bytes:
     """Read the request body.
 
     Raises:
-        Refused: with status 413 if it is too large.
+        Refused: with status 413 if the body is too large.
     """
     parts = []
     size = 0

@@ -38,7 +38,7 @@ from gdpo_nemo.utils.waits import waiting
 
 MODEL = "policy"
 _NO_ROLLOUT = "no rollout is in flight"
-"""Message for requests outside a phase. They get status 400, because agents would retry a 503."""
+"""Error message for requests outside a phase. The status is 400, because agents would retry a 503."""
 
 
 class Engines(Protocol):
@@ -46,7 +46,7 @@ class Engines(Protocol):
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """Event loop on which ``sample`` must run. It runs in a separate thread."""
+        """Event loop on which ``sample`` must run. The loop runs in a separate thread."""
         ...
 
     def sample(
@@ -69,7 +69,8 @@ class Budgets:
 
 @dataclass(frozen=True)
 class _Next:
-    """Prompt of the next turn, and the previous turn. ``before`` is None if no earlier turn is stored."""
+    """Prompt of the next turn, and the previous turn. The previous turn, ``before``, is None if no earlier turn is
+    stored."""
 
     token_ids: np.ndarray
     before: Turn | None
@@ -88,9 +89,9 @@ class Service:
     """Service that answers agents' requests while at least one ``phase`` is open.
 
     Args:
-        shared: True allows several open phases with equal sampling settings, for example one for each group. A request
-            does not identify its phase, because few agents pass on such an identifier. Seeds therefore depend on the
-            order of requests. False makes each phase wait until the previous phase ends.
+        shared: True allows several open phases with equal sampling settings, for example one phase per group. A request
+            does not identify its phase, because few agents would forward an identifier. Seeds therefore depend on the
+            order of requests. With False, each phase waits until the previous phase ends.
     """
 
     def __init__(self, engines: Engines, conversation: Conversation, budgets: Budgets, shared: bool = False):
@@ -104,28 +105,30 @@ class Service:
         the client had changed, so that the prompt was rendered again. ``refused``: requests answered with an error.
         """
         self.failure: GdpoError | None = None
-        """Error because of which sampling failed permanently. None if sampling works."""
+        """Error that made sampling fail permanently, or None if sampling works."""
         self._engines = engines
         self._shared = shared
         self._sampling: Sampling | None = None
         self._batch = object()
-        """Identity of the current batch. It changes when a phase is opened while no other phase is open."""
+        """Identity of the current batch. The identity changes when a phase is opened while no other phase is open."""
         self._request_counts: Counter[bytes] = Counter()
-        """Number of requests by prompt digest, since the oldest open phase became the oldest."""
+        """Number of requests by prompt digest. The counts restart whenever another phase becomes the oldest open
+        phase."""
         self._phases: list[_Phase] = []
         self._queue: deque[object] = deque()
-        """Phases that wait to be opened, in order, so that a phase with other settings does not wait forever."""
+        """Queue of phases that wait to be opened. The queue prevents a phase with different settings from waiting
+        forever."""
         self._condition = threading.Condition()
 
     @contextlib.contextmanager
     def phase(self, sampling: Sampling, entropy: int) -> Iterator[None]:
         """Open a phase: answer requests while the block runs.
 
-        Waits until all open phases that cannot be shared have ended.
+        Wait until all open phases with which this phase cannot be shared have ended.
 
         Args:
             sampling: sampling settings for all requests.
-            entropy: number from which the seeds derive while this is the oldest open phase.
+            entropy: number from which seeds are derived while this phase is the oldest open phase.
         """
         opened = self._enter(sampling, entropy)
         try:
@@ -223,8 +226,8 @@ class Service:
         """Store a turn.
 
         Raises:
-            Refused: if all phases that were open at the time of the request have ended. Otherwise the next batch could
-                use this turn's log-probs and version for a turn with equal tokens.
+            Refused: if all phases that were open at the time of the request have ended. Without this check, the next
+                batch could use this turn's log-probs and version for a turn with equal tokens.
         """
         with self._condition:
             if self._batch is not batch or not self._phases:
@@ -300,7 +303,7 @@ class Service:
         """Return the maximum number of tokens of the next turn.
 
         Raises:
-            NoRoom: if a limit is reached. Agents recognize a full context by the wording of the message.
+            NoRoom: if a limit is reached. Agents recognize a full context by the words of this message.
         """
         budgets = self.budgets
         before = following.before
@@ -318,7 +321,7 @@ class Service:
     def _seed(self, token_ids: np.ndarray) -> int:
         """Return a seed that depends on the phase, the prompt and the number of earlier requests with this prompt.
 
-        Requests with the same prompt get different seeds. The set of these seeds does not depend on the order of the
+        Requests with the same prompt get different seeds. The set of the seeds does not depend on the order of the
         agents.
         """
         digest = hashlib.sha256(token_ids.tobytes()).digest()
@@ -368,7 +371,8 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(turn: Turn) -> int:
-    """Return a number for the ids in a turn's reply. It depends only on the messages, so a resumed run repeats it."""
+    """Return a number for the ids in a turn's reply. The number depends only on the messages, so a resumed run repeats
+    the number."""
     return int(turn.fingerprint[:12], 16)
 
 

@@ -2,9 +2,9 @@
 
 A transport is a file with a subclass of ``Transport``, ``Sender`` and ``Receiver``. ``weights.transport`` selects the
 driver class, by its name in ``config/transports.py`` or by its import path (``file.py:Class``). No other file depends
-on it. The steps that all transports share are implemented once. Engines check tensor names before bytes are sent, and
-load through vLLM's layer-wise reload (``vllm_receiver``). They do not sample while an update is incomplete. The fleet
-repeats failed deliveries. A sync check compares log-probs after each update.
+on a transport. The steps that all transports have in common are implemented only once. Engines check tensor names
+before any bytes are sent, and load tensors through vLLM's layer-wise reload (``vllm_receiver``). Engines do not sample
+while an update is incomplete. The fleet repeats failed deliveries. A sync check compares log-probs after each update.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from gdpo_nemo.weights.adapters import Adapters
 from gdpo_nemo.weights.manifest import Manifest, weight_metadata
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
-"""(Hugging Face name, unsharded tensor) of every weight, in the order of the manifest."""
+"""Iterator over (Hugging Face name, unsharded tensor) of every weight, in the order of the manifest."""
 
 
 class PolicyOnRank(Protocol):
-    """Interface of the policy on a rank that a sender uses (``megatron.policy.Policy``)."""
+    """Interface of the policy on a rank, for a sender (implemented by ``megatron.policy.Policy``)."""
 
     adapters: Adapters | None
-    """LoRA settings; None if all weights are trained."""
+    """LoRA settings. None if all weights are trained."""
     runtime: Any
     """``runtime.device`` is the device of the weights."""
 
     def update(self) -> Tensors:
-        """Yield the tensors that training changes; collective: every rank must exhaust the iterator."""
+        """Yield the tensors that training changes. This call is collective: every rank must exhaust the iterator."""
 
 
 class PolicyRanks(Protocol):
-    """Interface of the policy on the driver that a transport uses (``cluster.policy_group.PolicyGroup``)."""
+    """Interface of the policy on the driver, for a transport (``cluster.policy_group.PolicyGroup``)."""
 
     timeout_s: float
     """Time limit of a call to the ranks in seconds (``rollout.train_timeout_s``)."""
@@ -54,7 +54,7 @@ class PolicyRanks(Protocol):
     def shared(self) -> Sequence[Sequence[int]]:
         """For each engine, the ranks whose devices its processes share, in the order of the processes.
 
-        Empty if the engines have separate devices.
+        The sequence is empty if the engines have separate devices.
         """
         ...
 
@@ -71,15 +71,16 @@ class PolicyRanks(Protocol):
         ranks: Iterable[int] | None = None,
         num_returns: int = 1,
     ) -> list[Any]:
-        """Call a method of the sender on some ranks. The first call on a rank creates the sender.
+        """Call a method of the sender on selected ranks. The first call on a rank creates the sender.
 
         Args:
             sender: class of the sender.
-            ranks: ranks to call; None for all ranks.
-            num_returns: number of values that the method returns. Above 1, each value gets its own reference.
+            ranks: ranks to call, or None for all ranks.
+            num_returns: number of values that the method returns. If it is above 1, each value gets a separate
+                reference.
 
         Returns:
-            For each rank a reference to the result, or a list of ``num_returns`` references.
+            For each rank, a reference to the result, or a list of ``num_returns`` references.
         """
 
     def wait(self, refs: Sequence[Any], what: str) -> list[Any]:
@@ -94,10 +95,10 @@ class PolicyRanks(Protocol):
 
 
 class Sender:
-    """The part of a transport that runs on a policy rank. The first call creates it.
+    """Part of a transport that runs on a policy rank. The first call creates the sender.
 
-    The driver calls its methods by ``PolicyRanks.start_sender``. A method that reads weights must be called on all
-    ranks, and must gather the weights on each of them (``gathered``), even on ranks that do not send.
+    The driver calls methods of the sender through ``PolicyRanks.start_sender``. A method that reads weights must be
+    called on all ranks, and must gather the weights on every rank (``gathered``), even on ranks that do not send.
     """
 
     def __init__(self, policy: PolicyOnRank, rank: int, host: str):
@@ -110,7 +111,7 @@ class Sender:
     def gathered(self) -> Iterator[Tensors]:
         """Provide an iterator over the tensors of an update.
 
-        Tensors that the block does not consume are consumed afterwards, because all ranks must gather together.
+        Tensors that the block does not consume are consumed afterwards, because gathering is collective.
         """
         tensors = self.policy.update()
         try:
@@ -122,14 +123,14 @@ class Sender:
     def weight_metadata(self) -> Manifest | None:
         """Return a manifest of the weights without checksums on rank 0, and None on other ranks.
 
-        It is valid for all updates, because names and shapes do not change.
+        The manifest is valid for all updates, because names and shapes do not change.
         """
         with self.gathered() as tensors:
             return weight_metadata(tensors, -1, self.policy.adapters) if self.rank == 0 else None
 
 
 class Receiver(ABC):
-    """Description of how an engine receives an update. It is pickled and sent to the engine and its workers."""
+    """Engine side of a transport, which receives updates. It is pickled and sent to the engine and its workers."""
 
     @contextlib.contextmanager
     def opened(self, manifest: Manifest, in_process: bool, *data: Any) -> Iterator[Receiver]:
@@ -138,10 +139,10 @@ class Receiver(ABC):
         Args:
             in_process: True if the main process is the only worker.
             data: additional arguments that the transport has passed to ``Engine.update_weights``. Ray has replaced
-                references by their values.
+                references with their values.
 
         Raises:
-            RunError: if the bytes are not available. The engine is then unchanged.
+            RunError: if the bytes of the update are not available. The engine's weights are then unchanged.
         """
         yield self
 
@@ -153,19 +154,19 @@ class Receiver(ABC):
             worker: index of this worker process in its engine, from 0.
 
         Raises:
-            PeerLost: if the sender was lost. The update can be sent again.
-            RunError: if the checksum of a tensor differs. This ends the run.
+            PeerLost: if the sender was lost. In this case, the update can be sent again.
+            RunError: if the checksum of a tensor differs. This error ends the run.
         """
 
     def close(self, worker: int) -> None:  # noqa: B027 - optional: most receivers have no resources
         """Release the resources that worker process ``worker`` keeps between updates.
 
-        To call it, ``Transport.close`` calls ``close_receiver.remote(receiver)`` on the engines. Most transports do not
-        need it.
+        ``Transport.close`` triggers this method by calling ``close_receiver.remote(receiver)`` on the engines. Most
+        transports do not need this method.
         """
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickle a user-defined class by its import path. An engine's process cannot import it by its module name."""
+        """Pickle a user-defined class by import path, because an engine's process cannot import it by module name."""
         if not type(self).__module__.startswith(PLUGIN_PREFIX):
             return super().__reduce_ex__(protocol)
         return _restored, (import_path_of(type(self)), vars(self))
@@ -182,35 +183,36 @@ class TransportOptions:
     """Options that the run passes to every transport."""
 
     folder: Path = Path("weights")
-    """Folder for the transport's files, inside the run folder. All nodes can access it."""
+    """Folder for the transport's files, inside the run folder. All nodes can access this folder."""
     bucket_bytes: int = 256 << 20
     """``weights.bucket_mib`` in bytes."""
     keep: bool = False
-    """True if the transport must store the version, because an engine may restart while the policy trains.
+    """True if the transport must store the current version, because an engine may restart while the policy trains.
 
-    If False, the transport may gather the version from the policy again.
+    If False, the transport may gather this version from the policy again.
     """
 
 
 class Transport(ABC):
-    """Driver side of a transport of weights from the policy to the engines.
+    """Driver side of a transport, which sends weights from the policy to the engines.
 
-    The methods are called by one thread at a time. For each version, ``prepare`` is called once, then ``send`` for all
+    Only one thread at a time calls the methods. For each version, ``prepare`` is called once, then ``send`` for all
     engines. ``send`` is called again for the same version if an engine was lost or restarts (see
-    ``TransportOptions.keep``). ``close`` is called last, even after a failure. Before every ``send`` the engines have
-    checked the names in the manifest, and wait for the weights.
+    ``TransportOptions.keep``). ``close`` is called last, even after a failure. When ``send`` is called, the engines
+    have checked the names in the manifest and wait for the weights.
 
-    An exception in ``prepare`` ends the run. After a failed ``send``, dead engines are replaced. ``PeerLost`` leads to
-    another ``send``, up to three times in a row. Any other exception ends the run.
+    An exception in ``prepare`` ends the run. After a failed ``send``, dead engines are replaced. After ``PeerLost``,
+    ``send`` is called again, up to three times in a row. Any other exception ends the run.
 
-    The class attributes ``refuses`` and ``uses_buckets`` are read from the source before the file is imported
-    (``config/transports.py``), so a subclass must use literals.
+    The class attributes ``refuses`` and ``uses_buckets`` are read from the source code before the file is imported
+    (``config/transports.py``), so a subclass must assign literals to them.
     """
 
     refuses: ClassVar[Mapping[str, str]] = {}
-    """Unsupported conditions, with the reason. The message consists of the transport's name and the reason.
+    """Reasons for unsupported conditions, by condition.
 
-    The keys are those of ``config.transports.CONDITIONS``.
+    An error message consists of the transport's name and the reason. The keys are those of
+    ``config.transports.CONDITIONS``.
     """
     uses_buckets: ClassVar[bool] = True
     """True if the transport uses ``weights.bucket_mib``."""
@@ -228,29 +230,30 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Start to send the prepared version to some engines. Do not wait for them.
+        """Start sending the prepared version to the given engines, without waiting for them.
 
-        Call ``update_weights.remote(manifest, receiver, *data)`` of each engine.
+        Implementations call ``update_weights.remote(manifest, receiver, *data)`` on each engine.
 
         Args:
-            engines: actors of the engines by number.
+            engines: engine actors by engine number.
 
         Returns:
-            References to these calls in the order of ``engines``, and references to the calls of the policy's ranks.
+            References to the engines' calls, in the order of ``engines``, and references to the calls of the policy's
+            ranks.
         """
 
     def close(self) -> None:  # noqa: B027 - optional: most transports have nothing to remove
-        """Remove everything that would remain after the run."""
+        """Remove everything that would otherwise remain after the run."""
 
 
 class StreamingTransport(Transport):
-    """Base class of transports that send while the ranks gather. ``prepare`` needs only the weights' metadata."""
+    """Base class of transports that send weights while the ranks gather them. ``prepare`` needs only metadata."""
 
     sender: ClassVar[type[Sender]] = Sender
     _metadata: Manifest | None = None
 
     def prepare(self, version: int) -> None:
-        """Set the version; ``send`` gathers the weights."""
+        """Set the version to send. ``send`` gathers the weights."""
         if self._metadata is None:
             refs = self.policy.start_sender(self.sender, "weight_metadata")
             self._metadata = self.policy.wait(refs, "exporting weights")[0]
@@ -279,7 +282,7 @@ def load_transport(name: str) -> type[Transport]:
 
 
 def make_transport(name: str, policy: PolicyRanks, folder: Path, bucket_bytes: int, keep: bool = False) -> Transport:
-    """Create a transport by its name in the config. For the other arguments see ``TransportOptions``."""
+    """Create a transport by its name in the config. For the other arguments, see ``TransportOptions``."""
     transport_class = load_transport(name)
     with errors_named(transport_class, "__init__"):
         return transport_class(policy, TransportOptions(folder, bucket_bytes, keep))
@@ -287,9 +290,9 @@ def make_transport(name: str, policy: PolicyRanks, folder: Path, bucket_bytes: i
 
 @contextlib.contextmanager
 def errors_named(transport_class: type, method: str) -> Iterator[None]:
-    """Convert exceptions of a user-defined transport in the block to a RunError that names class and method.
+    """Convert exceptions of a user-defined transport to a RunError that names the class and the method.
 
-    This project's own exceptions, and exceptions of built-in transports, are not converted.
+    Exceptions of this project and of built-in transports are not converted.
     """
     try:
         yield

@@ -1,12 +1,12 @@
 """Transports that broadcast the weights from the policy's first rank to all processes of all engines.
 
 NCCL transfers from GPU to GPU. gloo works without GPUs and transfers over TCP from host to host. The sender is rank 0
-of a process group and hosts its store. The engine processes have the ranks from 1 on.
+of a process group and hosts the group's store. The engine processes have ranks 1 and above.
 
 The group is persistent: the next update reuses it if the engines are the same actors and no update failed. Otherwise a
-new group is created. A replaced engine, or an engine that missed an update, gets the weights through a temporary group.
-Weights are sent in buckets. Sender and receivers process one bucket while another is in transfer, so that each holds at
-most two.
+new group is created. An engine that was replaced or missed an update gets the weights through a temporary group.
+Weights are sent in buckets. Sender and receivers process one bucket while another bucket is in transfer, so that each
+process stores at most two buckets.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gdpo_nemo.weights.transports.base import Receiver, Sender, StreamingTranspo
 
 
 class CollectiveTransport(StreamingTransport):
-    """Broadcast from rank 0 to every process of the engines, while the policy's ranks gather the weights.
+    """Broadcast from rank 0 to every engine process while the policy's ranks gather the weights.
 
-    With ``TransportOptions.keep`` rank 0 keeps the sent weights in host memory, for an engine that restarts later.
+    With ``TransportOptions.keep``, rank 0 keeps the sent weights in host memory for engines that restart later.
     """
 
     backend: ClassVar[str]
@@ -34,9 +34,9 @@ class CollectiveTransport(StreamingTransport):
     _engines: tuple[tuple[int, Any], ...] = ()
     """(number, actor) of the persistent group's engines. The actor distinguishes an engine from its replacement."""
     _members = ""
-    """Identifier of this set of engines on rank 0."""
+    """Identifier on rank 0 of the persistent group's engines."""
     _persistent_receivers: tuple[CollectiveReceiver, ...] = ()
-    """Newest receivers of these engines."""
+    """Receivers of the persistent group's engines, from the group's most recent delivery."""
 
     def prepare(self, version: int) -> None:
         """Set the version to send."""
@@ -47,8 +47,8 @@ class CollectiveTransport(StreamingTransport):
         """Start a delivery.
 
         The first delivery of a version uses the persistent group, or a new persistent group if the engines have
-        changed. Any later delivery uses a temporary group. With ``TransportOptions.keep`` it sends the weights that
-        rank 0 has kept.
+        changed. Every later delivery of this version uses a temporary group. With ``TransportOptions.keep``, later
+        deliveries send the weights that rank 0 has kept.
         """
         persistent = not self._sent
         receivers = self._receivers(engines, persistent)
@@ -73,7 +73,7 @@ class CollectiveTransport(StreamingTransport):
         members = self._members if persistent else ""
         count = processes * len(engines)
         opened = policy.start_sender(CollectiveSender, "open", self.backend, count, members, ranks=[0])
-        ((meeting, must_join),) = policy.wait(opened, "opening the weights' sender")
+        ((meeting, must_join),) = policy.wait(opened, "opening the weight sender")
         bucket_bytes = self.options.bucket_bytes
         receivers = tuple(
             CollectiveReceiver(meeting, number, 1 + index * processes, must_join, bucket_bytes, policy.timeout_s)
@@ -84,7 +84,7 @@ class CollectiveTransport(StreamingTransport):
         return receivers
 
     def close(self) -> None:
-        """Make every member leave the persistent group. Do not wait for the members, because some may be dead."""
+        """Make every member leave the persistent group, without waiting for the members, because some may be dead."""
         if self._persistent_receivers:
             self.policy.start_sender(CollectiveSender, "close", self._members, ranks=[0])
         for (_, engine), receiver in zip(self._engines, self._persistent_receivers):
@@ -110,7 +110,7 @@ class GlooTransport(CollectiveTransport):
 
 
 class CollectiveSender(Sender):
-    """Sender on rank 0. The other ranks only take part in gathering the weights."""
+    """Sender on rank 0. Other ranks only participate in gathering the weights."""
 
     _server: BroadcastServer
     """Server for the next broadcast."""
@@ -120,12 +120,12 @@ class CollectiveSender(Sender):
     """Identifier of the persistent group's receivers."""
 
     def open(self, backend: str, receivers: int, members: str) -> tuple[Meeting, bool]:
-        """Prepare the next broadcast. Return the receivers' meeting, and whether they must join it.
+        """Prepare the next broadcast. Return the group's rendezvous, and True if the receivers must join the group.
 
         Args:
             receivers: number of receiving processes.
-            members: identifier of the set of receivers. If it is that of the persistent group, this group is reused,
-                unless it failed. If it is empty, a group for a single broadcast is created.
+            members: identifier of the set of receivers. If the persistent group has this identifier and has not failed,
+                it is reused. An empty identifier creates a group for a single broadcast.
         """
         if not members:
             self._server = BroadcastServer(self.host, receivers, backend)
@@ -141,7 +141,7 @@ class CollectiveSender(Sender):
         return self._server.meeting, True
 
     def broadcast(self, manifest: Manifest, bucket_bytes: int, keep: bool) -> None:
-        """Broadcast the current weights from rank 0 while they are gathered. Call ``open`` before.
+        """Broadcast the current weights from rank 0 while they are gathered. Call ``open`` first.
 
         Args:
             keep: True to keep the weights in rank 0's host memory for ``broadcast_kept``.
@@ -153,7 +153,7 @@ class CollectiveSender(Sender):
                 self._send(self._keeping(buckets, keep))
 
     def broadcast_kept(self) -> None:
-        """Broadcast the weights that ``broadcast`` has kept. Only rank 0 takes part."""
+        """Broadcast the weights that ``broadcast`` has kept. Only rank 0 calls this method."""
         device = self._device()
         self._send(bucket.to(device) for bucket in self._kept)
 
@@ -190,12 +190,12 @@ class CollectiveReceiver(Receiver):
     engine: int
     """Number of the engine."""
     rank: int
-    """Rank in the group of the engine's first process; its other processes have the following ranks."""
+    """Rank of the engine's first process in the group. The engine's other processes have the following ranks."""
     must_join: bool
-    """True if the processes must join the group for this update; False if they are already members."""
+    """True if the processes must join the group for this update, False if they are already members."""
     bucket_bytes: int
     timeout_s: float
-    """Time limit of the wait for the sender, which may be training."""
+    """Time limit for waiting for the sender, which may be training."""
 
     def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
         """Yield the verified tensors of an update on ``device``, in process ``worker`` (from 0) of the engine.
@@ -204,7 +204,8 @@ class CollectiveReceiver(Receiver):
             PeerLost: if the sender or another receiver was lost.
             RunError: if the checksum of a tensor differs.
         """
-        # gloo ends the process if the sizes at sender and receiver differ. Both compute them from the manifest.
+        # gloo ends the process if the buffer sizes of sender and receiver differ. Sender and receiver compute the sizes
+        # from the manifest.
         joining = joined_group(self.meeting, self._member(worker), self.rank + worker, self.must_join, self.timeout_s)
         buckets = divide(manifest, self.bucket_bytes)
         try:
@@ -225,7 +226,7 @@ class CollectiveReceiver(Receiver):
 def _received(
     group: BroadcastGroup, buckets: list[Bucket], device: torch.device
 ) -> Iterator[tuple[Bucket, torch.Tensor]]:
-    """Yield (bucket, buffer) of every bucket, while the next bucket is already in transfer."""
+    """Yield (bucket, buffer) of every bucket while the next bucket is already in transfer."""
     in_transfer = None
     for bucket in buckets:
         buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)

@@ -1,6 +1,6 @@
-"""Transport by safetensors files in a folder that all nodes share. Every engine reads all files.
+"""Transport through safetensors files in a folder that all nodes share. Every engine reads all files.
 
-PEFT can load the folder of an update of adapters.
+If an update consists of adapters, PEFT can load the folder of the update.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
 
 class FolderTransport(Transport):
-    """Transport by safetensors files in a shared folder. The newest version remains until the next ``prepare``."""
+    """Transport through safetensors files in a shared folder. The newest version remains until the next ``prepare``."""
 
     _version: Path | None = None
 
@@ -42,7 +42,7 @@ class FolderTransport(Transport):
             shutil.rmtree(previous, ignore_errors=True)
 
     def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Make each engine read the files. The policy is not involved."""
+        """Make each engine read the files. The policy does not take part."""
         receiver = FolderReceiver(str(self._version))
         return [engine.update_weights.remote(self.manifest, receiver) for engine in engines.values()], []
 
@@ -61,7 +61,7 @@ class FolderSender(Sender):
         """Pack the weights on rank 0, and keep them until the next version.
 
         Returns:
-            The manifest on rank 0, None on other ranks.
+            The manifest on rank 0, and None on other ranks.
         """
         with self.gathered() as tensors:
             if self.rank:
@@ -71,13 +71,13 @@ class FolderSender(Sender):
         return self._staged[0]
 
     def write(self, folder: str, bucket_bytes: int) -> None:
-        """Write the weights of ``stage_weights``.
+        """Write the weights that ``stage_weights`` has packed.
 
         Raises:
             RunError: if ``stage_weights`` was not called, or if the weights could not be written.
         """
         if self._staged is None:
-            raise RunError("no weights were staged for the folder")
+            raise RunError("no weights were staged; call stage_weights before write")
         write(folder, *self._staged, bucket_bytes)
 
 
@@ -85,7 +85,7 @@ def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_byt
     """Write an update as ``00000.safetensors``, ``00001.safetensors`` and so on.
 
     A file contains tensors of at most ``bucket_bytes``, or a single larger tensor. Adapters are written to one file.
-    The folder is renamed to ``folder`` when it is complete.
+    The files are written to a temporary folder, which is renamed to ``folder`` when it is complete.
 
     Raises:
         RunError: if the update could not be written.
@@ -109,7 +109,7 @@ def write(folder: str | Path, manifest: Manifest, buffer: np.ndarray, bucket_byt
 
 @dataclass(frozen=True)
 class FolderReceiver(Receiver):
-    """Receiver that reads the files."""
+    """Receiver that reads the files of an update."""
 
     path: str
     """Folder with the files of the version."""
@@ -121,7 +121,7 @@ class FolderReceiver(Receiver):
             yield receiver
 
     def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
-        """Yield the verified tensors in the files."""
+        """Yield the verified tensors from the files."""
         return unpack(manifest, self.read(manifest))
 
     def read(self, manifest: Manifest) -> np.ndarray:

@@ -1,8 +1,9 @@
-"""Transport by shared memory, from a policy rank to the engine process on the same device.
+"""Transport through shared memory, from a policy rank to the engine process on the same device.
 
-The rank fills two buffers alternately. The engine's process opens their handles once per update: CUDA IPC for a GPU, a
-descriptor of shared memory for a CPU. It copies a filled buffer, tells the rank, and loads from the copy while the rank
-fills the next buffer. The processes communicate over a local socket, so that each notices at once if the other ends.
+The rank fills two buffers alternately. The engine process opens the buffers' handles once per update: CUDA IPC handles
+on a GPU, descriptors of shared memory on a CPU. The engine process copies a filled buffer, notifies the rank, and loads
+from the copy while the rank fills the next buffer. The processes communicate over a local socket, so that each process
+detects at once if the other process ends.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from gdpo_nemo.weights.manifest import Bucket, Manifest, PeerLost, divide
 from gdpo_nemo.weights.transports.base import Receiver, Sender, StreamingTransport, Tensors
 
 _JOIN_S = 120.0
-"""Time limit for the engine to connect, and to copy one bucket. The engine already waits when the rank begins."""
+"""Time limit for the engine to connect, and to copy one bucket. The engine already waits when the rank starts."""
 _BUFFERS = 2
-"""Number of buffers: the rank fills one while the engine copies the other."""
+"""Number of buffers: the rank fills one buffer while the engine copies the other."""
 _FILLED = b"filled"
 _TAKEN = b"taken"
 _CLOSED = b"closed"
 Address = tuple[str, bytes]
-"""Path of a local socket, and the key for authentication at it."""
+"""Path of a local socket, and the key for authentication at this socket."""
 _DEVICE = 6
 """Position of the device index in the arguments of ``rebuild_cuda_tensor``."""
 
 
 class IpcTransport(StreamingTransport):
-    """Transport by memory that is shared between a policy rank and the engine process on its device."""
+    """Transport through memory that a policy rank shares with the engine process on its device."""
 
     refuses = {
         "separate": "requires engines on the policy's devices, which conflicts with cluster.placement separate; use "
@@ -45,9 +46,9 @@ class IpcTransport(StreamingTransport):
     }
 
     def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Start to send the weights from the ranks that share devices with ``engines``.
+        """Start sending the weights from the ranks that share devices with ``engines``.
 
-        All ranks take part in gathering the weights.
+        All ranks participate in gathering the weights.
         """
         shared = self.policy.shared
         listening = [rank for number in engines for rank in shared[number]]
@@ -71,7 +72,7 @@ class IpcSender(Sender):
         return self._server.address
 
     def send(self, manifest: Manifest, bucket_bytes: int, listening: Sequence[int]) -> None:
-        """Send the current weights from the ranks ``listening``. Other ranks only take part in gathering them."""
+        """Send the current weights from the ranks ``listening``. Other ranks only participate in gathering."""
         with self.gathered() as tensors:
             if self.rank in listening:
                 server = self._server
@@ -94,7 +95,7 @@ class IpcServer:
         """Send an update in buckets while ``tensors`` are gathered.
 
         Raises:
-            PeerLost: if the engine's process did not connect or has ended.
+            PeerLost: if the engine process did not connect or has ended.
         """
         buckets = divide(manifest, bucket_bytes)
         buffers = [torch.empty(_largest(buckets), dtype=torch.uint8, device=device) for _ in range(_BUFFERS)]
@@ -111,7 +112,7 @@ class IpcServer:
             _expect(connection, _CLOSED, _JOIN_S)
         del buffers
         if device.type == "cuda":
-            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # torch's, unannotated
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # unannotated in torch
 
     @contextlib.contextmanager
     def _accepted(self) -> Iterator[Connection]:
@@ -131,7 +132,7 @@ class IpcReceiver(Receiver):
     """Address of the sending rank, for each process of the engine."""
     bucket_bytes: int
     timeout_s: float
-    """Time limit of the wait for a bucket; the rank may be training."""
+    """Time limit for waiting for a bucket from the rank, which may be training."""
 
     def receive(self, manifest: Manifest, device: torch.device, worker: int) -> Tensors:
         """Yield verified copies of an update's tensors on ``device``, in process ``worker`` (from 0) of the engine.
@@ -162,22 +163,22 @@ class IpcReceiver(Receiver):
 
 @contextlib.contextmanager
 def _as_peer_lost(manifest: Manifest) -> Iterator[None]:
-    """Convert an error of the connection in the block to PeerLost."""
+    """Convert connection errors in the block to PeerLost."""
     try:
         yield
     except (EOFError, OSError, AuthenticationError) as error:
         reason = str(error) or type(error).__name__
         raise PeerLost(
-            f"weight update {manifest.version}: the other process of the shared memory ended ({reason})"
+            f"weight update {manifest.version}: the other process of the transfer has ended ({reason})"
         ) from error
 
 
 def _send_handles(connection: Connection, buffers: list[torch.Tensor]) -> None:
     for buffer in buffers:
         if buffer.is_cuda:
-            connection.send(reduce_tensor(buffer)[1])  # type: ignore[no-untyped-call]  # torch's, unannotated
+            connection.send(reduce_tensor(buffer)[1])  # type: ignore[no-untyped-call]  # unannotated in torch
         else:
-            # A descriptor of unnamed memory, which the kernel frees when its last process ends.
+            # The descriptor refers to unnamed memory, which the kernel frees when the last process that uses it ends.
             descriptor, _ = buffer.untyped_storage()._share_fd_cpu_()
             send_handle(connection, descriptor, None)
 
@@ -187,7 +188,7 @@ def _open_handle(connection: Connection, size: int, device: torch.device) -> tor
     if device.type == "cuda":
         arguments = list(connection.recv())
         arguments[_DEVICE] = device.index  # each process counts its visible GPUs from 0
-        tensor: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]  # torch's, unannotated
+        tensor: torch.Tensor = rebuild_cuda_tensor(*arguments)  # type: ignore[no-untyped-call]  # unannotated in torch
         return tensor
     descriptor = recv_handle(connection)
     try:

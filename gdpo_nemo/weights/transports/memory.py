@@ -1,4 +1,4 @@
-"""Transport by Ray's object store: one flat buffer, which engines on rank 0's node map without a copy.
+"""Transport through Ray's object store: one flat buffer, which engines on rank 0's node map without copying it.
 
 Every other node fetches the buffer once.
 """
@@ -30,7 +30,7 @@ class MemoryTransport(Transport):
         self.manifest, self.buffer = packed[0]
 
     def send(self, engines: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """Make each engine load from the buffer. The policy is not involved."""
+        """Make each engine load from the buffer. The policy does not take part."""
         receiver = MemoryReceiver()
         return [e.update_weights.remote(self.manifest, receiver, self.buffer) for e in engines.values()], []
 
@@ -39,10 +39,10 @@ class MemorySender(Sender):
     """Sender that packs the weights."""
 
     _memory: np.ndarray | None = None
-    """Buffer of the last update, to be reused. Ray has copied it to its store before ``pack`` is called again."""
+    """Buffer of the last update, which is reused. Ray has copied its content before ``pack`` is called again."""
 
     def pack(self, version: int) -> tuple[Manifest, np.ndarray] | tuple[None, None]:
-        """Return (manifest, flat buffer) on rank 0. Other ranks take part in gathering and return (None, None)."""
+        """Return (manifest, flat buffer) on rank 0. Other ranks participate in gathering and return (None, None)."""
         with self.gathered() as tensors:
             if self.rank:
                 return None, None
@@ -60,7 +60,7 @@ class MemoryReceiver(Receiver):
     buffer: np.ndarray | None = None
     """uint8 [bytes], the flat buffer."""
     path: str | None = None
-    """File in shared memory with the flat buffer."""
+    """File in shared memory that contains the flat buffer."""
 
     @contextlib.contextmanager
     def opened(self, manifest: Manifest, in_process: bool, *data: Any) -> Iterator[Receiver]:
