@@ -11,12 +11,9 @@ import contextlib
 import queue
 import shutil
 import threading
-import zlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
@@ -24,7 +21,6 @@ from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
-    is_main_replica,
 )
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -32,9 +28,18 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gdpo_nemo.megatron import checkpoint_index
-from gdpo_nemo.megatron.checkpoint_shards import as_blocks, divide, load_divided, optimizer_ranges
+from gdpo_nemo.megatron.checkpoint_shards import (
+    Place,
+    checksums,
+    divide,
+    in_host_memory,
+    load_divided,
+    optimizer_ranges,
+    own_weights,
+    place,
+    read_back,
+)
 from gdpo_nemo.megatron.lora import load_adapters, sharded_adapters
-from gdpo_nemo.megatron.optimizer import host_memory_like
 from gdpo_nemo.megatron.runtime import random_state, set_random_state
 from gdpo_nemo.utils.errors import RunError
 
@@ -81,7 +86,7 @@ class Save:
             _fill_moments(policy.built.optimizer)
             state = _state(policy)
             divide(state)
-            self._weights = _own_weights(state, [name for name, _ in _named_chunks(policy)])
+            self._weights = own_weights(state, [name for name, _ in _named_chunks(policy)])
             on_cpu = (part.data for part in nested_values(state) if isinstance(part, ShardedTensor))
             live = {tensor.untyped_storage().data_ptr() for tensor in on_cpu if not tensor.is_cuda}
             # Use "mcore", because the other strategy requires NVIDIA's resiliency extension, which has only GPU wheels.
@@ -90,8 +95,8 @@ class Save:
             )
             arguments = list(self._request.async_fn_args)
             if self._request.async_fn is not None:
-                arguments[1] = _in_host_memory(arguments[1], live if background else set())
-        self._sums: dict[_Place, int] = {}
+                arguments[1] = in_host_memory(arguments[1], live if background else set())
+        self._sums: dict[Place, int] = {}
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         if not background:
@@ -100,7 +105,7 @@ class Save:
     def _write(self, *arguments) -> None:
         # Megatron's results queue passes errors to `finish`.
         if self._request.async_fn is not None:
-            self._sums = _checksums(arguments[1], {_place(weight) for weight in self._weights})
+            self._sums = checksums(arguments[1], {place(weight) for weight in self._weights})
             self._request.async_fn(*arguments)
 
     @property
@@ -119,7 +124,7 @@ class Save:
             dist.barrier()  # the index lists the files of all ranks
             for function in self._request.finalize_fns:
                 function()
-            sums = _read_back(self._weights, self._folder)
+            sums = read_back(self._weights, self._folder)
         wrong = sorted({key for key, offset in self._sums if sums[key, offset] != self._sums[key, offset]})
         if wrong:
             raise RunError(f"{len(wrong)} tensors have different values when read back, for example {wrong[0]}")
@@ -131,76 +136,6 @@ class Save:
             yield
         except (Exception, CheckpointException) as error:  # torch's exception derives directly from BaseException
             raise RunError(_reason(error, self._folder)) from error
-
-
-def _in_host_memory(buckets: list[Any], live: set[int]) -> list[Any]:
-    """Return Megatron's write buckets with all tensors in host memory.
-
-    Args:
-        live: addresses of storages on the CPU that training changes, whose tensors must be copied. Megatron has copied
-            the tensors that are parts of such storages.
-    """
-    tensors = [tensor for _, _, (_, of_file) in buckets for _, tensor in of_file]
-    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
-    copies = {id(tensor): tensor.clone() for tensor in tensors if tensor.untyped_storage().data_ptr() in live}
-    for tensor, host in zip(on_gpu, host_memory_like(on_gpu, pinned=bool(on_gpu))):
-        copies[id(tensor)] = with_own_storage(host.copy_(tensor, non_blocking=True))
-    if on_gpu:
-        torch.cuda.synchronize()
-    return [
-        (path, key, (blobs, [(item, copies.get(id(tensor), tensor)) for item, tensor in of_file]))
-        for path, key, (blobs, of_file) in buckets
-    ]
-
-
-def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the same host memory whose storage contains nothing else. ``torch.save`` writes storages."""
-    return torch.frombuffer(_bytes(tensor).numpy(), dtype=tensor.dtype).view(tensor.shape)
-
-
-_Place = tuple[str, tuple[int, ...]]
-"""Key of a tensor in a checkpoint, and offset of a block in it."""
-
-
-def _place(part: ShardedTensor) -> _Place:
-    return part.key, tuple(part.global_offset)
-
-
-def _own_weights(state: dict[str, Any], chunks: list[str]) -> list[ShardedTensor]:
-    """Return the blocks of the model's weights that this rank writes, without data.
-
-    Args:
-        state: divided state (see ``checkpoint_shards.divide``).
-        chunks: keys of the model's chunks in the state.
-    """
-    parts = (part for name in chunks for part in nested_values(state[name]) if isinstance(part, ShardedTensor))
-    return [block.without_data() for part in parts if is_main_replica(part.replica_id) for block in as_blocks(part)]
-
-
-def _checksums(buckets: list[Any], places: set[_Place]) -> dict[_Place, int]:
-    """Return the CRC-32 of the blocks at ``places`` in Megatron's write buckets."""
-    sums = {}
-    for _, _, (_, tensors) in buckets:
-        for item, tensor in tensors:
-            place = item.index.fqn, tuple(item.index.offset)
-            if place in places:
-                sums[place] = zlib.crc32(_bytes(tensor).numpy())
-    return sums
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _read_back(weights: list[ShardedTensor], folder: Path) -> dict[_Place, int]:
-    """Return the CRC-32 of this rank's blocks of the weights in the files; collective."""
-    read = {}
-    for number, weight in enumerate(weights):
-        values = torch.empty(weight.local_shape, dtype=weight.dtype)
-        _bytes(values).fill_(0xFF)  # NaN, which remains if a block is not read
-        read[str(number)] = replace(weight, data=values)
-    loaded = dist_checkpointing.load(dict(read), str(folder), validate_access_integrity=False)
-    return {_place(weight): zlib.crc32(_bytes(loaded[key]).numpy()) for key, weight in read.items()}
 
 
 def _is_extra(key: str) -> bool:

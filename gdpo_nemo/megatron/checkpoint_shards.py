@@ -15,8 +15,10 @@ checkpoints without this division are read as well.
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Iterator, Sequence
 
 import torch
@@ -28,7 +30,10 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensor,
     ShardedTensorFactory,
     apply_factories,
+    is_main_replica,
 )
+
+from gdpo_nemo.megatron.optimizer import host_memory_like
 
 _SHARED = "shared"
 """Key of the blocks of replicated tensors in the state that ``load_divided`` requests."""
@@ -339,3 +344,75 @@ def _exchange(group: Any, cuts: Sequence[_Cut]) -> None:
             dist.broadcast(buffer, dist.get_global_rank(group, owner), group)
             for view, values in zip(views, buffer.split([len(view) for view in views])):
                 view.copy_(values)
+
+
+Place = tuple[str, tuple[int, ...]]
+"""Key of a tensor in a checkpoint, and offset of a block in it."""
+
+
+def place(part: ShardedTensor) -> Place:
+    """Return the place of a block in a checkpoint."""
+    return part.key, tuple(part.global_offset)
+
+
+def own_weights(state: dict[str, Any], chunks: list[str]) -> list[ShardedTensor]:
+    """Return the blocks of the model's weights that this rank writes, without data.
+
+    Args:
+        state: divided state (see ``divide``).
+        chunks: keys of the model's chunks in the state.
+    """
+    parts = (part for name in chunks for part in nested_values(state[name]) if isinstance(part, ShardedTensor))
+    return [block.without_data() for part in parts if is_main_replica(part.replica_id) for block in as_blocks(part)]
+
+
+def checksums(buckets: list[Any], places: set[Place]) -> dict[Place, int]:
+    """Return the CRC-32 of the blocks at ``places`` in Megatron's write buckets."""
+    sums = {}
+    for _, _, (_, tensors) in buckets:
+        for item, tensor in tensors:
+            key = item.index.fqn, tuple(item.index.offset)
+            if key in places:
+                sums[key] = zlib.crc32(raw_bytes(tensor).numpy())
+    return sums
+
+
+def in_host_memory(buckets: list[Any], live: set[int]) -> list[Any]:
+    """Return Megatron's write buckets with all tensors in host memory.
+
+    Args:
+        live: addresses of storages on the CPU that training changes, whose tensors must be copied. Megatron has copied
+            the tensors that are parts of such storages.
+    """
+    tensors = [tensor for _, _, (_, of_file) in buckets for _, tensor in of_file]
+    on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
+    copies = {id(tensor): tensor.clone() for tensor in tensors if tensor.untyped_storage().data_ptr() in live}
+    for tensor, host in zip(on_gpu, host_memory_like(on_gpu, pinned=bool(on_gpu))):
+        copies[id(tensor)] = with_own_storage(host.copy_(tensor, non_blocking=True))
+    if on_gpu:
+        torch.cuda.synchronize()
+    return [
+        (path, key, (blobs, [(item, copies.get(id(tensor), tensor)) for item, tensor in of_file]))
+        for path, key, (blobs, of_file) in buckets
+    ]
+
+
+def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the same host memory whose storage contains nothing else. ``torch.save`` writes storages."""
+    return torch.frombuffer(raw_bytes(tensor).numpy(), dtype=tensor.dtype).view(tensor.shape)
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a CPU tensor. Shape: [bytes]. They are a view if the tensor is contiguous."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def read_back(weights: list[ShardedTensor], folder: Path) -> dict[Place, int]:
+    """Return the CRC-32 of this rank's blocks of the weights in the files; collective."""
+    read = {}
+    for number, weight in enumerate(weights):
+        values = torch.empty(weight.local_shape, dtype=weight.dtype)
+        raw_bytes(values).fill_(0xFF)  # NaN, which remains if a block is not read
+        read[str(number)] = replace(weight, data=values)
+    loaded = dist_checkpointing.load(dict(read), str(folder), validate_access_integrity=False)
+    return {place(weight): zlib.crc32(raw_bytes(loaded[key]).numpy()) for key, weight in read.items()}

@@ -34,7 +34,7 @@ def test_blocks_of_consecutive_ranges_are_the_elements_in_order(shape, data):
 def test_a_copy_in_a_shared_block_is_written_without_the_rest_of_the_block():
     import torch
 
-    from gdpo_nemo.megatron.checkpoint import with_own_storage
+    from gdpo_nemo.megatron.checkpoint_shards import with_own_storage
 
     block = torch.arange(10_000, dtype=torch.bfloat16)
     copy = with_own_storage(block[4096:4100].view(2, 2))
