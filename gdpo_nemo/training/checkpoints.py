@@ -308,7 +308,7 @@ def _damage(folder: Path) -> str | None:
     unlisted = sorted(set(_files_in(folder)) - {*listing, _FILES})
     if unlisted:
         return f"{_FILES} does not list {unlisted[0]}"
-    for name, (size, checksum) in listing.items():
+    for name, (size, _) in listing.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
