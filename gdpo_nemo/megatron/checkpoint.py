@@ -1,8 +1,8 @@
 """Checkpoints of model, optimizer, learning-rate schedule and random state, loadable in any parallel layout.
 
-The checkpoints use the fully reshardable format of Megatron's ``dist_checkpointing``. The caller writes to a temporary
-folder and renames it, so a folder with the final name is always complete. Files may be written during training, from a
-copy of the state in host memory.
+The checkpoints use the fully reshardable format of Megatron's ``dist_checkpointing``. Each rank writes and reads its
+own share (see ``checkpoint_shards``). The caller writes to a temporary folder and renames it, so a folder with the
+final name is always complete. Files may be written during training, from a copy of the rank's share in host memory.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import contextlib
 import queue
 import shutil
 import threading
-import zlib
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
@@ -23,19 +21,33 @@ from megatron.core.dist_checkpointing.mapping import (
     LocalNonpersistentObject,
     ShardedObject,
     ShardedTensor,
-    ShardedTensorFactory,
 )
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gdpo_nemo.megatron import checkpoint_index
+from gdpo_nemo.megatron.checkpoint_shards import (
+    Place,
+    checksums,
+    divide,
+    in_host_memory,
+    load_divided,
+    optimizer_ranges,
+    own_weights,
+    place,
+    read_back,
+)
 from gdpo_nemo.megatron.lora import load_adapters, sharded_adapters
 from gdpo_nemo.megatron.runtime import random_state, set_random_state
 from gdpo_nemo.utils.errors import RunError
 
 _NO_SPACE = 4 << 20
 _SHARDING = "fully_reshardable"
+"""Megatron's name of the format in the files."""
+_RANGES = "fully_sharded_model_space"
+"""Megatron's name of a loaded state that contains each rank's ranges, as ``optimizer_ranges`` requests them."""
 
 # Megatron saves in background processes, which return their results through a manager process. This module saves in
 # threads instead. A plain queue avoids the manager, which takes seconds to start and is orphaned after a kill.
@@ -66,24 +78,25 @@ class Save:
     """
 
     def __init__(self, policy, folder: str | Path, background: bool):
-        self._policy = policy
         self._folder = Path(folder)
         if dist.get_rank() == 0:
             self._folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         with policy.params_synced(), policy.optimizer_on_device(), self._explained():
             _fill_moments(policy.built.optimizer)
-            state = _state(policy, is_loading=False)
-            # Compute checksums before the next update changes the weights. ``finish`` compares the files with these
-            # checksums.
-            self._sums = _checksums(_weights(policy))
+            state = _state(policy)
+            divide(state)
+            self._weights = own_weights(state, [name for name, _ in _named_chunks(policy)])
+            on_cpu = (part.data for part in nested_values(state) if isinstance(part, ShardedTensor))
+            live = {tensor.untyped_storage().data_ptr() for tensor in on_cpu if not tensor.is_cuda}
             # Use "mcore", because the other strategy requires NVIDIA's resiliency extension, which has only GPU wheels.
             self._request = dist_checkpointing.save(
                 state, str(self._folder), async_sharded_save=True, async_strategy="mcore"
             )
             arguments = list(self._request.async_fn_args)
             if self._request.async_fn is not None:
-                arguments[1] = _in_host_memory(arguments[1], copy=background)
+                arguments[1] = in_host_memory(arguments[1], live if background else set())
+        self._sums: dict[Place, int] = {}
         self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         if not background:
@@ -92,6 +105,7 @@ class Save:
     def _write(self, *arguments) -> None:
         # Megatron's results queue passes errors to `finish`.
         if self._request.async_fn is not None:
+            self._sums = checksums(arguments[1], {place(weight) for weight in self._weights})
             self._request.async_fn(*arguments)
 
     @property
@@ -110,8 +124,8 @@ class Save:
             dist.barrier()  # the index lists the files of all ranks
             for function in self._request.finalize_fns:
                 function()
-            sums = _checksums(_read_back(self._policy, self._folder))
-        wrong = sorted(name for name in self._sums if sums.get(name) != self._sums[name])
+            sums = read_back(self._weights, self._folder)
+        wrong = sorted({key for key, offset in self._sums if sums[key, offset] != self._sums[key, offset]})
         if wrong:
             raise RunError(f"{len(wrong)} tensors have different values when read back, for example {wrong[0]}")
         dist.barrier()
@@ -124,32 +138,6 @@ class Save:
             raise RunError(_reason(error, self._folder)) from error
 
 
-def _in_host_memory(buckets: list[Any], copy: bool) -> list[Any]:
-    """Return Megatron's write buckets with all tensors in host memory. With ``copy``, also copy CPU tensors."""
-    return [
-        (path, key, (blobs, [(item, tensor.to("cpu", copy=copy)) for item, tensor in tensors]))
-        for path, key, (blobs, tensors) in buckets
-    ]
-
-
-def _weights(policy) -> dict[str, torch.Tensor]:
-    """Return this rank's weights, or only its adapters under LoRA. The keys have the form ``chunk.name``."""
-    state = {name: _chunk_weights(policy, chunk) for name, chunk in _named_chunks(policy)}
-    return {f"{name}.{key}": value for name, weights in state.items() for key, value in weights.items()}
-
-
-def _chunk_weights(policy, chunk) -> dict[str, torch.Tensor]:
-    """Return the live tensors of a chunk that a checkpoint contains, by name."""
-    if policy.lora:
-        return {key: tensor.data for key, tensor in sharded_adapters(chunk).items()}
-    return _tensors(chunk.state_dict())
-
-
-def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a state dictionary, without fp8 scales."""
-    return {key: value for key, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra(key)}
-
-
 def _is_extra(key: str) -> bool:
     """Return whether a key of a state dictionary names TransformerEngine's fp8 scales.
 
@@ -157,26 +145,6 @@ def _is_extra(key: str) -> bool:
     does not save the entries of attention modules.
     """
     return key.rpartition(".")[2].startswith("_extra_state")
-
-
-def _read_back(policy, folder: Path) -> dict[str, torch.Tensor]:
-    """Read this rank's weights from the files into new memory. The keys are the same as in ``_weights``."""
-    state = _model_state(policy)
-    for part in nested_values(state):
-        if isinstance(part, (ShardedTensor, ShardedTensorFactory)):
-            # The load overwrites these tensors, so they must not be the live weights. NaN marks a tensor that was not
-            # read.
-            part.data = torch.full_like(part.data, float("nan"))
-    state = dist_checkpointing.load(state, str(folder))
-    return {f"{name}.{key}": value for name, _ in _named_chunks(policy) for key, value in _tensors(state[name]).items()}
-
-
-def _checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Return the CRC-32 of every tensor's bytes."""
-    return {
-        name: zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        for name, tensor in tensors.items()
-    }
 
 
 def _reason(error: BaseException, folder: Path) -> str:
@@ -212,7 +180,7 @@ def load_weights(policy, folder: str | Path) -> None:
     with checkpoint_index.reading(folder):
         requested = _model_state(policy)
         _remove_absent_extras(requested, load_sharded_metadata(str(folder)))
-        _fill_model(policy, dist_checkpointing.load(requested, str(folder)))
+        _fill_model(policy, load_divided(requested, str(folder)))
     dist.barrier()
 
 
@@ -252,7 +220,8 @@ def load_checkpoint(policy, folder: str | Path) -> None:
 
 
 def _load(policy, folder: str | Path) -> None:
-    requested = _state(policy, is_loading=True)
+    _fill_moments(policy.built.optimizer)
+    requested = _state(policy)
     stored = load_sharded_metadata(str(folder))
     _remove_absent_extras({name: requested[name] for name, _ in _named_chunks(policy)}, stored)
     # Each rank has its own random state. A checkpoint from a different number of ranks does not contain this state, so
@@ -264,7 +233,7 @@ def _load(policy, folder: str | Path) -> None:
     model_weights = _rename_main_weights(requested["optimizer"], stored)
     if not any(key.startswith(_MAIN_WEIGHTS[:2]) for key in stored):
         _read_separately(requested["optimizer"], model_weights, str(folder))
-    state = dist_checkpointing.load(requested, str(folder))
+    state = load_divided(requested, str(folder))
     _fill_model(policy, state)
     _fill_reference(policy, state)
     optimizer = policy.built.optimizer
@@ -272,6 +241,9 @@ def _load(policy, folder: str | Path) -> None:
     saved = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
     converted = _convert_optimizer_state(state["optimizer"], saved, parts)
     _restore_settings(converted, parts)
+    for part_state in converted.values() if len(parts) > 1 else [converted]:
+        if "param_state" in part_state:
+            part_state["param_state_sharding_type"] = _RANGES
     optimizer.load_state_dict(converted)
     # The scheduler reads only the number of updates and keeps its settings (see `optimizer.make_schedule`).
     policy.built.scheduler.load_state_dict(state["scheduler"])
@@ -312,7 +284,7 @@ def _rename_main_weights(requested: dict[str, Any], stored) -> dict[str, Any]:
 def _read_separately(requested: dict[str, Any], tensors: dict[str, Any], folder: str) -> None:
     """Load ``tensors`` from the checkpoint and replace them with their values in ``requested``, in place."""
     numbers = {id(tensor): number for number, tensor in tensors.items()}
-    values = dist_checkpointing.load(dict(tensors), folder)
+    values = load_divided(dict(tensors), folder)
 
     def replace_by_value(part):
         return LocalNonpersistentObject(values[numbers[id(part)]]) if id(part) in numbers else part
@@ -378,17 +350,33 @@ def sharded_weights(policy) -> list[tuple[str, dict[str, Any]]]:
     return [(name, chunk.sharded_state_dict(metadata=_metadata())) for name, chunk in _named_chunks(policy)]
 
 
-def _state(policy, is_loading: bool) -> dict[str, Any]:
+def _state(policy) -> dict[str, Any]:
     chunks = _model_state(policy)
-    metadata = _metadata()
-    model = chunks if len(chunks) > 1 else chunks["model"]
     return {
         **chunks,
         **_reference_state(policy),
-        "optimizer": policy.built.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata),
+        "optimizer": _optimizer_state(policy.built.optimizer, chunks if len(chunks) > 1 else chunks["model"]),
         "scheduler": policy.built.scheduler.state_dict(),
         "random": _random_object(),
     }
+
+
+def _optimizer_state(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, Any]:
+    """Return the optimizer's sharded state. Chained optimizers (dense and expert parameters) have the keys 0 and 1."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(parts) > 1:
+        optimizer._synchronize_steps()
+    states = [
+        {
+            **part.state_dict(),
+            "param_state": optimizer_ranges(part, model_state),
+            "param_state_sharding_type": _SHARDING,
+        }
+        if isinstance(part, DistributedOptimizer)
+        else part.sharded_state_dict(model_state, metadata=_metadata())
+        for part in parts
+    ]
+    return dict(enumerate(states)) if len(parts) > 1 else states[0]
 
 
 def _convert_optimizer_state(state: dict[Any, Any], saved: dict[Any, Any], parts: list[Any]) -> dict[Any, Any]:

@@ -341,6 +341,18 @@ def refit_bytes(resolved: Resolved, shape: Shape) -> int:
     return sent * BYTES[config.policy.precision]
 
 
+def checkpoint_bytes(resolved: Resolved, shape: Shape) -> int:
+    """Return the bytes of a checkpoint: weights, two moments and, in bfloat16, float32 main weights.
+
+    With LoRA, a checkpoint contains only the adapters. A reference that follows the policy is stored as well.
+    """
+    policy = resolved.config.policy
+    weights = refit_bytes(resolved, shape)
+    optimizer = (8 if policy.precision == "float32" else 12) * weights // BYTES[policy.precision]
+    reference = shape.parameters * BYTES[policy.precision] if policy.sync_ref_model else 0
+    return weights + optimizer + reference
+
+
 def transport_memory(resolved: Resolved, shape: Shape) -> int:
     """Return the bytes of host memory that a weight update occupies until the next update.
 

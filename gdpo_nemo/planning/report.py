@@ -25,6 +25,7 @@ from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.memory import (
     EngineMemory,
     RankMemory,
+    checkpoint_bytes,
     engine_memory,
     host_memory,
     micro_batch_load,
@@ -131,6 +132,7 @@ def plan_lines(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -
         ),
         ("time", _time_line(resolved, shape, device, rates, layout)),
         *_samples_lines(resolved, "about", lengths.completion),
+        *([("checkpoint", _checkpoint_line(resolved, shape))] if config.checkpointing.enabled else []),
     ]
     if sharing := _sharing_line(resolved, shape, device, rates):
         lines.append(("sharing", sharing))
@@ -271,6 +273,23 @@ def _sharing_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates
         f"sharing: {fewer:,.0f} tokens per step, {size(less)} per rank, "
         f"training {sooner:.3g} s; without: {tokens:,.0f}, {size(memory)}, {seconds:.3g} s"
     )
+
+
+_STORAGE = 1e9
+"""Assumed bytes per second that a node writes to or reads from storage."""
+
+
+def _checkpoint_line(resolved: Resolved, shape: Shape) -> str:
+    total = checkpoint_bytes(resolved, shape)
+    ranks = resolved.layout.policy_ranks
+    on_node = min(ranks, resolved.config.cluster.gpus_per_node or ranks)
+    line = (
+        f"{size(total)}, of which each policy rank writes {size(total / ranks)}, and reads as much at a resume: "
+        f"{total * on_node / ranks / _STORAGE:.3g} s at an assumed {size(_STORAGE)}/s per node"
+    )
+    if resolved.config.checkpointing.async_save:
+        line += f"; {size(total * on_node / ranks)} of host memory per node while the files are written"
+    return line
 
 
 def _host_line(cluster: ClusterConfig, pinned: int, layout: Layout, device: Device) -> str:

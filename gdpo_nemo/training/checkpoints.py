@@ -29,15 +29,18 @@ import os
 import re
 import shutil
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, Sequence
 
 from gdpo_nemo.observe.run_files import LEDGER, LEDGER_MORE, fault
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.files import parse_json, read_text, sync_folder, sync_tree
 
 _FILES = "files.json"
+_READERS = 8
+"""Number of files that are read concurrently for their checksums."""
 _STATE = "state.json"
 _NAME = re.compile(r"step_(\d+)")
 
@@ -266,7 +269,9 @@ def check_whole(folder: Path) -> None:
 
 
 def _write_listing(folder: Path) -> None:
-    listing = {name: [(folder / name).stat().st_size, _crc32(folder / name)] for name in _files_in(folder)}
+    names = _files_in(folder)
+    sums = _crc32_of([folder / name for name in names])
+    listing = {name: [(folder / name).stat().st_size, checksum] for name, checksum in zip(names, sums, strict=True)}
     (folder / _FILES).write_text(json.dumps(listing, indent=1))
 
 
@@ -303,18 +308,26 @@ def _damage(folder: Path) -> str | None:
     unlisted = sorted(set(_files_in(folder)) - {*listing, _FILES})
     if unlisted:
         return f"{_FILES} does not list {unlisted[0]}"
-    for name, (size, checksum) in listing.items():
+    for name, (size, _) in listing.items():
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size} of {size} bytes"
+    found = _crc32_of([folder / name for name in listing])
+    for name, (_, checksum) in listing.items():
         try:
-            if _crc32(file) != checksum:
+            if next(found) != checksum:
                 return f"{name} has changed"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
     return None
+
+
+def _crc32_of(files: Sequence[Path]) -> Iterator[int]:
+    """Yield the CRC-32 of each file, in order. Threads read the files concurrently, because each rank writes a file."""
+    with ThreadPoolExecutor(_READERS) as pool:
+        yield from pool.map(_crc32, files)
 
 
 def _crc32(file: Path) -> int:

@@ -134,3 +134,51 @@ def random_streams(place, folder, checkpoint):
     first = draw()
     load_checkpoint(policy, checkpoint)
     return first, draw()
+
+
+def checkpoint_bytes(place, folder, batch, checkpoint):
+    """Bytes that this rank holds, copies to host memory, writes and reads, for one checkpoint.
+
+    Returns:
+        dict with ``share`` (its tensors divided by the number of data-parallel ranks), ``copied`` (peak of new tensors
+        while a background save starts), ``written`` and ``read`` (by a complete load).
+    """
+    import gc
+    from pathlib import Path
+
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from memory_tracker import TensorBytes
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    from gdpo_nemo.megatron.checkpoint import Save, load_checkpoint
+
+    policy = build_policy(place, folder, "bfloat16")
+    train(policy, batch, spread(place, batch), 1)
+    made = TensorBytes()
+    for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]:
+        made.add(tensor.untyped_storage())
+    before = made.live
+    with made:
+        save = Save(policy, checkpoint, background=True)
+    save.finish()
+    files = Path(checkpoint).glob(f"__{dist.get_rank()}_*.distcp")
+    written = sum(file.stat().st_size for file in files)
+    read = 0
+    slice_file = FileSystemReader._slice_file
+
+    def count(self, file, info):
+        nonlocal read
+        read += info.length
+        return slice_file(self, file, info)
+
+    FileSystemReader._slice_file = count
+    try:
+        load_checkpoint(policy, checkpoint)
+    finally:
+        FileSystemReader._slice_file = slice_file
+    size = sum(parameter.numel() for chunk in policy.chunks for parameter in chunk.parameters())
+    replicas = dist.get_world_size(parallel_state.get_data_parallel_group(with_context_parallel=True))
+    share = size * (2 + 12) / replicas  # bfloat16 weights; float32 main weights and two moments
+    return dict(share=share, copied=made.peak - before, written=written, read=read)

@@ -23,7 +23,7 @@ class TensorBytes(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         result = function(*arguments, **(keywords or {}))
         for leaf in tree_iter(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
                 self.add(leaf.untyped_storage())
         return result
 

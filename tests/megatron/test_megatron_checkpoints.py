@@ -120,7 +120,7 @@ def test_nothing_in_a_checkpoint_is_run(what, made, model_folder, tmp_path):
         assert (status, said) == (0, "")
     else:
         assert status == 2 and said.count("\n") == 1 and not (tmp_path / "hf").exists(), said
-        assert {"a tensor": "a checkpoint entry is not a tensor", "a path": "names ../../x/pass"}[what] in said
+        assert {"a tensor": "a checkpoint entry is not a tensor", "a path": "lists ../../x/pass"}[what] in said
     assert not (tmp_path / "ran").exists()
 
 

@@ -26,7 +26,7 @@ from gdpo_nemo.planning.fit import (
     sweep,
 )
 from gdpo_nemo.planning.hardware import CPU_RATES, Phase, Rates, device, host, load_rates, save_rates
-from gdpo_nemo.planning.memory import engine_memory, policy_memory, resting_memory
+from gdpo_nemo.planning.memory import checkpoint_bytes, engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.report import batch_arithmetic, dry_run_lines, plan_lines
 from gdpo_nemo.planning.shape import KNOWN, expected_saving, model_shape, shape_from
 from gdpo_nemo.planning.speed import Lengths, Work, refit_bytes, step_time, training_work
@@ -132,6 +132,17 @@ def test_under_lora_only_the_adapters_travel():
     assert refit_bytes(resolve(config_of(tensor)), shape) == 2 * shape.parameters
     # What PEFT counts as trainable in Qwen2.5-1.5B with rank 16 on all linear layers.
     assert refit_bytes(resolve(config_of(tensor, "policy.lora.rank=16")), shape) == 2 * 18_464_768
+
+
+def test_a_checkpoint_holds_trained_weights_main_weights_and_moments_divided_among_the_ranks():
+    shape = model_shape(resolve(config_of()))
+    assert checkpoint_bytes(resolve(config_of()), shape) == (2 + 12) * shape.parameters
+    assert checkpoint_bytes(resolve(config_of("policy.lora.rank=16")), shape) == (2 + 12) * 18_464_768
+    assert checkpoint_bytes(resolve(config_of("policy.precision=float32")), shape) == (4 + 8) * shape.parameters
+    in_background = resolve(config_of("checkpointing.async_save=true"))
+    line = dict(plan_lines(in_background, shape, device("h100"), Rates()))["checkpoint"]
+    assert "21.6 GB, of which each policy rank writes 5.4 GB, and reads as much at a resume: 21.6 s at " in line
+    assert line.endswith("; 21.6 GB of host memory per node while the files are written")
 
 
 def test_the_smallest_change_makes_it_fit_and_less_would_not():
