@@ -134,6 +134,15 @@ def test_under_lora_only_the_adapters_travel():
     assert refit_bytes(resolve(config_of(tensor, "policy.lora.rank=16")), shape) == 2 * 18_464_768
 
 
+@pytest.mark.parametrize("recipe", sorted(CPU_CONFIG.parent.glob("*_1gpu.yaml")), ids=lambda path: path.stem)
+def test_recipes_for_one_gpu_fit_it_with_a_tenth_to_spare(recipe):
+    resolved = resolve(load_config(recipe))
+    gpu = device("h100")
+    shape = model_shape(resolved)
+    assert memory_shortage(resolved, shape, replace(gpu, memory=0.9 * gpu.memory)) == ""
+    assert (resolved.layout.gpus, resolved.layout.colocated) == (1, True)
+
+
 def test_a_checkpoint_holds_trained_weights_main_weights_and_moments_divided_among_the_ranks():
     shape = model_shape(resolve(config_of()))
     assert checkpoint_bytes(resolve(config_of()), shape) == (2 + 12) * shape.parameters
