@@ -6,7 +6,7 @@
 A small language model sorts digits for three rewards: correct (C), well-formed (F) and short (L). Every run is a run
 of ``examples/run_gdpo.py``, with Megatron, vLLM and Ray. For each seed, all methods start from the same warmed-up model
 and use the same prompts and sample seeds, so methods are compared within a seed. The report shows the raw flags C, F
-and L, whatever rewards were trained. There are two settings and a control:
+and L, regardless of the rewards used for training. There are two settings and a control:
 
 * scaled: C is -3 or 3, and L is paid only if the answer is correct (scale and condition of the GDPO paper). In a sum,
   the large reward dominates the small and the conditional one. GDPO is expected to win.
@@ -175,7 +175,10 @@ def _steps(folder: Path) -> list[dict]:
 
 
 def flags_of(run: Run) -> np.ndarray:
-    """Return the raw flags C, F, L and All of every step's batch, whatever rewards were trained. Shape: [steps, 4]."""
+    """Return the raw flags C, F, L and All of every step's batch, regardless of the rewards used for training.
+
+    Shape: [steps, 4].
+    """
     table = []
     for row in _steps(run.folder):
         correct = row["reward/correctness/mean"]
@@ -287,7 +290,7 @@ def report(curves: Curves, complete: dict[str, list[int]], command: str) -> str:
         seeds = "; ".join(f"seeds {found} ({SETTINGS[setting][0]})" for setting, found in named.items())
     sections = [
         "# GDPO compared with GRPO on a CPU",
-        "After this page you can judge when GDPO helps, and by how much, from experiments on a small model.",
+        "After reading this page, you can judge when GDPO helps, and by how much, from experiments on a small model.",
         f"```bash\n{command}\n```",
         "This command runs the experiments and writes this page.\n"
         "The model learns to sort digits with three rewards: C (correct), F (format) and L (length).\n"
@@ -303,7 +306,7 @@ def report(curves: Curves, complete: dict[str, list[int]], command: str) -> str:
         "## Results",
         f"Method: the real trainer on a model of 224,256 parameters after 250 warm-up steps, with {seeds}.\n"
         f"Each run has {STEPS} steps of 16 prompts x 8 samples, learning rate 1.5e-4, one update per step and no KL.\n"
-        "Values are the raw flags C, F and L of the training batches, independent of the trained rewards.\n"
+        "Values are the raw flags C, F and L of the training batches, independent of the rewards used for training.\n"
         f'"At the end" is the mean of the last {WINDOW} steps. {STEPS + 1} steps means "not within {STEPS} steps".\n'
         "The number after ± is the standard error, which is uncertain with so few seeds.",
         ends_table(curves),

@@ -27,7 +27,7 @@ class Advantages:
     """Advantages of a batch, in the caller's row order."""
 
     values: torch.Tensor
-    """float64 [sequences]. Exactly 0 for rows without signal, without rewards or with `valid` False."""
+    """float64 [sequences]. Exactly 0 for rows without a training signal, without rewards or with `valid` False."""
     components: torch.Tensor
     """float64 [sequences, components]: weighted term of each component.
 
@@ -67,9 +67,9 @@ def compute_advantages(
     """Return the advantages of all sequences of a global batch.
 
     By default this is GDPO (arXiv 2601.05242): z-scores of each component within its group, their weighted sum, and
-    standardisation of that sum over the sequences with signal. The paper standardises over all sequences, including
-    groups without signal, which enlarges the other advantages; `preset="paper"` reproduces this. Equal inputs give
-    bitwise equal results. A different order of the rows changes only the last digits.
+    standardisation of that sum over the sequences with a training signal. The paper standardises over all sequences,
+    including groups without a signal, which enlarges the other advantages; `preset="paper"` reproduces this. Equal
+    inputs give bitwise equal results. A different order of the rows changes only the last digits.
 
     With `kl`, the advantage becomes A - kl_coefficient x (kl - mean kl of the group). The KL term is applied before the
     batch norm and is not normalised itself, because normalisation would cancel the coefficient. The KL term does not
@@ -148,7 +148,7 @@ def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> np.nda
     divisor = np.sqrt(variance + eps) if settings.batch_epsilon_inside else np.sqrt(variance) + eps
     if not 0 < divisor < np.inf:
         raise ValueError(f"cannot standardise advantages up to {np.abs(values).max():.3g} with deviation {divisor:.3g}")
-    # A row with KL but without a signal is divided but not shifted, because the mean is over the rows with signal.
+    # A row with KL but without a signal is divided but not shifted, because the mean is over rows with a signal.
     scaled: np.ndarray = 0.0 - penalty / divisor
     scaled[rows] = (values - mean) / divisor
     return scaled
@@ -202,6 +202,6 @@ def _cancelled(table: RewardTable, terms: Terms, settings: Settings, recompute: 
 
 def _term_size(terms: Terms) -> float:
     """Return the size of the terms, which is the scale for detecting cancellation: the root mean square of the norms of
-    all rows with signal."""
+    all rows with a training signal."""
     flat = terms.components.ravel()
     return float(np.sqrt(flat @ flat / max(terms.has_signal.sum(), 1)))

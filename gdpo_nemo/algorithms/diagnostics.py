@@ -91,7 +91,7 @@ METRICS = {
         "Samples on which component NAME and another have opposite signs, among those with both nonzero; the worst "
         "pair",
     ),
-    "advantage/std": ("", "Standard deviation of the advantages over the samples with signal"),
+    "advantage/std": ("", "Standard deviation of the advantages over the samples with a training signal"),
     "advantage/dead_groups": (
         "share",
         "Groups in which every weighted component is constant",
@@ -144,7 +144,7 @@ class Diagnostics:
     of components.
     """
     advantage_std: float
-    """Standard deviation of the advantages over rows with signal."""
+    """Standard deviation of the advantages over rows with a training signal."""
     distinct: int
     """Number of distinct advantages among the valid rows."""
     distinct_if_summed: int
@@ -175,7 +175,7 @@ class Diagnostics:
             lines.append(f"{name:<20}{shares}{self.mean[k]:>12.4g}{self.std[k]:>12.4g}")
         lines.append(
             f"{self.distinct} distinct advantages, {self.distinct_if_summed} if the rewards were "
-            f"summed; {self.all_dead:.1%} of the groups have no signal"
+            f"summed; {self.all_dead:.1%} of the groups have no training signal"
         )
         return "\n".join([*lines, *self._disagreements(), *self.alerts]).replace("nan%", "   -").replace("nan", "  -")
 
@@ -223,7 +223,7 @@ def diagnose(
 
     Args:
         terms: float64 [components, sequences], weighted terms in the table's row order.
-        has_signal: bool [sequences], rows with signal.
+        has_signal: bool [sequences], rows with a training signal.
         values: float64 [sequences], advantages.
         epsilon: constant added to the deviations of components within their groups; None if no epsilon was added.
     """

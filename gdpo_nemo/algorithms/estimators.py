@@ -26,7 +26,7 @@ class Terms:
     components: np.ndarray
     """float64 [components, sequences], weighted term of each component."""
     has_signal: np.ndarray
-    """bool [sequences], True for rows with signal. A row whose terms cancel to 0 still has signal."""
+    """bool [sequences], True for rows with a training signal. A row whose terms cancel to 0 still has a signal."""
     total: np.ndarray | None = None
     """float64 [sequences], sum of the terms, if the estimator can compute it more accurately than by summation."""
     holds_kl: bool = False
@@ -198,7 +198,7 @@ def reinforce_plus_plus(table: RewardTable, settings: Settings, minus_baseline: 
     """A = r - mean of the group (REINFORCE++-baseline), or A = r, standardised over the batch (arXiv 2501.03262).
 
     NeMo-RL and OpenRLHF compute the batch statistics over tokens and all scored samples: ``batch_unit: token`` and
-    ``batch_rows: scored``. Without the baseline, every scored sample has signal.
+    ``batch_rows: scored``. Without the baseline, every scored sample has a training signal.
     """
     if minus_baseline:
         return dr_grpo(table, settings)

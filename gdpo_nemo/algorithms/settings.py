@@ -14,7 +14,7 @@ from gdpo_nemo.algorithms.table import nearest
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the group statistics and the batch norm. The defaults are this project's variant of GDPO."""
+    """Settings of the group statistics and the batch norm. The defaults are gdpo_nemo's variant of GDPO."""
 
     epsilon: float = 1e-6
     """Constant added to the standard deviation of each group."""
@@ -27,8 +27,8 @@ class Settings:
     batch_unit: Literal["sequence", "token"] = "sequence"
     """Unit of the batch statistics: sequence or token. "token" weights each sequence by its length."""
     batch_rows: Literal["live", "scored"] = "live"
-    """Rows that the batch statistics include. "live": rows with signal, that is, with a weighted component that is
-    present and varies in the group. "scored": all rows with a reward.
+    """Rows that the batch statistics include. "live": rows with a training signal, that is, with a weighted
+    component that is present and varies in the group. "scored": all rows with a reward.
 
     With "scored", zero-variance groups reduce the standard deviation of the batch, which enlarges all other advantages.
     """

@@ -3,14 +3,16 @@
 The thread "rollouts" runs an event loop with the tasks of the rollouts and one ``EngineClient.serve`` per engine. All
 coroutines run on this loop. All other threads use the blocking methods.
 
-* ``ready`` waits until every client is READY, UPDATING or ASLEEP. * ``submit`` does not wait. The requests of one loop
-iteration are sent together. * ``sample`` and ``generate`` submit requests and wait until ``EngineClient.serve`` has
-polled the completions. * ``room`` waits until a READY client with weights of the required version has a free slot. *
-``update`` waits until every live engine has the weights. ``_deliver`` repeats the following round for live engines that
-missed the weights: ``_hold`` waits until the engines have stopped between two steps, and ``_send`` waits until the
-senders and the engines have answered. * ``score``, ``sleep`` and ``wake`` wait until every called engine has answered
-or died. * After a death, ``EngineClient.serve`` calls ``reassign`` (unless the run is exact), waits until ``awake`` is
-set, and calls ``deliver``, which waits for the lock ``_delivering``.
+* ``ready`` waits until every client is READY, UPDATING or ASLEEP.
+* ``submit`` does not wait. The requests of one loop iteration are sent together.
+* ``sample`` and ``generate`` submit requests and wait until ``EngineClient.serve`` has polled the completions.
+* ``room`` waits until a READY client with weights of the required version has a free slot.
+* ``update`` waits until every live engine has the weights. In ``_deliver``, ``_hold`` waits until the engines have
+  stopped between two steps. Then ``_send`` waits until the senders and the engines have answered. Both calls are
+  repeated for live engines that did not receive the weights.
+* ``score``, ``sleep`` and ``wake`` wait until every called engine has answered or died.
+* After a death, ``EngineClient.serve`` calls ``reassign`` (unless the run is exact), waits until ``awake`` is set, and
+  calls ``deliver``, which waits for the lock ``_delivering``.
 
 The lock ``_delivering`` prevents a delivery to a replacement during an update: ``WeightSync`` holds it from
 ``Transport.prepare`` to the end of ``update``. If ``EngineClient.serve`` raises an error other than the death of an
@@ -386,7 +388,7 @@ class EngineFleet:
             client.request_weights()
 
     async def _deliver(self, clients: Sequence[EngineClient], kv: str) -> None:
-        """Send the newest weights to engines, and repeat the delivery for live engines that missed them."""
+        """Send the newest weights to engines, and repeat this for live engines that did not receive the weights."""
         missing = list(clients)
         failures = 0
         while stopped := await self._hold(missing, kv):
@@ -410,7 +412,7 @@ class EngineFleet:
         return [client for client, actor, result in results if not _died(result) and client.actor is actor]
 
     async def _send(self, clients: Sequence[EngineClient]) -> list[EngineClient]:
-        """Send the weights once, and return the clients of live engines that missed them."""
+        """Send the weights once, and return the clients of live engines that did not receive the weights."""
         weights = self._weights
         assert weights is not None
         actors = {client.index: client.actor for client in clients}

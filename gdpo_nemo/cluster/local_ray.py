@@ -1,4 +1,4 @@
-"""Start of a local Ray session, even on a busy machine, and lookup of network interfaces."""
+"""Functions that start a local Ray session, even on a busy machine, and look up network interfaces."""
 
 from __future__ import annotations
 

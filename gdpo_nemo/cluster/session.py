@@ -246,8 +246,8 @@ def gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float, owner: st
         owner: name of the workers, for displaying the wait.
 
     Raises:
-        RunError: if a worker fails or dies, or if the time limit is exceeded. Exceptions of this project that a worker
-            raises keep their type.
+        RunError: if a worker fails or dies, or if the time limit is exceeded. A ``GdpoError`` that a worker raises
+            keeps its type.
     """
     with waiting(what, owner, timeout_s):
         return _gather(refs, what, timeout_s)
@@ -297,7 +297,7 @@ async def answer(ref: ray.ObjectRef, what: str, timeout_s: float) -> Any:
     Raises:
         WorkerDied: if the worker died or is unreachable.
         WaitExpired: if the time limit is exceeded.
-        RunError: if the call fails. Exceptions of this project that a worker raises keep their type.
+        RunError: if the call fails. A ``GdpoError`` that a worker raises keeps its type.
     """
     future = asyncio.wrap_future(ref.future())
     if not await _answered_within(future, timeout_s):

@@ -3,17 +3,19 @@
 A weight update consists of the following steps. Each step ends before the next step begins, except that send and
 receive run concurrently. Steps with an asterisk (*) take place only if engines share the policy's devices.
 
-* sleep*: before the update, ``sleep_engines`` calls ``fleet.sleep``. The engines release their memory. * wake*:
-``policy.release`` and ``fleet.wake("weights")`` give the engines memory for the weights. * prepare:
-``Transport.prepare`` creates a manifest of the version. * hold: ``fleet.update`` calls ``Engine.prepare_update``. Each
-engine checks the names in the manifest and stops between two steps. ``kv`` decides whether the engine drains its
-requests first. * send: ``Transport.send`` starts the senders on the policy's ranks. * receive:
-``Engine.update_weights`` starts the receivers in the engine processes. The engines then continue. * wake*:
-``policy.release`` and ``fleet.wake("kv_cache")`` give the engines memory for their KV cache. * check:
-``SyncCheck.verify`` compares the log-probs of ``policy.logprobs`` and ``fleet.score``.
+* sleep*: before the update, ``sleep_engines`` calls ``fleet.sleep``. The engines release their memory.
+* wake*: ``policy.release`` and ``fleet.wake("weights")`` give the engines memory for the weights.
+* prepare: ``Transport.prepare`` creates a manifest of the version.
+* hold: ``fleet.update`` calls ``Engine.prepare_update``. Each engine checks the names in the manifest and stops between
+  two steps. ``kv`` decides whether the engine drains its requests first.
+* send: ``Transport.send`` starts the senders on the policy's ranks.
+* receive: ``Engine.update_weights`` starts the receivers in the engine processes. The engines then continue.
+* wake*: ``policy.release`` and ``fleet.wake("kv_cache")`` give the engines memory for their KV cache.
+* check: ``SyncCheck.verify`` compares the log-probs of ``policy.logprobs`` and ``fleet.score``.
 
-Hold, send and receive are repeated for live engines that missed the weights (``EngineFleet._deliver``). The lock
-``EngineFleet.delivering`` is held from prepare to receive, so that no weights are sent to a replaced engine in between.
+Hold, send and receive are repeated for live engines that did not receive the weights (``EngineFleet._deliver``). The
+lock ``EngineFleet.delivering`` is held from prepare to receive, so that no weights are sent to a replaced engine in
+between.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ def evaluate(
         check_creatable_folder("--out", Path(out).parent)
     if subject.model is not None:
         config.policy.model_name = str(subject.model)
-        config.policy.lora = LoraConfig()  # only engines run, and the adapter is merged into the weights
+        config.policy.lora = LoraConfig()  # the engines load weights that already include the adapter
     without_policy(config)
     resolved = validate(config)
     require_libraries(config.cluster)

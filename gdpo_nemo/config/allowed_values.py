@@ -1,4 +1,7 @@
-"""Accepted values of text keys: the names in registries, which do not import torch, and fixed names."""
+"""Accepted values of text keys, from registries and constants.
+
+This module and the registries do not import torch.
+"""
 
 from __future__ import annotations
 

@@ -265,8 +265,8 @@ def check_ppo(config: Config, algorithm: AlgorithmSpec, layout: Layout) -> None:
         raise ConfigError(f"loss_fn.type: {loss.type} does not support the token-level advantages of {name}")
     if loss.off_policy.sequence_mask_threshold is not None:
         raise ConfigError(
-            "loss_fn.off_policy.sequence_mask_threshold: masks whole samples, which the token-level advantages "
-            f"of {name} do not support"
+            f"loss_fn.off_policy.sequence_mask_threshold: conflicts with algorithm {name}, which has token-level "
+            "advantages, because it masks whole samples"
         )
     if config.gdpo.dynamic_sampling.enabled and config.gdpo.num_generations_per_prompt < 2:
         raise ConfigError(
@@ -372,8 +372,8 @@ def _check_sampling(config: Config) -> None:
         raise ConfigError(f"loss_fn.type: {loss.type} does not support the token-level advantages of {name}")
     if loss.off_policy.sequence_mask_threshold is not None:
         raise ConfigError(
-            "loss_fn.off_policy.sequence_mask_threshold: masks whole samples, which the token-level advantages "
-            f"of {name} do not support"
+            f"loss_fn.off_policy.sequence_mask_threshold: conflicts with algorithm {name}, which has token-level "
+            "advantages, because it masks whole samples"
         )
 
 

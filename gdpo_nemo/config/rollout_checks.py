@@ -68,7 +68,10 @@ def valid_needed(config: Config) -> int:
 
 
 def replaceable_groups(gdpo: GdpoConfig) -> int:
-    """Return the maximum number of groups without a signal that dynamic sampling replaces per step, one at a time."""
+    """Return the maximum number of groups without a training signal that dynamic sampling replaces per step.
+
+    The limit applies only if ``rollout.max_staleness`` is above 0. With 0, whole rounds are replaced instead.
+    """
     dynamic = gdpo.dynamic_sampling
     return (dynamic.max_rounds - 1) * gdpo.num_prompts_per_step if dynamic.enabled else 0
 

@@ -89,10 +89,10 @@ class DynamicSamplingConfig:
     max_rounds: Annotated[int, Range(1)] = 4
     """Maximum number of generation rounds per step. After the last round, the step trains the groups that are
     available. With rollout.max_staleness above 0, at most (max_rounds - 1) * num_prompts_per_step groups per step are
-    replaced. Further groups are trained even without a signal."""
+    replaced. Further groups are trained even without a training signal."""
     before_shaping: bool = False
-    """Look for a signal in the rewards before shaping. A group that varies only because of shaping, for example in its
-    lengths, is then replaced."""
+    """Look for a training signal in the rewards before shaping. A group that varies only because of shaping, for
+    example in its lengths, is then replaced."""
     reroll_after: Annotated[int, Range(0)] = 0
     """Number of steps after which the prompt of a dropped group is sampled again, with different seeds. 0: the prompt
     is not sampled again before the next epoch."""
@@ -117,16 +117,16 @@ class GdpoConfig:
     options: Dict[str, Any] = field(default_factory=dict)
     """Additional options of the estimator, by name (for example `gamma` of sa_mrpo)."""
     rewards: Annotated[Dict[str, float], Range(-(10**12), 10**12)] = MISSING
-    """Weight of each trained reward component, by name: `{correctness: 1.0, format: 1.0}`. Optional if the environments
-    provide their own rewards and weights (nemo_gym)."""
+    """Weight of each reward component used for training, by name: `{correctness: 1.0, format: 1.0}`. Optional if the
+    environments provide their own rewards and weights (nemo_gym)."""
     shaping: List[Dict[str, Any]] = field(default_factory=list)
     """Transformations of reward components, applied in this order before the advantages are computed: clip, scale,
     linear, condition, length, overlong, truncated. Example: `{component: length, condition: {on: correctness, ge:
     1.0}}`."""
     batch_norm: Optional[bool] = None
-    """Standardize the advantages over all sequences of the batch that have a signal. The GDPO paper and `preset: paper`
-    use all sequences. Null: as published, which is on for gdpo, gd2po, sa_mrpo and dara, and off for the other
-    estimators."""
+    """Standardize the advantages over all sequences of the batch that have a training signal. The GDPO paper and
+    `preset: paper` use all sequences. Null: as published, which is on for gdpo, gd2po, sa_mrpo and dara, and off for
+    the other estimators."""
     credit: str = "sequence"
     """Unit that gets its own advantage: sequence or turn. With turn, the advantage of a turn is computed from the
     rewards of this turn and of later turns (MT-GRPO). With algorithm ppo, this selects the token that receives a

@@ -340,7 +340,7 @@ def _notes(config: Config, layout: Layout, updates: int) -> list[str]:
 
 def _reward_notes(gdpo: GdpoConfig) -> list[str]:
     unset = [name for name, weight in gdpo.rewards.items() if weight == 0]
-    return [f"gdpo.rewards: components with weight 0 are measured but not trained: {', '.join(unset)}"] if unset else []
+    return [f"gdpo.rewards: components with weight 0 are only measured: {', '.join(unset)}"] if unset else []
 
 
 def _learning_rate_notes(policy: PolicyConfig, updates: int) -> list[str]:

@@ -223,7 +223,7 @@ def attention_cost(model: Mapping[str, Any]) -> float:
 
 
 METRICS = {
-    "packing/padding_share": ("share", "Fraction of computed tokens that are padding required by the parallel layout"),
+    "packing/padding_share": ("share", "Fraction of processed tokens that are padding required by the parallel layout"),
     "packing/micro_batches": ("", "Micro-batches per rank and update, averaged over the updates of the step"),
     "packing/imbalance": (
         "",
@@ -231,9 +231,12 @@ METRICS = {
     ),
     "packing/shared_tokens": (
         "tokens",
-        "Tokens of an update that are not computed again, because another sequence has the same prefix",
+        "Tokens of an update that are not processed again, because another sequence has the same prefix",
     ),
-    "packing/saved_share": ("share", "Fraction of the update's tokens that are not computed, due to shared prefixes"),
+    "packing/saved_share": (
+        "share",
+        "Fraction of the update's tokens that are not processed again, because another sequence has the same prefix",
+    ),
 }
 
 

@@ -170,7 +170,7 @@ class UpdateResult:
 
 @dataclass
 class TokenValues:
-    """Values of completion tokens that the policy wrote, for example log-probs."""
+    """Per-token values, such as log-probs, of the completion tokens that the policy sampled."""
 
     sequence: np.ndarray
     """int64 [tokens]: index of the token's sequence"""

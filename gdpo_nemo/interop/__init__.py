@@ -1,1 +1,1 @@
-"""Translation of configs and scripts of other trainers to configs of this project."""
+"""Translation of configs and scripts of other trainers to gdpo_nemo configs."""

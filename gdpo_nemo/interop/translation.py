@@ -51,7 +51,7 @@ class Line:
     status: str
     text: str
     targets: tuple[str, ...] = ()
-    """Keys of this project that the key is translated to."""
+    """gdpo_nemo keys to which the key is translated."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Translation:
     blockers: dict[str, str] = field(default_factory=dict)
     """Key or topic -> reason why the config cannot run."""
     questions: dict[str, str] = field(default_factory=dict)
-    """Key of this project -> question that the dry run answers once the required files are available."""
+    """gdpo_nemo key -> question that the dry run answers once the required files are available."""
     variables: list[str] = field(default_factory=list)
     """Environment variables that must be set for the run."""
     files: list[str] = field(default_factory=list)
@@ -305,15 +305,15 @@ class RuleResult:
     """Result of a rule for one key of the original config."""
 
     values: dict[str, Any] = field(default_factory=dict)
-    """Key of this project -> value to write."""
+    """gdpo_nemo key -> value to write."""
     text: str = ""
     """Note on the translation, or the reason why the key is not translated."""
     same: bool = False
-    """True if this project already behaves as the value specifies, so no key needs to be written."""
+    """True if gdpo_nemo already behaves as the value specifies, so no key needs to be written."""
     matters: bool = False
     """True if the value is not supported and the result changes."""
     elsewhere: tuple[str, ...] = ()
-    """Keys of this project that the key determines together with other keys."""
+    """gdpo_nemo keys that the key determines together with other keys."""
     needed: bool = False
     """True if the key is reported as different when none of ``elsewhere`` is written."""
 
@@ -328,7 +328,7 @@ def is_off(value: Any, *off: Any) -> bool:
 
 
 def to(key: str, convert: Callable[[Any], Any] = lambda value: value, note: str = "") -> Act:
-    """Return the rule for a key with the same meaning as ``key`` of this project. In both configs, null means that the
+    """Return the rule for a key with the same meaning as gdpo_nemo's ``key``. In both configs, null means that the
     key is not set.
 
     Args:
@@ -408,7 +408,7 @@ class Findings:
     """Translated values, differences and blockers that depend on several keys of a recipe."""
 
     values: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """Key of this project -> (value, reason)."""
+    """gdpo_nemo key -> (value, reason)."""
     differences: dict[str, str] = field(default_factory=dict)
     """Key of the recipe or topic -> difference that changes training or validation results."""
     blockers: dict[str, str] = field(default_factory=dict)
@@ -416,7 +416,7 @@ class Findings:
     covered: dict[str, str] = field(default_factory=dict)
     """Pattern of recipe keys -> name of the blocker that prevents their translation."""
     questions: dict[str, str] = field(default_factory=dict)
-    """Key of this project -> question that only the run's files can answer. The dry run answers the question."""
+    """gdpo_nemo key -> question that only the run's files can answer. The dry run answers the question."""
     files: set[str] = field(default_factory=set)
     """Files that the config refers to and that are not on this machine."""
 
@@ -429,7 +429,7 @@ class Findings:
         self.differences[name] = what
 
     def asks(self, key: str, what: str) -> None:
-        """Record a question that only the dry run can answer. ``key`` is a config key of this project."""
+        """Record a question that only the dry run can answer. ``key`` is a gdpo_nemo config key."""
         self.questions[key] = what
 
     def blocks(self, name: str, why: str, *keys: str) -> None:

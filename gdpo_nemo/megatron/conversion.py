@@ -334,7 +334,7 @@ def layer_weight(family: Family, name: str) -> Weight:
 
 
 def fields_of(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config.json, including the defaults of transformers."""
+    """Return the fields of a config.json. Missing fields have the values that transformers uses by default."""
     return config.to_dict()
 
 

@@ -86,7 +86,10 @@ class Family:
     experts: Experts | None = None
     """Description of the MoE layers (None for dense models)."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of transformers for config.json fields that this project reads, if they are not None."""
+    """Values that transformers uses for fields missing in config.json.
+
+    Only fields that gdpo_nemo reads, and whose default value is not None, are listed.
+    """
 
 
 _QWEN_WINDOW = {"use_sliding_window": False}

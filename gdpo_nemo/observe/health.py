@@ -232,7 +232,7 @@ DRIFTS = (
         "reward/total/mean",
         "rise",
         20,
-        "the trained reward does not improve",
+        "the total reward does not improve",
         "a larger learning rate, easier prompts, more samples per prompt; check the sign and the noise of the rewards",
         min=2.5,
     ),

@@ -278,7 +278,7 @@ def _check_window(entries: list[JournalEntry], window: int) -> list[str]:
     """Check that no group was trained ``window`` or more indices before an index that was still outstanding.
 
     Dropped prompts count as finished at the beginning of a step, because the journal records drops with the next
-    trained step.
+    training step.
     """
     found = []
     done: set[int] = set()
@@ -290,8 +290,8 @@ def _check_window(entries: list[JournalEntry], window: int) -> list[str]:
                 oldest += 1
             if prompt_index >= oldest + window:
                 found.append(
-                    f"step {entry.step} trained prompt index {prompt_index} before index {oldest} was trained or "
-                    f"dropped; the window is {window}"
+                    f"step {entry.step} trained the group of prompt index {prompt_index} before the group of index "
+                    f"{oldest} was trained or dropped; the window is {window}"
                 )
             done.add(prompt_index)
     return found

@@ -100,7 +100,7 @@ def _origin(base_model: str, parent: str | None, config: Config | None, step: in
     if config is None:
         return f"Weights of a checkpoint after {step} steps, trained from {shown} with gdpo_nemo."
     how = "all weights" if not config.policy.lora.rank else f"LoRA of rank {config.policy.lora.rank}, merged"
-    return f"{shown} after {step} steps of reinforcement learning with several rewards with gdpo_nemo ({how})."
+    return f"{shown}, trained with gdpo_nemo for {step} steps of reinforcement learning with several rewards ({how})."
 
 
 def _data(config: Config) -> str:
@@ -151,7 +151,7 @@ def _rewards(gdpo: GdpoConfig, history: History) -> str:
     for name, (_, values) in curves.items():
         if values:
             weight = gdpo.rewards.get(name)
-            shown = "not trained" if weight is None else f"{weight:g}"
+            shown = "measured only" if weight is None else f"{weight:g}"
             lines.append(f"| {name} | {shown} | {number(values[0])} | {number(values[-1])} |")
     if validated:
         lines += ["", _validation(gdpo)]

@@ -51,7 +51,8 @@ class RankMemory:
     With fused kernels, only the gradients of a slice of the logits and of the evaluated hidden states.
     """
     buffers: int
-    """Gradient of the largest weight before it is accumulated, and gradients of one layer's activations."""
+    """Temporary gradients: the gradient of the largest weight, until the gradient is accumulated, and the gradients of
+    one layer's activations."""
     reserve: int = 0
     reference: int = 0
     """Weights of the KL penalty's reference model, if they stay on the GPU."""

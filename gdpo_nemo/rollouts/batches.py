@@ -210,7 +210,7 @@ class PromptStream:
         self._position = position
 
     def progress(self) -> str:
-        """Return an empty string, because preparing a batch takes almost no time."""
+        """Return an empty string. Batches are prepared almost instantly, so progress is not displayed."""
         return ""
 
     def schedule(self, step: int) -> None:
@@ -285,7 +285,7 @@ class RecordedStream:
         return {}
 
     def progress(self) -> str:
-        """Return an empty string, because preparing a batch takes almost no time."""
+        """Return an empty string. Batches are prepared almost instantly, so progress is not displayed."""
         return ""
 
     def queues(self) -> dict[str, Any]:

@@ -1,10 +1,10 @@
-"""Selection of the groups that dynamic sampling trains: groups with a signal.
+"""Selection of the groups that dynamic sampling trains: groups with a training signal.
 
-A group has a signal if the estimator gives at least one of its samples a nonzero advantage. The estimator compares
-samples within their group. With ``gdpo.group_by: prompt``, the estimator compares the samples of all groups in the
-batch that have the same prompt tokens. REINFORCE++ without a baseline compares a sample with the whole batch, so every
-reward is a signal. The preset verl (``singleton: raw``) uses the raw reward as the advantage of a sample that is not
-compared with other samples.
+A group has a training signal, or signal for short, if the estimator gives at least one of its samples a nonzero
+advantage. The estimator compares samples within their group. With ``gdpo.group_by: prompt``, the estimator compares the
+samples of all groups in the batch that have the same prompt tokens. REINFORCE++ without a baseline compares a sample
+with the whole batch, so every reward is a signal. The preset verl (``singleton: raw``) uses the raw reward as the
+advantage of a sample that is not compared with other samples.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def split_groups(
 ) -> tuple[list[Group], list[Group]]:
     """Split the verified groups of a synchronous step into groups to train and rejected groups.
 
-    Late groups are rejected. Dynamic sampling also rejects samples without signal.
+    Late groups are rejected. Dynamic sampling also rejects samples without a training signal.
 
     Args:
         before: groups that earlier rounds of the step selected for training.

@@ -19,7 +19,7 @@ from gdpo_nemo.rollouts.replay_buffer import Load, ReplayBuffer
 
 
 class Stage(StrEnum):
-    """Stage of an outstanding prompt index. Outstanding means neither trained nor dropped."""
+    """Stage of an outstanding prompt index. The group of an outstanding index was neither trained nor dropped."""
 
     WAITING = "waiting"
     DRAWING = "drawing"
@@ -31,9 +31,9 @@ class LedgerState:
     """State of a ``Ledger`` in a checkpoint."""
 
     position: int = 0
-    """Prompt index below which all indices are trained or dropped."""
+    """First prompt index whose group was neither trained nor dropped."""
     retired: list[int] = field(default_factory=list)
-    """Indices from ``position`` on that are also trained or dropped, in ascending order."""
+    """Prompt indices after ``position`` whose groups were trained or dropped, in ascending order."""
     dropped: list[tuple[int, str]] = field(default_factory=list)
     """(prompt index, reason) of each index dropped since the last batch. The next batch reports these drops."""
 
@@ -41,8 +41,8 @@ class LedgerState:
     def of(cls, saved: Mapping[str, Any], position: int = 0) -> LedgerState:
         """Restore a state from the output of ``dataclasses.asdict``.
 
-        In older checkpoints ``saved`` is empty. In this case, all indices before ``position`` count as trained or
-        dropped.
+        In older checkpoints ``saved`` is empty. In this case, the groups of all indices before ``position``
+        count as trained or dropped.
         """
         if not saved:
             return cls(position)
@@ -100,7 +100,7 @@ class Ledger:
         self._next = start.position
         """First prompt index that was never admitted."""
         self._retired = set(start.retired)
-        """Trained or dropped indices after the first index that is neither trained nor dropped."""
+        """Indices after the first outstanding index whose groups were trained or dropped."""
 
     def __len__(self) -> int:
         """Return the number of outstanding indices."""
@@ -131,7 +131,7 @@ class Ledger:
         room = room if most is None else min(most, room)
         admitted = []
         while len(self._outstanding) < room:
-            while self._next in self._retired:  # Trained or dropped before a resume.
+            while self._next in self._retired:  # The group was trained or dropped before a resume.
                 self._next += 1
             if self.limit is not None and self._next >= self.limit:
                 break
@@ -153,13 +153,13 @@ class Ledger:
         entry.stage = stage
 
     def drop(self, position: int, reason: str) -> None:
-        """Drop an index, so that it is never trained."""
+        """Drop an index, so that its group is never trained."""
         del self._outstanding[position]
         self._retired.add(position)
         self.dropped.append((position, reason))
 
     def get_batch(self, count: int | None = None) -> list[int] | None:
-        """Select the indices that the next update trains.
+        """Select the indices of the groups that the next update trains.
 
         Indices are taken one at a time. Each selected index is the smallest ready index whose distance to the oldest
         outstanding index is less than W, ignoring the indices already taken.
@@ -184,7 +184,7 @@ class Ledger:
         return sorted(taken)
 
     def trained(self, positions: Iterable[int]) -> None:
-        """Record an update that trained these indices."""
+        """Record an update that trained the groups of these indices."""
         for position in positions:
             del self._outstanding[position]
             self._retired.add(position)
@@ -216,8 +216,8 @@ LATE = "late"
 SURPLUS = "surplus"
 """Reasons for dropping a prompt index.
 
-``NO_SIGNAL``: gdpo.dynamic_sampling found no signal in its group. ``SURPLUS``: the batch was full without its group.
-``LATE``: fewer than rollout.min_valid of its samples finished in time.
+``NO_SIGNAL``: gdpo.dynamic_sampling found no training signal in its group. ``SURPLUS``: the batch was full without its
+group. ``LATE``: fewer than rollout.min_valid of its samples finished in time.
 """
 _UNBOUNDED = 2**30
 
@@ -269,7 +269,7 @@ class PromptTracker:
             config.rollout.sync_every - 1,
         )
         self.consumed = start.position + len(start.retired)
-        """Number of prompt indices that are trained or dropped."""
+        """Number of prompt indices whose groups were trained or dropped."""
         dynamic = config.gdpo.dynamic_sampling
         after = dynamic.reroll_after if dynamic.enabled else 0
         self._deal = PromptDeal(after, dynamic.max_rerolls, DealState.of(saved.get("deal", {}), start.position))
@@ -375,10 +375,10 @@ class DealState:
 class PromptDeal:
     """Assignment of dataset rows to prompt indices, including rerolls. Not thread-safe.
 
-    If a group has no signal, its prompt may be sampled again at a later index, which is called a reroll.
+    If a group has no training signal, its prompt may be sampled again at a later index, which is called a reroll.
 
     Args:
-        after: number of steps between a group without signal and its reroll. 0 disables rerolls.
+        after: number of steps between a group without a training signal and its reroll. 0 disables rerolls.
         most: maximum number of rerolls per prompt and epoch.
         start: state to resume from, or None for the beginning of a run.
     """
@@ -395,7 +395,7 @@ class PromptDeal:
         self._due = list(start.due)
 
     def deal(self, position: int, step: int) -> int:
-        """Return the dataset row for an admitted prompt index, after ``step`` trained steps.
+        """Return the dataset row for an admitted prompt index, after ``step`` training steps.
 
         An index that was outstanding in the checkpoint keeps its prompt. Otherwise the index gets the reroll that has
         been due longest, or the next dataset row if no reroll is due.
@@ -411,7 +411,7 @@ class PromptDeal:
         return self._dealt[position][0]
 
     def no_signal(self, position: int, step: int) -> bool:
-        """Record that a prompt index was dropped after ``step`` steps because its group has no signal.
+        """Record that a prompt index was dropped after ``step`` steps because its group has no training signal.
 
         Returns:
             True if the prompt of this index is sampled again.
@@ -424,7 +424,8 @@ class PromptDeal:
         return again
 
     def done(self, positions: Iterable[int]) -> None:
-        """Record that prompt indices were trained, or were dropped for a reason other than a missing signal."""
+        """Record that the groups of these indices were trained, or were dropped for a reason other than a missing
+        training signal."""
         for position in positions:
             del self._dealt[position]
 

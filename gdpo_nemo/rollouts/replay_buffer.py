@@ -22,7 +22,7 @@ _STREAM = 1
 """Number in the seed that makes this random stream independent of other streams with the seed (seed, step)."""
 
 Load = Callable[[int, Sequence[int]], Iterable[Group]]
-"""Function that takes (step, prompt indices) and returns the complete groups that the step trained at these indices."""
+"""Function that takes (step, prompt indices) and returns the complete groups of these indices that the step trained."""
 
 
 def oldest_version(group: Group) -> int:

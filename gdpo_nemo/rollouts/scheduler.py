@@ -21,8 +21,8 @@ The trainer's thread calls the public methods, which block. Tasks run on the eve
 
 With staleness 0 the bound is one step, and timing cannot change the result. All groups of a step start together. The
 order of the groups determines their engines, and the requests of each turn are submitted together (``Rendezvous``).
-``_exact_batch`` waits for the whole round and replaces late groups and groups without signal. Groups that the step does
-not train are dropped.
+``_exact_batch`` waits for the whole round and replaces late groups and groups without a training signal. Groups that
+the step does not train are dropped.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class RolloutScheduler:
         self._training: list[Group] = []
         """New groups of the current training batch."""
         self._num_without_signal = 0
-        """Number of groups without signal since the last batch."""
+        """Number of groups without a training signal since the last batch."""
         self._seen: set[int] = set()
         """Prompt indices sampled for the batch of a synchronous step."""
         self._reasons: dict[int, str] = {}

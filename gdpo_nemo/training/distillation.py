@@ -3,7 +3,7 @@
 The loss is the reverse KL to the teacher at the sampled tokens (GKD with lambda 1, arXiv 2306.13649). Per token, the
 gradient of E_policy[log policy - log teacher] is a policy gradient with the advantage log teacher - log policy
 (https://thinkingmachines.ai/blog/on-policy-distillation). Training loop, engines, losses and layouts are the same as
-for GDPO. Rewards of the environments are measured, but not trained.
+for GDPO. Rewards of the environments are measured, but not used for training.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OnPolicyDistillation(GDPO):
         return found, gaps, measured
 
     def metrics(self, prepared: PreparedRollout, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
-        """Return GDPO's metrics without the metrics of advantages from rewards, which are not trained."""
+        """Return GDPO's metrics without the metrics of advantages, because training does not use rewards."""
         row = super().metrics(prepared, results, version)
         return {name: value for name, value in row.items() if not name.startswith("advantage/")}
 

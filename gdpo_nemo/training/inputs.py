@@ -185,7 +185,8 @@ def starting_adapter(policy: PolicyConfig, source: Source | None) -> Path | None
 def _make_model(config: Config) -> None:
     """Call ``policy.model_factory`` in a separate process.
 
-    A factory may train the model, and import libraries that the driver must not import. Raises RunError if it fails.
+    The user's function can train a model, and can import libraries that the driver must not import. Raises RunError if
+    the function fails.
     """
     name = config.policy.model_name
     if config.policy.model_factory is None:

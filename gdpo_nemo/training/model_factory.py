@@ -1,8 +1,8 @@
 """Process that calls ``policy.model_factory``. Started with ``python -m`` and the arguments FILE FUNCTION FOLDER SEED
 ERROR.
 
-This process imports no large library itself. The factory may import libraries that the driver must not import, and may
-train the model.
+This process does not import large libraries itself. The user's function can import libraries that the driver must not
+import, and can train a model.
 """
 
 from __future__ import annotations

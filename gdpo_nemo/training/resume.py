@@ -113,8 +113,8 @@ def total_updates(resolved: Resolved, state: RunState, prompts: int) -> int:
     """Return the number of optimizer updates of the whole run: completed updates plus the updates of the remaining
     steps.
 
-    This number is the horizon of a decaying learning rate. Skipped updates are also counted, so that an interrupted run
-    has the same horizon as an uninterrupted one.
+    By default, the learning rate decays over this number of updates. Skipped updates are also counted, so that an
+    interrupted run has the same learning rates as an uninterrupted one.
 
     Args:
         prompts: number of training prompts, for ``gdpo.max_num_epochs``.

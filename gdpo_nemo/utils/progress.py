@@ -109,7 +109,7 @@ def importing(freeze: bool = True) -> Iterator[None]:
 
     Args:
         freeze: True to exclude all objects that exist at the end of the block from later collections (``gc.freeze``).
-            Existing garbage in reference cycles is then never freed, so only processes of this project use this option.
+            Existing garbage in reference cycles is then never freed, so only processes of gdpo_nemo use this option.
     """
     with uncollected():
         try:

@@ -65,8 +65,8 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the tensors of an update, or the model in the engine's folder with the update's adapters merged.
 
-        vLLM's loader raises an error for a tensor that no module accepts. This project's exceptions are stored for
-        ``Worker.update_error``. If this method raised such an error, vLLM would not call ``finish_weight_update``. An
+        vLLM's loader raises an error for a tensor that no module accepts. A ``GdpoError`` is stored for
+        ``Worker.update_error``. If this method raised the error, vLLM would not call ``finish_weight_update``. An
         error from another process would also arrive only as text.
         """
         try:

@@ -128,7 +128,7 @@ FAULTS = {
     ),
     "prompt index 0 is missing in the journal, but the newest checkpoint lists it as done": ([group(1)], [group(2, 1)]),
     "prompt index 2 is missing in the journal, but the newest checkpoint lists it as done": ([group(0)], [group(1, 1)]),
-    "step 2 trained prompt index 4 before index 1 was trained or dropped; the window is 3": (
+    "step 2 trained the group of prompt index 4 before the group of index 1 was trained or dropped; the window is 3": (
         [group(0), group(2)],
         [group(4, 1)],
     ),

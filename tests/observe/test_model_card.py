@@ -94,7 +94,7 @@ def test_a_licence_that_nobody_states_is_not_invented(exported, tmp_path, card, 
     text = write_card(exported, str(model), settings(model), None, 2).read_text()
     front = yaml.safe_load(text.split("---\n")[1])
     assert licence in text and front["license"] == fields.get("license", "unknown")
-    assert "base_model" not in front and "`base` after 2 steps" in text
+    assert "base_model" not in front and "`base`, trained with gdpo_nemo for 2 steps" in text
 
 
 @pytest.mark.parametrize("fetched", [True, False])
@@ -110,7 +110,7 @@ def test_a_model_of_the_hub_is_named_as_it_is_there_with_the_licence_of_its_card
     text = write_card(exported, "org/model", settings("org/model"), None, 2).read_text()
     front = yaml.safe_load(text.split("---\n")[1])
     assert (front["base_model"], front["license"]) == ("org/model", "apache-2.0" if fetched else "unknown")
-    assert "[org/model](https://huggingface.co/org/model) after 2 steps" in text
+    assert "[org/model](https://huggingface.co/org/model), trained with gdpo_nemo for 2 steps" in text
 
 
 def test_what_is_fetched_of_a_model_has_its_card_which_states_the_licence(monkeypatch, tmp_path):

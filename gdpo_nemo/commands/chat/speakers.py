@@ -77,7 +77,7 @@ def read_source(source: Path, config_file: str | None, step: int | None, overrid
     config = load_config(_default_config(source) if outside else subject.config, overrides)
     if subject.model is not None:
         config.policy.model_name = str(subject.model)
-        config.policy.lora = LoraConfig()  # only engines run, and the adapter is merged into the weights
+        config.policy.lora = LoraConfig()  # the engines load weights that already include the adapter
     check_ranges(config)
     model = ModelFacts(model_source(config.policy))
     check_tokenizer(config.policy, model)
@@ -395,7 +395,7 @@ class RunRows:
 
     @property
     def weighted(self) -> list[str]:
-        """Names of the reward components that are trained."""
+        """Names of the reward components in the run's ``gdpo.rewards``."""
         return list(self._config.gdpo.rewards) if self._config else []
 
     def close(self) -> None:
@@ -416,7 +416,7 @@ class RunRows:
 
 
 def rewards_line(trajectory: Trajectory, weighted: list[str]) -> str:
-    """Format the reward components, beginning with trained components."""
+    """Format the reward components, beginning with the components in ``weighted``."""
     if trajectory.outcome is Outcome.ENV_FAILED:
         return f"no rewards because the environment failed: {trajectory.detail}"
     names = dict.fromkeys([*(name for name in weighted if name in trajectory.rewards), *trajectory.rewards])

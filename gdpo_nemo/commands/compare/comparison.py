@@ -74,7 +74,7 @@ class RunRecord:
         return np.array([ends.get(step, 0.0) for step in steps], float)
 
     def curve(self, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return (effort, trailing mean) of a metric. The arrays are empty if the metric was not measured."""
+        """Return (training effort, trailing mean) of a metric. The arrays are empty if the metric was not measured."""
         steps, values = self.history.trailing(metric, 1 if metric.startswith("validation/") else WINDOW)
         return self.effort(axis, steps), np.asarray(values, float)
 
@@ -247,9 +247,12 @@ def steps_to(variant: Variant, metric: str, goal: float, last_step: float) -> np
 
 
 def band(variant: Variant, metric: str, axis: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (effort, mean over the runs, standard error) of a metric.
+    """Return the mean curve of a metric over the runs of a variant, and its standard error.
 
-    The effort is limited to the range in which all runs with the metric have values. The error is 0 for a single run.
+    Only the range in which all runs with the metric have values is included. The error is 0 for a single run.
+
+    Returns:
+        (training effort on the x axis, mean over the runs, standard error). Shape of each array: [points].
     """
     curves = [curve for run in variant.runs if len((curve := run.curve(metric, axis))[0])]
     if not curves:

@@ -1,8 +1,8 @@
-"""Translation of axolotl configs to configs of this project, with a report on every key.
+"""Translation of axolotl configs to gdpo_nemo configs, with a report on every key.
 
 The first matching rule in ``keys.py`` translates a key. Keys that depend on each other are translated in
 ``objective.py``, ``machines.py`` and ``data.py``. Keys that are not set get axolotl's defaults, which are written if
-they differ from this project's defaults. The translated config therefore behaves as in axolotl.
+they differ from gdpo_nemo's defaults. The translated config therefore behaves as in axolotl.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {
     "optimizer": "adamw_torch_fused",
     "seed": 42,
 }
-"""Defaults of axolotl and transformers that differ from the defaults of this project."""
+"""Default values in axolotl and transformers that differ from gdpo_nemo's."""
 
 
 def translate_axolotl(path: str | Path, processes: int = 1) -> Translation:

@@ -59,8 +59,7 @@ def env_name(recipe: Recipe) -> str:
 
 
 def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | None:
-    """Return (environment of this project, its options, its reward components), or None if this project has no
-    equivalent.
+    """Return (gdpo_nemo environment, its options, its reward components), or None if gdpo_nemo has no equivalent.
 
     The components are sorted by name, which is also the order of NeMo-RL's weights.
     """

@@ -78,7 +78,7 @@ def _truncated(act: Act) -> Act:
 
 
 def _including_null(key: str) -> Act:
-    """Return the rule for a key with the same meaning as ``key`` of this project. The value null is also written."""
+    """Return the rule for a key with the same meaning as gdpo_nemo's ``key``. The value null is also written."""
     return lambda value, recipe: RuleResult({key: value})
 
 

@@ -56,7 +56,7 @@ DEFAULTS: dict[str, Any] = {
     "loss_fn.token_level_loss": True,
     "policy.precision": "bfloat16",
 }
-"""Defaults of NeMo-RL that differ from the defaults of this project."""
+"""Default values in NeMo-RL that differ from gdpo_nemo's."""
 
 
 @dataclass(frozen=True)
@@ -172,9 +172,9 @@ class Recipe:
 
     @property
     def cut(self) -> str:
-        """Index of the first held-out row, in the slice syntax of a Hub dataset's split.
+        """Start of the held-out rows, as a slice bound for a Hub dataset's split: ``-100`` or ``95%``, for example.
 
-        Empty if no rows are held out, or if the slice syntax cannot express the index.
+        Empty if no rows are held out, or if a slice bound cannot express the start.
         """
         size = self.held_out
         if not size or self.get("data.train.data_path"):

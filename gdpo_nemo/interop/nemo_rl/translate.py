@@ -1,4 +1,4 @@
-"""Translation of NeMo-RL's GRPO and GDPO recipes to configs of this project, with a report on every key.
+"""Translation of NeMo-RL's GRPO and GDPO recipes to gdpo_nemo configs, with a report on every key.
 
 First, ``recipe.py`` resolves the recipe's parents (``defaults:``) and interpolations. Then the first matching rule in
 ``keys.py`` translates each key. Keys that depend on each other are translated in ``objective.py``, ``datasets.py`` and

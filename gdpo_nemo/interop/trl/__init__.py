@@ -1,1 +1,1 @@
-"""Translation of TRL scripts and their arguments to configs of this project."""
+"""Translation of TRL scripts and their arguments to gdpo_nemo configs."""

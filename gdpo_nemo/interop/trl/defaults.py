@@ -1,4 +1,4 @@
-"""Defaults of TRL 1.16 and transformers 5.19 for GRPO scripts, and the translation of asynchronous GRPO."""
+"""Default values in TRL 1.16 and transformers 5.19 for GRPO scripts, and the translation of asynchronous GRPO."""
 
 from __future__ import annotations
 

@@ -155,13 +155,12 @@ class TrlRun:
 
     @property
     def samples_per_step(self) -> int:
-        """Number of samples in a step of this project, which is a generation batch or an update, whichever is
-        larger."""
+        """Number of samples in a gdpo_nemo step, which is a generation batch or an update, whichever is larger."""
         return max(self.samples_per_generation, self.samples_per_update)
 
     @property
     def updates(self) -> int:
-        """Number of optimizer updates in a step of this project."""
+        """Number of optimizer updates in a gdpo_nemo step."""
         return max(1, self.samples_per_step // self.samples_per_update)
 
     @property
@@ -188,7 +187,7 @@ class TrlRun:
         return None if self.total_updates is None else -(-int(value * self.total_updates * 1000) // 1000)
 
     def steps_of(self, key: str) -> int | None:
-        """Return the value of a field as a number of steps of this project, at least 1. Return None if the length of
-        the run is unknown."""
+        """Return the value of a field as a number of gdpo_nemo steps, at least 1. Return None if the length of the
+        run is unknown."""
         updates = self.updates_of(key)
         return None if updates is None else max(1, -(-updates // self.updates))

@@ -1,8 +1,8 @@
-"""Translation of TRL scripts and arguments to configs of this project, with a report on every field.
+"""Translation of TRL scripts and arguments to gdpo_nemo configs, with a report on every field.
 
 A script is read but never executed (``script.py``). Arguments are read from JSON or YAML files that TRL saves or that
 `trl grpo --config` accepts. The first matching rule in ``keys.py`` translates a field. Fields that are not set get
-TRL's defaults, which are written if they differ from this project's defaults. The translated config therefore behaves
+TRL's defaults, which are written if they differ from gdpo_nemo's defaults. The translated config therefore behaves
 as in TRL.
 """
 
@@ -42,7 +42,7 @@ _ELSEWHERE = {
     "ref_model": ("policy.model_name",),
     "processing_class": ("policy.tokenizer_name", "policy.model_name"),
 }
-"""Argument of the trainer -> keys of this project that it determines."""
+"""Argument of the trainer -> gdpo_nemo keys that it determines."""
 _NAMES = {"run.dir", "run.name", "logger", "logger.wandb.project"}
 """Keys that do not change the result."""
 COMMANDS = {

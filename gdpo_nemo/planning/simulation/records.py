@@ -132,7 +132,7 @@ class Scenario:
     warm_up: int | None = None
     """Number of initial steps to exclude from the means.
 
-    None means half of the steps if the run is endless, otherwise 0.
+    None means half of ``steps`` if ``endless`` is True, otherwise 0.
     """
     endless: bool = True
     """True to continue sampling prompts after the last step, as in a longer run.

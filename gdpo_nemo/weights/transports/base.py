@@ -292,7 +292,7 @@ def make_transport(name: str, policy: PolicyRanks, folder: Path, bucket_bytes: i
 def errors_named(transport_class: type, method: str) -> Iterator[None]:
     """Convert exceptions of a user-defined transport to a RunError that names the class and the method.
 
-    Exceptions of this project and of built-in transports are not converted.
+    A ``GdpoError``, and exceptions of built-in transports, are not converted.
     """
     try:
         yield

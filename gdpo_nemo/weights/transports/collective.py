@@ -4,9 +4,9 @@ NCCL transfers from GPU to GPU. gloo works without GPUs and transfers over TCP f
 of a process group and hosts the group's store. The engine processes have ranks 1 and above.
 
 The group is persistent: the next update reuses it if the engines are the same actors and no update failed. Otherwise a
-new group is created. An engine that was replaced or missed an update gets the weights through a temporary group.
-Weights are sent in buckets. Sender and receivers process one bucket while another bucket is in transfer, so that each
-process stores at most two buckets.
+new group is created. An engine that was replaced or did not receive an update gets the weights through a temporary
+group. Weights are sent in buckets. Sender and receivers process one bucket while another bucket is in transfer, so that
+each process stores at most two buckets.
 """
 
 from __future__ import annotations
