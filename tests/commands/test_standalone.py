@@ -174,5 +174,5 @@ def test_a_converted_checkpoint_has_the_card_of_its_run_up_to_its_step(machine, 
     checkpoint = Checkpoints(run / "checkpoints", 1, 0, None).save(RunState(step=2), lambda folder: None)
     assert cli.main(["convert", "--to", "hf", str(checkpoint), str(run / "hf")]) == 0, capsys.readouterr().err
     text = (run / "hf" / "README.md").read_text()
-    assert "after 2 steps" in text and "| right | 2 | 0.000 | 0.250 |" in text
+    assert "trained with gdpo_nemo for 2 steps" in text and "| right | 2 | 0.000 | 0.250 |" in text
     assert (run / "hf" / "rewards.png").is_file()
