@@ -244,7 +244,7 @@ def _torn_lines(run_dir: Path) -> str:
 # Between the two, the supervisor quotes the last warning of the process's Ray client, if there is one.
 _KILLED = r"was killed by SIGKILL\b.*; the run is restarted"
 _DIED = "a worker process died"
-_RAY = f"Ray's (raylet|gcs_server|client)|{_DIED}"
+_RAY = f"Ray's (raylet|gcs_server)|its Ray client|{_DIED}"
 
 FAULTS = {
     fault.name: fault
