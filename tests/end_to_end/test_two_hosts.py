@@ -195,7 +195,7 @@ def test_a_run_over_two_hosts_that_loses_one_equals_the_one_host_run_bit_for_bit
     verifier = network.add(3)
     run = launch(head, tmp_path / "run", digit_model, "cluster.num_nodes=2", "cluster.env_nodes=1")
     kill_in_the_middle_of_verdicts(verifier, run)
-    run.wait_for_step(2)  # there is a checkpoint
+    run.wait_for_step(3)  # the checkpoint of the second step is complete
     assert [actors(host) for host in network.hosts] == [{"PolicyRank"}, {"EngineActor"}, {"EnvironmentHost"}]
     kill_rank(head)
     run.wait_until(lambda _: any("driver/rebuilds" in row for row in rows(run.run_dir)), "the policy did not come back")
