@@ -28,7 +28,7 @@ UNDISTURBED = (
     f"policy.megatron_cfg={{optimizer: {{lr: {LR}}}, scheduler: {{lr_decay_style: cosine}}}}",
 )
 """Overrides of the undisturbed run, which others repeat or go on with."""
-_LOOK_S = 0.5
+_LOOK_S = 2.0
 """How often the processes of a run are listed, which takes longer than to see whether a step is done."""
 
 
@@ -67,9 +67,9 @@ class Launch:
         """Return once the metrics hold ``step``; remembers every process of the run on the way."""
         self.wait_until(lambda done: done >= step, f"step {step} did not come")
 
-    def wait_until(self, good: Callable[[int], bool], complaint: str) -> None:
-        """Return once ``good`` likes the last step that the metrics hold; remembers every process of the run on the
-        way."""
+    def wait_until(self, good: Callable[[int], bool], complaint: str, pause_s: float = 0.05) -> None:
+        """Return once ``good`` likes the last step that the metrics hold, which is asked every ``pause_s``; remembers
+        every process of the run on the way."""
         deadline = time.monotonic() + START_S
         looked = 0.0
         while not good(max((row["step"] for row in rows(self.run_dir) if "loss" in row), default=0)):
@@ -78,15 +78,18 @@ class Launch:
             if time.monotonic() - looked > _LOOK_S:
                 self._look()
                 looked = time.monotonic()
-            time.sleep(0.05)
+            time.sleep(pause_s)
         self._look()
 
     def finish(self) -> tuple[int, str, str]:
         """Exit status, stdout, stderr."""
         deadline = time.monotonic() + START_S
+        looked = 0.0
         while self.process.poll() is None and time.monotonic() < deadline:
-            self._look()
-            time.sleep(_LOOK_S)
+            if time.monotonic() - looked > _LOOK_S:
+                self._look()
+                looked = time.monotonic()
+            time.sleep(0.2)
         out, err = self.process.communicate(timeout=300)
         with contextlib.suppress(OSError):  # it is as empty as it should be, or ``left_behind`` will say what is in it
             self.scratch.rmdir()

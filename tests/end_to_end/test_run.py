@@ -316,13 +316,8 @@ def test_data_and_context_ranks_make_the_same_first_update_and_a_blocking_rank_i
         *QUICK,
     )
     launch.wait_for_step(1)
-    bound = launch.listening()
+    _listens_to_this_host(launch)
     _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
-    # The world of the policy's ranks, the group of the weights, Ray: on one node none is for others.
-    listening = {name for name, addresses in bound.items() if addresses}
-    assert {"gcs_server", "raylet"} < listening and any("PolicyRank" in name for name in listening), bound
-    assert {address for addresses in bound.values() for address in addresses} == {"127.0.0.1"}, bound
-
     flag = tmp_path / "mine.hang"
     flag.touch()
     found = _diagnosis_when(launch, "environments", 2.0)
@@ -337,9 +332,12 @@ def test_data_and_context_ranks_make_the_same_first_update_and_a_blocking_rank_i
         and found.lost
         and f"engine 0 (process {engine.pid}) is stopped" in found.sentence
     )
+    flag.touch()
     engine.resume()
+    _let_it_wait(launch, "environments", 0.5)  # so that the next wait for ranks is for an update
 
     rank = _stop(launch, "policy rank 1")
+    flag.unlink()
     status, out, err = launch.finish()
     assert status == 1, (out, err)
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
@@ -349,6 +347,14 @@ def test_data_and_context_ranks_make_the_same_first_update_and_a_blocking_rank_i
         p.name for p in bundle.iterdir()
     }
     assert launch.survivors() == []
+
+
+def _listens_to_this_host(launch: Launch) -> None:
+    """The world of the policy's ranks, the group of the weights, Ray: on one node none is for others."""
+    bound = launch.listening()
+    listening = {name for name, addresses in bound.items() if addresses}
+    assert {"gcs_server", "raylet"} < listening and any("PolicyRank" in name for name in listening), bound
+    assert {address for addresses in bound.values() for address in addresses} == {"127.0.0.1"}, bound
 
 
 def _stop(launch: Launch, role: str) -> psutil.Process:
@@ -362,11 +368,17 @@ def _diagnosis_when(launch: Launch, owner: str, waited_s: float):
     """The doctor's word once the run has waited for ``owner`` so long."""
     from gdpo_nemo.observe.diagnosis import examine
 
+    _let_it_wait(launch, owner, waited_s)
+    return examine(launch.run_dir)
+
+
+def _let_it_wait(launch: Launch, owner: str, waited_s: float) -> None:
+    """Return once the run has waited for ``owner`` so long."""
     deadline = time.monotonic() + START_S
     while True:
         status = json.loads((launch.run_dir / "status.json").read_text())
         if any(w["owner"].startswith(owner) and status["time"] - w["since"] > waited_s for w in status["waits"]):
-            return examine(launch.run_dir)
+            return
         assert time.monotonic() < deadline and launch.process.poll() is None, status
         time.sleep(0.2)
 

@@ -177,11 +177,13 @@ def kill_in_the_middle_of_verdicts(host: Host, run: Launch) -> None:
                     found.add((process.ppid(), process.pid))
         return found
 
-    run.wait_until(lambda _: bool(workers()), "no verdict was asked for")
+    run.wait_until(lambda _: bool(workers()), "no verdict was asked for", pause_s=0.3)
     killed = {actor for actor, _ in workers()}
     for actor in killed:
         os.kill(actor, signal.SIGKILL)
-    run.wait_until(lambda _: any(actor not in killed for actor, _ in workers()), "the actor was not replaced")
+    run.wait_until(
+        lambda _: any(actor not in killed for actor, _ in workers()), "the actor was not replaced", pause_s=0.3
+    )
     for actor, worker in workers():
         if actor not in killed:
             os.kill(worker, signal.SIGKILL)
