@@ -3,7 +3,7 @@
     PYTHONPATH=tests/environments python tests/chaos/soak.py --faults 1000 --out results/soak
 
 Runs follow each other in the variants below, with ``--per-run`` faults each, of kinds and at moments that the seed
-draws; every one is a drill (``gdpo-nemo drill``), held against an undisturbed run. In two variants the verifier is
+draws; every one is a drill (``gdpo-nemo drill``). In two variants the verifier is
 hostile besides: a process that hangs and dies (``hostile_verifier.py``), a NeMo Gym server that lies
 (``lying_server.py``). What it did to a sample is a fault, too. ``soak.jsonl`` gets a line for each fault; the same
 command goes on where it was stopped, and ``--faults 0`` shows the table of all that is there.
@@ -109,8 +109,8 @@ def one_run(folder, name, number, overrides, per_run, seed, patience_s) -> list[
         what = Drill(config, changes, kinds, folder, draw.randrange(2**31), 2, patience_s)
         peaceful = folder.with_name(f"undisturbed_{'_'.join(name.split())}_{what.steps}")
         what = replace(what, compared=peaceful)
-        exact = is_exact(load_config(config, what.changes))
-        result = drill(what, exact, lambda line: print(line, flush=True))
+        what = replace(what, exact=is_exact(load_config(config, what.changes)))
+        result = drill(what, lambda line: print(line, flush=True))
     about = {"run": number, "variant": name}
     outcomes = [outcome for outcome in result.outcomes if outcome.victim]
     if variant.spoilt:

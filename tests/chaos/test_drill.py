@@ -1,4 +1,4 @@
-"""Faults of a run on purpose: each of ten kinds, with real processes; ``soak.py`` does a thousand."""
+"""Faults of a run on purpose, with real processes; ``soak.py`` does a thousand."""
 
 from __future__ import annotations
 
@@ -14,12 +14,24 @@ from hostile_verifier import DEEDS
 from soak import RECORD, VARIANTS, read, soak, table
 
 from gdpo_nemo.commands.drill.exercise import by_fault
-from gdpo_nemo.commands.drill.faults import FAULTS, TEN
+from gdpo_nemo.commands.drill.faults import FAULTS
 from gdpo_nemo.commands.drill.run import Outcome, trained
 from gdpo_nemo.observe.run_files import read_alerts
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+KINDS = (
+    "rank-kill",
+    "engine-kill",
+    "worker-kill",
+    "raylet-kill",
+    "gcs-kill",
+    "engine-pause",
+    "torn-checkpoint",  # kills the driver, as driver-kill does, and more
+    "no-space",
+)
+"""The default kinds without those that other tests have: SIGTERM is in `end_to_end/test_supervised_runs.py`, and a
+signal that stops a sampling run in `end_to_end/test_run.py`."""
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -34,20 +46,20 @@ def drilled(tmp_path_factory, digit_model) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("drill") / "drill"
     config = ("--config", "configs/ppo_tiny_cpu.yaml", f"policy.model_name={digit_model}")
     small = ("gdpo.num_prompts_per_step=16", "gdpo.num_iterations=2", "rollout.env_workers=2")
-    done = command(*config, *small, "--out", str(out), "--steps", "2", "--patience", "900")
+    done = command(*config, *small, "--out", str(out), "--steps", "1", "--patience", "900", "--faults", ",".join(KINDS))
     assert done.returncode == 0, done.stdout + done.stderr  # a string, which pytest prints whole
     assert "bitwise equal" in done.stdout and "Traceback" not in done.stdout + done.stderr
     return out, done.stdout
 
 
-def test_a_run_through_ten_kinds_of_faults_is_the_undisturbed_run_bit_for_bit(drilled):
+def test_a_run_through_eight_kinds_of_faults_is_the_undisturbed_run_bit_for_bit(drilled):
     out, _ = drilled
     found = json.loads((out / "drill.json").read_text())
-    assert [outcome["fault"] for outcome in found["outcomes"]] == list(TEN)
+    assert [outcome["fault"] for outcome in found["outcomes"]] == list(KINDS)
     assert all(outcome["victim"] and outcome["seconds"] > 0 for outcome in found["outcomes"])
     assert found["exact"] and found["passed"] and found["wrong"] == []
     said = {outcome["fault"]: " ".join(outcome["said"]) for outcome in found["outcomes"]}
-    assert "SIGKILL" in said["driver-kill"] and "engine 0" in said["engine-kill"] and "worker" in said["worker-kill"]
+    assert "engine 0" in said["engine-kill"] and "worker" in said["worker-kill"]
     log = (out / "disturbed.log").read_text()
     assert "is damaged" in log, "the checkpoint that was cut short is skipped"
     assert "(raylet)" not in log and "state-dump" not in log, "what Ray says of lost processes stays in its own logs"
@@ -89,6 +101,7 @@ def check_account_of_restarts(run_dir: Path, log: str) -> None:
     assert [line for line in log.splitlines() if line.startswith("supervisor:")] == [
         f"supervisor: {t}" for t in restarts
     ]
+    assert any("was killed by SIGKILL; the run is restarted" in text for text in restarts), restarts
     assert len(rebuilds) == 1 and "a worker process died" in rebuilds[0], rebuilds
     assert log.count("complete after step") == 1 and "restarting after" not in log, "a single summary, at the end"
 
@@ -100,7 +113,7 @@ def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills_and_ba
     hostile = VARIANTS["a hostile verifier"]
     ahead = replace(hostile, changes=("rollout.max_staleness=2", *hostile.changes))
     monkeypatch.setitem(VARIANTS, "two steps ahead, a hostile verifier", ahead)
-    kills = ("engine-kill", "supervisor-kill")  # the others are in the drill of ten
+    kills = ("engine-kill", "supervisor-kill")  # the others are in the drill above
     monkeypatch.setattr("soak.FAULTS", {name: FAULTS[name] for name in kills})
     monkeypatch.setattr("soak.SLOW", ("supervisor-kill",))
     model = f"policy.model_name={digit_model}"
@@ -111,6 +124,7 @@ def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills_and_ba
     assert read(tmp_path / RECORD) == rows
     assert f"{len(rows)} of {len(rows)} faults as they should be" in table(rows)
     assert not (tmp_path / "run_0").exists(), "what went well is not kept"
+    assert not list(tmp_path.glob("undisturbed*")), "there is nothing to compare it with"
 
 
 def test_the_table_has_median_and_longest_of_every_fault_that_met_something():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from gdpo_nemo.commands.drill.exercise import Drill, Result, compared, differing_steps, is_exact
+from gdpo_nemo.commands.drill.exercise import Drill, Result, compared, differing_steps, drill, is_exact
 from gdpo_nemo.commands.drill.faults import DRIVER, FAULTS, Fault, Target, Then
 from gdpo_nemo.commands.drill.run import DrilledRun, Outcome
 from gdpo_nemo.config.load import load_config
@@ -77,6 +79,14 @@ def poke(then: Then = Then.CONTINUES, says: str | None = None, number: int = sig
 
 
 HEARS = "signal.signal(signal.SIGUSR1, lambda *_: alert('engine 3: it died'))\n"
+
+
+@pytest.mark.parametrize(
+    "how", ["Ray's raylet (process 7) on this machine ended", "x; last message of its Ray client: y"]
+)
+def test_both_words_of_a_lost_raylet_name_it(how):
+    """Its clients may end the run's process before the run has noticed."""
+    assert re.search(FAULTS["raylet-kill"].says, how) and re.search(FAULTS["gcs-kill"].says, how)
 
 
 def test_what_the_run_says_has_to_name_the_fault(program):
@@ -212,13 +222,25 @@ def test_runs_are_equal_where_every_step_has_the_same_loss_and_gradient(tmp_path
 
 
 def test_a_journal_is_wanted_of_runs_that_sample(tmp_path):
-    what = Drill("c", [], [], tmp_path)
-    for folder in (what.undisturbed, what.disturbed):
-        folder.mkdir()
-    assert compared(what, False) == [], "supervised training has none"
-    (what.undisturbed / "journal.jsonl").touch()
+    what = Drill("c", [], [], tmp_path, exact=False)
+    what.disturbed.mkdir()
+    assert compared(replace(what, samples=False)) == [], "supervised training has none"
     with pytest.raises(ConfigError, match=r"journal\.jsonl not found or empty"):
-        compared(what, False)
+        compared(what)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_run_is_compared_with_an_undisturbed_one_where_it_can_be_equal(tmp_path, monkeypatch, exact):
+    class Run(Program):
+        def __init__(self, run_dir, *settings):
+            super().__init__(run_dir.parent, "(run_dir / 'model').mkdir(); steps(1, 2)")
+            self.run_dir = run_dir
+
+    monkeypatch.setattr(Drill, "run", lambda what, run_dir: Run(run_dir))
+    monkeypatch.setattr("gdpo_nemo.commands.drill.exercise.compared", lambda what: [])
+    what = Drill("c", [], [], tmp_path, exact=exact)
+    assert drill(what, str).steps == 2
+    assert what.disturbed.is_dir() and what.undisturbed.is_dir() == exact
 
 
 def test_a_drill_passes_where_nothing_is_wrong_with_any_fault_and_with_the_whole():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launch import START_S, Launch
+from launch import START_S, UNDISTURBED, Launch
 
 
 @pytest.fixture(autouse=True)
@@ -20,5 +20,5 @@ def no_run_outlives_its_test():
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory, digit_model) -> tuple[Launch, int, str, str]:
     """``STEPS`` steps with validation: the launch, its exit status, stdout, stderr."""
-    launch = Launch(tmp_path_factory.mktemp("runs") / "undisturbed", digit_model, "gdpo.val_at_start=true")
+    launch = Launch(tmp_path_factory.mktemp("runs") / "undisturbed", digit_model, *UNDISTURBED)
     return launch, *launch.finish()

@@ -16,12 +16,19 @@ from typing import Callable, ClassVar
 
 import psutil
 
+from gdpo_nemo.commands.cli import main
 from gdpo_nemo.observe.metric_registry import unknown_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 1200
 STEPS = 6
-_LOOK_S = 0.5
+LR = 1e-3
+UNDISTURBED = (
+    "gdpo.val_at_start=true",
+    f"policy.megatron_cfg={{optimizer: {{lr: {LR}}}, scheduler: {{lr_decay_style: cosine}}}}",
+)
+"""Overrides of the undisturbed run, which others repeat or go on with."""
+_LOOK_S = 2.0
 """How often the processes of a run are listed, which takes longer than to see whether a step is done."""
 
 
@@ -54,28 +61,15 @@ class Launch:
 
     def command(self, run_dir: Path, model: Path, overrides: tuple[str, ...]) -> list[str]:
         """The arguments of Python."""
-        return [
-            str(REPOSITORY / "examples" / "run_gdpo.py"),
-            f"run.dir={run_dir}",
-            f"policy.model_name={model}",
-            f"gdpo.max_num_steps={STEPS}",
-            "gdpo.num_prompts_per_step=4",
-            "gdpo.val_period=3",
-            "gdpo.val_prompts=8",
-            "data.train.size=512",
-            "data.validation.size=512",
-            "checkpointing.save_period=2",
-            "logger.console=plain",
-            *overrides,
-        ]
+        return [str(REPOSITORY / "examples" / "run_gdpo.py"), *arguments(run_dir, model, overrides)]
 
     def wait_for_step(self, step: int) -> None:
         """Return once the metrics hold ``step``; remembers every process of the run on the way."""
         self.wait_until(lambda done: done >= step, f"step {step} did not come")
 
-    def wait_until(self, good: Callable[[int], bool], complaint: str) -> None:
-        """Return once ``good`` likes the last step that the metrics hold; remembers every process of the run on the
-        way."""
+    def wait_until(self, good: Callable[[int], bool], complaint: str, pause_s: float = 0.05) -> None:
+        """Return once ``good`` likes the last step that the metrics hold, which is asked every ``pause_s``; remembers
+        every process of the run on the way."""
         deadline = time.monotonic() + START_S
         looked = 0.0
         while not good(max((row["step"] for row in rows(self.run_dir) if "loss" in row), default=0)):
@@ -84,15 +78,18 @@ class Launch:
             if time.monotonic() - looked > _LOOK_S:
                 self._look()
                 looked = time.monotonic()
-            time.sleep(0.05)
+            time.sleep(pause_s)
         self._look()
 
     def finish(self) -> tuple[int, str, str]:
         """Exit status, stdout, stderr."""
         deadline = time.monotonic() + START_S
+        looked = 0.0
         while self.process.poll() is None and time.monotonic() < deadline:
-            self._look()
-            time.sleep(_LOOK_S)
+            if time.monotonic() - looked > _LOOK_S:
+                self._look()
+                looked = time.monotonic()
+            time.sleep(0.2)
         out, err = self.process.communicate(timeout=300)
         with contextlib.suppress(OSError):  # it is as empty as it should be, or ``left_behind`` will say what is in it
             self.scratch.rmdir()
@@ -158,6 +155,41 @@ class OnATerminal(Launch):
         os.close(self._master)
         os.killpg(self.process.pid, signal.SIGHUP)
         self._look = super()._look
+
+
+def train_here(run_dir: Path, model: Path, *overrides: str) -> None:
+    """Train to the end in this process, which saves the imports of another one, and leaves no process.
+
+    Who looks at a run's processes, signals or supervisor starts a ``Launch``.
+    """
+    before = _children()
+    assert main(["train", *arguments(run_dir, model, overrides)]) == 0
+    assert unknown_metrics(rows(run_dir)) == []
+    _, alive = psutil.wait_procs(_children() - before, timeout=120)
+    assert not alive
+
+
+def _children() -> set[psutil.Process]:
+    """Of this process, but for Python's own tracker of shared memory."""
+    children = psutil.Process().children(recursive=True)
+    return {child for child in children if "resource_tracker" not in " ".join(child.cmdline())}
+
+
+def arguments(run_dir: Path, model: Path, overrides: tuple[str, ...]) -> list[str]:
+    """Return the overrides of a small run."""
+    return [
+        f"run.dir={run_dir}",
+        f"policy.model_name={model}",
+        f"gdpo.max_num_steps={STEPS}",
+        "gdpo.num_prompts_per_step=4",
+        "gdpo.val_period=3",
+        "gdpo.val_prompts=8",
+        "data.train.size=512",
+        "data.validation.size=512",
+        "checkpointing.save_period=2",
+        "logger.console=plain",
+        *overrides,
+    ]
 
 
 def _name_if_alive(pid: int, born: float) -> str | None:

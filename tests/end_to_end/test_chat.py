@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gdpo_nemo.commands.cli import main
 from gdpo_nemo.models.hf_folder import open_weights, save_tensors, weight_names
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -80,18 +82,20 @@ def _greedy(model: Path, ids: list[int], tokens: int) -> list[int]:
     return ids[-tokens:]
 
 
-def test_a_script_gets_replies_of_two_models_with_history_rows_and_rewards(run_dir, tmp_path):
+def test_a_script_gets_replies_of_two_models_with_history_rows_and_rewards(run_dir, tmp_path, monkeypatch, capfd):
     """What the models say is what ``transformers`` makes of the chat template, turn after turn."""
     from transformers import AutoTokenizer
 
     other = tmp_path / "copy"
     shutil.copytree(run_dir / "model", other)
-    command = [sys.executable, "-m", "gdpo_nemo", "chat", str(run_dir), "--against", str(other), "--json"]
+    command = ["chat", str(run_dir), "--against", str(other), "--json"]
     options = ["--temperature", "0", "--max-new-tokens", "6", "--system", "Be kind."]
     lines = "hi\nand you?\n/row 1\n/reset\n\nhi\n/quit\nnever asked\n"
-    done = subprocess.run([*command, *options], input=lines, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    found = [json.loads(line) for line in done.stdout.splitlines()]
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    status = main([*command, *options])
+    out, err = capfd.readouterr()
+    assert status == 0, (out, err)
+    found = [json.loads(line) for line in out.splitlines()]
     assert [record["prompt"] for record in found] == ["hi", "and you?", "1 and 1?", "hi"]
     names = [[reply["model"] for reply in record["replies"]] for record in found]
     assert names == [[str(run_dir / "model"), str(other)]] * 4
@@ -109,8 +113,8 @@ def test_a_script_gets_replies_of_two_models_with_history_rows_and_rewards(run_d
         reply = tokenizer.decode(_greedy(other, tokenizer(prompt)["input_ids"], 6))
         assert record["replies"][0]["text"] == reply and re.fullmatch("[A-Za-z]{6}", reply)
         spoken.append({"role": "assistant", "content": reply})
-    (phases,) = re.findall(r"^ready after [\d.]+ s \((.*)\)$", done.stderr, re.MULTILINE)
-    assert re.search(r"\bRay \d.*\bengines \d", phases) and "Traceback" not in done.stderr
+    (phases,) = re.findall(r"^ready after [\d.]+ s \((.*)\)$", err, re.MULTILINE)
+    assert re.search(r"\bRay \d.*\bengines \d", phases) and "Traceback" not in err
 
 
 class OnATerminal:

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from launch import STEPS, Launch, rows
+from launch import STEPS, rows, train_here
 from safetensors.torch import load_file, save_file
 
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
 
 @pytest.fixture(scope="module")
-def distilled(tmp_path_factory, digit_model) -> Launch:
-    """``STEPS`` steps of a disturbed copy of the model, taught by the model itself, on two tensor-parallel ranks."""
+def distilled(tmp_path_factory, digit_model) -> Path:
+    """The folder of ``STEPS`` steps of a disturbed copy of the model on two tensor-parallel ranks; the teacher is the
+    model itself."""
     scratch = tmp_path_factory.mktemp("distilled")
     shutil.copytree(digit_model, scratch / "student")
     torch.manual_seed(0)
     weights = load_file(digit_model / "model.safetensors")
     disturbed = {n: w + 2.0 * w.std() * torch.randn_like(w) if w.dim() == 2 else w for n, w in weights.items()}
     save_file(disturbed, scratch / "student" / "model.safetensors", {"format": "pt"})
-    launch = Launch(
+    train_here(
         scratch / "run",
         scratch / "student",
         *("--config", "configs/distillation_tiny_cpu.yaml"),
@@ -31,16 +33,13 @@ def distilled(tmp_path_factory, digit_model) -> Launch:
         "gdpo.num_prompts_per_step=8",
         *("logger.plot=false", "logger.tensorboard.enabled=false"),
     )
-    status, out, err = launch.finish()
-    assert status == 0, (out, err)
-    return launch
+    return scratch / "run"
 
 
 def test_the_kl_to_the_teacher_falls_on_held_out_prompts(distilled):
-    found = {row["step"]: row["validation/teacher_kl"] for row in rows(distilled.run_dir) if "loss" not in row}
+    found = {row["step"]: row["validation/teacher_kl"] for row in rows(distilled) if "loss" not in row}
     assert list(found) == [0, 3, STEPS]
     assert found[0] > 0.1 and found[STEPS] < 0.7 * found[0]
-    assert distilled.left_behind() == []
 
 
 def test_a_token_is_trained_with_what_the_teacher_would_have_given_it(distilled, digit_model):
@@ -49,7 +48,7 @@ def test_a_token_is_trained_with_what_the_teacher_would_have_given_it(distilled,
 
     teacher = AutoModelForCausalLM.from_pretrained(digit_model, dtype=torch.float32)
     gaps = []
-    for sample in read_rollouts(rollout_path(distilled.run_dir, 1)):
+    for sample in read_rollouts(rollout_path(distilled, 1)):
         ids = torch.tensor([[*sample["prompt_ids"], *sample["completion_ids"]]])
         written = len(sample["completion_ids"])
         with torch.no_grad():
@@ -57,6 +56,6 @@ def test_a_token_is_trained_with_what_the_teacher_would_have_given_it(distilled,
         taught = scores.gather(1, ids[0, -written:, None]).squeeze(1).numpy()
         gaps.append(taught - np.array(sample["logprobs"], np.float32))
         assert sample["advantage"] == pytest.approx(float(gaps[-1].mean()), abs=1e-4)
-    first = next(row for row in rows(distilled.run_dir) if "loss" in row)
+    first = next(row for row in rows(distilled) if "loss" in row)
     assert first["teacher/kl"] == pytest.approx(-float(np.concatenate(gaps).mean()), abs=1e-4)
     assert not [key for key in first if key.startswith("advantage/")] and "reward/correctness/mean" in first

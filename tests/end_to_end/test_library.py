@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from launch import START_S, rows
+from launch import START_S, rows, timeless
 
 SCRIPT = """
 import json, os, random, signal, sys, threading
@@ -34,7 +34,8 @@ def short(completions):
 
 
 def steps(number):
-    small = {"gdpo.num_prompts_per_step": 4, "gdpo.num_generations_per_prompt": 4, "checkpointing.save_period": 1}
+    small = {"gdpo.num_prompts_per_step": 4, "gdpo.num_generations_per_prompt": 4, "checkpointing.save_period": 1,
+             "policy.generation.engines": 2}
     named = {"run.name": "five", "policy.model_name": sys.argv[1], "logger.console": "plain", "logger.plot": False,
              "policy.precision": "bfloat16"}
     return {**small, **named, "gdpo.max_num_steps": number}
@@ -78,8 +79,10 @@ def _run(folder: Path, *command: str) -> subprocess.CompletedProcess:
     return done
 
 
-def test_a_script_trains_at_its_top_level_again_in_a_thread_and_the_cli_resumes_it(tmp_path, digit_model):
-    """Functions of the script and lambdas verify in other processes, which do not run the script again."""
+def test_a_script_and_a_thread_train_with_two_engines_what_the_cli_repeats_bit_for_bit(tmp_path, digit_model):
+    """Functions of the script and lambdas verify in other processes, which do not run the script again. Two steps are
+    trained at the top level, a third one in a thread. From the config and the files that this leaves, the command line
+    trains three steps at once in another folder, with engines that answer in their own order."""
     (tmp_path / "script.py").write_text(SCRIPT)
     done = _run(tmp_path, sys.executable, "script.py", str(digit_model))
     assert done.stdout.count("the script runs in") == 1
@@ -90,9 +93,14 @@ def test_a_script_trains_at_its_top_level_again_in_a_thread_and_the_cli_resumes_
     assert found["temporary"] == str(tmp_path / "scratch") and found["model"] == str(run_dir / "model")
     (tmp_path / "script.py").unlink()
     command = (sys.executable, "-m", "gdpo_nemo", "train", "--config", "results/five/config.yaml")
-    _run(tmp_path, *command, "gdpo.max_num_steps=4")
+    _run(tmp_path, *command, "run.dir=results/repeated")
+    repeated = tmp_path / "results" / "repeated"
     trained = rows(run_dir)
-    assert [row["step"] for row in trained] == [1, 2, 3, 4]
+    assert [row["step"] for row in trained] == [1, 2, 3]
     assert all({"reward/correct/mean", "reward/short/mean"} <= row.keys() for row in trained)
     # Engine and trainer round to bfloat16 at different places, by far less than what ends a run.
     assert all(0 < row["parity/mean_abs"] < 0.1 and row["parity/max_prob"] < 0.5 for row in trained)
+    assert [timeless(row) for row in trained] == [timeless(row) for row in rows(repeated)]
+    weights = [folder / "model" / "model.safetensors" for folder in (run_dir, repeated)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert all(row["grad_norm"] > 0 for row in trained)

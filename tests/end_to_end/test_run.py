@@ -6,18 +6,17 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from launch import START_S, STEPS, Launch, OnATerminal, rows, timeless
+from launch import START_S, STEPS, UNDISTURBED, Launch, OnATerminal, rows, timeless, train_here
 from safetensors.torch import load_file
 from starting_points import LR, TARGETS, gdpo, write_adapter
 
+from gdpo_nemo.commands.cli import main
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
@@ -109,14 +108,14 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
     assert ids.shape == (1, 6) and model(ids).logits.shape[-1] == model.config.vocab_size
 
 
-def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model):
+def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model, capfd):
     """The policy is killed while it saves step 4, the terminal of the resumed run closes after step 3, and a bit of the
     newest checkpoint flips on the disk. The third start trains to the end.
 
     Checkpoints are saved asynchronously. The first start is colocated: its engines sleep while the policy trains.
-    SIGKILL of the driver and SIGTERM are in the drill, SIGTERM of a stage of a chain is in `test_supervised_runs.py`.
+    SIGKILL of the driver is in the drill, SIGTERM of a stage of a chain is in `test_supervised_runs.py`.
     """
-    options = ("gdpo.val_at_start=true", "checkpointing.async_save=true", *QUICK)
+    options = (*UNDISTURBED, "checkpointing.async_save=true", *QUICK)
     torn = Launch(tmp_path / "run", digit_model, "cluster.placement=colocated", "run.max_restarts=0", *options)
     torn.wait_for_step(3)
     writing = tmp_path / "run" / "checkpoints" / ".writing_step_4"
@@ -148,23 +147,20 @@ def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model)
     assert (newest / "files.json").is_file()
     _flip_a_byte(max(newest.rglob("*.distcp"), key=lambda file: file.stat().st_size))
 
-    resumed = Launch(tmp_path / "run", digit_model, *options)
-    status, out, err = resumed.finish()
-    assert status == 0, (out, err)
+    train_here(tmp_path / "run", digit_model, *options)
+    out = capfd.readouterr().out
     assert re.search(rf"{newest.name}.*is skipped", out) and f"resuming from {before} " in out, out
     assert [timeless(r) for r in rows(tmp_path / "run")] == [timeless(r) for r in rows(straight)]
     weights = [d / "model" / "model.safetensors" for d in (straight, tmp_path / "run")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step(undisturbed, tmp_path):
+def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step(undisturbed, tmp_path, capfd):
     """Through a Hugging Face folder and another engine, bit for bit."""
     run_dir = undisturbed[0].run_dir
     out = tmp_path / "eval"
-    command = [sys.executable, "-m", "gdpo_nemo", "eval", str(run_dir), "--step", str(STEPS), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    shown = done.stdout
+    assert main(["eval", str(run_dir), "--step", str(STEPS), "--out", str(out)]) == 0
+    shown = capfd.readouterr().out
     found = json.loads((out / "eval.json").read_text())
     measured = next(row for row in rows(run_dir) if row["step"] == STEPS and "loss" not in row)
     assert {f"validation/{name}": score["mean"] for name, score in found["scores"].items()} == {
@@ -178,41 +174,14 @@ def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step
     assert found["scores"]["format"]["mean"] == sum(s["rewards"]["format"] for s in samples) / len(samples)
 
 
-def test_data_and_context_parallel_ranks_make_the_same_first_update_and_train_one_step_stale(
-    undisturbed, tmp_path, digit_model
-):
-    launch = Launch(
-        tmp_path / "run",
-        digit_model,
-        "policy.megatron_cfg={data_parallel_size: 2, context_parallel_size: 2}",
-        "rollout.max_staleness=1",
-        "loss_fn.old_logprobs=trainer",
-        "gdpo.max_num_steps=3",
-        "weights.transport=gloo",
-        *QUICK,
-    )
-    launch.wait_for_step(1)
-    bound = launch.listening()
-    status, out, err = launch.finish()
-    assert status == 0, (out, err)
-    _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
-    trained = [row for row in rows(launch.run_dir) if "loss" in row]
-    assert [row["staleness/max"] for row in trained] == [0.0, 1.0, 1.0]
-    # One update moves this model by far more than the engine's arithmetic differs from the trainer's.
-    new, *old = [row["sampler_gap/mean_abs"] for row in trained]
-    assert new < 1e-5 and min(old) > 1e-3 and all(row["policy/importance_weight"] != 1 for row in trained[1:]), trained
-    # The world of the policy's ranks, the group of the weights, Ray: on one node none is for others.
-    listening = {name for name, addresses in bound.items() if addresses}
-    assert {"gcs_server", "raylet"} < listening and any("PolicyRank" in name for name in listening), bound
-    assert {address for addresses in bound.values() for address in addresses} == {"127.0.0.1"}, bound
-
-
-def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_together(tmp_path, digit_model):
+def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step_stale(tmp_path, digit_model):
     """The run starts from a PEFT adapter; the reference is the model without it. Format alone is constant in many
-    groups, and without the batch normalisation one reward's advantages are GRPO's."""
+    groups, and without the batch normalisation one reward's advantages are GRPO's. The second step trains samples of
+    the starting weights."""
     start = write_adapter(tmp_path / "adapter", digit_model)
-    launch = Launch(
-        tmp_path / "run",
+    run_dir = tmp_path / "run"
+    train_here(
+        run_dir,
         tmp_path / "adapter",
         f"policy.lora={{rank: 4, alpha: 8, target_modules: [{','.join(TARGETS)}]}}",
         f"policy.megatron_cfg.optimizer.lr={LR}",
@@ -220,6 +189,8 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_together
         "gdpo.batch_norm=false",
         "gdpo.dynamic_sampling={enabled: true, max_rounds: 6}",
         "loss_fn={reference_policy_kl_penalty: 0.01, entropy_bonus: 0.001, off_policy: {mode: truncate}}",
+        "loss_fn.old_logprobs=trainer",
+        "rollout.max_staleness=1",
         "policy.train_global_batch_size=16",
         "gdpo.num_generations_per_prompt=4",
         "gdpo.num_prompts_per_step=8",
@@ -228,21 +199,23 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_together
         "checkpointing.metric_name=null",
         *QUICK,
     )
-    status, out, err = launch.finish()
-    assert status == 0, (out, err)
-    first, second = [row for row in rows(launch.run_dir) if "loss" in row]
+    first, second = [row for row in rows(run_dir) if "loss" in row]
     assert first["rollout/dropped_groups"] > 0
     assert first["reward/format/dead_groups"] == second["reward/format/dead_groups"] == 0.0
-    samples = read_rollouts(rollout_path(launch.run_dir, 1))
+    samples = read_rollouts(rollout_path(run_dir, 1))
     advantages = [sample["advantage"] for sample in samples]
     np.testing.assert_allclose(advantages, gdpo(samples, ["format"], batch_norm=False), rtol=1e-5, atol=1e-6)
     assert first["policy/reference_kl"] > 1e-4 and first["policy/ratio_max"] > 1.0
     assert first["time/advantages"] < 0.01 * first["time/step"]
     assert max(first["parity/probe"], second["parity/probe"]) < 1e-5
+    assert [first["staleness/max"], second["staleness/max"]] == [0.0, 1.0]
+    # Four updates move this model by far more than the engine's arithmetic differs from the trainer's.
+    assert first["sampler_gap/mean_abs"] < 1e-5 and second["sampler_gap/mean_abs"] > 1e-3
+    assert second["policy/importance_weight"] != 1
     # Engine and trainer agree on the first samples, and where the adapter is after four updates it can only have come
     # to from its own place: Adam moves a weight by about the learning rate.
     assert first["parity/max_abs"] < 1e-3
-    after = load_file(launch.run_dir / "adapter" / "adapter_model.safetensors")
+    after = load_file(run_dir / "adapter" / "adapter_model.safetensors")
     assert after.keys() == start.keys()
     assert 0 < max(float((after[name] - start[name]).abs().max()) for name in start) < 8 * LR
 
@@ -323,7 +296,9 @@ class Patient(DigitSort):
 """
 
 
-def test_tensor_ranks_make_the_same_first_update_and_a_blocking_rank_is_named(undisturbed, tmp_path, digit_model):
+def test_data_and_context_ranks_make_the_same_first_update_and_a_blocking_rank_is_named(
+    undisturbed, tmp_path, digit_model
+):
     """One run, three faults in turn: a hanging verifier, a stopped engine, a stopped rank. The last one lasts beyond
     its deadline, and the run itself says who it was."""
     (tmp_path / "mine.py").write_text(HANGING)
@@ -335,11 +310,13 @@ def test_tensor_ranks_make_the_same_first_update_and_a_blocking_rank_is_named(un
         "gdpo.max_num_steps=100000",
         "gdpo.val_period=100000",
         "checkpointing.save_period=100000",
-        "rollout={env_timeout_s: 600, train_timeout_s: 30}",
-        "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "rollout={env_timeout_s: 600, train_timeout_s: 60}",
+        "policy.megatron_cfg={data_parallel_size: 2, context_parallel_size: 2}",
+        "weights.transport=gloo",
         *QUICK,
     )
     launch.wait_for_step(1)
+    _listens_to_this_host(launch)
     _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
     flag = tmp_path / "mine.hang"
     flag.touch()
@@ -355,18 +332,29 @@ def test_tensor_ranks_make_the_same_first_update_and_a_blocking_rank_is_named(un
         and found.lost
         and f"engine 0 (process {engine.pid}) is stopped" in found.sentence
     )
+    flag.touch()
     engine.resume()
+    _let_it_wait(launch, "environments", 0.5)  # so that the next wait for ranks is for an update
 
     rank = _stop(launch, "policy rank 1")
+    flag.unlink()
     status, out, err = launch.finish()
     assert status == 1, (out, err)
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
-    assert "did not answer within 30 s" in line and f"policy rank 1 (process {rank.pid}) is stopped" in line
+    assert "did not answer within 60 s" in line and f"policy rank 1 (process {rank.pid}) is stopped" in line
     bundle = max((launch.run_dir / "doctor").iterdir())
     assert {"summary.txt", "stack policy rank 0.txt", "config.yaml", "versions.txt", "logs.txt"} <= {
         p.name for p in bundle.iterdir()
     }
     assert launch.survivors() == []
+
+
+def _listens_to_this_host(launch: Launch) -> None:
+    """The world of the policy's ranks, the group of the weights, Ray: on one node none is for others."""
+    bound = launch.listening()
+    listening = {name for name, addresses in bound.items() if addresses}
+    assert {"gcs_server", "raylet"} < listening and any("PolicyRank" in name for name in listening), bound
+    assert {address for addresses in bound.values() for address in addresses} == {"127.0.0.1"}, bound
 
 
 def _stop(launch: Launch, role: str) -> psutil.Process:
@@ -380,11 +368,17 @@ def _diagnosis_when(launch: Launch, owner: str, waited_s: float):
     """The doctor's word once the run has waited for ``owner`` so long."""
     from gdpo_nemo.observe.diagnosis import examine
 
+    _let_it_wait(launch, owner, waited_s)
+    return examine(launch.run_dir)
+
+
+def _let_it_wait(launch: Launch, owner: str, waited_s: float) -> None:
+    """Return once the run has waited for ``owner`` so long."""
     deadline = time.monotonic() + START_S
     while True:
         status = json.loads((launch.run_dir / "status.json").read_text())
         if any(w["owner"].startswith(owner) and status["time"] - w["since"] > waited_s for w in status["waits"]):
-            return examine(launch.run_dir)
+            return
         assert time.monotonic() < deadline and launch.process.poll() is None, status
         time.sleep(0.2)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launch import Launch, rows, timeless
+from launch import Launch, rows, timeless, train_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gdpo_nemo.config.load import load_config
@@ -49,12 +49,6 @@ class Chain(Launch):
 
 def held_out(run_dir: Path, key: str) -> dict[int, float]:
     return {row["step"]: row[f"validation/{key}"] for row in rows(run_dir) if f"validation/{key}" in row}
-
-
-def finished(launch: Launch) -> Launch:
-    status, out, err = launch.finish()
-    assert status == 0, (out, err)
-    return launch
 
 
 @pytest.fixture(scope="module")
@@ -157,15 +151,16 @@ def test_dpo_parts_held_out_pairs_from_log_two_on(chain):
 
 def test_dpo_resumes_bit_for_bit_after_sigterm(chain, tmp_path):
     options = (*QUIET, *OF_PAIRS, "--config", "configs/dpo_tiny_cpu.yaml")
-    straight = finished(Launch(tmp_path / "run", chain / "sft" / "model", *options))
-    assert [timeless(row) for row in rows(chain / "dpo")] == [timeless(row) for row in rows(straight.run_dir)]
+    train_here(tmp_path / "run", chain / "sft" / "model", *options)
+    assert [timeless(row) for row in rows(chain / "dpo")] == [timeless(row) for row in rows(tmp_path / "run")]
 
 
 def test_kto_raises_desirable_answers_above_undesirable_ones(tmp_path, digit_model):
     """KTO is the objective whose rows are not pairs; `tests/megatron/test_preference_updates.py` has the others."""
-    launch = finished(Launch(tmp_path / "kto", digit_model, *KTO))
-    trained = [row for row in rows(launch.run_dir) if "rewards/chosen" in row and "rewards/rejected" in row]
+    run_dir = tmp_path / "kto"
+    train_here(run_dir, digit_model, *KTO)
+    trained = [row for row in rows(run_dir) if "rewards/chosen" in row and "rewards/rejected" in row]
     apart = {row["step"]: row["rewards/chosen"] - row["rewards/rejected"] for row in trained}
     assert apart[max(apart)] > apart[min(apart)] + 0.01
-    losses = held_out(launch.run_dir, "loss")
+    losses = held_out(run_dir, "loss")
     assert losses[9] < losses[0]

@@ -75,4 +75,18 @@ SETTINGS = (
         "interop/test_from_trl.py::test_each_field_arrives_where_it_means_the_same_or_says_how_it_differs",
         "TRL's loss_type grpo is a mean over sequences",
     ),
+    mutant(
+        "commands/drill/exercise.py",
+        "if settings.exact and not",
+        "if not",
+        "commands/test_drilled_run.py::test_a_run_is_compared_with_an_undisturbed_one_where_it_can_be_equal",
+        "a drill has an undisturbed run only if it is compared with it",
+    ),
+    mutant(
+        "commands/drill/faults.py",
+        "|its Ray client|",
+        "|Ray's client|",
+        "commands/test_drilled_run.py::test_both_words_of_a_lost_raylet_name_it",
+        "a drill recognises the report of a lost raylet by a Ray client",
+    ),
 )

@@ -1,1 +1,1 @@
-"""Fault-injection tests: a run with faults in its processes and files is compared with an undisturbed run."""
+"""Fault-injection tests: inject faults into the processes and files of a run, and check the result."""

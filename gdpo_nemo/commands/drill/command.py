@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,10 @@ if TYPE_CHECKING:
     from gdpo_nemo.commands.drill.exercise import Result
 
 _DESCRIPTION = """\
-Run a config twice in a new folder, with a number of steps that depends on the faults. The first run is undisturbed. In
-the second run, processes are killed or paused, files are truncated and disk space runs out. Exit status 0: every prompt
-was trained once, and no processes or files were left behind. For on-policy training on a CPU, losses and weights are
-also bitwise equal. In runs on several hosts, only processes on this host are targets."""
+Run a config in a new folder, with a step count for this test. Processes are killed or paused, files are truncated and
+disk space runs out. On a CPU with on-policy training, an undisturbed run comes first. Exit status 0: every prompt was
+trained once, no processes or files were left behind, and losses and weights are bitwise equal to those of the
+undisturbed run, if there is one. In runs on several hosts, only processes on this host are targets."""
 
 
 def add(commands: Commands) -> None:
@@ -40,7 +41,7 @@ def add(commands: Commands) -> None:
                          help="maximum seconds to wait for a step, including a restart (default: "
                              "%(default)g)")  # fmt: skip
     command.add_argument(
-        "--out", metavar="DIR", help="new folder for both runs (default: the run's folder with the suffix _drill)"
+        "--out", metavar="DIR", help="new folder for the runs (default: the run's folder with the suffix _drill)"
     )
     command.set_defaults(command=run)
 
@@ -82,9 +83,9 @@ def run(arguments: argparse.Namespace) -> int:
         between=arguments.steps,
         patience_s=arguments.patience,
     )
-    config = load_config(arguments.config, [*settings.changes, f"run.dir={out / 'disturbed'}"])
-    validate(config)
-    result = drill(settings, is_exact(config), say)
+    resolved = validate(load_config(arguments.config, [*settings.changes, f"run.dir={out / 'disturbed'}"]))
+    settings = replace(settings, exact=is_exact(resolved.config), samples=resolved.algorithm.samples)
+    result = drill(settings, say)
     (out / "drill.json").write_text(json.dumps(result.record(), indent=1))
     _show(result, out)
     return 0 if result.passed else 1

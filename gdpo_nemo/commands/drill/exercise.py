@@ -1,4 +1,4 @@
-"""Fault-injection test: an undisturbed run, a disturbed run, and a comparison of both."""
+"""Fault-injection test: a disturbed run, compared with an undisturbed run if both must be bitwise equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from gdpo_nemo.commands.drill.faults import Fault
 from gdpo_nemo.commands.drill.run import DrilledRun, Outcome, trained
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.models.hf_folder import differences
-from gdpo_nemo.observe import journal
 from gdpo_nemo.training.replay import COMPARED, audit_run
 from gdpo_nemo.utils.errors import RunError
 
@@ -43,7 +42,12 @@ class Drill:
     between: int = BETWEEN
     patience_s: float = 1800.0
     compared: Path | None = None
-    """Folder of the undisturbed run, which is reused if it exists. None means ``out/undisturbed``."""
+    """Folder of the undisturbed run, which is reused if it exists; None: ``out/undisturbed``."""
+    exact: bool = True
+    """True if a disturbed run must be bitwise equal to an undisturbed run (``is_exact``). Otherwise the
+    undisturbed run is left out."""
+    samples: bool = True
+    """True if the algorithm samples, so that the runs have a journal."""
 
     @property
     def undisturbed(self) -> Path:
@@ -108,16 +112,15 @@ def is_exact(config: Config) -> bool:
     return config.rollout.max_staleness == 0 and config.cluster.gpus_per_node == 0
 
 
-def drill(settings: Drill, exact: bool, report: Callable[[str], None]) -> Result:
+def drill(settings: Drill, report: Callable[[str], None]) -> Result:
     """Run the test. ``report`` is called with progress messages.
 
     Raises:
         RunError: if the undisturbed run fails, or a step takes longer than ``patience_s``.
     """
-    result = Result(exact=exact)
-    if not (settings.undisturbed / "model").is_dir():
+    result = Result(exact=settings.exact)
+    if settings.exact and not (settings.undisturbed / "model").is_dir():
         _undisturbed(settings, result, report)
-    result.steps = max(trained(settings.undisturbed))
     run = settings.run(settings.disturbed)
     begin = time.monotonic()
     try:
@@ -132,7 +135,8 @@ def drill(settings: Drill, exact: bool, report: Callable[[str], None]) -> Result
         if status:
             result.wrong.append(f"the disturbed run ended with exit status {status}; see {run.log}")
         else:
-            result.wrong += compared(settings, exact)
+            result.wrong += compared(settings)
+            result.steps = max(trained(settings.disturbed))
         result.wrong += [f"left behind: {name}" for name in run.left_behind()]
     finally:
         run.close()
@@ -179,11 +183,10 @@ def describe(outcome: Outcome) -> str:
     return f"{outcome.fault} ({outcome.victim}) {after}: next step {outcome.seconds:.1f} s later{restarts}{said}"
 
 
-def compared(settings: Drill, exact: bool) -> list[str]:
-    """Describe lost or repeated prompts and, if ``exact`` is true, differences between the two runs."""
-    # Runs without sampling have no journal.
-    found = audit_run(settings.disturbed) if (settings.undisturbed / journal.FILE).exists() else []
-    if not exact:
+def compared(settings: Drill) -> list[str]:
+    """Return sentences on lost or repeated prompts and, if they must be equal, on differences between the two runs."""
+    found = audit_run(settings.disturbed) if settings.samples else []
+    if not settings.exact:
         return found
     found += differing_steps(settings.undisturbed, settings.disturbed)[:_MAX_SENTENCES]
     return found + differences(settings.undisturbed / "model", settings.disturbed / "model")[:1]

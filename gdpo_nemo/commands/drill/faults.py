@@ -245,7 +245,7 @@ def _torn_lines(run_dir: Path) -> str:
 _KILLED = r"was killed by SIGKILL\b.*; the run is restarted"
 _DIED = "a worker process died"
 # Ray's processes notice a lost server at different times, so the reason for the restart varies.
-_RAY = f"Ray's (raylet|gcs_server|client)|{_DIED}|; the run is restarted"
+_RAY = f"Ray's (raylet|gcs_server)|its Ray client|{_DIED}|; the run is restarted"
 
 FAULTS = {
     fault.name: fault
