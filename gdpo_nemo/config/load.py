@@ -310,7 +310,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=16)
 def _parse(text: str) -> Any:
-    """Return the content of a YAML text. Callers must copy it. Raises Refused, and other errors of YAML and OmegaConf."""
+    """Return the content of a YAML text, which callers must copy. Raises Refused and errors of YAML and OmegaConf."""
     check_yaml(text)
     return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
 
