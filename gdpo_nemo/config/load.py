@@ -44,7 +44,6 @@ MOST_FILES = 100
 """Maximum number of inherited files. A file counts each time: two parents with two parents each are six files."""
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
-
 ConfigSource = Union[str, "os.PathLike[str]", Mapping[str, Any], Config, None]
 """A YAML file, the content of one, a loaded config, or None for the demo config."""
 Overrides = Union[Sequence[str], Mapping[str, Any]]
@@ -222,8 +221,7 @@ def _note_environment(before: Any, after: Any) -> None:
     resolved = _leaves(after)
     texts = {path: text for path, text in _leaves(before).items() if isinstance(text, str) and "${" in text}
     direct = {path for path, text in texts.items() if "${oc.env:" in text}
-    secrets = [str(resolved[path]) for path in direct if path in resolved]
-    secrets = [secret for secret in secrets if len(secret) >= SHORTEST_SECRET]
+    secrets = [value for path in direct if len(value := str(resolved.get(path, ""))) >= SHORTEST_SECRET]
     for path, text in texts.items():
         if path not in resolved:
             continue
@@ -299,9 +297,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(_yaml_message(error, path)) from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {message_line(error)}") from None
-    except ValueError as error:  # a number with thousands of digits
+    except (OmegaConfBaseException, ValueError) as error:  # ValueError: a number with thousands of digits
         raise ConfigError(f"{path}: {message_line(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected sections (run:, gdpo:, policy:, ...), found a list")
@@ -426,9 +422,7 @@ def _fits(value: Any, kind: type) -> bool:
         return isinstance(value, int)
     if kind is float:
         return isinstance(value, (int, float)) and not math.isnan(value)
-    if kind is str:
-        return isinstance(value, (str, int, float))
-    return False
+    return kind is str and isinstance(value, (str, int, float))
 
 
 def _check_choice(key: str, value: str | None, names: Sequence[str]) -> None:
@@ -462,17 +456,14 @@ def nearest_key(key: str) -> str | None:
 def _nearest_key(section: str, name: str, siblings: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(name, list(siblings), n=1, cutoff=0.7)
     best = _join(section, near[0]) if near else nearest_key(_join(section, name))
-    if best:
-        return f", did you mean {best}?"
-    return f"; known keys of {section or 'the top level'}: {', '.join(siblings)}"
+    known = f"; known keys of {section or 'the top level'}: {', '.join(siblings)}"
+    return f", did you mean {best}?" if best else known
 
 
 def _elsewhere(path: Path) -> str:
     """Return where a relative path is searched, for a message about a missing file. Empty for an absolute path."""
-    if path.is_absolute():
-        return ""
-    demo = DEMO.relative_to(REPOSITORY)
-    return f" in the working directory or the package; the demo is {demo}"
+    where = f" in the working directory or the package; the demo is {DEMO.relative_to(REPOSITORY)}"
+    return "" if path.is_absolute() else where
 
 
 def _nearest_file(path: Path) -> str:
