@@ -39,8 +39,9 @@ def test_continuation_at_the_same_layout_is_exact(on_ranks, model_folder, saved,
 
 
 PRODUCT = "TP2xPP2+SP+DIST"
-PAIRS = [(PRODUCT, after) for after in LAYOUTS] + [(before, PRODUCT) for before in LAYOUTS]
-PAIRS += [("PP2xVPP2+DIST", "TP2+SP+DIST"), ("TP2+SP+DIST", "PP2xVPP2+DIST")]
+RING = [PRODUCT, *LAYOUTS, "PP2xVPP2+DIST"]
+PAIRS = list(zip(RING, [*RING[1:], RING[0]]))
+"""Every layout writes a checkpoint that another reads, and reads one that another wrote."""
 
 
 @pytest.mark.parametrize("before, after", PAIRS)
