@@ -15,8 +15,8 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.utils.progress import importing
 
-# A property that is slow once because the machine is busy is not broken.
-hypothesis.settings.register_profile("shared machine", deadline=None)
+# A property that is slow once because the machine is busy is not broken. The planted mutants are found by 30 examples.
+hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("shared machine")
 
 # Threads of OpenMP spin while they wait for each other. Where another process has the core of one, a computation of

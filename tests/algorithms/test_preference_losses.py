@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from trl import DPOTrainer, KTOTrainer, RewardTrainer
-from trl.experimental.cpo import CPOTrainer
-from trl.experimental.orpo import ORPOTrainer
 
 from gdpo_nemo.algorithms.losses import TokenFields
 from gdpo_nemo.algorithms.preference_losses import preference_loss
@@ -82,6 +80,13 @@ def check_equal(mine, other):
         torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-9)
 
 
+@cache
+def trl_class(name):
+    """A trainer of TRL, imported when it is needed: seconds of every process that collects this file."""
+    places = {"CPOTrainer": "trl.experimental.cpo", "ORPOTrainer": "trl.experimental.orpo"}
+    return getattr(importlib.import_module(places.get(name, "trl")), name)
+
+
 def trainer(**options):
     """What a loss of TRL reads of its trainer."""
     usual = dict(
@@ -106,7 +111,7 @@ def dpo_of_trl(batch, **options):
         inputs.update(ref_chosen_logps=reference[0], ref_rejected_logps=reference[1])
         names = options["loss_types"]
         own = trainer(**{"loss_weights": [1.0] * len(names), **options})
-        return DPOTrainer._compute_loss(own, model_of(rows), inputs, False)
+        return trl_class("DPOTrainer")._compute_loss(own, model_of(rows), inputs, False)
 
     return theirs(batch, loss)
 
@@ -121,7 +126,7 @@ def test_dpo_and_its_variants_equal_trl(loss_type, smoothing, seed, beta):
     if smoothing and loss_type == "sigmoid":
         own = SimpleNamespace(accelerator=ALONE, alpha=0.0, beta=beta, label_smoothing=smoothing, loss_type="sigmoid")
         ratios = lambda leaf: batch.sums(leaf - batch.reference).chunk(2)  # noqa: E731
-        expected = theirs(batch, lambda leaf: CPOTrainer.cpo_loss(own, *ratios(leaf))[0].mean())
+        expected = theirs(batch, lambda leaf: trl_class("CPOTrainer").cpo_loss(own, *ratios(leaf))[0].mean())
     else:
         expected = dpo_of_trl(batch, loss_types=[loss_type], beta=beta, label_smoothing=smoothing)
     check_equal(ours(batch, batch.update("dpo", loss_type=loss_type, beta=beta, label_smoothing=smoothing)), expected)
@@ -165,7 +170,7 @@ def test_cpo_and_simpo_equal_trl(kind, loss_type, seed, beta, smoothing):
         sums = batch.sums(leaf)
         found = sums / batch.lengths if name in ("ipo", "simpo") else sums
         nll = -leaf[batch.fields.pairs > 0].mean()
-        return CPOTrainer.cpo_loss(own, *found.chunk(2))[0].mean() + (nll if kind == "cpo" else 0.0)
+        return trl_class("CPOTrainer").cpo_loss(own, *found.chunk(2))[0].mean() + (nll if kind == "cpo" else 0.0)
 
     update = batch.update(kind, loss_type=loss_type, beta=beta, label_smoothing=smoothing)
     check_equal(ours(batch, update), theirs(batch, loss))
@@ -181,7 +186,7 @@ def test_orpo_equals_trl(seed, beta):
         nll = -leaf[batch.fields.pairs > 0].mean()
         # TRL computes in float32, which is not enough for 1e-6.
         with_doubles = [SimpleNamespace(float=lambda v=v: v, to=lambda device, v=v: v) for v in means]
-        return nll - ORPOTrainer.odds_ratio_loss(own, *with_doubles)[0].mean()
+        return nll - trl_class("ORPOTrainer").odds_ratio_loss(own, *with_doubles)[0].mean()
 
     check_equal(ours(batch, batch.update("orpo", beta=beta)), theirs(batch, loss))
 
@@ -200,7 +205,7 @@ def test_kto_equals_trl_with_its_estimate_of_the_kl(seed, shift):
             calculate_KL=True, loss_type="kto", beta=0.3, desirable_weight=1.5, undesirable_weight=0.5,
             _compute_kl_logps=lambda model, batch: mismatched,
         )  # fmt: skip
-        return KTOTrainer._compute_loss(own, model_of(rows), inputs, False)
+        return trl_class("KTOTrainer")._compute_loss(own, model_of(rows), inputs, False)
 
     update = batch.update("kto", kl=kl, beta=0.3, desirable_weight=1.5, undesirable_weight=0.5)
     check_equal(ours(batch, update), theirs(batch, loss))
@@ -225,7 +230,7 @@ def test_the_loss_of_a_reward_model_equals_trl(seed, centering):
         scores = lambda **inputs: SimpleNamespace(logits=leaf[:, None])  # noqa: E731
         scores.training = True
         own.model = scores
-        return RewardTrainer.compute_loss(own, scores, {"attention_mask": torch.ones(2 * batch.count, 1)})
+        return trl_class("RewardTrainer").compute_loss(own, scores, {"attention_mask": torch.ones(2 * batch.count, 1)})
 
     mine = ours(batch, batch.update("reward_model", center_rewards_coefficient=centering))
     check_equal(mine, theirs(batch, loss))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Iterator
 
 import brotli
-from playwright.sync_api import sync_playwright
 
 VERSION = "147.0.0"
 _SHA512 = "4ZKeAQQa8up2mt675qSitztLdbQrlf8BKdC5naeap+5Mv1OV1OlJdPoU+EJC/p5sQUJUQmN4r+q5+EhaaOUHpQ=="
@@ -83,6 +82,8 @@ def _unpack(content: bytes, folder: Path) -> None:
 @contextlib.contextmanager
 def browser(program: Path) -> Iterator[Any]:
     """The running browser. It has no sandbox: it opens pages that were written here, and no others."""
+    from playwright.sync_api import sync_playwright
+
     libraries = [str(program.parent / "lib"), os.environ.get("LD_LIBRARY_PATH", "")]
     environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}
     with sync_playwright() as playwright:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Callable
 
@@ -172,9 +173,13 @@ def loop(name: str) -> Damage:
 
 def snapshot(d: Path) -> dict[str, str]:
     """Every path below ``d`` with what it holds."""
-    # Python itself keeps the bytecode of what it imports, where it may.
-    found = (path for path in sorted(d.rglob("*")) if "__pycache__" not in path.parts)
-    return {str(path.relative_to(d)): _content(path) for path in found}
+    found = {}
+    for place, folders, files in os.walk(d):
+        # Python itself keeps the bytecode of what it imports, where it may.
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for name in (*folders, *files):
+            found[f"{place}/{name}"] = _content(Path(place, name))
+    return found
 
 
 def _content(path: Path) -> str:

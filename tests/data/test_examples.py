@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 from character_tokenizer import character_tokenizer
-from trl.data_utils import maybe_extract_prompt
 
 from gdpo_nemo.config.algorithm_choice import check_example_type
 from gdpo_nemo.config.schema import DatasetConfig
@@ -103,6 +102,8 @@ def test_pairs_in_trls_forms_are_the_same_pair(tmp_path, row):
     {"chosen": BEGUN + YES, "rejected": BEGUN + NO},
 ])  # fmt: skip
 def test_an_implicit_prompt_is_cut_where_trl_cuts_it(tmp_path, row):
+    from trl.data_utils import maybe_extract_prompt  # with all of TRL
+
     theirs = maybe_extract_prompt(row)
     if isinstance(row["chosen"], str):
         ours = read(tmp_path, row, "pairs", chat=False)[0]

@@ -10,9 +10,6 @@ import pytest
 import torch
 import trl_functions
 from environment_samples import trajectory
-from transformers import TrainerState as HfTrainerState
-from trl import GRPOTrainer
-from trl.trainer.utils import start_event_loop_in_daemon
 
 from gdpo_nemo.data.records import Group, Outcome, TrainerState, Verdict
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
@@ -32,25 +29,28 @@ FORMS = {
 """Under which name each form notes its call -> its name in the file."""
 
 
-class TrlTrainer(GRPOTrainer):
-    """TRL's trainer with nothing but what its calculation of rewards reads."""
+def rewards_of_trl(functions, rows, completions, ids):
+    """What TRL's trainer calculates, which has nothing but what that reads.
 
-    def __init__(self, functions):
-        self.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
-        self.args = SimpleNamespace(report_to=[])
-        self.reward_funcs = functions
-        self.reward_func_names = [str(place) for place in range(len(functions))]
-        self.reward_processing_classes = [None] * len(functions)
-        self.state = HfTrainerState(global_step=3, max_steps=12, epoch=0.5)
-        self.environments = None
-        self._pending_extra_logs = defaultdict(list)
-        self._pending_metrics = defaultdict(list)
-        _, self.async_loop, ready = start_event_loop_in_daemon("rewards")
-        ready.wait()
+    TRL is imported here, as its trainer imports vLLM: seconds of every process that collects this file.
+    """
+    from transformers import TrainerState as HfTrainerState
+    from trl import GRPOTrainer
+    from trl.trainer.utils import start_event_loop_in_daemon
 
-    def rewards(self, rows, completions, ids):
-        prompts = [row["prompt"] for row in rows]
-        return self._calculate_rewards(rows, prompts, completions, ids)
+    trainer = object.__new__(GRPOTrainer)
+    trainer.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
+    trainer.args = SimpleNamespace(report_to=[])
+    trainer.reward_funcs = functions
+    trainer.reward_func_names = [str(place) for place in range(len(functions))]
+    trainer.reward_processing_classes = [None] * len(functions)
+    trainer.state = HfTrainerState(global_step=3, max_steps=12, epoch=0.5)
+    trainer.environments = None
+    trainer._pending_extra_logs = defaultdict(list)
+    trainer._pending_metrics = defaultdict(list)
+    _, trainer.async_loop, ready = start_event_loop_in_daemon("rewards")
+    ready.wait()
+    return trainer._calculate_rewards(rows, [row["prompt"] for row in rows], completions, ids)
 
 
 def rows(chat):
@@ -82,8 +82,7 @@ def test_every_form_of_function_sees_the_arguments_that_trls_own_code_gives_it(c
     seen_here = Functions({"functions": {"x": f"{PLACE}:anything"}})._functions[0].call.__globals__["SEEN"]
     completions = [[{"role": "assistant", "content": text}] if chat else text for text in texts]
     ids = [t.completion_ids.tolist() for t in ours]
-    trl = TrlTrainer([getattr(trl_functions, FORMS[name]) for name in FORMS])
-    theirs = trl.rewards(rows(chat), completions, ids)
+    theirs = rewards_of_trl([getattr(trl_functions, FORMS[name]) for name in FORMS], rows(chat), completions, ids)
     assert [[verdict.rewards[name] for name in FORMS] for verdict in verdicts] == theirs.tolist()
     loggers = ("trainer_state", "log_extra", "log_metric")
     for name in FORMS:
@@ -99,7 +98,7 @@ def test_every_form_of_function_sees_the_arguments_that_trls_own_code_gives_it(c
 
 def test_a_reward_that_does_not_apply_is_missing_as_in_trl():
     found = Functions({"functions": {"a": f"{PLACE}:none_for_some"}}).verify(samples(False, ["a", "b", "c", "d"]))
-    trl = TrlTrainer([trl_functions.none_for_some]).rewards(rows(False), ["a", "b", "c", "d"], [[1]] * 4)
+    trl = rewards_of_trl([trl_functions.none_for_some], rows(False), ["a", "b", "c", "d"], [[1]] * 4)
     assert [verdict.rewards["a"] for verdict in found] == [1.0, 1.0, None, None]
     assert np.isnan(trl[:, 0].tolist()).tolist() == [False, False, True, True]
 

@@ -19,7 +19,8 @@ def main(model: str, out: str) -> None:
     from gdpo_nemo.config.schema import VllmConfig
     from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 
-    os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
+    os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT | own)
     engine = Engine(model, VllmConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=8), "float32", 256, 0, on_cpu=True)
     found = {
         kv: across_update(engine, model, kv, 10 * number) for number, kv in enumerate(("drain", "recompute", "keep"))
@@ -32,24 +33,28 @@ def across_update(engine, model: str, kv: str, version: int) -> list[dict]:
     """Per request: name, spans, and the largest difference of each span's log-probs from its own version's scores."""
     from gdpo_nemo.generation.requests import SampleRequest, Sampling
 
-    load(engine, model, version, 1.0)
+    load(engine, weights(model, version, 1.0))
+    newer = weights(model, version + 1, 1.7)
     prompt = np.random.default_rng(version).integers(2, 250, 60).astype(np.int32)
-    sampling = Sampling(1.0, 1.0, -1, 190)
-    engine.submit({f"{kv} {seed}": (SampleRequest(prompt, seed), sampling) for seed in range(16)})
+    # Only those that the update finds under way have to be long.
+    under_way, others = Sampling(1.0, 1.0, -1, 24 if kv == "drain" else 100), Sampling(1.0, 1.0, -1, 8)
+    engine.submit(
+        {f"{kv} {seed}": (SampleRequest(prompt, seed), under_way if seed < 8 else others) for seed in range(16)}
+    )
     drawn = {}
     running = 0
     while running < 4:
         report = engine.poll(0.001)
         running = report.running
         drawn |= dict(report.finished)
-    load(engine, model, version + 1, 1.7, kv)
-    engine.submit({f"{kv} {seed}": (SampleRequest(prompt, seed), sampling) for seed in range(16, 20)})
+    load(engine, newer, kv)
+    engine.submit({f"{kv} {seed}": (SampleRequest(prompt, seed), others) for seed in range(16, 20)})
     end = time.monotonic() + 120
     while len(drawn) < 20 and time.monotonic() < end:
         drawn |= dict(engine.poll(1.0).finished)
     sequences = [np.concatenate([prompt, completion.token_ids]) for completion in drawn.values()]
     by_version = {version + 1: engine.score(sequences)}
-    load(engine, model, version + 2, 1.0)
+    load(engine, weights(model, version + 2, 1.0))
     by_version[version] = engine.score(sequences)
     rows = []
     for place, (name, completion) in enumerate(drawn.items()):
@@ -65,14 +70,20 @@ def across_update(engine, model: str, kv: str, version: int) -> list[dict]:
     return rows
 
 
-def load(engine, model: str, version: int, factor: float, kv: str = "drain") -> None:
-    """Give it the folder's weights times a factor."""
+def weights(model: str, version: int, factor: float):
+    """The manifest and the bytes of the folder's weights times a factor."""
     from gdpo_nemo.models.hf_folder import open_weights, weight_names
     from gdpo_nemo.weights.manifest import pack
-    from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
     read = open_weights(model)
-    manifest, buffer = pack(((name, read(name) * factor) for name in weight_names(model)), version)
+    return pack(((name, read(name) * factor) for name in weight_names(model)), version)
+
+
+def load(engine, update, kv: str = "drain") -> None:
+    """Give it what ``weights`` packed."""
+    from gdpo_nemo.weights.transports.memory import MemoryReceiver
+
+    manifest, buffer = update
     engine.prepare_update(manifest, kv)
     engine.update_weights(manifest, MemoryReceiver(), buffer)
 

@@ -132,7 +132,7 @@ def test_the_driver_needs_the_standard_library_alone():
 
 
 BLOCKED = """
-import runpy, sys
+import os, runpy, sys
 from importlib.machinery import PathFinder
 class Without(PathFinder):
     @classmethod
@@ -140,26 +140,51 @@ class Without(PathFinder):
         absent = name.split(".")[0] in ("ray", "vllm", "datasets", "pydantic", "wandb", "pytest")
         return None if absent else PathFinder.find_spec(name, path, target)
 sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
-sys.argv = ["measure.py", *ARGUMENTS]
-runpy.run_path(MEASURE, run_name="__main__")
+def measure(name):
+    os.environ["FINDINGS"] = "FOLDER/" + name + ".jsonl"
+    sys.argv = ["measure.py", name, "--cpu", "--rounds", "1"]
+    runpy.run_path(MEASURE, run_name="__main__")
 """
+ALONE = 'measure("weights")\n'
+FORKED = """
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from gdpo_nemo.megatron import runtime
+runtime.prepare()
+import gdpo_nemo.megatron.policy
+for name in NAMES:
+    child = os.fork()
+    if not child:
+        measure(name)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit("failed: " + name)
+"""
+"""Each measurement in a fork of a process that has imported Megatron, which takes longer than most of them."""
+
+
+def _measured(folder: Path, rest: str) -> Path:
+    code = BLOCKED.replace("FOLDER", str(folder)).replace("MEASURE", repr(str(HERE / "measure.py"))) + rest
+    (folder / "blocked.py").write_text(f"if __name__ == '__main__':\n{_indented(code)}")
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", str(folder / "blocked.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> Path:
+    """The folder of what the measurements found that need no second process."""
+    names = repr(["speed", "policy", "logprobs", "noise"])
+    return _measured(tmp_path_factory.mktemp("measured"), FORKED.replace("NAMES", names))
 
 
 @pytest.mark.parametrize("name", ["speed", "policy", "weights", "logprobs", "noise"])
-def test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits(name, tmp_path):
+def test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits(name, tmp_path, request):
     """basics is two processes of ``update``, which the others do the work of."""
-    code = BLOCKED.replace("ARGUMENTS", repr([name, "--cpu", "--rounds", "1"]))
-    code = code.replace("MEASURE", repr(str(HERE / "measure.py")))
-    if name == "weights":  # its second process imports the main script again, which must then be a file
-        (tmp_path / "blocked.py").write_text(f"if __name__ == '__main__':\n{_indented(code)}")
-        command = [sys.executable, "-W", "ignore", str(tmp_path / "blocked.py")]
-    else:
-        command = [sys.executable, "-W", "ignore", "-c", code]
-    file = tmp_path / "findings.jsonl"
-    environment = {**os.environ, "FINDINGS": str(file), "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    folder = _measured(tmp_path, ALONE) if name == "weights" else request.getfixturevalue("measured")
+    rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     assert rows and [row for row in rows if row.get("passed") is False] == []
 
 

@@ -13,20 +13,26 @@ def starting_a(place, init) -> np.ndarray:
     return initial_a("self_attn.q_proj", 64, 192, 3, init).numpy()
 
 
-def lora_updates(place, folder, batch, lora, count=2, adapter_folder=None):
-    """Updates of adapters: what each measured, the merged weights, log-probs with the adapters and without."""
+def lora_updates(place, folder, batch, lora, adapter_folder=None):
+    """Two updates of adapters: what each measured, and the merged weights."""
     from gdpo_nemo.weights.adapters import write_adapter
 
-    policy = build_policy(place, folder, lora=lora, keep_reference=True)
-    assignment = spread(place, batch)
-    start = policy.logprobs(batch, assignment)
-    steps = train(policy, batch, assignment, count)
-    moved = policy.logprobs(batch, assignment)
-    reference = policy.logprobs(batch, assignment, reference=True)
+    policy = build_policy(place, folder, lora=lora)
+    steps = train(policy, batch, spread(place, batch), 2)
     matrices = dict(policy.update())
     if adapter_folder and place.rank == 0:
         write_adapter(adapter_folder, matrices, policy.adapters)
-    return steps, exported(policy), start, moved, reference, policy._reference is None
+    return steps, exported(policy)
+
+
+def lora_reference(place, folder, batch, lora):
+    """Log-probs before an update of adapters and after it, with the adapters and without; whether no copy is kept."""
+    policy = build_policy(place, folder, lora=lora, keep_reference=True)
+    assignment = spread(place, batch)
+    start = policy.logprobs(batch, assignment)
+    train(policy, batch, assignment, 1)
+    moved = policy.logprobs(batch, assignment)
+    return start, moved, policy.logprobs(batch, assignment, reference=True), policy._reference is None
 
 
 def lora_shipments(place, folders, precision):

@@ -120,6 +120,18 @@ def to_huggingface(place, checkpoint, out, companion) -> None:
     write_folder(recognise(Path(checkpoint), "SOURCE"), Path(out), "SOURCE", str(companion))
 
 
+def convert(place, *arguments: str) -> tuple[int, str]:
+    """Exit status and stderr of ``gdpo-nemo convert --to``."""
+    import contextlib
+    import io
+
+    from gdpo_nemo.commands.cli import main
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        status = main(["convert", "--to", *arguments])
+    return status, said.getvalue()
+
+
 def train_and_export(place, folder, batch, out, checkpoint) -> list:
     """Two updates of a policy; then its weights as a Hugging Face folder and as a Megatron-core checkpoint."""
     import rank_cases

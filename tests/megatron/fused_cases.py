@@ -4,7 +4,9 @@ sent."""
 from __future__ import annotations
 
 import multiprocessing
+import runpy
 import traceback
+from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ _DEADLINE_S = 120.0
 
 
 class InterpretingRanks:
-    """Processes with ``TRITON_INTERPRET=1`` and gloo groups of the first 1, 2 and 4 of them, without Megatron.
+    """Processes with ``TRITON_INTERPRET=1`` and gloo groups of the first 1, 2 and 3 of them, without Megatron.
 
     Processes of their own, because Triton decides when it is imported, by whomever, whether it interprets.
     """
@@ -21,9 +23,9 @@ class InterpretingRanks:
     def __init__(self, folder):
         context = multiprocessing.get_context("spawn")
         self.ranks = []
-        for rank in range(4):
+        for rank in range(3):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, 4, f"file://{folder}/meeting", theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, 3, f"file://{folder}/meeting", theirs), daemon=True)
             process.start()
             theirs.close()
             self.ranks.append((process, ours))
@@ -58,7 +60,7 @@ def _serve(rank: int, ranks: int, meeting: str, pipe: Any) -> None:
     torch.set_num_threads(1)
     _teach_bfloat16()
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 4)}
+    groups = {size: dist.new_group(list(range(size))) for size in (1, 2, 3)}
     while True:
         try:
             size, function, arguments, options = pipe.recv()
@@ -164,6 +166,16 @@ def reference(case: Case, temperature=1.0, entropy="gradient", precision="float6
         total = total + (entropies * torch.from_numpy(case.gradients[1])).sum()
     total.backward()
     return tuple(value.detach().numpy() for value in (logprobs, entropies, hidden.grad, weight.grad))
+
+
+def launches(place) -> dict[tuple[str, str], tuple[int, int]]:
+    """Kernel launches as ``benchmarks/logprob_launches.py`` counts them, (forward, backward) by model and path."""
+    benchmark = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "logprob_launches.py"))
+    return {
+        (model, path): tuple(sum(counts.values()) for counts in benchmark["launches"](path == "fused", *shape))
+        for model, shape in benchmark["SHAPES"].items()
+        for path in ("fused", "logits")
+    }
 
 
 def updates(place, folder, batch, budget, settings=None, precision="float32"):

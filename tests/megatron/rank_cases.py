@@ -88,7 +88,7 @@ def exported(policy) -> dict:
 
 
 def updates(
-    place, folder, batch, count=3, budget=80, settings=None, logit_bytes=None, precision="float32", temperature=1.0
+    place, folder, batch, count=2, budget=80, settings=None, logit_bytes=None, precision="float32", temperature=1.0
 ) -> Updates:
     """Log-probs of the batch, then ``count`` updates on it."""
     with limited_logits(logit_bytes):
@@ -100,12 +100,18 @@ def updates(
     return Updates(before, steps, weights if place.rank == 0 else None)
 
 
-def packed_and_alone(place, folder, batch, count=3):
-    """``updates``, and the steps of the same updates with every sequence in a micro-batch of its own, padded by
+def first_updates(place, folder, batch, settings) -> dict[str, np.ndarray]:
+    """By name, what an update of the loaded weights measures with each of ``settings``."""
+    assignment = spread(place, batch)
+    return {name: train(build_policy(place, folder), batch, assignment, 1, loss) for name, loss in settings.items()}
+
+
+def packed_and_alone(place, folder, batch):
+    """``updates``, and the steps of the first of them with every sequence in a micro-batch of its own, padded by
     itself."""
-    packed = updates(place, folder, batch, count)
+    packed = updates(place, folder, batch)
     policy = build_policy(place, folder)
-    return packed, train(policy, batch, spread(place, batch, budget=None), count)
+    return packed, train(policy, batch, spread(place, batch, budget=None), 1)
 
 
 @dataclass
@@ -121,7 +127,7 @@ class Measured:
     """Tokens of the batch that are not computed."""
 
 
-def in_groups(place, folder, batch, sharing, budget=200, count=2, settings=None, **options) -> Measured:
+def in_groups(place, folder, batch, sharing, budget=200, count=1, settings=None, **options) -> Measured:
     """Log-probs, ``count`` updates and log-probs of a batch, laid out as the driver lays it out for
     ``policy.share_prompts``; ``sharing`` may also be a list of the tokens that each sequence shares, in one
     micro-batch."""

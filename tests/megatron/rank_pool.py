@@ -13,9 +13,11 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
 import os
+import signal
 import tempfile
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
@@ -28,6 +30,7 @@ DIED = "the process died"
 _GROUP_TIMEOUT_S = 300.0
 # Importing Megatron takes 10 s, several times that on a busy machine.
 _START_S = 1200.0
+_MOST_RANKS = 4
 
 
 class RankFailure(AssertionError):
@@ -59,8 +62,9 @@ class RankPool:
     """Rank processes, started when first needed: forked from one that has imported Megatron.
 
     Args:
-        prepare: called in every process before anything of Megatron is imported; they then import for themselves.
-        fork: False if each process has to import for itself, as where libraries read a variable that is set now.
+        prepare: called before anything of Megatron is imported, in a process of this pool from which its ranks are
+            forked.
+        fork: False if the pool has to import for itself, as where libraries read a variable that is set now.
     """
 
     def __init__(self, folder: Path, prepare: Callable[[], None] | None = None, fork: bool = True):
@@ -97,14 +101,19 @@ class RankPool:
 
     def _start(self, ranks: int) -> None:
         """Have at least ``ranks`` processes that have imported Megatron."""
-        context = _fork_server() if self._fork else multiprocessing.get_context("spawn")
         new = range(len(self.processes), ranks)
-        for rank in new:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, self.prepare), daemon=True)
-            process.start()
-            theirs.close()
-            self.processes.append((process, ours))
+        if self._fork:
+            context = _fork_server()
+            for rank in new:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+                process.start()
+                theirs.close()
+                self.processes.append((process, ours))
+        elif new:
+            self.close()
+            self.processes = _family(self.prepare)
+            new = range(_MOST_RANKS)
         self._collect(new, _START_S)
 
     def _collect(self, ranks: range, within_s: float) -> list:
@@ -144,10 +153,55 @@ def _fork_server():
     return context
 
 
-def _serve(rank: int, pipe, prepare) -> None:
-    """The main loop of a rank process; ends when the pool closes its end of the pipe."""
+def _family(prepare: Callable[[], None] | None) -> list[tuple[Any, Any]]:
+    """``_MOST_RANKS`` ranks, forked from a process that imports once; ``kill`` of one ends all."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = zip(*(context.Pipe() for _ in range(_MOST_RANKS)))
+    parent = context.Process(target=_fork_ranks, args=(theirs, prepare), daemon=True)
+    parent.start()
+    for pipe in theirs:
+        pipe.close()
+    return [(_Rank(parent), pipe) for pipe in ours]
+
+
+@dataclass
+class _Rank:
+    """A rank of a family."""
+
+    parent: Any
+
+    def kill(self) -> None:
+        """End the family."""
+        self.parent.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.parent.pid, signal.SIGKILL)
+
+    def join(self) -> None:
+        """Wait for its parent."""
+        self.parent.join()
+
+
+def _fork_ranks(pipes, prepare) -> None:
+    os.setpgid(0, 0)
     if prepare:
         prepare()
+    import rank_imports  # noqa: F401 - for the ranks
+
+    for rank, pipe in enumerate(pipes):
+        if not os.fork():
+            for other in pipes:
+                if other is not pipe:
+                    other.close()
+            _serve(rank, pipe)
+            os._exit(0)
+    for pipe in pipes:  # or nobody would see that a rank has died
+        pipe.close()
+    for _ in pipes:
+        os.wait()
+
+
+def _serve(rank: int, pipe) -> None:
+    """The main loop of a rank process; ends when the pool closes its end of the pipe."""
     import rank_imports
     import torch
 

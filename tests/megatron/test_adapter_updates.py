@@ -45,7 +45,7 @@ def test_a_receiver_merges_what_the_policy_would_have_exported_bit_for_bit(on_ra
     """For every family, fused and split; in bfloat16 the folder is float32, which the policy has rounded before it
     merges."""
     names = MODELS if precision == "float32" else ["qwen2-tied"]
-    wanted = {name: (model_folder(name), tiny_models.make_batch(), MODELS[name]) for name in names}
+    wanted = {name: (model_folder(name), tiny_models.make_batch(2), MODELS[name]) for name in names}
     found = on_ranks(layout, adapter_cases.lora_shipments, wanted, precision)[0]
     for name, (exported, (manifest, buffer)) in found.items():
         folder = model_folder(name)
@@ -66,7 +66,7 @@ def test_a_receiver_merges_what_the_policy_would_have_exported_bit_for_bit(on_ra
 def shipment(on_ranks, model_folder):
     """(folder, manifest, buffer) of one update of adapters."""
     folder = model_folder("qwen2-tied")
-    asked = {"it": (folder, tiny_models.make_batch(), ATTENTION)}
+    asked = {"it": (folder, tiny_models.make_batch(2), ATTENTION)}
     return folder, *on_ranks("TP1", adapter_cases.lora_shipments, asked, "float32")[0]["it"][1]
 
 

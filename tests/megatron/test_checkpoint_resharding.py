@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import checkpoint_cases
 import numpy as np
 import pytest
@@ -14,22 +16,19 @@ LAYOUTS = ["TP1+DIST", "TP2+SP+DIST", "DP2+DIST", "PP2+DIST", "CP2+DIST"]
 @pytest.fixture(scope="module")
 def saved(on_ranks, model_folder, tmp_path_factory):
     """``saved(layout)``: a checkpoint written at ``layout``, and the two updates that followed it there."""
-    done = {}
 
-    def save(layout):
-        if layout not in done:
-            folder = tmp_path_factory.mktemp("checkpoint")
-            arguments = (model_folder("qwen3"), tiny_models.make_batch(), folder)
-            done[layout] = folder, on_ranks(layout, checkpoint_cases.save_and_go_on, *arguments)[0]
-        return done[layout]
+    @cache
+    def save(layout, precision="float32"):
+        folder = tmp_path_factory.mktemp("checkpoint")
+        arguments = (model_folder("qwen3"), tiny_models.make_batch(), folder, 2, precision)
+        return folder, on_ranks(layout, checkpoint_cases.save_and_go_on, *arguments)[0]
 
     return save
 
 
-def go_on(on_ranks, model_folder, layout, checkpoint):
-    return on_ranks(
-        layout, checkpoint_cases.load_and_go_on, model_folder("qwen3"), tiny_models.make_batch(), checkpoint
-    )[0]
+def go_on(on_ranks, model_folder, layout, checkpoint, precision="float32"):
+    arguments = (model_folder("qwen3"), tiny_models.make_batch(), checkpoint, 2, precision)
+    return on_ranks(layout, checkpoint_cases.load_and_go_on, *arguments)[0]
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "TP1", "TP2", "DP2"])
@@ -39,8 +38,9 @@ def test_continuation_at_the_same_layout_is_exact(on_ranks, model_folder, saved,
 
 
 PRODUCT = "TP2xPP2+SP+DIST"
-PAIRS = [(PRODUCT, after) for after in LAYOUTS] + [(before, PRODUCT) for before in LAYOUTS]
-PAIRS += [("PP2xVPP2+DIST", "TP2+SP+DIST"), ("TP2+SP+DIST", "PP2xVPP2+DIST")]
+RING = [PRODUCT, *LAYOUTS, "PP2xVPP2+DIST"]
+PAIRS = list(zip(RING, [*RING[1:], RING[0]]))
+"""Every layout writes a checkpoint that another reads, and reads one that another wrote."""
 
 
 @pytest.mark.parametrize("before, after", PAIRS)
@@ -71,13 +71,11 @@ def test_a_run_with_frozen_routers_goes_on_where_it_was(on_ranks, model_folder, 
 
 
 @pytest.mark.parametrize("before, after", [("TP2", "DP2+DIST"), ("DP2+DIST", "TP2")])
-def test_bfloat16_main_weights_survive_a_change_of_optimizer(on_ranks, model_folder, tmp_path, before, after):
+def test_bfloat16_main_weights_survive_a_change_of_optimizer(on_ranks, model_folder, saved, before, after):
     """Main weights are float32: had they been read back from the bfloat16 model, the updates would differ in the third
     digit."""
-    arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint", 2, "bfloat16")
-    undisturbed = on_ranks(before, checkpoint_cases.save_and_go_on, *arguments)[0]
-    continued = on_ranks(after, checkpoint_cases.load_and_go_on, *arguments)[0]
-    assert relative_error(continued, undisturbed) < 2e-2
+    checkpoint, undisturbed = saved(before, "bfloat16")
+    assert relative_error(go_on(on_ranks, model_folder, after, checkpoint, "bfloat16"), undisturbed) < 2e-2
 
 
 @pytest.mark.parametrize("layout", ["TP2", "DP2+DIST"])
@@ -116,14 +114,12 @@ MIXTURE_PAIRS = [
 @pytest.fixture(scope="module")
 def saved_mixture(on_ranks, model_folder, tmp_path_factory):
     """As ``saved``, of a mixture of experts."""
-    done = {}
 
+    @cache
     def save(layout):
-        if layout not in done:
-            folder = tmp_path_factory.mktemp("mixture")
-            arguments = (model_folder("qwen3-moe"), tiny_models.make_batch(), folder)
-            done[layout] = folder, on_ranks(layout, checkpoint_cases.save_and_go_on, *arguments)[0]
-        return done[layout]
+        folder = tmp_path_factory.mktemp("mixture")
+        arguments = (model_folder("qwen3-moe"), tiny_models.make_batch(), folder)
+        return folder, on_ranks(layout, checkpoint_cases.save_and_go_on, *arguments)[0]
 
     return save
 
@@ -138,8 +134,6 @@ def test_experts_are_resharded(on_ranks, model_folder, saved_mixture, before, af
 
 @pytest.mark.parametrize("layout", ["TP2", "DP2+DIST"])
 @pytest.mark.parametrize("before, after", [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_a_checkpoint_continues_in_the_other_precision(on_ranks, model_folder, tmp_path, layout, before, after):
-    arguments = (model_folder("qwen3"), tiny_models.make_batch(), tmp_path / "checkpoint", 2)
-    undisturbed = on_ranks(layout, checkpoint_cases.save_and_go_on, *arguments, before)[0]
-    continued = on_ranks(layout, checkpoint_cases.load_and_go_on, *arguments, after)[0]
-    assert relative_error(continued, undisturbed) < 5e-2
+def test_a_checkpoint_continues_in_the_other_precision(on_ranks, model_folder, saved, layout, before, after):
+    checkpoint, undisturbed = saved(layout, before)
+    assert relative_error(go_on(on_ranks, model_folder, layout, checkpoint, after), undisturbed) < 5e-2

@@ -71,12 +71,15 @@ def test_updates_equal_transformers_and_torch(on_engine_ranks, model_folder, ref
     results = on_engine_ranks(layout, rank_cases.packed_and_alone, model_folder(model), batch)
     for packed, alone in results:
         assert relative_error(packed.steps, reference(model).steps) < 1e-5
-        assert relative_error(alone, reference(model).steps) < 1e-5
+        assert relative_error(alone, reference(model).steps[:1]) < 1e-5
 
 
-@pytest.mark.parametrize("rope", [YARN, {**YARN, "attention_factor": 1.3}, LINEAR], ids=["yarn", "factor", "linear"])
-@pytest.mark.parametrize("layout", ["TP1+TE", "TP2+TE"])
-def test_scaled_rotary_embeddings_are_those_of_torchs_layers(on_ranks, on_engine_ranks, tmp_path, rope, layout):
+@pytest.mark.parametrize(
+    "layout, rope",
+    [("TP1+TE", YARN), ("TP2+TE", {**YARN, "attention_factor": 1.3}), ("TP1+TE", LINEAR)],
+    ids=["yarn", "factor", "linear"],
+)
+def test_scaled_rotary_embeddings_are_those_of_torchs_layers(on_ranks, on_engine_ranks, tmp_path, layout, rope):
     folder = tiny_models.write_model("qwen2", tmp_path, rope_parameters=rope)
     batch = tiny_models.make_batch()
     expected = on_ranks("TP1", rank_cases.updates, folder, batch)[0]
@@ -90,7 +93,7 @@ def test_bfloat16_stays_near_float32(on_ranks, on_engine_ranks, model_folder, re
     """As near as torch's layers and transformers (test_layout_products); main weights in float32 are saved and read."""
     arguments = (model_folder(model), tiny_models.make_batch())
     expected = reference(model).steps
-    found = on_engine_ranks(layout, rank_cases.updates, *arguments, 3, 80, None, None, "bfloat16")[0].steps
+    found = on_engine_ranks(layout, rank_cases.updates, *arguments, 2, 80, None, None, "bfloat16")[0].steps
     assert (np.abs(found - expected) <= np.array([2e-2, 5e-2, 2e-2]) * np.abs(expected).max(0)).all()
     arguments = (*arguments, tmp_path / "checkpoint", 2, "bfloat16")
     straight = on_engine_ranks(layout, checkpoint_cases.save_and_go_on, *arguments)[0]
@@ -122,9 +125,12 @@ def test_a_checkpoint_holds_every_parameter_of_the_state_dictionary(on_engine_ra
     assert ("decoder.layers.0.self_attention.q_layernorm.weight" in parameters) == model.startswith("qwen3")
 
 
-@pytest.mark.parametrize("model", ["qwen2-tied", "qwen3-moe-mixed"])
-@pytest.mark.parametrize("before, after", [("TP1", "TP1+TE"), ("TP1+TE", "TP1"), ("TP1+TE", "TP1+TE"),
-    ("DP2+DIST", "TP2+SP+DIST+TE"), ("TP2+SP+DIST+TE", "DP2+DIST"), ("DP2+DIST+TE", "TP2+SP+TE")])  # fmt: skip
+@pytest.mark.parametrize(
+    "before, after, model",
+    [("TP1", "TP1+TE", "qwen2-tied"), ("TP1+TE", "TP1", "qwen3-moe-mixed"), ("TP1+TE", "TP1+TE", "qwen2-tied"),
+     ("DP2+DIST", "TP2+SP+DIST+TE", "qwen3-moe-mixed"), ("TP2+SP+DIST+TE", "DP2+DIST", "qwen2-tied"),
+     ("DP2+DIST+TE", "TP2+SP+TE", "qwen3-moe-mixed")],
+)  # fmt: skip
 def test_checkpoints_go_on_with_and_without_it(on_ranks, on_engine_ranks, model_folder, tmp_path, before, after, model):
     batch = tiny_models.make_batch()
     folder = model_folder(model)
@@ -142,7 +148,7 @@ def test_checkpoints_go_on_with_and_without_it(on_ranks, on_engine_ranks, model_
 def test_adapters_learn_the_same_beside_its_layers(on_ranks, on_engine_ranks, model_folder, layout, model, lora):
     arguments = (model_folder(model), tiny_models.make_batch(), lora)
     expected = on_ranks("TP1", adapter_cases.lora_updates, *arguments)[0]
-    steps, weights, *_ = on_engine_ranks(layout, adapter_cases.lora_updates, *arguments)[0]
+    steps, weights = on_engine_ranks(layout, adapter_cases.lora_updates, *arguments)[0]
     assert relative_error(steps, expected[0]) < 1e-5
     for name, value in expected[1].items():
         np.testing.assert_allclose(weights[name], value, atol=2e-6)

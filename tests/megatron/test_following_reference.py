@@ -6,11 +6,12 @@ import pytest
 import rank_cases
 import torch
 from tiny_models import make_batch
-from trl.trainer.callbacks import SyncRefModelCallback
 
 
 @pytest.mark.parametrize("layout, model", [("TP2+SP", "qwen2"), ("PP2", "qwen2-tied"), ("DP2+OVERLAP", "qwen2")])
 def test_a_reference_follows_as_in_trl_and_is_in_the_checkpoint(on_ranks, model_folder, tmp_path, layout, model):
+    from trl.trainer.callbacks import SyncRefModelCallback
+
     found, *others = on_ranks(layout, rank_cases.following, model_folder(model), make_batch(), tmp_path)
     names = sorted(found.start)
     kept, policy = (

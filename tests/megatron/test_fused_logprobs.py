@@ -62,11 +62,11 @@ def assert_equal(found, expected, tolerance=1e-6):
             np.testing.assert_allclose(ours, theirs, atol=tolerance * max(1.0, np.abs(theirs).max(initial=0.0)), rtol=0)
 
 
-# (real vocabulary, padded vocabulary); of the last one two of four ranks hold padding only.
-VOCABULARIES = [(101, 104), (1003, 1004), (3, 8)]
+# (real vocabulary, padded vocabulary); of the last one two of three ranks hold padding only.
+VOCABULARIES = [(101, 105), (1003, 1005), (3, 9)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("vocabulary, padded", VOCABULARIES)
 def test_values_and_gradients_equal_the_reference_to_1e6(interpreted, ranks, vocabulary, padded):
     case = make_case(vocabulary, padded, tokens=37, size=48)
@@ -163,10 +163,13 @@ def test_half_precision_is_accumulated_in_float32(interpreted, precision, roundi
         assert np.abs(ours - theirs).max() < 2 * rounding * np.abs(theirs).max()
 
 
-@pytest.mark.parametrize("model", ["qwen2", "qwen2-tied"])
-@pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "DP2+OVERLAP", "PP2"])
+@pytest.mark.parametrize(
+    "layout, model",
+    [("TP1", "qwen2"), ("TP2+SP", "qwen2"), ("TP2+SP", "qwen2-tied"), ("DP2+OVERLAP", "qwen2"),
+     ("PP2", "qwen2-tied")],
+)  # fmt: skip
 def test_a_policy_with_fused_kernels_trains_like_one_without(
-    interpreting_policy, on_ranks, model_folder, model, layout
+    interpreting_policy, on_ranks, model_folder, layout, model
 ):
     import rank_cases
 

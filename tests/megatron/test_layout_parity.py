@@ -130,6 +130,6 @@ def test_logprobs_equal_log_softmax_of_transformers(on_ranks, model_folder, refe
 
 
 def weight_error(ours, theirs) -> float:
-    """Largest difference; the learning rate of 1e-2 is the size of what three updates moved."""
+    """Largest difference; the learning rate of 1e-2 is the size of what an update moves."""
     assert set(ours) <= set(theirs)
     return max(float(np.abs(ours[name] - theirs[name].numpy()).max()) for name in ours)

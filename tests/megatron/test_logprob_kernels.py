@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
+import fused_cases
 import pytest
 import torch
 
@@ -98,13 +98,9 @@ def test_the_parts_are_combined_on_every_gpu(assembled, finish):
         assert "0 bytes spill stores" in said
 
 
-def test_a_micro_batch_launches_a_twentieth_and_waits_for_nothing():
+def test_a_micro_batch_launches_a_twentieth_and_waits_for_nothing(on_ranks):
     """On meta tensors, which have no value to wait for: a host sync of either path would raise."""
-    command = [sys.executable, "-W", "ignore", ROOT / "tests/benchmarks/logprob_launches.py"]
-    table = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    found = {(model, path): (int(forward), int(backward)) for model, _, path, forward, backward, _ in cells}
-    assert len(found) == 4
+    (found,) = on_ranks("TP1", fused_cases.launches)
     for model in ("1.5b", "7b"):
         assert found[model, "fused"][0] == 3  # statistics, combination, both values in one tensor
         assert sum(found[model, "fused"]) * 20 < sum(found[model, "logits"])

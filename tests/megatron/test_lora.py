@@ -99,8 +99,8 @@ def expected(on_ranks, model_folder):
 )  # fmt: skip
 def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
     settings, folder, steps, pairs = expected[which]
-    results = on_ranks(layout, adapter_cases.lora_updates, folder, tiny_models.make_batch(), settings, 2, str(tmp_path))
-    assert max(relative_error(ours, steps) for ours, *_ in results) < 1e-5
+    results = on_ranks(layout, adapter_cases.lora_updates, folder, tiny_models.make_batch(), settings, str(tmp_path))
+    assert max(relative_error(ours, steps) for ours, _ in results) < 1e-5
     # The export merges exactly these pairs into the frozen weights, and PEFT's file holds them under PEFT's names.
     base = load_file(folder / "model.safetensors")
     after = results[0][1]
@@ -122,12 +122,12 @@ def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, 
 
 def test_without_adapters_the_model_is_the_reference_and_no_copy_is_kept(on_ranks, model_folder):
     batch = tiny_models.make_batch()
-    results = on_ranks("TP2", adapter_cases.lora_updates, model_folder("qwen2-tied"), batch, SETTINGS)
-    start, moved, reference = (rank_cases.by_sequence([r[i] for r in results], batch) for i in (2, 3, 4))
+    results = on_ranks("TP2", adapter_cases.lora_reference, model_folder("qwen2-tied"), batch, SETTINGS)
+    start, moved, reference = (rank_cases.by_sequence([r[i] for r in results], batch) for i in range(3))
     for s, m, r in zip(start, moved, reference):
         np.testing.assert_array_equal(s, r)
         assert np.abs(m - r).max() > 1e-4
-    assert all(result[5] for result in results)
+    assert all(result[3] for result in results)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import dist_cases
@@ -102,7 +100,7 @@ def test_weights_of_nemo_2_give_their_logits_in_transformers(on_ranks, model_fol
 
 
 @pytest.mark.parametrize("what", ["common.pt", "a tensor", "a path"])
-def test_nothing_in_a_checkpoint_is_run(what, made, model_folder, tmp_path):
+def test_nothing_in_a_checkpoint_is_run(what, made, convert, model_folder, tmp_path):
     """Only tensors are read: a pickle beside them is not opened, one in their place and a path outside are refused."""
     shutil.copytree(made("qwen3")[0] / "mcore", tmp_path / "mcore")
     inside = tmp_path / "mcore" / "iter_0000007"
@@ -134,32 +132,32 @@ class Runs:
         return Path.touch, (self.file,)
 
 
-def convert(*arguments: object) -> tuple[int, str]:
-    """Exit status and stderr of ``gdpo-nemo convert`` in a process of its own: Megatron is never imported here."""
-    command = [sys.executable, "-m", "gdpo_nemo", "convert", "--to", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    return done.returncode, done.stderr
+@pytest.fixture
+def convert(on_ranks):
+    """``convert(*arguments)``: exit status and stderr of ``gdpo-nemo convert --to`` in a process that has Megatron."""
+    return lambda *arguments: on_ranks("TP1", dist_cases.convert, *map(str, arguments))[0]
 
 
-def test_the_command_writes_a_checkpoint_of_megatron_core_and_reads_it_again(model_folder, tmp_path):
+def convert_here(*arguments: object) -> int:
+    """Exit status of ``gdpo-nemo convert --to`` in this process: its ranks are processes of a Ray session."""
+    return cli.main(["convert", "--to", *map(str, arguments)])
+
+
+def test_the_command_writes_a_checkpoint_of_megatron_core_and_reads_it_again(convert, model_folder, tmp_path, capsys):
     model = model_folder("qwen3")
-    status, said = convert("megatron", model, tmp_path / "mcore", "--layout", "tensor=2")
-    assert status == 0, said
+    assert convert_here("megatron", model, tmp_path / "mcore", "--layout", "tensor=2") == 0, capsys.readouterr().err
     assert convert("hf", tmp_path / "mcore", tmp_path / "back") == (0, "")
     assert differences(tmp_path / "back", model) == []
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_checkpoint_of_a_lora_run_becomes_an_adapter_of_peft(on_ranks, model_folder, tmp_path):
+def test_a_checkpoint_of_a_lora_run_becomes_an_adapter_of_peft(on_ranks, convert, model_folder, tmp_path, capsys):
     model = model_folder("qwen3")
     on_ranks("TP1", dist_cases.lora_run, model, tiny_models.make_batch(), tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "step_2"
-    status, said = convert("peft", checkpoint, tmp_path / "adapter")
-    assert status == 0, said
-    status, said = convert("hf", tmp_path / "adapter", tmp_path / "merged")
-    assert status == 0, said
-    status, said = convert("hf", checkpoint, tmp_path / "exported")
-    assert status == 0, said
+    assert convert_here("peft", checkpoint, tmp_path / "adapter") == 0, capsys.readouterr().err
+    assert convert("hf", tmp_path / "adapter", tmp_path / "merged") == (0, "")
+    assert convert_here("hf", checkpoint, tmp_path / "exported") == 0, capsys.readouterr().err
     assert differences(tmp_path / "merged", tmp_path / "exported") == []
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():

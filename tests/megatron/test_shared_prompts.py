@@ -118,10 +118,10 @@ def test_losses_over_whole_sequences_find_their_tokens_in_shared_rows(on_ranks, 
 def test_random_groups_have_the_gradient_of_separate_sequences(on_ranks, model_folder):
     """Prefixes of any length and depth, shared down to single tokens, in one micro-batch."""
     folder = model_folder("qwen2-tied")
-    for seed in range(12):
+    for seed in range(8):
         batch, shared = random_tree(np.random.default_rng(seed))
         alone = [0] * len(batch)
-        plain, ours = (on_ranks("TP1", in_groups, folder, batch, way, dict(count=1)) for way in (alone, shared))
+        plain, ours = (on_ranks("TP1", in_groups, folder, batch, way, {}) for way in (alone, shared))
         assert relative_error(ours[0].steps, plain[0].steps) < 1e-6, seed
         for mine, other in zip(values_of(ours, batch, 1), values_of(plain, batch, 1)):
             np.testing.assert_allclose(mine, other, rtol=1e-6, atol=1e-6)
