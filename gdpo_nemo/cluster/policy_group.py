@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterable, Sequence
@@ -53,6 +54,26 @@ def layout_ranks(layout: MegatronConfig) -> int:
     )
 
 
+def gpu_environment(config: Config) -> dict[str, str]:
+    """Return environment variables for policy ranks on GPUs, without those that the user's environment sets."""
+    layout = config.policy.megatron_cfg
+    variables = {
+        # The default folder is in TMPDIR, which is removed with the run. Each start would compile again.
+        "TORCHINDUCTOR_CACHE_DIR": os.path.expanduser("~/.cache/gdpo_nemo/inductor"),
+        # By default, each rank starts up to 32 compiler processes.
+        "TORCHINDUCTOR_COMPILE_THREADS": "4",
+    }
+    if max(layout.tensor_model_parallel_size, layout.context_parallel_size) > 1:
+        # Megatron overlaps communication with matrix products, and relies on kernels that start in launch order
+        # (megatron/core/tensor_parallel/layers.py).
+        variables["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if config.cluster.placement == "separate" and "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        # The lengths of micro-batches vary, which fragments torch's memory. Colocated ranks send weights by CUDA IPC,
+        # which not every driver supports for expandable segments.
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
 class PolicyGroup:
     """All ranks of the policy. The constructor starts the actors, and ``ready`` waits until they have loaded the model.
 
@@ -92,8 +113,7 @@ class PolicyGroup:
         ranks_per_node = max(placement.places.policy_on(node) for node in nodes)
         threads = config.policy.num_threads or max(1, cores(config.cluster) // ranks_per_node)
         environment = thread_environment(threads)
-        if not on_gpu:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment |= gpu_environment(config) if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
         options = dict(num_cpus=0, num_gpus=1 if on_gpu else 0, runtime_env={"env_vars": environment})
         actor = ray.remote(PolicyRank)
         self.ranks = [

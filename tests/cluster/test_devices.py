@@ -179,6 +179,26 @@ def test_the_cpu_engine_environment_does_not_reach_engines_on_gpus(monkeypatch):
         )
 
 
+@pytest.mark.parametrize("placement, tensor", [("separate", 2), ("separate", 1), ("colocated", 2), ("colocated", 1)])
+def test_ranks_on_gpus_get_the_environment_that_placement_and_layout_need(placement, tensor, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.delenv(name, raising=False)
+    run = config(4, placement, tensor, {"separate": 2, "colocated": 4}[placement], 1)
+    ranks, engines = start(run, place_on_this_machine(run), NUMBERS, monkeypatch)
+    for rank in ranks:
+        assert rank.environment.get("PYTORCH_ALLOC_CONF") == {"separate": "expandable_segments:True"}.get(placement)
+        assert rank.environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == {2: "1"}.get(tensor)
+        assert not rank.environment["TORCHINDUCTOR_CACHE_DIR"].startswith(os.environ.get("TMPDIR", "/tmp"))
+    assert "PYTORCH_ALLOC_CONF" not in engines[0].environment, "vLLM's sleep mode refuses expandable segments"
+
+
+def test_the_users_environment_takes_precedence_on_gpus(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    chosen = policy_group.gpu_environment(config(4, "separate", 2, 1, 1))
+    assert not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"} & chosen.keys()
+
+
 def test_every_process_of_several_nodes_goes_to_its_bundle_and_engines_use_its_address(monkeypatch):
     run = config(4, "separate", 2, 2, 2)
     run.cluster.num_nodes = 2
