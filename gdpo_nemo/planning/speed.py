@@ -173,7 +173,7 @@ def _host_traffic(resolved: Resolved, shape: Shape, device: Device, layout: Layo
     """Return the seconds of copies between GPU and host memory.
 
     An offloaded optimizer is copied to the GPU and back for each update. Before each log-prob pass of an offloaded
-    reference, its weights are copied to the GPU. The policy's weights are copied back after the pass.
+    reference, its weights are copied to the GPU. The policy's weights remain there.
     """
     config = resolved.config
     if not layout.gpus:
