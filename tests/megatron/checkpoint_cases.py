@@ -90,6 +90,15 @@ def load_and_go_on(place, folder, batch, checkpoint, count=2, precision="float32
     return train(policy, batch, spread(place, batch), count)
 
 
+def rewrite(place, folder, checkpoint, target):
+    """Load a checkpoint and save it again at this layout."""
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
+
+    policy = build_policy(place, folder)
+    load_checkpoint(policy, checkpoint)
+    save(policy, target)
+
+
 def continuations(place, folder, batch, checkpoint, starts, precision="float32"):
     """One update and a checkpoint; then for each of ``starts``, keywords of ``build_policy``, one update from there.
 

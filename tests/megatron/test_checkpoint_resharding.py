@@ -49,6 +49,15 @@ def test_continuation_at_another_layout_is_the_same_run(on_ranks, model_folder, 
     assert relative_error(go_on(on_ranks, model_folder, after, checkpoint), undisturbed) < 1e-5
 
 
+@pytest.mark.parametrize("layout, other", [("DP2+DIST", PRODUCT), ("TP2+SP+DIST", "DP4+DIST"), ("TP2", "DP2+DIST")])
+def test_a_checkpoint_rewritten_at_another_layout_continues_bit_for_bit(
+    on_ranks, model_folder, saved, tmp_path, layout, other
+):
+    checkpoint, undisturbed = saved(layout)
+    on_ranks(other, checkpoint_cases.rewrite, model_folder("qwen3"), checkpoint, tmp_path / "rewritten")
+    np.testing.assert_array_equal(go_on(on_ranks, model_folder, layout, tmp_path / "rewritten"), undisturbed)
+
+
 @pytest.mark.parametrize(
     "before, after", [("TP2", "DP2+DIST"), ("TP1", "TP2xPP2"), ("DP2+DIST", "PP2"), ("TP2xPP2", "CP2")]
 )
