@@ -212,6 +212,7 @@ RECIPES = [
     ("config from-axolotl {d}/recipe.yaml", binary("recipe.yaml"), "is not YAML"),
     ("config from-axolotl {d}/recipe.yaml", folder("recipe.yaml"), "cannot be read"),
     ("config from-nemo-rl", None, "RECIPE"),
+    (RECIPE + " --gym-checkout {d}/model", None, "does not contain the folder resources_servers"),
     (RECIPE, gone("recipe.yaml"), "recipe not found"),
     (RECIPE, empty("recipe.yaml"), "section grpo not found"),
     (RECIPE, binary("recipe.yaml"), "cannot be read as YAML"),
