@@ -1,12 +1,15 @@
-"""Serve NeMo Gym resources servers from one process, without Ray, for verification on one machine.
+"""Serve NeMo Gym servers from one process, without Ray, on one machine.
 
     uv venv --python 3.12 gym && uv pip install --no-config --python gym/bin/python nemo-gym==0.4.0
     gym/bin/python examples/serve_nemo_gym.py example_tool_call_multireward=12503
 
 Each argument is SERVER=PORT: a folder in `resources_servers` and its port, or 0 for any free port. A head server, which
 lists all servers, listens on --head-port. After all servers have started, the script prints a line of JSON with their
-URLs. It requires a Python environment with nemo-gym 0.4 and the servers' dependencies. `gym env start` also serves
-agents and models, but takes half a minute and two gigabytes.
+URLs. It requires a Python environment with nemo-gym 0.4 and the servers' dependencies. `gym env start` takes half a
+minute and two gigabytes.
+
+`gdpo-nemo gym up` passes --global-config FILE instead: JSON in the form of NeMo Gym's global config, with
+`config_paths` and changes. The script then also serves the agents and model servers.
 """
 
 from __future__ import annotations
@@ -14,46 +17,58 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import inspect
 import json
 import logging
 import os
 import socket
+import sys
+from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import uvicorn  # noqa: E402
 from nemo_gym import global_config  # noqa: E402
-from nemo_gym.base_resources_server import SimpleResourcesServer  # noqa: E402
 from nemo_gym.config_types import BaseServerConfig  # noqa: E402
 from nemo_gym.server_utils import HeadServer, ServerClient  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
 
+KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
+
 
 def main() -> None:
     """Parse the command line and serve until interrupted."""
-    parser = argparse.ArgumentParser(description="Serve NeMo Gym resources servers without Ray.")
-    parser.add_argument("servers", nargs="+", metavar="SERVER=PORT")
+    parser = argparse.ArgumentParser(description="Serve NeMo Gym servers without Ray.")
+    parser.add_argument("servers", nargs="*", metavar="SERVER=PORT")
+    parser.add_argument("--global-config", metavar="FILE", help="JSON file, or - for standard input")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="also write the line of JSON to this file")
     parser.add_argument("--head-port", type=int, default=0)
     parser.add_argument("--host", default="127.0.0.1")
     arguments = parser.parse_args()
-    requested = [text.partition("=")[::2] for text in arguments.servers]
-    listeners = {name: _listen(arguments.host, int(port or 0)) for name, port in requested}
+    _prefer_own_folders()
+    requested = dict(text.partition("=")[::2] for text in arguments.servers)
+    content = {k: v for name, port in requested.items() for k, v in _sections(name, arguments.host, port).items()}
+    if arguments.global_config:
+        content = _resolved(json.loads(_text(arguments.global_config)))
+    listeners = {}
+    for name, kind, implementation in _instances(content):
+        settings = content[name][kind][implementation]
+        listeners[name] = _listen(settings.setdefault("host", arguments.host), int(settings.get("port") or 0))
+        settings["port"] = listeners[name].getsockname()[1]
     head = _listen(arguments.host, arguments.head_port)
-    ports = {name: listener.getsockname()[1] for name, listener in listeners.items()}
-    config = OmegaConf.create(
-        {k: v for name, port in ports.items() for k, v in _sections(name, arguments.host, port).items()}
-    )
-    global_config._GLOBAL_CONFIG_DICT = config
     address = BaseServerConfig(host=arguments.host, port=head.getsockname()[1])
+    config = global_config._GLOBAL_CONFIG_DICT = OmegaConf.create(content)
     client = ServerClient(head_server_config=address, global_config_dict=config)
-    apps = {name: _server(name, arguments.host, port, client).setup_webserver() for name, port in ports.items()}
-    served = [
-        (HeadServer(config=address).setup_webserver(), head),
-        *((app, listeners[name]) for name, app in apps.items()),
-    ]
-    urls = {name: f"http://{arguments.host}:{port}" for name, port in ports.items()}
-    asyncio.run(_serve(served, {"head": f"http://{arguments.host}:{address.port}", "servers": urls}))
+    served = [(HeadServer(config=address).setup_webserver(), head)]
+    report = {"head": f"http://{address.host}:{address.port}", "servers": {}, "agents": {}, "models": {}}
+    for name, kind, implementation in _instances(content):
+        settings = content[name][kind][implementation]
+        served.append((_server(kind, implementation, {"name": name, **settings}, client), listeners[name]))
+        report[kind.rpartition("_")[2]][name] = f"http://{settings['host']}:{settings['port']}"
+    asyncio.run(_serve(served, report, arguments.report))
+
+
+def _text(file: str) -> str:
+    return sys.stdin.read() if file == "-" else Path(file).read_text()
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -62,35 +77,83 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _sections(name: str, host: str, port: int) -> dict:
+def _sections(name: str, host: str, port: str) -> dict:
     """Return the head server's config of a server and of the agent by which datasets refer to it."""
-    agent = {"entrypoint": "app.py", "resources_server": {"type": "resources_servers", "name": name}}
+    agent = {"resources_server": {"type": "resources_servers", "name": name}}  # without an entrypoint: not served
+    server = {"entrypoint": "app.py", "domain": "other", "host": host, "port": int(port or 0)}
     return {
-        name: {"resources_servers": {name: {"entrypoint": "app.py", "domain": "other", "host": host, "port": port}}},
+        name: {"resources_servers": {name: server}},
         f"{name}_simple_agent": {"responses_api_agents": {"simple_agent": agent}},
     }
 
 
-def _server(name: str, host: str, port: int, client: ServerClient) -> SimpleResourcesServer:
-    module = importlib.import_module(f"resources_servers.{name}.app")
-    [server_class] = [
+def _resolved(content: dict) -> dict:
+    """Return NeMo Gym's global config with the files in `config_paths` and all interpolations resolved.
+
+    NeMo Gym selects the ports that are not set. The entry `_places` contains host and port of some servers by name.
+    Model servers at the address in the entry `_endpoint` already run.
+    """
+    places = content.pop("_places", {})
+    endpoint = content.pop("_endpoint", {})
+    parsed = global_config.GlobalConfigDictParser().parse_no_environment(OmegaConf.create(content))
+    found = OmegaConf.to_container(parsed, resolve=True)
+    for name, kind, implementation in _instances(found):
+        settings = found[name][kind][implementation]
+        settings |= places.get(name, {})
+        if kind == "responses_api_models" and endpoint and endpoint.items() <= settings.items():
+            del settings["entrypoint"]
+    return found
+
+
+def _prefer_own_folders() -> None:
+    """Make the servers in the folders of PYTHONPATH precede those of the installed package with the same name.
+
+    The folders of a checkout are not regular packages, so Python would import the installed servers.
+    """
+    for kind in KINDS:
+        package = importlib.import_module(kind)
+        folders = [str(Path(path, kind)) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+        own = [folder for folder in folders if os.path.isdir(folder)]
+        package.__path__ = [*own, *(folder for folder in package.__path__ if folder not in own)]
+
+
+def _instances(content: dict) -> list[tuple[str, str, str]]:
+    """Return (name, kind, implementation) of the servers to serve: entries with an entrypoint."""
+    return [
+        (name, kind, implementation)
+        for name, section in content.items()
+        for kind in KINDS
+        for implementation, settings in ((section.get(kind) or {}) if isinstance(section, dict) else {}).items()
+        if settings.get("entrypoint")
+    ]
+
+
+def _server(kind: str, implementation: str, settings: dict, client: ServerClient) -> object:
+    """Return the web application of a server, from the last class with `setup_webserver` that its module defines."""
+    module = importlib.import_module(f"{kind}.{implementation}.{Path(settings['entrypoint']).stem}")
+    classes = [
         value
         for value in vars(module).values()
-        if inspect.isclass(value) and issubclass(value, SimpleResourcesServer) and value.__module__ == module.__name__
+        if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "setup_webserver")
     ]
-    settings = server_class.model_fields["config"].annotation(
-        host=host, port=port, entrypoint="app.py", name=name, domain="other"
-    )
-    return server_class(config=settings, server_client=client)
+    [server_class] = [
+        one for one in classes if not any(other is not one and issubclass(other, one) for other in classes)
+    ]
+    config = server_class.model_fields["config"].annotation(**settings)
+    return server_class(config=config, server_client=client).setup_webserver()
 
 
-async def _serve(served: list, report: dict) -> None:
+async def _serve(served: list, report: dict, file: Path | None) -> None:
     logging.disable(logging.INFO)
     servers = [uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=30)) for app, _ in served]
     running = [asyncio.create_task(server.serve([listener])) for server, (_, listener) in zip(servers, served)]
     while not all(server.started for server in servers) and not any(task.done() for task in running):
         await asyncio.sleep(0.02)
     print(json.dumps(report), flush=True)
+    if file is not None:
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(report))
+        partial.replace(file)
     await asyncio.gather(*running)
 
 

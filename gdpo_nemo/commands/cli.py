@@ -24,6 +24,7 @@ from gdpo_nemo.commands import (
     explain,
     explain_advantages,
     export_rollouts,
+    gym,
     health,
     parity,
     plan,
@@ -69,6 +70,7 @@ COMMANDS = (
     convert,
     push,
     env,
+    gym,
     reference,
 )
 """Commands in the order of ``--help``."""

@@ -42,6 +42,12 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "recipe", metavar="RECIPE", help="YAML file of the recipe; parent files listed under defaults: must also exist"
     )
+    command.add_argument(
+        "--gym-checkout",
+        metavar="DIR",
+        help="checkout of NeMo Gym, or the site-packages folder that contains it; required for recipes with NeMo Gym "
+        "(default: the submodule of the NeMo-RL checkout)",
+    )
     _add_outcome(command)
     command.set_defaults(command=run)
     command = configs.add_parser(
@@ -101,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from gdpo_nemo.interop.nemo_rl.translate import translate
 
-    return _deliver(translate(arguments.recipe), arguments.recipe, arguments)
+    return _deliver(translate(arguments.recipe, arguments.gym_checkout), arguments.recipe, arguments)
 
 
 def run_from_trl(arguments: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ EXPLAIN = "explain-advantages {d}/" + ROLLOUTS
 EXPLAIN_PARQUET = "explain-advantages {d}/" + PARQUET
 EXPORT = "rollouts {d}/run"
 RECIPE = "config from-nemo-rl {d}/recipe.yaml"
+GYM = "gym up {d}/good.yaml 'env.g={plugin: nemo_gym, servers: {a: \"http://127.0.0.1:9\"}}'"
 SCRIPT = "config from-trl {d}/trl.py"
 TO_HF = "convert --to hf {d}/run/checkpoints/step_1 {d}/new"
 STEP = "run/checkpoints/step_1"
@@ -212,6 +213,14 @@ RECIPES = [
     ("config from-axolotl {d}/recipe.yaml", binary("recipe.yaml"), "is not YAML"),
     ("config from-axolotl {d}/recipe.yaml", folder("recipe.yaml"), "cannot be read"),
     ("config from-nemo-rl", None, "RECIPE"),
+    (RECIPE + " --gym-checkout {d}/model", None, "does not contain the folder resources_servers"),
+    ("gym", None, "ACTION"),
+    ("gym up", None, "CONFIG"),
+    ("gym up {d}/good.yaml", None, "no environment of env is nemo_gym or nemo_gym_agent with servers"),
+    (GYM, None, "--python: specify a Python that has nemo-gym installed"),
+    (GYM + " --checkout {d}/model", None, "--checkout: "),
+    (GYM + " --python {d}/absent", None, "absent not found"),
+    (GYM.replace("nemo_gym,", "nemo_gym_agent,"), None, "env.g.global_config: not set"),
     (RECIPE, gone("recipe.yaml"), "recipe not found"),
     (RECIPE, empty("recipe.yaml"), "section grpo not found"),
     (RECIPE, binary("recipe.yaml"), "cannot be read as YAML"),

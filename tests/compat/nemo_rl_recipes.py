@@ -31,7 +31,7 @@ class Row:
     """Whether the model's family and the sampling engine exist here."""
 
 
-def rows(folder: Path) -> Iterator[Row]:
+def rows(folder: Path, gym: Path | None = None) -> Iterator[Row]:
     """The recipes below ``folder``, in order of their paths."""
     for path in sorted(folder.rglob("*.yaml")):
         text = path.read_text(encoding="utf-8", errors="replace")
@@ -40,7 +40,7 @@ def rows(folder: Path) -> Iterator[Row]:
         name = str(path.relative_to(folder))
         try:
             recipe = open_recipe(path)
-            yield _row(name, translate(path), recipe)
+            yield _row(name, translate(path, gym), recipe)
         except ConfigError as error:
             if text.startswith("grpo:") or "\ngrpo:" in text:
                 yield Row(name, UNREADABLE, {"recipe": str(error)})
@@ -72,9 +72,10 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--recipes", type=Path, required=True, metavar="DIR", help="a checkout of NVIDIA-NeMo/RL")
+    parser.add_argument("--gym-checkout", type=Path, metavar="DIR", help="a checkout of NVIDIA-NeMo/Gym")
     parser.add_argument("--reasons", action="store_true", help="every reason in full")
     arguments = parser.parse_args()
-    print(report(list(rows(arguments.recipes)), arguments.reasons))
+    print(report(list(rows(arguments.recipes, arguments.gym_checkout)), arguments.reasons))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,15 @@
-"""Agents of real nemo-gym 0.4.0 play with our engines through the endpoint."""
+"""Agents of real nemo-gym 0.4.0, started by ``gdpo-nemo gym up``, play with our engines through the endpoint."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+import socket
 import subprocess
+import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -40,27 +44,91 @@ def endpoint(stage):
     made.close()
 
 
+def instances(endpoint: str) -> dict:
+    """Every server with two agents: one before a model server, and one whose model is the endpoint (/v1/responses)."""
+    model = {"base_url": "${policy_base_url}", "api_key": "${policy_api_key}", "model": "${policy_model_name}",
+             "return_token_id_information": True, "uses_reasoning_parser": False}  # fmt: skip
+    place = urlsplit(endpoint)
+    found = {
+        "policy_model": {"responses_api_models": {"vllm_model": {"entrypoint": "app.py", **model}}},
+        # The command does not start it, because the endpoint has this address.
+        "direct": {"responses_api_models": {"vllm_model": {"entrypoint": "app.py", **model, "host": place.hostname,
+                                                           "port": place.port}}},
+    }  # fmt: skip
+    for name in SERVERS:
+        found[name] = {"resources_servers": {name: {"entrypoint": "app.py", "domain": "agent"}}}
+        for suffix, model_server in (("agent", "policy_model"), ("direct_agent", "direct")):
+            agent = dict(
+                entrypoint="app.py",
+                max_steps=8,
+                resources_server={"type": "resources_servers", "name": name},
+                model_server={"type": "responses_api_models", "name": model_server},
+            )
+            found[f"{name}_{suffix}"] = {"responses_api_agents": {"simple_agent": agent}}
+    return found
+
+
+def own_checkout(folder: Path, endpoint: str) -> Path:
+    """A folder with a copy of one server, which precedes the installed server, and a file for ``config_paths``."""
+    name = SERVERS[0]
+    shutil.copytree(packages() / "resources_servers" / name, folder / "resources_servers" / name)
+    with open(folder / "resources_servers" / name / "app.py", "a") as code:
+        code.write("\nprint('served from the checkout', flush=True)\n")
+    (folder / "agents.yaml").write_text(json.dumps(instances(endpoint)))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def agents(endpoint, tmp_path_factory):
-    """URLs of the agents by name."""
-    log = tmp_path_factory.mktemp("agents") / "log"
-    command = [str(installed()), str(Path(__file__).with_name("serve_agents.py")), endpoint.url, *SERVERS]
-    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment.pop("PYTHONPATH", None)
-    with open(log, "w") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=log.parent
-        )
-    line = process.stdout.readline()
-    assert line, log.read_text()
-    yield json.loads(line)
-    process.kill()  # no children, and nothing to save
-    process.wait()
+    """URLs of the agents by name; their ports are those of the config, and all are closed when the command ends."""
+    folder = tmp_path_factory.mktemp("agents")
+    names = [f"{server}_{suffix}" for server in SERVERS for suffix in ("agent", "direct_agent")]
+    urls = {name: f"http://127.0.0.1:{port}" for name, port in zip(names, free_ports(len(names)))}
+    gym = {"plugin": "nemo_gym_agent", "agents": urls, "global_config": {"config_paths": ["agents.yaml"]}}
+    listening = {"enabled": True, "port": urlsplit(endpoint.url).port}
+    config = {
+        "env": {"gym": gym}, "gdpo": {"rewards": {"reward": 1.0}}, "rollout": {"endpoint": listening},
+        "policy": {"model_name": "organisation/model"}, "data": {"train": {"path": "rows.jsonl"}},
+    }  # fmt: skip
+    (folder / "gym.yaml").write_text(json.dumps(config))
+    options = ["--checkout", str(own_checkout(folder / "checkout", endpoint.url)), "--python", str(installed())]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gdpo_nemo", "gym", "up", "gym.yaml", *options, "--log-dir", "logs"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env={**os.environ, "PYTHONWARNINGS":
+        "ignore"},
+    )  # fmt: skip
+    lines: list[str] = []
+    while not lines or not lines[-1].startswith("ready"):
+        lines.append(process.stdout.readline())
+        assert lines[-1], lines
+    addresses = json.loads((folder / "logs" / "addresses.json").read_text())["gym"]
+    assert addresses["agents"] == urls and set(addresses["servers"]) == set(SERVERS)
+    assert set(addresses["models"]) == {"policy_model"}
+    assert "served from the checkout" in (folder / "logs" / "gym.log").read_text()
+    yield urls
+    process.terminate()
+    assert process.wait(60) == 143
+    for url in (*urls.values(), *addresses["servers"].values()):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=5)
+
+
+def free_ports(count: int) -> list[int]:
+    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in held]
+    for one in held:
+        one.close()
+    return ports
+
+
+def packages() -> Path:
+    """The folder of real nemo-gym with its servers."""
+    [found] = installed().parent.parent.glob("lib/python3.*/site-packages")
+    return found
 
 
 def prompts_of(environment, server: str, count: int, agent: str = "agent") -> list[Prompt]:
-    [packages] = installed().parent.parent.glob("lib/python3.*/site-packages")
-    lines = (packages / "resources_servers" / server / "data" / "example.jsonl").read_text().splitlines()[:count]
+    lines = (packages() / "resources_servers" / server / "data" / "example.jsonl").read_text().splitlines()[:count]
     rows = [
         {**json.loads(line), "agent_ref": {"type": "responses_api_agents", "name": f"{server}_{agent}"}}
         for line in lines

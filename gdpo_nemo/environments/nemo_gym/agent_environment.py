@@ -38,6 +38,8 @@ class NemoGymAgent(Environment):
     Options:
         agents: base URLs by agent name, as in a row's ``agent_ref``. A single agent gets all rows.
         rewards, check_sum, api_key_env: same as in ``nemo_gym``.
+        global_config: NeMo Gym's configuration of the agents and their servers, with ``config_paths``. Only ``gdpo-nemo
+            gym up``, which starts them, reads this option.
         concurrency (64): maximum number of episodes in flight.
         deadline_s (600): time limit of one episode in seconds, including retries.
         retries (1): maximum number of retries of an episode after a transport failure, a 5xx or a 429 reply.
@@ -56,6 +58,7 @@ class NemoGymAgent(Environment):
             rewards=None,
             check_sum=False,
             api_key_env=None,
+            global_config={},
             concurrency=64,
             deadline_s=600.0,
             retries=1,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gdpo_nemo.interop.nemo_rl import gym
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.translation import Findings
 from gdpo_nemo.utils.files import read_text, real_path
@@ -50,8 +51,8 @@ _OF_DATA = ("data.default.*", "grpo.val_*generations_per_prompt", "grpo.val_batc
 def env_name(recipe: Recipe) -> str:
     """Return NeMo-RL's name of the environment that verifies the samples."""
     named = recipe.get("data.train.env_name") or recipe.get("data.default.env_name") or recipe.get("data.env_name")
-    if recipe.get("env.should_use_nemo_gym"):
-        return "nemo_gym"
+    if gym.uses_gym(recipe):
+        return gym.NAME
     sections = {key.split(".")[1] for key in recipe.flat if key.startswith("env.") and key.count(".") > 1}
     if _PUZZLE in sections:
         return _PUZZLE
@@ -64,6 +65,12 @@ def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | 
     The components are sorted by name, which is also the order of NeMo-RL's weights.
     """
     name = env_name(recipe)
+    if name == gym.NAME:
+        try:
+            found = gym.find_gym(recipe)
+        except gym.Unknown:
+            return None
+        return gym.NAME, gym.environment(recipe, found), found.names
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
     if name == "math_multi_reward" or (name in _MATH and "gdpo" in processor):
         return "gsm8k", {"strict": True}, ("correctness", "format", "integer")
@@ -112,7 +119,7 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
     if known is None and not path:
         findings.blocks(f"{section}.dataset_name", f"the dataset {name} is unknown; set its file or its Hub name")
     subset = recipe.get(f"{section}.subset")
-    where = path or (known.path if known else f"unknown/{name}")
+    where = gym.rows_path(recipe, path) if path else known.path if known else f"unknown/{name}"
     if subset:
         where = f"{where.partition(':')[0]}:{subset}"
     findings.set(f"{section}.path", where, "the recipe's file" if path else f"Hub name of {name}")
@@ -126,6 +133,8 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
 
 def _columns(recipe: Recipe, findings: Findings, split: str, known: _Dataset | None, is_file: bool) -> None:
     """Set the prompt and answer columns from the recipe, the known dataset, or NeMo-RL's defaults for files."""
+    if env_name(recipe) == gym.NAME:  # its rows contain the prompts, and its servers read the other columns
+        return
     section = f"data.{split}"
     prompt = _data_setting(recipe, split, "input_key")
     answer = _data_setting(recipe, split, "output_key")
@@ -150,7 +159,7 @@ def _data_setting(recipe: Recipe, split: str, key: str) -> Any:
 
 def _prompts(recipe: Recipe, findings: Findings, split: str) -> None:
     """Set the system message and the prompt template. If the recipe has no system message, set an empty one."""
-    if env_name(recipe) == "nemo_gym":
+    if env_name(recipe) == gym.NAME:
         return
     system, template_file = (_data_setting(recipe, split, key) for key in ("system_prompt_file", "prompt_file"))
     text = _text(recipe, system) if system else ""

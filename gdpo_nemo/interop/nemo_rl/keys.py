@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.translation import Act, RuleResult, fixed, gated, idle, missing, required, to, where
@@ -93,7 +94,8 @@ GRPO = [
     ("grpo.num_generations_per_prompt", to("gdpo.num_generations_per_prompt")),
     ("grpo.max_num_steps", required("gdpo.max_num_steps")),
     ("grpo.max_num_epochs", required("gdpo.max_num_epochs", "gdpo.max_num_steps")),
-    ("grpo.max_rollout_turns", to("rollout.turns.max_turns")),
+    ("grpo.max_rollout_turns", where(
+        uses_gym, idle("NeMo Gym's agents limit their turns"), to("rollout.turns.max_turns"))),
     ("grpo.normalize_rewards", _of_estimator("normalize_rewards")),
     ("grpo.use_leave_one_out_baseline", where(
         lambda r: r.get("grpo.use_dynamic_sampling"), required("gdpo.dynamic_sampling.leave_one_out"),

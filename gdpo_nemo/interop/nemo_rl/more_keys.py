@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.translation import Act, RuleResult, fixed, gated, idle, missing, required, to, where
 
@@ -90,6 +91,9 @@ def variable_rules(section: str) -> list[tuple[str, Act]]:
 
 GENERATION = [
     *variable_rules(_VLLM),
+    (f"{_VLLM}.http_server_serving_chat_kwargs.tool_parser", where(
+        uses_gym, fixed("hermes", "the endpoint parses tool calls in Hermes format"), idle(
+            "the recipe does not sample over HTTP"))),
     ("policy.generation.backend", to("policy.generation.backend")),
     ("policy.generation.max_new_tokens", required("policy.generation.max_new_tokens")),
     ("policy.generation.temperature", to("policy.generation.temperature")),
@@ -178,7 +182,11 @@ REST = [
     ("env.should_mask_flagged_samples", idle("samples that fail in the environment are always masked")),
     ("env.should_log_nemo_gym_responses", idle("all samples are written to rollouts/ in the run folder")),
     ("env.should_use_nemo_gym", required("env")),
-    ("env.nemo_gym*", idle("NeMo Gym servers are configured and started separately")),
+    ("env.nemo_gym.port_range_*", idle("the translated config contains the ports")),
+    ("env.nemo_gym.is_trajectory_collection", fixed(False, "samples are trained")),
+    ("env.nemo_gym.num_gpu_nodes", idle("NeMo Gym's servers are started separately")),
+    ("env.nemo_gym.*chat_template_kwargs*", required("data.train.chat_template_kwargs")),
+    ("env.nemo_gym*", where(uses_gym, required("env"), idle("the recipe does not use NeMo Gym"))),
     ("env.math.*", where(_verifies, missing("options of this environment are not supported"), idle(
         "applies to an environment that the recipe does not use"))),
     ("env.*", idle("applies to an environment that is not used or that is reported as not supported")),

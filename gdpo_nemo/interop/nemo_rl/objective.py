@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gdpo_nemo.interop.nemo_rl import gym
 from gdpo_nemo.interop.nemo_rl.datasets import components, env_name
 from gdpo_nemo.interop.nemo_rl.keys import adapted
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
@@ -117,6 +118,8 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
         weights = [1.0] * len(names)
     rewards = {name: float(weight) for name, weight in zip(names, weights)}
     findings.set("env", {plugin: options}, f"replaces {env_name(recipe)}")
+    if plugin == gym.NAME:
+        gym.set_rollouts(recipe, gym.find_gym(recipe), findings)
     if plugin == "gsm8k" and not options:
         findings.differs(
             f"env.{env_name(recipe)}.math_verify_impl",
@@ -148,13 +151,22 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
 def _no_environment(recipe: Recipe, findings: Findings) -> None:
     name = env_name(recipe)
     why = f"environment {name!r} is not supported; set a custom environment in env and its components in gdpo.rewards"
-    if name == "nemo_gym":
-        why = "start the NeMo Gym servers, which provide the rewards, and list them in env.nemo_gym.servers"
+    if name == gym.NAME:
+        why = f"the NeMo Gym agents and their rewards are unknown: {_unknown(recipe)}"
         weights = recipe.get("grpo.adv_estimator.reward_weights")
         if weights:
-            why += f"; set reward_weights {weights} in gdpo.rewards, in the order of the components' names"
-    keys = ("data.*env_name", "data.*processor", "env.should_use_nemo_gym", "grpo.adv_estimator.reward_weights")
+            why += f"; reward_weights {weights} belong to the components sorted by name, and are not translated"
+    keys = ("data.*env_name", "data.*processor", "env.should_use_nemo_gym", "env.nemo_gym*",
+            "grpo.adv_estimator.reward_weights")  # fmt: skip
     findings.blocks(f"env.{name}", why, *keys)
+
+
+def _unknown(recipe: Recipe) -> str:
+    try:
+        gym.find_gym(recipe)
+    except gym.Unknown as reason:
+        return str(reason)
+    return ""
 
 
 def _scaling(recipe: Recipe, names: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -65,6 +65,8 @@ class Recipe:
 
     flat: dict[str, Any]
     path: Path
+    gym_checkout: Path | None = None
+    """Folder of NeMo Gym that the user specified, or None."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value at ``key``, or ``default`` if it is absent, null or unset (``???``)."""
@@ -196,8 +198,11 @@ class Recipe:
         return self.names_validation or bool(self.cut)
 
 
-def open_recipe(path: str | Path) -> Recipe:
+def open_recipe(path: str | Path, gym_checkout: Path | None = None) -> Recipe:
     """Read the recipe at ``path``.
+
+    Args:
+        gym_checkout: folder of NeMo Gym whose files the recipe refers to, or None.
 
     Raises:
         ConfigError: if the recipe or one of its parents cannot be read, or it is not a GRPO or GDPO recipe.
@@ -206,7 +211,7 @@ def open_recipe(path: str | Path) -> Recipe:
     flat = dict(_leaves(read_recipe(path)))
     if not any(key.startswith("grpo.") for key in flat):
         raise ConfigError(f"{path}: section grpo not found; only GRPO and GDPO recipes are supported")
-    return Recipe({**DEFAULTS, **flat}, path)
+    return Recipe({**DEFAULTS, **flat}, path, gym_checkout)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

@@ -18,16 +18,25 @@ from gdpo_nemo.interop.nemo_rl.machines import machines
 from gdpo_nemo.interop.nemo_rl.objective import learning
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe, open_recipe, variables_of
 from gdpo_nemo.interop.translation import Findings, RuleResult, Translation, assemble
+from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_text, real_path
 
 
-def translate(path: str | Path) -> Translation:
+def translate(path: str | Path, gym_checkout: str | Path | None = None) -> Translation:
     """Translate the recipe at ``path``.
 
+    Args:
+        gym_checkout: folder of NeMo Gym, which defines the agents and rewards of recipes that use it. None searches for
+            the submodule of a NeMo-RL checkout.
+
     Raises:
-        ConfigError: if the recipe or one of its parents cannot be read, or it is not a GRPO or GDPO recipe.
+        ConfigError: if the recipe or one of its parents cannot be read, it is not a GRPO or GDPO recipe, or
+            ``gym_checkout`` is not a folder of NeMo Gym.
     """
-    recipe = open_recipe(path)
+    checkout = None if gym_checkout is None else Path(gym_checkout).absolute()
+    if checkout is not None and not (checkout / "resources_servers").is_dir():
+        raise ConfigError(f"--gym-checkout: {gym_checkout} does not contain the folder resources_servers of NeMo Gym")
+    recipe = open_recipe(path, checkout)
     translation = assemble(*apply_rules(recipe), "NeMo-RL", "from-nemo-rl")
     translation.variables = sorted(variables_of(translation.content))
     return translation
