@@ -114,19 +114,23 @@ def to_serve(config: Config, name: str, options: Mapping[str, Any] | None) -> di
     Raises:
         ConfigError: if the servers of the environment's agents are unknown, or the agents cannot reach the endpoint.
     """
-    from gdpo_nemo.environments.registry import plugin_of
+    from gdpo_nemo.environments.registry import load_environment, plugin_of
 
     plugin = plugin_of(name, options)
     if plugin not in _PLUGINS or not options:
         return {}
+    load_environment(name, options)  # checks the types of the options
     if plugin == "nemo_gym":
         return {
             server: {"resources_servers": {server: {"entrypoint": "app.py", "domain": "other", **_place(url)}}}
             for server, url in (options.get("servers") or {}).items()
         }
-    content: dict[str, Any] = json.loads(json.dumps(options.get("global_config") or {}))
+    content: dict[str, Any] = json.loads(json.dumps(options.get("global_config") or {}, default=str))
     if not content:
         raise ConfigError(f"env.{name}.global_config: not set; list NeMo Gym's files in config_paths")
+    paths = content.get("config_paths", [])
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(f"env.{name}.global_config.config_paths: must be a list of files, not {paths!r}")
     endpoint = config.rollout.endpoint
     if endpoint.port == 0:
         raise ConfigError("rollout.endpoint.port: must not be 0, because the agents need to know the port")
@@ -137,28 +141,22 @@ def to_serve(config: Config, name: str, options: Mapping[str, Any] | None) -> di
     return {**content, "_places": {agent: _place(url) for agent, url in (options.get("agents") or {}).items()}}
 
 
-def _place(url: object) -> dict[str, Any]:
-    try:
-        parts = urlsplit(str(url))
-        return {"host": parts.hostname or "127.0.0.1", "port": parts.port or 80}
-    except ValueError:
-        raise ConfigError(f"{url!r} is not a valid URL") from None
+def _place(url: str) -> dict[str, Any]:
+    parts = urlsplit(url)
+    return {"host": parts.hostname or "127.0.0.1", "port": parts.port or 80}
 
 
 def _check_free(content: Mapping[str, Any]) -> None:
     """Check that the ports of the environment's URLs are free. Raises RunError."""
-    servers = {name: kinds for name, kinds in content.items() if isinstance(kinds, dict)}
-    places = dict(servers.get("_places", {}))
-    for name, kinds in servers.items():
-        for settings in kinds.get("resources_servers", {}).values():
-            places[name] = settings
+    places = content.get("_places")
+    if places is None:
+        places = {name: kinds["resources_servers"][name] for name, kinds in content.items()}
     for name, place in places.items():
-        if place.get("port"):
-            try:
-                socket.create_server((place.get("host", "127.0.0.1"), place["port"])).close()
-            except OSError as error:
-                why = os.strerror(error.errno or 0)
-                raise RunError(f"{name}: port {place['port']} is not available ({why})") from None
+        try:
+            socket.create_server((place["host"], place["port"])).close()
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            raise RunError(f"{name}: cannot listen on {place['host']}:{place['port']} ({why})") from None
 
 
 def _checkout(given: str | None) -> Path | None:

@@ -14,6 +14,7 @@ EXPLAIN = "explain-advantages {d}/" + ROLLOUTS
 EXPLAIN_PARQUET = "explain-advantages {d}/" + PARQUET
 EXPORT = "rollouts {d}/run"
 RECIPE = "config from-nemo-rl {d}/recipe.yaml"
+AGENT = 'gym up {d}/good.yaml \'env.g={plugin: nemo_gym_agent, agents: {a: "http://127.0.0.1:9"}'
 GYM = "gym up {d}/good.yaml 'env.g={plugin: nemo_gym, servers: {a: \"http://127.0.0.1:9\"}}'"
 SCRIPT = "config from-trl {d}/trl.py"
 TO_HF = "convert --to hf {d}/run/checkpoints/step_1 {d}/new"
@@ -220,7 +221,11 @@ RECIPES = [
     (GYM, None, "--python: specify a Python that has nemo-gym installed"),
     (GYM + " --checkout {d}/model", None, "--checkout: "),
     (GYM + " --python {d}/absent", None, "absent not found"),
-    (GYM.replace("nemo_gym,", "nemo_gym_agent,"), None, "env.g.global_config: not set"),
+    (AGENT + "}'", None, "env.g.global_config: not set"),
+    (AGENT + ", global_config: {config_paths: a.yaml}}'", None, "config_paths: must be a list of files, not 'a.yaml'"),
+    (AGENT + ", global_config: [1]}'", None, "global_config"),
+    (AGENT.replace("{a:", "[{a:").replace('9"}', '9"}]') + "}'", None, "agents"),
+    (GYM + " --python /bin/sh --checkout {d}", None, "--checkout: "),
     (RECIPE, gone("recipe.yaml"), "recipe not found"),
     (RECIPE, empty("recipe.yaml"), "section grpo not found"),
     (RECIPE, binary("recipe.yaml"), "cannot be read as YAML"),
