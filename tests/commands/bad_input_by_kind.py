@@ -46,7 +46,7 @@ HALF_PAIRS = [
     (RECIPE, text("recipe.yaml", r'grpo: {x: "\ud83d"}'), HALF),
 ]  # fmt: skip
 WEIGHTS = [
-    (DRY, weights(EMPTY_SAFETENSORS), "has no tensor model.embed_tokens.weight of a qwen2 model; the folder contains no tensors"),
+    (DRY, weights(EMPTY_SAFETENSORS), "has no tensor model.embed_tokens.weight of a qwen2 model; the folder contains"),
     (DRY, weights(EMBEDDING_ONLY.replace(b"embed_tokens", b"other_tokens")), "for example model.other_tokens"),
 ]  # fmt: skip
 

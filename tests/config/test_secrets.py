@@ -116,5 +116,5 @@ def test_a_translated_recipe_holds_no_value_of_the_environment(monkeypatch, tmp_
     assert translation.content["gdpo"]["num_prompts_per_step"] == 16
     assert translation.variables == ["GDPO_TEST_KEY"]
     monkeypatch.setenv("GDPO_TEST_SIZE", SECRET)
-    with pytest.raises(ConfigError, match="uses .{oc.env:GDPO_TEST_SIZE} in a computation, but its value is not a number"):
+    with pytest.raises(ConfigError, match="uses .{oc.env:GDPO_TEST_SIZE} in a computation, but its value is not a"):
         translate(tmp_path / "recipe.yaml")
