@@ -40,7 +40,7 @@ for _name, _seconds in (
     os.environ.setdefault(f"RAY_{_name}", str(_seconds))
 
 import ray as ray  # noqa: E402
-from ray._private import auto_init_hook  # noqa: E402
+from ray._private import auto_init_hook, ray_constants  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402
 
 from gdpo_nemo.cluster import local_ray  # noqa: E402
@@ -58,6 +58,10 @@ from gdpo_nemo.utils.errors import (  # noqa: E402
 )
 from gdpo_nemo.utils.progress import phase  # noqa: E402
 from gdpo_nemo.utils.signals import hangups_held  # noqa: E402
+
+# The variable above has no effect if user code has imported ray first. Under `uv run`, Ray would then run workers in a
+# copy of the working directory, and the files that ranks write to a relative run.dir would be lost.
+ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
 from gdpo_nemo.utils.waits import WaitExpired, running, waiting  # noqa: E402
 
 _POLL_S = 1.0

@@ -125,7 +125,7 @@ class Save:
             for function in self._request.finalize_fns:
                 function()
             sums = read_back(self._weights, self._folder)
-        wrong = sorted({key for key, offset in self._sums if sums[key, offset] != self._sums[key, offset]})
+        wrong = sorted({key for key, offset in sums if sums[key, offset] != self._sums.get((key, offset))})
         if wrong:
             raise RunError(f"{len(wrong)} tensors have different values when read back, for example {wrong[0]}")
         dist.barrier()

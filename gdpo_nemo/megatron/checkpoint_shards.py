@@ -334,13 +334,15 @@ def _views(part: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
 
 def _exchange(group: Any, cuts: Sequence[_Cut]) -> None:
     """Send the parts that each rank of a group has read to the other ranks."""
+    # NCCL sends only GPU memory, and an offloaded reference is in host memory.
+    device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     for owner in range(dist.get_world_size(group)):
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for cut in cuts:
             if cut.owner == owner:
                 by_dtype.setdefault(cut.tensor.data.dtype, []).append(cut.values())
         for views in by_dtype.values():
-            buffer = torch.cat(views)
+            buffer = torch.cat([view.to(device) for view in views])
             dist.broadcast(buffer, dist.get_global_rank(group, owner), group)
             for view, values in zip(views, buffer.split([len(view) for view in views])):
                 view.copy_(values)

@@ -178,3 +178,13 @@ def test_what_stands_for_the_dashboards_agent_ends_with_its_raylet():
     raylet.kill()
     raylet.wait()
     assert psutil.wait_procs([agent], timeout=120)[1] == []
+
+
+def test_workers_keep_the_working_directory_under_uv_run_if_ray_was_imported_first():
+    code = (
+        "import ray; from ray._private import ray_constants; before = ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV; "
+        "import gdpo_nemo.cluster.session; print(before, ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ENABLE_UV_RUN_RUNTIME_ENV"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == "True False\n", done.stderr
