@@ -104,7 +104,8 @@ def compute_advantages(
     if kl is not None or kl_coefficient is not None:
         table = table.with_kl(kl, kl_coefficient)
     terms = run_estimator(entry, table, settings, estimator_options, estimator)
-    if not settings.batch_norm:
+    as_grpo = settings.single_reward == "grpo" and np.count_nonzero(table.weights) == 1
+    if not settings.batch_norm or as_grpo:
         values = terms.values - _penalty(table, terms)
     elif _cancelled(table, terms, settings, partial(entry.function, **estimator_options)):
         values = np.zeros_like(terms.values)

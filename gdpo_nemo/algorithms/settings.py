@@ -46,8 +46,8 @@ class Settings:
     singleton: Literal["zero", "raw"] = "zero"
     """Score in a group with only one present value: 0, or the raw reward."""
     single_reward: Literal["gdpo", "grpo", "error"] = "gdpo"
-    """Treatment of a single weighted component: as in GDPO (equal to GRPO up to one scalar per batch), as in GRPO, or
-    an error."""
+    """Treatment of a single weighted component: as in GDPO (equal to GRPO up to one scalar per batch), as in GRPO
+    (without the batch norm), or an error."""
     leave_one_out: bool = False
     """Use mean and standard deviation of the other samples in the group."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
@@ -107,7 +107,8 @@ PRESETS: dict[str, Settings] = {
   reward component is treated as in GRPO.
 * verl: token-weighted whitening. Long answers dominate mean and variance, so group means are not 0 and signs can flip.
   A group with one sample uses its raw reward. Requires `lengths`.
-* ms_swift: like TRL with epsilon 1e-8, which enlarges the float noise of constant groups.
+* ms_swift: like TRL with epsilon 1e-8, which enlarges the float noise of constant groups. In ms-swift itself, a sample
+  without any reward counts as 0 in the batch norm and gets an advantage.
 * nemo_rl: missing rewards become 0, the batch norm has no epsilon, and a single component is an error. NeMo-RL's
   default configuration also enables `leave_one_out`, but its GDPO recipes do not.
 

@@ -18,6 +18,7 @@ from gdpo_nemo import __version__
 from gdpo_nemo.commands import (
     chain,
     config,
+    conformance,
     convert,
     doctor,
     evaluate,
@@ -58,6 +59,7 @@ COMMANDS = (
     explain,
     config,
     explain_advantages,
+    conformance,
     export_rollouts,
     health,
     report,

@@ -88,7 +88,7 @@ def test_one_component_is_refused_by_nemo_rl_and_plain_grpo_in_the_trl_fork():
     rewards = [[1.0], [0], [0], [0], [1], [1], [0], [0]]
     with pytest.raises(ValueError, match="at least two components"):
         advantages(rewards, preset="nemo_rl")
-    fork = advantages(rewards, preset="trl_fork", batch_norm=False)
+    fork = advantages(rewards, preset="trl_fork")
     torch.testing.assert_close(fork, advantages(rewards, estimator="grpo", epsilon=1e-4), rtol=0, atol=0)
 
 

@@ -6,6 +6,27 @@ from mutant_tables.mutant import mutant
 
 ALGORITHMS = (
     mutant(
+        "algorithms/advantages.py",
+        "if not settings.batch_norm or as_grpo:",
+        "if not settings.batch_norm:",
+        "algorithms/test_conformance.py::test_presets_equal_the_recorded_trainers_except_in_the_listed_batches",
+        "a single reward under trl_fork has no batch norm",
+    ),
+    mutant(
+        "algorithms/conformance.py",
+        'return 0.0 if isinstance(first, str) and isinstance(second, str) else float("inf")',
+        "return 0.0",
+        "algorithms/test_conformance.py::test_errors_and_nan_are_never_equal_to_numbers",
+        "an error is not equal to numbers",
+    ),
+    mutant(
+        "algorithms/conformance.py",
+        "if not np.array_equal(np.isnan(a), np.isnan(b)):",
+        "if np.isnan(a).all() != np.isnan(b).all():",
+        "algorithms/test_conformance.py::test_errors_and_nan_are_never_equal_to_numbers",
+        "NaN is not equal to a number",
+    ),
+    mutant(
         "algorithms/estimators.py",
         'scale_rewards == "batch":\n        std = np.full(len(stats.std), values.std(ddof=settings.ddof)',
         'scale_rewards == "batch":\n        std = np.full(len(stats.std), values.std()',
