@@ -19,12 +19,14 @@ from rich.text import Text
 from gdpo_nemo.algorithms import Advantages
 from gdpo_nemo.algorithms.loss_selection import is_import_path
 from gdpo_nemo.algorithms.rewards import rule_name
+from gdpo_nemo.algorithms.settings import PRESETS
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.rollout_checks import saves_all_groups
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.interop.rollout_dumps import TRAINERS, read_dump
 from gdpo_nemo.observe.sample_columns import values_of
 from gdpo_nemo.observe.samples import read_columns
 from gdpo_nemo.rollouts.credit import TurnAdvantages, advantages_of, reward_columns
@@ -67,6 +69,42 @@ def explain_step(
         raise ConfigError(
             f"algorithm.type: {config.algorithm.type}'s advantages come from a value head, which rollouts do not record"
         )
+    return _explanation(path, groups, recorded, config, shown)
+
+
+def explain_dump(
+    path: str | Path, trainer: str, config_path: str | Path | None, overrides: Sequence[str], shown: int
+) -> RenderableType:
+    """Explain the advantages in a rollout dump of another trainer. See ``explain_step`` and ``read_dump``.
+
+    Without a config file and without overrides of ``gdpo.rewards``, each component has the weight 1.
+
+    Raises:
+        ConfigError: if the trainer is not supported, or the settings require tokens, which dumps do not contain.
+    """
+    if trainer not in TRAINERS:
+        raise ConfigError(
+            f"--from: {trainer!r} is not supported; use one of {', '.join(TRAINERS)}. The dumps of NeMo-RL, slime and "
+            "prime-rl contain only the sum of the rewards"
+        )
+    path = Path(path)
+    groups, recorded = read_dump(trainer, path)
+    if config_path is None and not any(override.startswith("gdpo.rewards") for override in overrides):
+        weights = dict.fromkeys(groups[0].trajectories[0].rewards, 1.0)
+        overrides = [*overrides, f"gdpo.rewards={json.dumps(weights)}"]
+    config = load_config(config_path, overrides)
+    gdpo = config.gdpo
+    unit = gdpo.options.get("batch_unit", PRESETS[gdpo.preset].batch_unit if gdpo.preset else "sequence")
+    if unit == "token" or gdpo.shaping or gdpo.credit == "turn" or kl_in_reward(gdpo):
+        raise ConfigError(
+            f"{path}: contains no tokens; statistics over tokens, gdpo.shaping, gdpo.credit: turn and "
+            "gdpo.kl_in_reward require them"
+        )
+    return _explanation(path, groups, recorded, config, shown)
+
+
+def _explanation(path: Path, groups: list[Group], recorded: np.ndarray, config: Config, shown: int) -> RenderableType:
+    """Return the diagnostics of a step and tables of its groups."""
     if shown < 0:
         raise ConfigError(f"--groups: must be 0 or more, got {shown}")
     _check_components(groups, config.gdpo, path)

@@ -1,4 +1,7 @@
-"""``gdpo-nemo explain-advantages``: show how the rewards of a recorded step determine its advantages."""
+"""``gdpo-nemo explain-advantages``: show how the rewards of a recorded step determine its advantages.
+
+The step may be a rollout dump of TRL or verl.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,13 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "file", metavar="FILE", help="rollout file, for example results/tiny/rollouts/step_0007.parquet"
     )
+    command.add_argument(
+        "--from",
+        dest="trainer",
+        metavar="TRAINER",
+        help="trainer that wrote the file, trl or verl (default: gdpo_nemo); gdpo.rewards is 1 for each component "
+        "unless set",
+    )
     command.add_argument("--config", metavar="FILE", help="config file (default: config.yaml of the run)")
     command.add_argument(
         "--groups", type=int, default=3, metavar="N", help="number of groups to show in full (default: %(default)s)"
@@ -25,8 +35,12 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print how the rewards of a recorded step determine its advantages."""
-    from gdpo_nemo.commands.advantage_tables import explain_step
+    from gdpo_nemo.commands.advantage_tables import explain_dump, explain_step
 
-    path = rollout_file(arguments.file)
-    terminal().print(explain_step(path, arguments.config, arguments.overrides, arguments.groups))
+    overrides, shown = arguments.overrides, arguments.groups
+    if arguments.trainer:
+        explanation = explain_dump(arguments.file, arguments.trainer, arguments.config, overrides, shown)
+    else:
+        explanation = explain_step(rollout_file(arguments.file), arguments.config, overrides, shown)
+    terminal().print(explanation)
     return 0

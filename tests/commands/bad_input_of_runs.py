@@ -215,6 +215,8 @@ RECIPES = [
     ("config from-axolotl {d}/recipe.yaml", folder("recipe.yaml"), "cannot be read"),
     ("config from-nemo-rl", None, "RECIPE"),
     (RECIPE + " --gym-checkout {d}/model", None, "does not contain the folder resources_servers"),
+    ("explain-advantages {d}/absent.parquet --from trl", None, "cannot be read"),
+    ("explain-advantages {d}/absent.jsonl --from slime", None, "--from: 'slime' is not supported"),
     ("conformance {d}/absent.py:f", None, "absent.py"),
     ("conformance papr", None, "did you mean 'paper'"),
     ("conformance paper --rule vrl", None, "did you mean 'verl'"),

@@ -6,6 +6,20 @@ from mutant_tables.mutant import mutant
 
 SETTINGS = (
     mutant(
+        "interop/rollout_dumps.py",
+        "groups.setdefault(run if by_order else prompt, [])",
+        "groups.setdefault(run, [])",
+        "interop/test_rollout_dumps.py::test_the_samples_of_a_prompt_are_one_group_wherever_verl_writes_them",
+        "all rows of a prompt of verl are one group",
+    ),
+    mutant(
+        "interop/rollout_dumps.py",
+        "if value is None or (isinstance(value, float) and np.isnan(value)):",
+        "if value is None:",
+        "interop/test_rollout_dumps.py::test_a_dump_of_trl_gives_the_advantages_that_trl_recorded",
+        "NaN of a dump is a missing reward",
+    ),
+    mutant(
         "config/rollout_checks.py",
         "(steps_ahead + 1) * groups - (window - 1)",
         "(steps_ahead + 1) * groups - window",

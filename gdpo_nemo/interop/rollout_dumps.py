@@ -1,0 +1,106 @@
+"""Readers of the rollout dumps of other trainers.
+
+* trl: ``completions/completions_00001.parquet`` of a GRPOTrainer with ``log_completions: true``.
+* verl: ``1.jsonl`` in ``trainer.rollout_data_dir``.
+
+NeMo-RL, slime and prime-rl record only the sum of the rewards.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from gdpo_nemo.data.records import Group, Prompt, Trajectory
+from gdpo_nemo.utils.errors import ConfigError, first_line
+
+TRAINERS = ("trl", "verl")
+_NO_TOKENS = np.zeros(0, np.int32)
+
+
+def read_dump(trainer: str, path: Path) -> tuple[list[Group], np.ndarray]:
+    """Return the groups of a dump, and the advantages that it records (NaN if it records none), [samples] in group
+    order.
+
+    Every column of numbers that the trainer does not write itself is a component. The samples have no tokens.
+
+    Args:
+        trainer: one of ``TRAINERS``.
+
+    Raises:
+        ConfigError: if the file cannot be read, or has no samples or no rewards.
+    """
+    rows, prompt, completion, own = _read_trl(path) if trainer == "trl" else _read_verl(path)
+    missing = [name for name in (prompt, completion) if rows and name not in rows[0]]
+    if missing or not rows:
+        raise ConfigError(f"{path}: is not a rollout dump of {trainer} ({missing[0] if missing else 'no samples'})")
+    names = [name for name in rows[0] if name not in own and any(_is_number(row.get(name)) for row in rows)]
+    if not names:
+        raise ConfigError(f"{path}: contains no rewards by component")
+    members = _groups_of_prompts([str(row[prompt]) for row in rows], by_order=trainer == "trl")
+    groups = [Group(Prompt(f"{index}", _NO_TOKENS, str(rows[m[0]][prompt]), ""), []) for index, m in enumerate(members)]
+    for group, indices in zip(groups, members, strict=True):
+        for sample_index, row in enumerate(rows[index] for index in indices):
+            rewards = {name: _reward(row.get(name), name, path) for name in names}
+            text = str(row[completion])
+            group.trajectories.append(
+                Trajectory(group.prompt, sample_index, _NO_TOKENS, _NO_TOKENS, 0, text, "stop", rewards)
+            )
+    advantages = [rows[index].get("advantage") for indices in members for index in indices]
+    return groups, np.array([np.nan if value is None else value for value in advantages], np.float64)
+
+
+def _read_trl(path: Path) -> tuple[list[dict[str, Any]], str, str, Sequence[str]]:
+    import pyarrow.parquet as parquet
+    from pyarrow import ArrowException
+
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({first_line(error)})") from None
+    except ArrowException as error:
+        raise ConfigError(f"{path}: is not a Parquet file ({first_line(error)})") from None
+    return rows, "prompt", "completion", ("step", "prompt", "completion", "advantage")
+
+
+def _read_verl(path: Path) -> tuple[list[dict[str, Any]], str, str, Sequence[str]]:
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not a JSONL file ({first_line(error)})") from None
+    if not all(isinstance(row, Mapping) for row in rows):
+        raise ConfigError(f"{path}: every line must be a mapping")
+    return rows, "input", "output", ("step", "input", "output", "gts", "score", "request_id", "reward")
+
+
+def _groups_of_prompts(prompts: Sequence[str], by_order: bool) -> list[list[int]]:
+    """Return the row indices of each group.
+
+    TRL keeps the samples of a prompt together, and the same prompt may follow itself. verl sorts a batch by length, so
+    all rows of a prompt are one group.
+    """
+    groups: dict[Any, list[int]] = {}
+    run = 0
+    for index, prompt in enumerate(prompts):
+        if index and prompt != prompts[index - 1]:
+            run += 1
+        groups.setdefault(run if by_order else prompt, []).append(index)
+    return list(groups.values())
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _reward(value: object, name: str, path: Path) -> float | None:
+    """Return a reward, or None if it is missing."""
+    if value is None or (isinstance(value, float) and np.isnan(value)):
+        return None
+    if not isinstance(value, (int, float)):
+        raise ConfigError(f"{path}: {name} is a number in some samples, but {value!r} in another")
+    return float(value)
