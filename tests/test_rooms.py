@@ -43,7 +43,6 @@ REPOSITORY_FILES = [
 ]
 SHORT = {
     "cluster.idle_agent": "started by path",
-    "commands.explain_advantages": "one command a file",
     "commands.health": "one command a file",
     "commands.report": "one command a file",
     "__main__": "started by name",
