@@ -1,6 +1,6 @@
 """``gdpo-nemo replay``: repeat the training of a run from its journal and samples, and compare the results.
 
-Engines and environments are not started.
+Engines and environments are not started. With ``--instead``, the steps are trained with another objective.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gdpo_nemo.commands.arguments import Commands, add_verbosity, say, verbosity
+from gdpo_nemo.commands.arguments import Commands, add_verbosity, say, terminal, verbosity
 from gdpo_nemo.observe.display import covered, shown
+from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.progress import phase
 
 if TYPE_CHECKING:
+    from gdpo_nemo.config.schema import Config
     from gdpo_nemo.training.replay import Plan
 
 
@@ -33,6 +35,11 @@ def add(commands: Commands) -> None:
         "--check", action="store_true", help="also compare the weights; the run must have a checkpoint of STEP"
     )
     command.add_argument(
+        "--instead", nargs="+", default=[], metavar="KEY=VALUE",
+        help="train the recorded samples with another objective, for example gdpo.estimator=grpo, and compare the "
+        "advantages and gradients",
+    )  # fmt: skip
+    command.add_argument(
         "--audit", action="store_true", help="do not train, but check that the journal accounts for every prompt"
     )
     add_verbosity(command)
@@ -49,9 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
 
         run_dir = Path(arguments.run_dir)
         return _print_audit(run_dir, audit_run(run_dir))
+    if arguments.check and arguments.instead:
+        raise ConfigError("--check: compares equal weights, but --instead trains other weights; remove one of them")
     with shown(sys.stderr, verbosity(arguments)):
         plan = _retrain(arguments)
-    return _print_comparison(plan)
+    return _print_other_objective(plan) if arguments.instead else _print_comparison(plan)
 
 
 def _retrain(arguments: argparse.Namespace) -> Plan:
@@ -60,7 +69,8 @@ def _retrain(arguments: argparse.Namespace) -> Plan:
     with contextlib.nullcontext() if sys.stderr.isatty() else covered():
         with phase("imports"):
             from gdpo_nemo.training.replay import plan_rerun, rerun
-        plan = plan_rerun(Path(arguments.run_dir), arguments.to, out, arguments.start, arguments.check)
+        run_dir, last, start = Path(arguments.run_dir), arguments.to, arguments.start
+        plan = plan_rerun(run_dir, last, out, start, arguments.check, arguments.instead)
     if not arguments.check:
         plan.original = None
     rerun(plan)
@@ -78,6 +88,44 @@ def _print_audit(run_dir: Path, found: list[str]) -> int:
         result = "no step is missing and no sample is too old; this journal does not record prompt indices"
     say(result)
     return 1 if found else 0
+
+
+def _print_other_objective(plan: Plan) -> int:
+    """Print how the advantages and gradients of each step differ under the other objective."""
+    from rich.table import Table
+
+    from gdpo_nemo.observe.metrics import read_metrics
+
+    before, now = ({row["step"]: row.get("grad_norm") for row in read_metrics(f)} for f in (plan.run_dir, plan.out))
+    table = Table("step", "cosine of advantages", "samples with another sign", "grad_norm", "instead")
+    for segment in plan.segments:
+        for step in range(segment.first, segment.last + 1):
+            cosine, other_sign = _compare_advantages(plan.run_dir, step, segment.config)
+            table.add_row(str(step), f"{cosine:.3f}", f"{other_sign:.1%}", f"{before[step]:.4g}", f"{now[step]:.4g}")
+    terminal().print(table)
+    first = plan.segments[0].first
+    say(f"{plan.last - first + 1} steps trained with the other objective in {plan.out}")
+    if plan.last > first:
+        say(f"The samples of steps {first + 1} to {plan.last} come from the weights of the original run.")
+    return 0
+
+
+def _compare_advantages(run_dir: Path, step: int, config: Config) -> tuple[float, float]:
+    """Return the cosine of the recorded advantages and those of ``config``, and the share of trained samples in which
+    their signs differ. Both are NaN if the run did not record advantages."""
+    import numpy as np
+
+    from gdpo_nemo.commands.advantage_tables import read_step
+    from gdpo_nemo.observe.samples import rollout_files
+    from gdpo_nemo.rollouts.credit import advantages_of
+
+    groups, recorded = read_step(dict(rollout_files(run_dir))[step])
+    values = advantages_of(groups, config).values.numpy()
+    trained = np.array([t.trains for group in groups for t in group.trajectories])
+    recorded, values = recorded[trained], values[trained]
+    size = np.linalg.norm(recorded) * np.linalg.norm(values)
+    other_sign = np.sign(np.round(recorded, 6)) != np.sign(np.round(values, 6))
+    return float(recorded @ values / size) if size else float("nan"), float(other_sign.mean())
 
 
 def _print_comparison(plan: Plan) -> int:

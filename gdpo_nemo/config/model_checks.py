@@ -177,6 +177,12 @@ def check_model(policy: PolicyConfig, layout: Layout) -> ModelFacts:
     folder = Path(policy.model_name)
     if policy.model_factory:
         find_function("policy.model_factory", policy.model_factory)
+        # A config that inherits a factory would train a random model under the name of a pretrained one.
+        if may_be_on_the_hub(name):
+            raise ConfigError(
+                f"policy.model_name: {name} has the form of a hub name, but policy.model_factory would create a model "
+                f"in this folder; set policy.model_factory to null, or write ./{name}"
+            )
     elif is_broken_link(folder):
         raise ConfigError(f"policy.model_name: {name} is a broken symbolic link")
     elif not folder.exists() and not may_be_on_the_hub(name):

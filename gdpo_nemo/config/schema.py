@@ -115,7 +115,9 @@ class GdpoConfig:
     """Published GDPO variant to reproduce exactly, including its defects: paper, trl, trl_fork, verl, ms_swift or
     nemo_rl."""
     options: Dict[str, Any] = field(default_factory=dict)
-    """Additional options of the estimator, by name (for example `gamma` of sa_mrpo)."""
+    """Options of the estimator, by name. All estimators: batch_rows, batch_unit, ddof, missing, singleton,
+    leave_one_out, scale_rewards. gpg: f_norm. reinforce_plus_plus: minus_baseline. gd2po: mode, tau. sa_mrpo: gamma,
+    bounds. dara: cap, asymmetric."""
     rewards: Annotated[Dict[str, float], Range(-(10**12), 10**12)] = MISSING
     """Weight of each reward component used for training, by name: `{correctness: 1.0, format: 1.0}`. Optional if the
     environments provide their own rewards and weights (nemo_gym)."""

@@ -16,9 +16,12 @@ from typing import TYPE_CHECKING, Any, Iterator, Sequence
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.changes import load_saved_config
 from gdpo_nemo.config.layout import updates_per_step
+from gdpo_nemo.config.load import config_to_dict, load_config
 from gdpo_nemo.config.model_checks import check_creatable_folder, model_source, resolve
+from gdpo_nemo.config.objective_checks import check_learning
 from gdpo_nemo.config.rollout_checks import resolved_window, saves_all_groups
 from gdpo_nemo.config.schema import Config, LoggerConfig
+from gdpo_nemo.config.validate import check_ranges
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.observe.journal import FILE, JournalEntry, audit, read_journal
@@ -46,6 +49,11 @@ if TYPE_CHECKING:
 
 COMPARED = ("loss", "grad_norm")
 """Metrics that are bitwise equal if weights and samples are equal."""
+OBJECTIVE = (
+    "gdpo.estimator", "gdpo.preset", "gdpo.options", "gdpo.rewards", "gdpo.shaping", "gdpo.batch_norm", "gdpo.epsilon",
+    "gdpo.credit", "gdpo.turn_baseline", "gdpo.discount", "loss_fn",
+)  # fmt: skip
+"""Keys and sections that a replay may change, because they do not affect the samples."""
 
 
 @dataclass
@@ -100,7 +108,14 @@ def audit_run(run_dir: Path) -> list[str]:
     return audit(run_dir, staleness, window, ledger, reuse, max(buffer.max_age for buffer in buffers))
 
 
-def plan_rerun(run_dir: Path, to: int | None, out: Path | None, start: int = 0, check: bool = False) -> Plan:
+def plan_rerun(
+    run_dir: Path,
+    to: int | None,
+    out: Path | None,
+    start: int = 0,
+    check: bool = False,
+    instead: Sequence[str] = (),
+) -> Plan:
     """Find all files that are needed to train the steps up to ``to`` again.
 
     Training starts from the newest checkpoint with at most ``start`` steps, or from the model if there is none.
@@ -109,9 +124,10 @@ def plan_rerun(run_dir: Path, to: int | None, out: Path | None, start: int = 0, 
         to: last step to train; None: last step of the run.
         out: folder for the result; None: ``replay_TO`` in the run folder.
         check: True if the original weights after the last step must exist.
+        instead: changes ``section.key=value`` of every step's config, of keys in ``OBJECTIVE``.
 
     Raises:
-        ConfigError: if a file is missing. The message contains the name of the file.
+        ConfigError: if a file is missing, or a change is not allowed. The message contains the file or the key.
         RunError: if a file is damaged.
     """
     entries = _journal(run_dir)
@@ -124,6 +140,8 @@ def plan_rerun(run_dir: Path, to: int | None, out: Path | None, start: int = 0, 
     _require(run_dir, FILE, steps_to_train, {entry.step for entry in entries})
     _require(run_dir, "rollouts/ (rollout.save_samples)", steps_to_train, {step for step, _ in rollout_files(run_dir)})
     segments = _segments(run_dir, entries)
+    if instead:
+        segments = [replace(segment, config=changed_objective(segment.config, instead)) for segment in segments]
     for segment in segments:
         check_own_functions(segment.config)
         if not load_algorithm(segment.config, spec_of(segment.config)).samples:
@@ -148,6 +166,24 @@ def plan_rerun(run_dir: Path, to: int | None, out: Path | None, start: int = 0, 
         raise ConfigError(f"--check: {run_dir} has no checkpoint of step {last}; there are: {steps}")
     model = _model(run_dir, segments[0].config)
     return Plan(run_dir, out, entries, segments, state, checkpoint, model, original)
+
+
+def changed_objective(config: Config, instead: Sequence[str]) -> Config:
+    """Return the config with another objective.
+
+    Raises:
+        ConfigError: if a change is invalid, or of a key outside of ``OBJECTIVE``.
+    """
+    for change in instead:
+        key = change.partition("=")[0]
+        if not any(key == known or key.startswith(known + ".") for known in OBJECTIVE):
+            raise ConfigError(
+                f"--instead: {key} does not belong to the objective; expected one of {', '.join(OBJECTIVE)}"
+            )
+    changed = load_config(config_to_dict(config), instead)
+    check_ranges(changed)
+    check_learning(changed, spec_of(changed))
+    return changed
 
 
 def _journal(run_dir: Path) -> list[JournalEntry]:

@@ -217,6 +217,7 @@ RECIPES = [
     (RECIPE + " --gym-checkout {d}/model", None, "does not contain the folder resources_servers"),
     ("explain-advantages {d}/absent.parquet --from trl", None, "cannot be read"),
     ("explain-advantages {d}/absent.jsonl --from slime", None, "--from: 'slime' is not supported"),
+    ("replay {d}/run --check --instead gdpo.estimator=grpo", None, "--check: compares equal weights"),
     ("conformance {d}/absent.py:f", None, "absent.py"),
     ("conformance papr", None, "did you mean 'paper'"),
     ("conformance paper --rule vrl", None, "did you mean 'verl'"),

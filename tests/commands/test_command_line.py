@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo import train
+from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.commands import cli
 from gdpo_nemo.training import model_factory
 from gdpo_nemo.utils.errors import ConfigError, RunError
@@ -92,6 +93,9 @@ def test_explain_knows_every_key_of_the_schema_and_the_nearest_to_any_other(caps
         assert cli.main(["explain", key]) == 0
         last = capsys.readouterr().out.rstrip().splitlines()[-1].split()[0]
         assert last not in ("default", "accepts"), f"{key} has no docstring"
+    assert cli.main(["explain", "gdpo.options"]) == 0
+    described = capsys.readouterr().out
+    assert all(name in described for entry in ESTIMATORS.values() for name in entry.options)
     assert cli.main(["explain", "gdpo.rewards.format"]) == 0
     assert capsys.readouterr().out.startswith("gdpo.rewards\n")
     assert cli.main(["explain", "gdpo.estimater"]) == 2

@@ -3,17 +3,21 @@ named."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.advantage_tables import read_step
+from gdpo_nemo.commands.replay import _print_other_objective
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.observe.samples import write_rollouts
 from gdpo_nemo.rollouts.credit import advantages_of
+from gdpo_nemo.training.replay import Segment
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 
@@ -153,3 +157,20 @@ def test_explain_runs_code_of_a_config_only_if_the_user_names_it(tmp_path, capsy
     assert not (tmp_path / "ran").exists()
     cli.main(["explain-advantages", str(path), "--config", str(tmp_path / "config.yaml")])
     assert (tmp_path / "ran").exists()
+
+
+def test_a_replay_with_another_objective_compares_the_advantages_of_each_step(tmp_path, capsys):
+    path = recorded(tmp_path, two_groups())
+    other = load_config(tmp_path / "config.yaml", ["gdpo.estimator=grpo", "gdpo.rewards.length=-1"])
+    groups, before = read_step(path)
+    after = advantages_of(groups, other).values.numpy()
+    for folder, norm in ((tmp_path, 0.25), (tmp_path / "out", 0.5)):
+        folder.mkdir(exist_ok=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 7, "grad_norm": norm}) + "\n")
+    plan = SimpleNamespace(run_dir=tmp_path, out=tmp_path / "out", segments=[Segment(7, 7, other, 9)], last=7)
+    assert _print_other_objective(plan) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("│ 7"))
+    cosine = before @ after / np.linalg.norm(before) / np.linalg.norm(after)
+    changed = np.mean(np.sign(before.round(6)) != np.sign(after.round(6)))
+    assert 0.1 < changed < 1 and cosine < 0.999
+    assert row.replace("│", " ").split() == ["7", f"{cosine:.3f}", f"{changed:.1%}", "0.25", "0.5"]

@@ -109,6 +109,10 @@ def refused(path: Path, *overrides: str) -> str:
         ([*GPUS, "cluster.num_nodes=2", f"{VLLM}.tensor_parallel_size=16"], "does not fit on a node of 8 GPUs"),
         (["policy.model_name=no/such/folder"], "policy.model_name: no/such/folder is neither a folder nor a hub name"),
         (["policy.model_factory=absent.py:make"], "policy.model_factory: absent.py not found"),
+        (
+            ["policy.model_name=Qwen/Q", "policy.model_factory=examples/make_tiny_model.py:make_tiny_model"],
+            "policy.model_name: Qwen/Q has the form of a hub name, but policy.model_factory would create a model",
+        ),
         (["policy.tokenizer_name=../nowhere"], "policy.tokenizer_name"),
         (["data.train.path=absent.jsonl"], "data.train.path: absent.jsonl not found"),
     ],

@@ -133,6 +133,32 @@ def test_every_step_is_trained_under_the_config_that_it_had(run):
     assert plan.original == run / "checkpoints" / "step_4" and plan.out == run / "replay_4"
 
 
+def test_another_objective_holds_at_every_step_and_changes_nothing_else(run):
+    before = replay.plan_rerun(run, None, None).segments
+    changes = ["gdpo.estimator=grpo", "gdpo.options={scale_rewards: none}", "loss_fn.ratio_clip_max=0.5"]
+    after = replay.plan_rerun(run, None, None, instead=changes).segments
+    assert [segment.last for segment in after] == [2, 4]
+    for then, now in zip(before, after, strict=True):
+        assert (now.config.gdpo.estimator, now.config.loss_fn.ratio_clip_max) == ("grpo", 0.5)
+        gdpo = dataclasses.replace(now.config.gdpo, estimator=then.config.gdpo.estimator, options={})
+        assert dataclasses.replace(now.config, gdpo=gdpo, loss_fn=then.config.loss_fn) == then.config
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("gdpo.num_prompts_per_step=2", "--instead: gdpo.num_prompts_per_step does not belong to the objective"),
+        ("policy.precision=bfloat16", "--instead: policy.precision does not belong to the objective"),
+        ("gdpo.options_x=1", "--instead: gdpo.options_x does not belong"),
+        ("gdpo.estimator=grp", "gdpo.estimator: 'grp'"),
+        ("loss_fn.ratio_clip_max=-1", "loss_fn.ratio_clip_max"),
+    ],
+)
+def test_changes_of_the_samples_and_invalid_objectives_are_refused(change, message, run):
+    with pytest.raises(ConfigError, match=message):
+        replay.plan_rerun(run, None, None, instead=[change])
+
+
 @pytest.mark.parametrize("start, step", [(0, 0), (1, 0), (2, 2), (3, 2), (4, 2), (9, 2)])
 def test_a_replay_starts_from_the_newest_checkpoint_of_at_most_from(run, start, step):
     plan = replay.plan_rerun(run, 4, None, start)
