@@ -6,6 +6,41 @@ from mutant_tables.mutant import mutant
 
 ENVIRONMENTS = (
     mutant(
+        "environments/execution/sandbox_script.py",
+        "any_bit, 0x10000, 1), instruction(end, refuse)",
+        "any_bit, 0x10000, 1), instruction(end, allow)",
+        "environments/test_code.py::test_hostile_program_scores_0_and_harms_nothing",
+        "a program cannot start processes",
+    ),
+    mutant(
+        "environments/execution/sandbox_script.py",
+        "isinstance(other, _Remote) and other._index == self._index",
+        "self._peer.request('getattr', self, '__eq__')(other)",
+        "environments/test_code.py::test_hostile_program_scores_0_and_harms_nothing",
+        "the program's __eq__ does not decide a test",
+    ),
+    mutant(
+        "environments/execution/sandbox_script.py",
+        "| {*scope, *vars(builtins)}",
+        "| {*scope}",
+        "environments/test_code.py::test_hostile_program_scores_0_and_harms_nothing",
+        "a program cannot replace the built-ins of a test",
+    ),
+    mutant(
+        "environments/execution/sandbox.py",
+        "elif len(self.output) + len(chunk) > self.limits.output_bytes:",
+        "elif False:",
+        "environments/test_code.py::test_program_that_prints_gigabytes_is_stopped",
+        "output is limited",
+    ),
+    mutant(
+        "environments/tasks/code.py",
+        "passed[index] = run.succeeded and",
+        "passed[index] = True and",
+        "environments/test_code.py::test_program_is_scored_by_the_tests_of_common_rows",
+        "a program that fails after printing the output does not pass",
+    ),
+    mutant(
         "environments/tasks/digit_sort.py",
         "correct = ended and bool(runs)",
         "correct = bool(runs)",
