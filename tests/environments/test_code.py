@@ -114,6 +114,7 @@ for fd in range(50):
 """
 HOSTILE = {
     "fork bomb": ATTEMPT.format("while True: os.fork()"),
+    "fork": ATTEMPT.format("if os.fork() == 0: os._exit(0)"),
     "spawn": ATTEMPT.format("import subprocess; subprocess.run(['/bin/sh', '-c', 'true'])"),
     "10 GB of memory": ATTEMPT.format("x = b'x' * (10 * 2**30)"),
     "10 GB in files": ATTEMPT.format("[open(f'/tmp/{i}', 'wb').write(b'x' * 2**23) for i in range(1200)]"),
@@ -140,13 +141,17 @@ HOSTILE = {
     "always equal": "class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
     "def add(a, b): return Yes()\n",
     "patched built-ins": "import builtins\nbuiltins.AssertionError = builtins.len = print\n"
-    "len = set = abs = lambda *_: 0\n"
+    "len, abs, set = (lambda *_: 2), (lambda *_: 3), list\n"
     "class math:\n    isclose = lambda *_: True\ndef add(a, b): return 1\n",
     "patched server": "import sys\nserver = sys.modules['sandbox']\n"
     "server._passes = server._encode = lambda *_: True\n"
     "server._OPERATIONS['call'] = lambda *_: True\ndef add(a, b): return True\n",
 }  # fmt: skip
-TESTS = ["assert add(1, 2) == 3", "assert len({add(1, 2), 7}) == 2 and math.isclose(add(1, 2), 3)"]
+TESTS = [
+    "assert add(1, 2) == 3",
+    "assert len({add(1, 2), 7}) == 2 and abs(add(1, 2)) == 3",
+    "assert math.isclose(add(1, 2), 3)",
+]
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +171,7 @@ def test_hostile_program_scores_0_and_harms_nothing(name, neighbour):
     program = program.replace("CHECKOUT", os.getcwd()).replace("HOME", os.path.expanduser("~"))
     limits = sandbox.Limits(cpu_s=1.0, wall_s=3.0 if name == "sleep" else 60.0)
     run, passed = sandbox.run_tests(program, "", TESTS, None, limits)
-    assert passed == [False, False]
+    assert passed == [False, False, False]
     assert run.stopped == {"endless loop": "cpu time", "sleep": "wall time"}.get(name, "")
     assert not list(folder.iterdir())
     with pytest.raises(BlockingIOError):

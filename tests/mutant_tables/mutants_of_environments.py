@@ -6,6 +6,27 @@ from mutant_tables.mutant import mutant
 
 ENVIRONMENTS = (
     mutant(
+        "environments/tasks/judge.py",
+        "(first[name] + 1 - second[name]) / 2",
+        "(first[name] + second[name]) / 2",
+        "environments/test_judge.py::test_comparison_asks_in_both_orders_and_reports_disagreement",
+        "in the swapped order, the second answer is the sample's",
+    ),
+    mutant(
+        "environments/tasks/judge.py",
+        "self._record.add(None if isinstance(self._read(reply), Failure) else key, reply)",
+        "self._record.add(key, reply)",
+        "environments/test_judge.py::test_reply_without_every_score_masks_the_sample_and_is_not_reused",
+        "an unreadable reply is requested again",
+    ),
+    mutant(
+        "environments/tasks/judge.py",
+        '"max_calls": self._calls + self._reserved + calls - 1,',
+        '"max_calls": self._reserved + calls - 1,',
+        "environments/test_judge.py::test_run_ends_before_the_call_that_exceeds_the_budget_also_after_a_restart",
+        "calls of earlier starts count against the budget",
+    ),
+    mutant(
         "environments/execution/sandbox_script.py",
         "any_bit, 0x10000, 1), instruction(end, refuse)",
         "any_bit, 0x10000, 1), instruction(end, allow)",
