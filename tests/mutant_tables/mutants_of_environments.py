@@ -6,6 +6,20 @@ from mutant_tables.mutant import mutant
 
 ENVIRONMENTS = (
     mutant(
+        "rollouts/context.py",
+        "total - math.fsum(values[:-1])",
+        "total",
+        "turns/test_shared_endpoint.py::test_step_rewards_of_an_agents_server_are_credited_to_their_turns",
+        "the rewards of the turns add up to the total",
+    ),
+    mutant(
+        "environments/openenv/episodes.py",
+        "result = StepResult({}, self.settings.invalid_action_reward, done=False)",
+        "result = StepResult({}, None, done=False)",
+        "turns/test_openenv_episodes.py::test_reward_of_each_step_on_a_server_is_credited_to_its_turn",
+        "the reward of an invalid action belongs to its turn",
+    ),
+    mutant(
         "environments/tasks/judge.py",
         "(first[name] + 1 - second[name]) / 2",
         "(first[name] + second[name]) / 2",
