@@ -15,6 +15,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
@@ -81,14 +82,14 @@ class EnvironmentNodes:
         ConfigError: if no environment in the config has workers.
     """
 
-    def __init__(self, config: Config, placement: Placement):
+    def __init__(self, config: Config, placement: Placement, run_folder: Path | None = None):
         rollout = config.rollout
         seed = config.run.seed
         remote = {name: options for name, options in config.env.items() if is_remote(name, options or {})}
         self._on_nodes = {name: dict(options or {}) for name, options in config.env.items() if name not in remote}
         if not self._on_nodes:
             raise ConfigError("cluster.env_nodes: has no effect, because all environments run on servers; remove it")
-        self._driver_pools = EnvironmentPools(remote, 1, rollout.env_timeout_s, seed)
+        self._driver_pools = EnvironmentPools(remote, 1, rollout.env_timeout_s, seed, run_folder)
         self._workers_by_node = place_workers(config)
         self._limits = rollout.env_timeout_s, seed
         self._nodes = [config.cluster.num_nodes + index for index in range(len(self._workers_by_node))]

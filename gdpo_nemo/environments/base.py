@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Mapping, NamedTuple, Sequence
 
@@ -109,6 +110,10 @@ class Environment:
         Raises:
             ConfigError, RunError: for errors that would otherwise occur during training.
         """
+
+    def use_run_folder(self, folder: Path) -> None:
+        """Use the run folder, for example for a cache that survives restarts. The driver calls this method at the start
+        of a training run if the environment is ``remote``."""
 
     def close(self) -> None:
         """Cancel requests in flight and release resources. The driver calls this method after ``preflight``, and at the

@@ -28,7 +28,10 @@ class BrokenEpisode(Exception):
 
 
 class AgentEpisode(Protocol):
-    """Result of one episode that an agent played."""
+    """Result of one episode that an agent played.
+
+    An optional attribute ``step_rewards`` is a list with the rewards of each turn of the policy.
+    """
 
     @property
     def response(self) -> Mapping[str, Any]:
@@ -86,11 +89,13 @@ def _transcript(t: Transcript, result: AgentEpisode | Failure, history: History)
         return t
     try:
         follow(t, result.response, history)
+        t.set_rewards(result.rewards, getattr(result, "step_rewards", ()))
     except BrokenEpisode as error:
         t.outcome = Outcome.ENV_FAILED
         t.detail = str(error)
-        return t
-    t.rewards = dict(result.rewards)
+    except ValueError as error:
+        t.outcome = Outcome.ENV_FAILED
+        t.detail = f"bad_reply: {error}"
     return t
 
 

@@ -15,6 +15,7 @@ arguments and weights must give equal results. Otherwise, a resumed run differs 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol, Sequence
 
@@ -177,6 +178,33 @@ class Transcript:
             for totals in (self.rewards, earned):
                 before = totals.get(name)
                 totals[name] = before if value is None else value + (before or 0.0)
+
+    def set_rewards(
+        self, rewards: Mapping[str, float | None], steps: Sequence[Mapping[str, float | None]] = ()
+    ) -> None:
+        """Set the rewards of a finished trajectory and of its turns.
+
+        If a component's total differs from the sum of its steps, the difference belongs to the last turn. If only the
+        steps contain a component, its total is their sum.
+
+        Args:
+            rewards: totals by component.
+            steps: rewards of each turn, or empty if the turns have no rewards.
+
+        Raises:
+            ValueError: if ``steps`` does not have one entry per turn.
+        """
+        if steps and len(steps) != self.turns:
+            raise ValueError(f"step_rewards has {len(steps)} entries, but the policy took {self.turns} turns")
+        self.rewards = dict(rewards)
+        self._turn_rewards = {turn: dict(earned) for turn, earned in enumerate(steps)}
+        for name in dict.fromkeys(name for earned in steps for name, value in earned.items() if value is not None):
+            values = [earned.get(name) or 0.0 for earned in steps]
+            total = self.rewards.get(name)
+            if total is None:
+                self.rewards[name] = math.fsum(values)
+            else:
+                self._turn_rewards[self.turns - 1][name] = total - math.fsum(values[:-1])
 
     def _rewards_by_turn(self) -> tuple[dict[str, float | None], ...]:
         """Return the rewards of each turn. Return an empty tuple if ``add_rewards`` was never called."""

@@ -249,10 +249,11 @@ def _start_environments(
 
     pool: EnvironmentExecutor
     if config.cluster.env_nodes:
-        parts.environments = EnvironmentNodes(config, placement)
+        parts.environments = EnvironmentNodes(config, placement, parts.run_dir)
         pool = parts.environments
     else:
-        pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
+        rollout = config.rollout
+        pool = EnvironmentPools(config.env, rollout.env_workers, rollout.env_timeout_s, config.run.seed, parts.run_dir)
     stack.callback(pool.close)
     return pool
 

@@ -17,14 +17,24 @@ class _Handler(JsonHandler):
     def do_POST(self):
         body = self._body()
         self.server.requests.append((self.path, dict(self.headers), body))
-        [line] = [line for line in body["messages"][1]["content"].split("\n") if line.startswith("answer: ")]
-        answer = json.loads(line.removeprefix("answer: "))
+        lines = [line.partition(": ") for line in body["messages"][1]["content"].split("\n")]
+        material = {name: json.loads(value) for name, _, value in lines}
+        if "first" in material:
+            return self._better(material)
+        answer = material["answer"]
         times = self.server.seen[answer] = self.server.seen.get(answer, 0) + 1
         kind, _, rest = answer.partition(" ")
         getattr(self, f"_{kind}", self._say)(rest, times)
 
     def _say(self, text, times):
-        self._send(200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode())
+        message = {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": {"total_tokens": 50}}
+        self._send(200, json.dumps(message).encode())
+
+    def _better(self, material):
+        """Prefer the answer that contains "good", then the shown first, or the text after "say"."""
+        first, second = ("good" in material[name] for name in ("first", "second"))
+        better = "first" if first > second or "biased" in material["prompt"] else "second" if second > first else "tie"
+        self._say(f"BETTER clear: {better}\nBETTER right: tie", 1)
 
     def _status(self, code, times):
         self._send(int(code), b"the key was " + self.headers.get("Authorization", "").encode())

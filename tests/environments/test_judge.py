@@ -7,8 +7,9 @@ from judge_server import JudgeServer
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.environments.tasks.judge import RECORD
 from gdpo_nemo.environments.tasks.reward_functions import Functions
-from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, FailureKind, RunError, kind_of
 
 KEY = "sk-verysecret-0123456789"
 
@@ -138,3 +139,108 @@ def test_a_judge_that_cannot_work_is_refused_before_the_run(server, arguments, m
     with pytest.raises(ConfigError) as error:
         load_environment("mine", {"plugin": "functions", **options(server, **arguments)})
     assert message in str(error.value) and "secret" not in str(error.value)
+
+
+RUBRIC = {"clear": "Is the answer clear?", "right": {"question": "Is it right?", "scale": [-1, 1]}}
+ANSWERS = ["say SCORE clear: 7\nSCORE right: 0", "say SCORE clear: 10\nSCORE right: 1 indeed"]
+
+
+def judge_options(server, **arguments):
+    return {"plugin": "judge", "base_url": server.url, "model": "judge-1", "rubric": RUBRIC, **arguments}
+
+
+def judging(server, run_folder=None, **arguments):
+    return EnvironmentPool({"env": judge_options(server, **arguments)}, run_folder=run_folder)
+
+
+def samples(answers, **fields):
+    return [trajectory(answer, prompt_id=f"p{i}", **fields) for i, answer in enumerate(answers)]
+
+
+def test_one_call_of_the_judge_returns_every_component_of_the_rubric(server):
+    with judging(server) as pool:
+        found = pool.verify([*samples(ANSWERS), trajectory(ANSWERS[0], prompt_id="p0", index=1)])
+    assert [v.rewards for v in found] == [{"clear": 0.7, "right": 0.5}, {"clear": 1.0, "right": 1.0}, found[0].rewards]
+    assert len(server.requests) == 2  # equal prompts and answers are one request
+    system = server.requests[0][2]["messages"][0]["content"]
+    assert "- clear (0 worst to 10 best): Is the answer clear?\n- right (-1 worst to 1 best): Is it right?" in system
+    assert found[0].metrics == {"judge/calls": 2 / 3, "judge/tokens": 100 / 3}
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["say SCORE clear: 7", "say SCORE clear: 7\nSCORE right: 2", "say SCORE: 1", "status 500", "hang", "huge", "null"],
+)
+def test_reply_without_every_score_masks_the_sample_and_is_not_reused(server, tmp_path, answer):
+    for _ in range(2):
+        with judging(server, tmp_path, time_limit_s=2, max_retries=0) as pool:
+            bad, good = pool.verify(samples([answer, ANSWERS[0]]))
+        assert bad.outcome is Outcome.ENV_FAILED and bad.rewards == {} and good.rewards["clear"] == 0.7
+    assert server.seen[answer] == 2 and server.seen[ANSWERS[0]] == 1
+
+
+def test_cache_survives_a_restart_and_a_line_that_was_cut_off(server, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    with judging(server, tmp_path, api_key_env="JUDGE_KEY") as pool:
+        first = pool.verify(samples(ANSWERS))
+    record = tmp_path / RECORD
+    assert KEY not in record.read_text()
+    record.write_bytes(record.read_bytes() + b'{"judge": "x", "ke\n')
+    server.stop()
+    with judging(server, tmp_path, api_key_env="JUDGE_KEY") as pool:
+        second = pool.verify(samples(ANSWERS))
+    assert [v.rewards for v in first] == [v.rewards for v in second]
+    assert second[0].metrics == {"judge/calls": 0.0, "judge/tokens": 0.0}
+
+
+def test_changed_rubric_does_not_reuse_scores(server, tmp_path):
+    for rubric in (RUBRIC, {**RUBRIC, "clear": "Is the answer short?"}):
+        with judging(server, tmp_path, rubric=rubric) as pool:
+            pool.verify(samples(ANSWERS[:1]))
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("budget, calls", [({"max_calls": 2}, 2), ({"max_total_tokens": 100}, 2)])
+def test_run_ends_before_the_call_that_exceeds_the_budget_also_after_a_restart(server, tmp_path, budget, calls):
+    [(key, limit)] = budget.items()
+    with judging(server, tmp_path, **budget) as pool:
+        pool.verify(samples(ANSWERS))
+    with judging(server, tmp_path, **budget) as pool:
+        pool.verify(samples(ANSWERS))  # from the cache
+        with pytest.raises(RunError) as error:
+            pool.verify(samples(["say SCORE clear: 1\nSCORE right: 1"]))
+    assert f"{key}: the judge's budget is used up (2 calls and 100 tokens so far, 1 more calls required" in str(
+        error.value
+    )
+    assert f"{key} is {limit}" in str(error.value)
+    assert kind_of(error.value) is FailureKind.CONFIG  # the supervisor does not restart the run
+    assert len(server.requests) == calls
+
+
+def test_comparison_asks_in_both_orders_and_reports_disagreement(server):
+    with judging(server, reference="gold", compare=True, rubric={"clear": "?", "right": "?"}) as pool:
+        better, worse = pool.verify(samples(["good", "bad"], gold="good enough")[:2])
+        [win] = pool.verify(samples(["good"], gold="poor"))
+    assert better.rewards == {"clear": 0.5, "right": 0.5} and worse.rewards == {"clear": 0.0, "right": 0.5}
+    assert win.rewards == {"clear": 1.0, "right": 0.5} and win.metrics["judge/disagreement"] == 0.0
+    with judging(server, reference="gold", compare=True, rubric={"clear": "?", "right": "?"}) as pool:
+        [biased] = pool.verify([trajectory("bad", prompt_id="biased", gold="poor")])
+    assert biased.rewards == {"clear": 0.5, "right": 0.5} and biased.metrics["judge/disagreement"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"rubric": {}}, "rubric: must contain at least one criterion"),
+        ({"rubric": {"a": {"question": "?", "scales": 1}}}, "rubric.a: must be a question or {question, scale}"),
+        ({"rubric": {"a": {"question": "?", "scale": [2, 1]}}}, "rubric.a.scale: the first number must be below"),
+        ({"compare": True, "rubric": {"a": "?"}}, "compare: requires reference"),
+        ({"compare": True, "reference": "gold"}, "rubric.right.scale: has no effect with compare"),
+        ({"max_calls": 0}, "max_calls: must be a positive integer or null (0)"),
+        ({"num_workers": 2}, "num_workers: has no effect"),
+    ],
+)
+def test_rubric_that_cannot_work_is_refused(server, arguments, message):
+    with pytest.raises(ConfigError) as error:
+        load_environment("mine", judge_options(server, **arguments))
+    assert message in str(error.value)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from local_server import JsonHandler, LocalServer
 
 from gdpo_nemo.environments.base import Environment
 
@@ -15,6 +17,21 @@ from gdpo_nemo.environments.base import Environment
 class Episode:
     response: dict[str, Any]
     rewards: dict[str, float]
+
+
+class StepServer(LocalServer):
+    """An agent of NeMo Gym: /run plays two turns with the endpoint. The message is the JSON of its rewards."""
+
+    def __init__(self, port: int):
+        super().__init__(_Run, "")
+        self.talkers = Talkers({"port": port})
+
+
+class _Run(JsonHandler):
+    def do_POST(self):
+        messages = self._body()["responses_create_params"]["input"]
+        episode = self.server.talkers.talk(messages, {"temperature": 0.5, "top_p": 1.0})
+        self._send(200, json.dumps({"response": episode.response, **json.loads(messages[0]["content"])}).encode())
 
 
 class Talkers(Environment):
@@ -28,10 +45,10 @@ class Talkers(Environment):
 
     def play(self, prompts, sampling):
         with ThreadPoolExecutor(8) as threads:
-            return list(threads.map(lambda prompt: self.talk(prompt, sampling), prompts))
+            return list(threads.map(lambda prompt: self.talk(prompt.messages, sampling), prompts))
 
-    def talk(self, prompt, sampling) -> Episode:
-        items = [dict(message) for message in prompt.messages]
+    def talk(self, messages, sampling) -> Episode:
+        items = [dict(message) for message in messages]
         for turn in range(2):
             reply = httpx.post(self.url, json={"input": items, **sampling}, timeout=600)
             assert reply.status_code == 200, reply.text

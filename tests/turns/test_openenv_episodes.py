@@ -16,6 +16,7 @@ from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.credit import turn_rows
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 
 SERVER = Path(__file__).resolve().parents[1] / "environments" / "openenv_server.py"
@@ -58,6 +59,18 @@ def test_an_episode_on_a_server_is_one_sequence_with_its_observations_masked(sec
     assert heard.count("more") == 3 and heard.count("less") == 2 and heard.count("Invalid action") == 1
     # The sixth guess ends the game; what was no guess counted as a turn, and for nothing.
     assert t.turns == 7 and t.rewards == {"reward": pytest.approx(-0.6)}
+
+
+def test_reward_of_each_step_on_a_server_is_credited_to_its_turn(section):
+    search = ["1", "20", "8"]  # the number of this seed
+    with EnvironmentPool({"guess": {**section["guess"], "reset": {"seed": 4}}}) as pool:
+        found, invalid = (asyncio.run(played(pool, "guess", guesses)) for guesses in (search, ["x", *search]))
+    assert found.turn_rewards[-1] == {"reward": 1.0}
+    assert [turn["reward"] for turn in found.turn_rewards[:-1]] == [-0.1] * (found.turns - 1)
+    assert invalid.turn_rewards[0] == {"reward": 0.0} and invalid.turn_rewards[1:] == found.turn_rewards
+    now, all_later = (turn_rows([found], ["reward"], discount).columns["reward"] for discount in (0.0, 1.0))
+    assert now.tolist() == [-0.1] * (found.turns - 1) + [1.0]
+    assert all_later.tolist() == pytest.approx([1.1 - 0.1 * (found.turns - turn) for turn in range(found.turns)])
 
 
 def test_episodes_of_servers_and_of_workers_run_in_one_batch(section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -11,12 +12,15 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from agents_for_tests import StepServer
 from scripted_engines import TOKENIZER, ScriptedEngines
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.conversation import Conversation
-from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.data.records import Outcome, Prompt
+from gdpo_nemo.environments.nemo_gym.agent_environment import NemoGymAgent
 from gdpo_nemo.generation.requests import Sampling
+from gdpo_nemo.rollouts.credit import turn_rows
 from gdpo_nemo.rollouts.endpoint.server import Endpoint
 from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob
@@ -198,9 +202,9 @@ def port() -> int:
         return listener.getsockname()[1]
 
 
-def runner_of(engines, port: int, staleness: int) -> RolloutRunner:
+def runner_of(engines, port: int, staleness: int, agents: str = "") -> RolloutRunner:
     plugin = f"{Path(__file__).with_name('agents_for_tests.py')}:Talkers"
-    agents = f"{{plugin: '{plugin}', port: {port}}}"
+    agents = agents or f"{{plugin: '{plugin}', port: {port}}}"
     overrides = [
         f"env.agents={agents}",
         f"env.others={agents}",
@@ -239,6 +243,52 @@ def test_one_call_may_hold_prompts_of_several_agents_and_kinds_mix(engines, port
         assert [outlines(group) for group in again] == [outlines(group) for group in made]
     finally:
         runner.close()
+
+
+STEPS = {
+    "numbers": ({"reward": 2.0, "step_rewards": [0.5, 1.5]}, {"reward": 2.0}, ({"reward": 0.5}, {"reward": 1.5})),
+    "outcome": ({"reward": 2.0, "step_rewards": [0.5, None]}, {"reward": 2.0}, ({"reward": 0.5}, {"reward": 1.5})),
+    "components": (
+        {"reward": 1.0, "reward_components": {"call": 1.0, "end": 0.5}, "step_rewards": [{"call": 1.0}, {"form": 2.0}]},
+        {"reward": 1.0, "call": 1.0, "end": 0.5, "form": 2.0},
+        ({"call": 1.0}, {"form": 2.0, "call": 0.0}),
+    ),
+    "none": ({"reward": 1.0}, {"reward": 1.0}, ()),
+}
+BAD_STEPS = {
+    "3 entries, but the policy took 2 turns": [1, 2, 3],
+    "expected a list as step_rewards, got dict": {"0": 1},
+    "step_rewards is of type str, not a number": ["1", 2],
+    "is not finite": [{"a": 1e999}, None],
+}
+
+
+def test_step_rewards_of_an_agents_server_are_credited_to_their_turns(engines, port):
+    server = StepServer(port)
+    runner = runner_of(engines, port, 0, f"{{plugin: nemo_gym_agent, agents: {{gym: '{server.url}'}}}}")
+    environment = NemoGymAgent({"agents": {"gym": server.url}})
+    replies = [
+        *(reply for reply, _, _ in STEPS.values()),
+        *({"reward": 1.0, "step_rewards": s} for s in BAD_STEPS.values()),
+    ]
+    try:
+        prompts = []
+        for number, reply in enumerate(replies):
+            message = {"role": "user", "content": json.dumps(reply)}
+            fields = environment.read_row({"responses_create_params": {"input": [message]}})
+            text, tokens = TALK.prompt(fields["messages"])
+            prompts.append(Prompt(f"p{number}", tokens, text, "agents", fields, fields["messages"]))
+        made = called(runner, prompts, 0)
+    finally:
+        runner.close()
+        server.stop()
+    for group, (_, totals, turns) in zip(made, STEPS.values()):
+        assert [(t.trains, t.rewards, t.turn_rewards) for t in group] == [(True, totals, turns)] * 2
+    for group, detail in zip(made[len(STEPS) :], BAD_STEPS):
+        assert all(t.outcome is Outcome.ENV_FAILED and detail in t.detail and not t.trains for t in group)
+    rows = turn_rows([group[0] for group in made[: len(STEPS)]], ["reward", "call"], discount=0.5)
+    assert rows.columns["reward"].tolist() == [1.25, 1.5, 1.25, 1.5, 0.5, 1.0, 0.5, 1.0]
+    assert rows.columns["call"][4:6].tolist() == [1.0, 0.0]
 
 
 def outlines(group) -> list:

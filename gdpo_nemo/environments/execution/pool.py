@@ -11,6 +11,7 @@ from collections import Counter
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import groupby
+from pathlib import Path
 from typing import Any, Callable, Container, Iterator, Mapping, Sequence, cast
 
 from pebble import ProcessExpired, ProcessPool
@@ -50,6 +51,7 @@ class EnvironmentPool:
         workers: number of worker processes.
         timeout_s: time limit in seconds of one task: a shard, or a single trajectory that is retried.
         seed: base seed. Every task seeds Python's and NumPy's global generators with this seed and the prompt id.
+        run_folder: run folder for remote environments, or None outside of training runs.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class EnvironmentPool:
         workers: int = 1,
         timeout_s: float = 30.0,
         seed: int = 0,
+        run_folder: Path | None = None,
     ):
         sections = {name: dict(options or {}) for name, options in environments.items()}
         self._remote = RemoteEnvironments(
-            {name: options for name, options in sections.items() if is_remote(name, options)}
+            {name: options for name, options in sections.items() if is_remote(name, options)}, run_folder
         )
         self._environments = {name: options for name, options in sections.items() if name not in self._remote.names}
         self._workers = max(1, workers)
@@ -326,10 +329,14 @@ class RemoteEnvironments:
 
     Args:
         section: remote environments of the config section ``env``, options by environment name.
+        run_folder: see ``EnvironmentPool``.
     """
 
-    def __init__(self, section: Mapping[str, Mapping[str, Any]]):
+    def __init__(self, section: Mapping[str, Mapping[str, Any]], run_folder: Path | None = None):
         self._environments = {name: load_environment(name, options) for name, options in section.items()}
+        if run_folder is not None:
+            for environment in self._environments.values():
+                environment.use_run_folder(run_folder)
         self.names = frozenset(self._environments)
 
     @contextlib.contextmanager

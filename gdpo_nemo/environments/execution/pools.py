@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
@@ -19,7 +20,7 @@ class EnvironmentPools:
     Args:
         environments: config section ``env``, options by environment name.
         workers: number of worker processes of the shared pool, for the environments without ``num_workers``.
-        timeout_s, seed: same as in ``EnvironmentPool``.
+        timeout_s, seed, run_folder: same as in ``EnvironmentPool``.
     """
 
     def __init__(
@@ -28,13 +29,14 @@ class EnvironmentPools:
         workers: int = 1,
         timeout_s: float = 30.0,
         seed: int = 0,
+        run_folder: Path | None = None,
     ):
         dedicated = {
             name: number for name, options in environments.items() if (number := dedicated_workers(name, options))
         }
         shared = {name: options for name, options in environments.items() if name not in dedicated}
         # The shared pool has index 0. Prompts of unknown environments are also sent to this pool, which rejects them.
-        self._pools = [EnvironmentPool(shared, workers, timeout_s, seed)]
+        self._pools = [EnvironmentPool(shared, workers, timeout_s, seed, run_folder)]
         self._pools += [
             EnvironmentPool({name: environments[name]}, number, timeout_s, seed) for name, number in dedicated.items()
         ]

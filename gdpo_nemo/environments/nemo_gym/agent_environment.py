@@ -13,7 +13,7 @@ from gdpo_nemo.data.server_replies import Failure, FailureKind, check_measuremen
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.http_client import Cookies, HttpClient, api_key, base_url
 from gdpo_nemo.environments.nemo_gym.rows import ROW, choose_server, read_row
-from gdpo_nemo.environments.nemo_gym.settings import read_rules, rewards_of
+from gdpo_nemo.environments.nemo_gym.settings import read_rules, rewards_of, step_rewards_of
 from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 
 _FIRST_PAUSE_S = 0.5
@@ -27,6 +27,8 @@ class Played:
     response: Mapping[str, Any]
     """The agent's response, not yet validated. The output items of the response contain the tokens of every turn."""
     rewards: Mapping[str, float | None]
+    step_rewards: Sequence[Mapping[str, float | None]] = ()
+    """Rewards of each turn of the policy, or empty if the reply contains only totals."""
 
 
 class NemoGymAgent(Environment):
@@ -163,7 +165,8 @@ class NemoGymAgent(Environment):
         response = reply.get("response")
         if not isinstance(response, Mapping):
             raise Failure(FailureKind.BAD_REPLY, "the reply has no response")
-        return Played(response, rewards_of(reply, self.rules, agent, self._options.check_sum))
+        rewards = rewards_of(reply, self.rules, agent, self._options.check_sum)
+        return Played(response, rewards, step_rewards_of(reply, self.rules, agent))
 
     def _agent(self, prompt: Prompt) -> str:
         try:

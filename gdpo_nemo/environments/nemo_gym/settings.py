@@ -200,6 +200,37 @@ def rewards_of(
     return rewards
 
 
+def step_rewards_of(
+    reply: Mapping[str, Any], rules: Sequence[RewardRule], server: str
+) -> tuple[dict[str, float | None], ...]:
+    """Extract the rewards of an episode's steps from ``step_rewards``, a list with one entry per turn of the policy.
+
+    An entry is a number (the component ``reward``), an object of components, or null. The paths of the rules are looked
+    up in each entry, without ``reward_components``. The result is empty if the reply has no ``step_rewards``.
+
+    Raises:
+        Failure: BAD_REPLY if an entry has another type or a value is not a finite number.
+    """
+    steps = reply.get("step_rewards")
+    if steps is None:
+        return ()
+    if not isinstance(steps, list):
+        raise Failure(FailureKind.BAD_REPLY, f"expected a list as step_rewards, got {type(steps).__name__}")
+    return tuple(_of_step(step, rules, server) for step in steps)
+
+
+def _of_step(step: Any, rules: Sequence[RewardRule], server: str) -> dict[str, float | None]:
+    entry = step if isinstance(step, Mapping) else {} if step is None else {"reward": _number(step, "step_rewards")}
+    if not rules:
+        return _all_components({"reward_components": entry}) if entry else {}
+    found = {
+        rule.name: _value_at({"reward_components": entry, **entry}, rule.path)
+        for rule in rules
+        if rule.servers is None or server in rule.servers
+    }
+    return {name: _number(value, f"step_rewards.{name}") for name, value in found.items() if value is not None}
+
+
 def _all_components(reply: Mapping[str, Any]) -> dict[str, float | None]:
     components = reply.get("reward_components")
     if components is not None and not isinstance(components, Mapping):

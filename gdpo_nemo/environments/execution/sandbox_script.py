@@ -1,0 +1,434 @@
+"""Script that isolates its process, and then executes a model-written program or the assertions that test it.
+
+``sandbox.py`` starts this file with Python. The file imports only the standard library, because the sandbox contains
+nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import ctypes
+import json
+import operator
+import os
+import platform
+import resource
+import selectors
+import signal
+import sys
+import types
+from typing import Any, Callable, Mapping, NoReturn, Sequence
+
+TMP_BYTES = 2**24
+"""Size of ``/tmp`` and maximum size of a file, in bytes."""
+NOBODY = 65534
+"""User and group id of programs, if the run's user may change ids."""
+KILLED = 128 + signal.SIGKILL
+"""Exit status of a sandbox whose program was killed."""
+READY = "ready\n"
+"""Status of a process that is isolated."""
+COMPILED = "compiled\n"
+"""Status of a program that is valid Python."""
+_MAX_MESSAGE_BYTES = 2**24
+_MAX_FILES = 64
+_MAX_THREADS = 64
+
+
+class IsolationError(Exception):
+    """Raised if the process cannot be isolated."""
+
+
+def _main() -> None:
+    settings = json.loads(sys.argv[1])
+    null = os.open(os.devnull, os.O_RDWR) if os.path.exists(os.devnull) else os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+    if settings["readable"]:
+        _isolate(settings["parent"], settings["readable"])
+    _confine(settings["cpu_s"], settings["memory_bytes"])
+    os.write(2, READY.encode())
+    with open(settings["job"], encoding="utf-8") as file:
+        job = json.load(file)
+    program = _compiled(job["source"]) if "source" in job else None
+    if program is not None:
+        os.write(2, COMPILED.encode())
+    os.dup2(null, 2)
+    reader, writer = settings["pipes"] or (-1, -1)
+    _close_except(0, 1, 2, reader, writer)
+    sys.argv = ["program.py"]
+    builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # the module site, which adds these, is not used
+    sys.set_int_max_str_digits(0)
+    if job["mode"] == "test":
+        _test(job, _Peer(reader, writer))
+    if program is None:
+        os._exit(1)
+    module = types.ModuleType("__main__" if job["mode"] == "run" else "solution")
+    # Without a reference to this module, Python would clear its variables.
+    sys.modules["sandbox"], sys.modules[module.__name__] = sys.modules["__main__"], module
+    if job["mode"] == "serve":
+        os.dup2(2, 1)
+        _serve(program, module, reader, writer)
+    exec(program, module.__dict__)
+
+
+def _compiled(source: str) -> types.CodeType | None:
+    try:
+        return compile(source, "program.py", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+        return None
+
+
+def _close_except(*kept: int) -> None:
+    start = 0
+    for fd in [*sorted(fd for fd in kept if fd >= 0), 2**20]:
+        if start < fd:  # os.closerange closes everything if the range is empty
+            os.closerange(start, fd)
+        start = fd + 1
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *arguments: Any) -> None:
+    """Call a function of the C library. Raises IsolationError if the function fails."""
+    converted = [
+        ctypes.c_long(a) if isinstance(a, int) else os.fsencode(a) if isinstance(a, str) else a for a in arguments
+    ]
+    if getattr(_LIBC, name)(*converted) < 0:
+        shown = " ".join(str(a) for a in arguments if isinstance(a, (int, str)))
+        raise IsolationError(f"{name} {shown}: {os.strerror(ctypes.get_errno())}")
+
+
+def _isolate(parent: int, readable: Sequence[str]) -> None:
+    """Continue in a new process in new namespaces. The calling process waits for this process and exits with it."""
+    fork_reader, fork_writer = os.pipe()
+    mapper = os.fork()
+    if mapper == 0:
+        os.close(fork_writer)
+        if os.read(fork_reader, 1):  # empty if the calling process has died
+            _write_id_maps(os.getppid())
+        os._exit(0)
+    namespaces = (
+        os.CLONE_NEWUSER | os.CLONE_NEWNS | os.CLONE_NEWPID | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
+    )
+    try:
+        os.unshare(namespaces)
+    except OSError as error:
+        raise IsolationError(f"unshare: {error.strerror}") from None
+    os.write(fork_writer, b"x")
+    if os.waitpid(mapper, 0)[1]:
+        raise IsolationError("the user ids of the namespace could not be set")
+    root = os.getuid() == 0 and _maps_nobody()
+    _call("prctl", 1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+    alive_reader, alive_writer = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(alive_reader)
+        _close_except(2, alive_writer)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os._exit(128 - status if status < 0 else status)
+    os.close(alive_writer)
+    os.setsid()  # kill(0, ...) must not reach the process outside
+    _mount(readable)
+    if root:
+        # The kernel does not limit the number of threads of root.
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    _call("capset", (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())
+    _call("prctl", 1, signal.SIGKILL, 0, 0, 0)
+    with selectors.DefaultSelector() as selector:  # the parent may have died before prctl
+        selector.register(alive_reader, selectors.EVENT_READ)
+        if selector.select(0):
+            os._exit(1)
+
+
+def _write_id_maps(pid: int) -> None:
+    """Map the user ids of a process in a new user namespace: its id to root, and 65534 to itself for root."""
+    user, group = os.getuid(), os.getgid()
+    if user:
+        _write(f"/proc/{pid}/setgroups", "deny")
+    extra = f"\n{NOBODY} {NOBODY} 1" if user == 0 else ""
+    _write(f"/proc/{pid}/uid_map", f"0 {user} 1{extra}")
+    _write(f"/proc/{pid}/gid_map", f"0 {group} 1{extra}")
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def _maps_nobody() -> bool:
+    with open("/proc/self/uid_map", encoding="ascii") as file:
+        return str(NOBODY) in file.read()
+
+
+def _mount(readable: Sequence[str]) -> None:
+    """Replace the root of the file system by an empty one with the readable folders and ``/tmp``."""
+    bind_recursively, private_recursively, quiet = (
+        0x5000,
+        0x44000,
+        0x6,
+    )  # MS_BIND|MS_REC, MS_PRIVATE|MS_REC, NOSUID|NODEV
+    system_call = {"pivot_root": {"x86_64": 155, "aarch64": 41}[platform.machine()], "mount_setattr": 442}
+    root = "/proc"  # an existing folder that contains none of the readable folders
+    _call("mount", "none", "/", None, private_recursively, None)
+    _call("mount", "tmpfs", root, "tmpfs", quiet, "size=1m,nr_inodes=4096,mode=755")
+    for path in readable:
+        if os.path.islink(path):
+            os.symlink(os.readlink(path), root + path)
+        else:
+            os.makedirs(root + path)
+            _call("mount", path, root + path, None, bind_recursively, None)
+    os.mkdir(f"{root}/tmp")
+    os.chdir(root)
+    _call("syscall", system_call["pivot_root"], ".", ".")
+    _call("umount2", ".", 2)  # MNT_DETACH
+    os.chdir("/")
+    read_only = (ctypes.c_uint64 * 4)(0x7)  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
+    _call("syscall", system_call["mount_setattr"], -100, "/", 0x8000, read_only, 32)  # AT_FDCWD, AT_RECURSIVE
+    _call("mount", "tmpfs", "/tmp", "tmpfs", quiet | 0x8, f"size={TMP_BYTES},nr_inodes=1024,mode=1777")  # NOEXEC
+    os.chdir("/tmp")
+
+
+def _confine(cpu_s: int, memory_bytes: int) -> None:
+    """Set the resource limits and the seccomp filter of this process."""
+    for kind, value in (
+        (resource.RLIMIT_CPU, cpu_s),
+        (resource.RLIMIT_AS, memory_bytes),
+        (resource.RLIMIT_FSIZE, TMP_BYTES),
+        (resource.RLIMIT_NOFILE, _MAX_FILES),
+        (resource.RLIMIT_NPROC, _MAX_THREADS),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+    _call("prctl", 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    program = _seccomp_filter(platform.machine())
+    instructions = ctypes.create_string_buffer(program, len(program))
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+    filter_ = Program(len(program) // 8, ctypes.addressof(instructions))
+    _call("prctl", 22, 2, ctypes.byref(filter_), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+
+
+# fork vfork execve execveat ptrace mount umount2 pivot_root unshare setns socket memfd_create memfd_secret shmget
+# msgget semget mq_open add_key request_key keyctl bpf perf_event_open userfaultfd process_vm_readv process_vm_writev
+# open_tree move_mount fsopen fsconfig fsmount mount_setattr io_uring_setup; aarch64 does not have fork and vfork
+_REFUSED_CALLS = {
+    "x86_64": "57 58 59 322 101 165 166 155 272 308 41 319 447 29 68 64 240 248 249 250 321 298 323 310 311 428 429 "
+    "430 431 432 442 425",
+    "aarch64": "221 281 117 40 39 41 97 268 198 279 447 194 186 190 180 217 218 219 280 241 282 270 271 428 429 430 "
+    "431 432 442 425",
+}
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+
+
+def _seccomp_filter(machine: str) -> bytes:
+    """Return the seccomp filter as BPF instructions. Threads may be started, processes may not."""
+    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000  # EPERM, ENOSYS
+
+    def instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+        return code.to_bytes(2, "little") + bytes((if_true, if_false)) + value.to_bytes(4, "little")
+
+    code = [instruction(load, 4), instruction(equal, _ARCHITECTURE[machine], 1), instruction(end, kill)]
+    code += [instruction(load, 0), instruction(at_least, 0x40000000, 0, 1), instruction(end, refuse)]  # the x32 ABI
+    for number in map(int, _REFUSED_CALLS[machine].split()):
+        code += [instruction(equal, number, 0, 1), instruction(end, refuse)]
+    code += [instruction(equal, 435, 0, 1), instruction(end, unknown)]  # clone3: the C library then calls clone
+    code += [instruction(equal, _CLONE[machine], 0, 3), instruction(load, 16)]
+    code += [instruction(any_bit, 0x10000, 1), instruction(end, refuse), instruction(end, allow)]  # CLONE_THREAD
+    return b"".join(code)
+
+
+def _encode(value: Any, objects: list[Any] | None) -> Any:
+    """Convert a value to JSON. Objects other than plain data are stored in ``objects`` and replaced by their index."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, _Remote):
+        return ["object", value._index]
+    if isinstance(value, dict):
+        return ["dict", [[_encode(k, objects), _encode(v, objects)] for k, v in value.items()]]
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return [kind.__name__, [_encode(item, objects) for item in value]]
+    if isinstance(value, (bytes, bytearray)):
+        return ["bytes", value.hex()]
+    if isinstance(value, complex):
+        return ["complex", [value.real, value.imag]]
+    if objects is None:
+        raise TypeError(f"{type(value).__name__} cannot be passed to the program")
+    objects.append(value)
+    return ["object", len(objects) - 1]
+
+
+def _decode(value: Any, from_index: Callable[[int], Any]) -> Any:
+    if not isinstance(value, list):
+        return value
+    kind, content = value
+    if kind == "object":
+        return from_index(int(content))
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "dict":
+        return {_decode(k, from_index): _decode(v, from_index) for k, v in content}
+    items = [_decode(item, from_index) for item in content]
+    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "call": lambda function, *arguments, **named: function(*arguments, **named),
+    "getattr": getattr,
+    "setattr": setattr,
+    "iter": iter,
+    "next": next,
+    "len": len,
+    "str": str,
+    "repr": repr,
+    "getitem": operator.getitem,
+    "setitem": operator.setitem,
+    "contains": operator.contains,
+}
+"""Operations on objects of the program that a test may request."""
+
+
+def _serve(program: types.CodeType, module: types.ModuleType, reader: int, writer: int) -> NoReturn:
+    """Load the program, and execute the requested operations until the tests end."""
+    objects: list[Any] = []
+    try:
+        exec(program, module.__dict__)
+        with os.fdopen(reader, "rb") as requests:
+            for line in requests:
+                operation, encoded, named = json.loads(line)
+                try:
+                    arguments = _decode(encoded, objects.__getitem__)
+                    if operation == "name":
+                        result = module.__dict__[arguments[0]]
+                    else:
+                        result = _OPERATIONS[operation](*arguments, **_decode(named, objects.__getitem__))
+                    reply = ["value", _encode(result, objects), _encode(arguments, objects)]
+                except Exception as error:
+                    reply = ["error", type(error).__name__, str(error)]
+                os.write(writer, json.dumps(reply).encode() + b"\n")
+    except BaseException:  # the program may raise anything, such as SystemExit
+        os._exit(1)
+    os._exit(0)
+
+
+class _Peer:
+    """Connection of the tests to the program."""
+
+    def __init__(self, reader: int, writer: int):
+        self._reader = os.fdopen(reader, "rb")
+        self._writer = writer
+
+    def request(self, operation: str, *arguments: Any, **named: Any) -> Any:
+        """Execute an operation in the program's process. Raises the exception that the program raised, if it is a
+        built-in one, and otherwise RuntimeError."""
+        message = json.dumps([operation, _encode(list(arguments), None), _encode(named, None)])
+        os.write(self._writer, message.encode() + b"\n")
+        line = self._reader.readline(_MAX_MESSAGE_BYTES)
+        if not line.endswith(b"\n"):
+            raise EOFError("the program has ended")
+        kind, *content = json.loads(line)
+        if kind == "error":
+            known = getattr(builtins, content[0], None)
+            raise (known if isinstance(known, type) and issubclass(known, Exception) else RuntimeError)(content[1])
+        result, changed = (_decode(value, lambda index: _Remote(self, index)) for value in content)
+        for argument, new in zip(arguments[1:], changed[1:]):  # functions may sort or fill their arguments
+            if type(argument) is type(new) is list:
+                argument[:] = new
+            elif type(argument) is type(new) and isinstance(argument, (dict, set)):
+                argument.clear()
+                argument.update(new)
+        return result
+
+
+class _Remote:
+    """Object in the program's process, such as a function or an instance of its classes.
+
+    Two objects are equal if they are the same object, regardless of the program's ``__eq__``.
+    """
+
+    def __init__(self, peer: _Peer, index: int):
+        self.__dict__.update(_peer=peer, _index=index)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._peer.request("getattr", self, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Remote) and other._index == self._index
+
+    def __hash__(self) -> int:
+        return hash(self._index)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def _forward(operation: str) -> Callable[..., Any]:
+    return lambda self, *arguments, **named: self._peer.request(operation, self, *arguments, **named)
+
+
+for _operation in set(_OPERATIONS) - {"getattr"}:
+    setattr(_Remote, f"__{_operation}__", _forward(_operation))
+
+
+def _test(job: Mapping[str, Any], peer: _Peer) -> NoReturn:
+    """Execute the tests and write a JSON list of booleans, or a text if the tests are invalid."""
+    output = os.dup(1)
+    os.dup2(2, 1)
+    result: list[bool] | str
+    scope: dict[str, Any] = {"__name__": "tests"}
+    try:
+        exec(compile(job["setup"], "setup.py", "exec"), scope)
+        tests = [compile(test, "test.py", "exec") for test in job["tests"]]
+    except BaseException as error:  # the setup may raise anything
+        result = f"the tests of the row are invalid ({type(error).__name__}: {str(error)[:200]})"
+    else:
+        for name, is_module in _names_from_program(job, scope):
+            try:
+                scope[name] = __import__(name) if is_module else peer.request("name", name)
+            except Exception:  # tests that use the name fail with NameError
+                scope.pop(name, None)
+        result = [_passes(test, scope) for test in tests]
+    os.write(output, json.dumps(result).encode())
+    os._exit(0)
+
+
+def _passes(test: types.CodeType, scope: dict[str, Any]) -> bool:
+    try:
+        exec(test, scope)
+        return True
+    except BaseException:  # the test may raise anything, such as SystemExit
+        return False
+
+
+def _names_from_program(job: Mapping[str, Any], scope: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """Return the names that the tests use without defining them, and whether a name is a module of Python's library.
+
+    Names of built-ins and modules are not taken from the program, because it could replace them.
+    """
+    if job["names"] is not None:
+        return [(name, False) for name in job["names"]]
+    nodes = [node for test in job["tests"] for node in ast.walk(ast.parse(test))]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    defined = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
+    defined |= {node.arg for node in nodes if isinstance(node, ast.arg)} | {*scope, *vars(builtins)}
+    modules = {
+        node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    } & sys.stdlib_module_names
+    free = dict.fromkeys(node.id for node in names if node.id not in defined)
+    return [(name, name in modules) for name in free]
+
+
+if __name__ == "__main__":
+    _main()
