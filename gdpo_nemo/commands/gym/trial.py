@@ -1,0 +1,136 @@
+"""``gdpo-nemo gym scan --try``: start servers one after the other, and verify answers to their example rows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Iterator, Mapping
+
+import numpy as np
+
+from gdpo_nemo.commands.gym.processes import address
+from gdpo_nemo.commands.gym.up import Source, start
+from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
+from gdpo_nemo.data.server_replies import printable
+from gdpo_nemo.environments.nemo_gym.environment import NemoGym
+from gdpo_nemo.environments.nemo_gym.rows import read_row
+from gdpo_nemo.utils.errors import GdpoError
+
+_EXPECTED = ("expected_answer", "expected_output", "answer", "target", "ground_truth", "expected_call",
+             "expected_action", "expected_answers", "label", "reference", "solution")  # fmt: skip
+"""Columns of NeMo Gym's rows with the right answer, in the row or in its ``verifier_metadata``."""
+_MINIMAL = "0"
+_DEADLINE_S = 120.0
+_DETAIL = 200
+
+
+def try_server(
+    name: str, settings: Mapping[str, Any], rows: list[dict[str, Any]], source: Source, logs: Path, timeout_s: float
+) -> dict[str, Any]:
+    """Start a resources server, verify answers to its rows and end it.
+
+    Args:
+        settings: the server's entry in its configuration.
+        timeout_s: seconds until the server answers.
+
+    Returns:
+        status, summary, seconds and, if the server has started, the reward components and each answer's rewards.
+    """
+    begin = time.monotonic()
+    try:
+        with _served(name, settings, source, logs, timeout_s) as url:
+            result = verify_rows(name, url, rows)
+    except GdpoError as error:
+        last = printable(str(error).rpartition(" | ")[2], _DETAIL)
+        result = {"status": "did not start", "summary": f"did not start: {last}", "detail": str(error)}
+    return {**result, "seconds": round(time.monotonic() - begin, 1)}
+
+
+@contextlib.contextmanager
+def _served(name: str, settings: Mapping[str, Any], source: Source, logs: Path, timeout_s: float) -> Iterator[str]:
+    """Start a server and yield its URL. Raises RunError if it does not start."""
+    entry = {"entrypoint": "app.py", "domain": "other", **settings, "datasets": None}
+    # The empty list makes the process complete the config with NeMo Gym's own settings.
+    addressed = address({name: {"resources_servers": {name: entry}}, "config_paths": []}, {})
+    with contextlib.ExitStack() as stack:
+        stack.callback(addressed.close)
+        for process in start(name, name, addressed, source, logs):
+            stack.callback(process.end)
+            addressed.close()
+            process.wait_until_ready(addressed.urls, time.monotonic() + timeout_s)
+        yield addressed.urls[name]
+
+
+def verify_rows(name: str, url: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Verify answers to the rows through the environment ``nemo_gym``."""
+    options = {"servers": {name: url}, "retries": 0, "deadline_s": _DEADLINE_S, "request_timeout_s": _DEADLINE_S}
+    environment = NemoGym(options)
+    try:
+        samples = [sample for i, row in enumerate(rows) for sample in _samples(i, row)]
+        verdicts = environment.verify(samples)
+    finally:
+        environment.close()
+    return _summary(samples, verdicts)
+
+
+def _summary(samples: list[Trajectory], verdicts: list[Verdict]) -> dict[str, Any]:
+    answers = []
+    for sample, verdict in zip(samples, verdicts):
+        result = {"outcome": verdict.outcome.value, "rewards": dict(verdict.rewards), "detail": verdict.detail}
+        answers.append({"row": sample.prompt.id, "answer": sample.text, **result})
+    valid = [verdict for verdict in verdicts if verdict.outcome is Outcome.OK]
+    names = sorted({name for verdict in valid for name in verdict.rewards})
+    parts = []
+    for name in names:
+        values = [value for verdict in valid if (value := verdict.rewards.get(name)) is not None]
+        parts.append(f"{name} {min(values, default=math.nan):g} to {max(values, default=math.nan):g}")
+    failures = Counter(printable(verdict.detail, _DETAIL) for verdict in verdicts if verdict.outcome is not Outcome.OK)
+    parts += [f"{count} x {detail}" for detail, count in failures.most_common(2)]
+    return {
+        "status": "verified" if len(valid) == len(verdicts) else "partly" if valid else "failed",
+        "summary": f"{len(valid)} of {len(verdicts)} verified: {'; '.join(parts)}",
+        "components": names,
+        "answers": answers,
+    }
+
+
+def _samples(index: int, row: Mapping[str, Any]) -> Iterator[Trajectory]:
+    """Yield samples with a minimal answer, and with the expected answer as it is and in a box."""
+    columns = read_row(row)
+    prompt = Prompt(str(index), np.zeros(1, np.int32), "", "nemo_gym", columns, columns["messages"])
+    empty = np.zeros(0, np.int32)
+    for number, text in enumerate(dict.fromkeys([_MINIMAL, *_expected(row)])):
+        yield Trajectory(prompt, number, empty, empty.astype(np.float32), 0, text, "stop")
+
+
+def _expected(row: Mapping[str, Any]) -> Iterator[str]:
+    details = row.get("verifier_metadata")
+    for columns in (row, details if isinstance(details, Mapping) else {}):
+        for name in _EXPECTED:
+            value = columns.get(name)
+            if value is None or value == "":
+                continue
+            calls = [call for call in (value if isinstance(value, list) else [value]) if _is_call(call)]
+            if calls:
+                yield "\n".join(f"<tool_call>{json.dumps(_call(call))}</tool_call>" for call in calls)
+                return
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield text
+            yield f"\\boxed{{{text}}}"
+            return
+
+
+def _is_call(value: object) -> bool:
+    return isinstance(value, Mapping) and isinstance(value.get("name"), str) and "arguments" in value
+
+
+def _call(value: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = value["arguments"]
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return {"name": value["name"], "arguments": arguments}
