@@ -69,7 +69,11 @@ def main() -> None:
             listeners[name] = _listen(settings.setdefault("host", arguments.host), int(settings.get("port") or 0))
             settings["port"] = listeners[name].getsockname()[1]
         listeners[""] = _listen(arguments.host, arguments.head_port)
-    asyncio.run(_serve(content, instances, listeners))
+    try:
+        asyncio.run(_serve(content, instances, listeners))
+    except SystemExit as error:  # a server did not start; threads of its libraries could keep this process alive
+        sys.stderr.flush()
+        os._exit(int(error.code or 1))
 
 
 def _text(file: str) -> str:

@@ -76,7 +76,7 @@ def test_scan_gives_each_server_the_class_of_what_it_needs(checkout, capsys):
     server(checkout, "looks", row=IMAGE)
     server(checkout, "keyed", fields="api_key: str")
     server(checkout, "preset", fields="api_key: str", settings={"api_key": "${oc.env:KEY,none}"})
-    server(checkout, "unset", settings={"folder": "${oc.env:FOLDER}"})
+    server(checkout, "unset", settings={"folder": "${oc.env:FOLDER}", "key": "${oc.select:KEY,null}"})
     server(checkout, "stepped", verify="raise NotImplementedError")
     server(checkout, "prompted_later", row={"responses_create_params": {"input": []}})
     server(checkout, "runs", extra="from runner import run\n\n\n")
@@ -97,7 +97,7 @@ def test_scan_gives_each_server_the_class_of_what_it_needs(checkout, capsys):
     }  # fmt: skip
     assert found["runs"].needs == {"executes code": "exec in runner.py"}
     assert found["installs"].outside == ("subprocess.run in setup_it.py",)
-    assert found["unset"].needs == {"needs a configuration": "FOLDER"}
+    assert found["unset"].needs == {"needs a configuration": "FOLDER, KEY"}
     assert main(["gym", "scan", str(checkout), "--only", "s*", "--json", str(checkout / "scan.json")]) == 0
     assert "2 servers: 1 plain, 1 refused" in capsys.readouterr().out
     written = json.loads((checkout / "scan.json").read_text())

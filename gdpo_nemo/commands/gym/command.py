@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 
 from gdpo_nemo.commands.arguments import Commands, Parser, add_overrides
-from gdpo_nemo.commands.gym.scan import scan
-from gdpo_nemo.commands.gym.up import up
 
 
 def add(commands: Commands) -> None:
@@ -31,7 +29,7 @@ def add(commands: Commands) -> None:
         "--timeout", metavar="S", type=float, default=600.0, help="seconds until all servers answer (default: 600)"
     )
     add_overrides(action)
-    action.set_defaults(command=up)
+    action.set_defaults(command=_up)
     action = actions.add_parser(
         "scan",
         help="list every server and agent of a checkout with its needs",
@@ -56,7 +54,7 @@ def add(commands: Commands) -> None:
     action.add_argument(
         "--timeout", metavar="S", type=float, default=300.0, help="seconds until a server answers (default: 300)"
     )
-    action.set_defaults(command=scan)
+    action.set_defaults(command=_scan)
 
 
 def _add_environments(action: argparse.ArgumentParser) -> None:
@@ -78,3 +76,15 @@ def _add_environments(action: argparse.ArgumentParser) -> None:
     action.add_argument(
         "--log-dir", metavar="DIR", default="gym_logs", help="folder for logs and addresses.json (default: %(default)s)"
     )
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from gdpo_nemo.commands.gym.up import up
+
+    return up(arguments)
+
+
+def _scan(arguments: argparse.Namespace) -> int:
+    from gdpo_nemo.commands.gym.scan import scan
+
+    return scan(arguments)

@@ -18,11 +18,12 @@ from typing import Any, Iterator, Mapping
 from gdpo_nemo.commands.arguments import say, terminal
 from gdpo_nemo.commands.gym.code import Code
 from gdpo_nemo.commands.gym.environments import Environments
+from gdpo_nemo.commands.gym.trial import example_rows, try_server
 from gdpo_nemo.commands.gym.up import checkout_of, log_folder, source_of
 from gdpo_nemo.environments.nemo_gym.checkout import Unknown, component_names, instances_of, read_config
 from gdpo_nemo.environments.nemo_gym.rows import read_row
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.files import parse_json, read_text, write_whole
+from gdpo_nemo.utils.files import write_whole
 
 REFUSED = "refused"
 IMAGES = "needs images"
@@ -36,7 +37,7 @@ CLASSES = (REFUSED, IMAGES, JUDGE, EXECUTES, CONFIGURATION, TOOLS, PLAIN)
 _SERVERS, _AGENTS = "resources_servers", "responses_api_agents"
 _GIVEN = {"host", "port", "entrypoint", "name", "domain", "num_workers", "model_server", "resources_server"}
 """Config fields that this project or NeMo Gym sets."""
-_UNSET = re.compile(r"\?\?\?|\$\{([\w.]+)(?::([^,}]*)(,)?)?[^}]*\}")
+_UNSET = re.compile(r"\?\?\?|\$\{([\w.]+)(?::([^,}]*),?(?:\s*null)?([^}]*))?\}")
 """Matches a missing value, ``${name}``, and ``${oc.env:NAME,default}``."""
 _POLICY = ("policy_base_url", "policy_api_key", "policy_model_name")
 """Names that ``gdpo-nemo gym up`` defines for agents."""
@@ -92,15 +93,14 @@ def scan(arguments: argparse.Namespace) -> int:
 def _try(found: list[Scanned], checkout: Path, arguments: argparse.Namespace) -> None:
     """Start the servers that need no judge, images or configuration, and record what they return."""
     from gdpo_nemo.cluster.cleanup_process import guard_children
-    from gdpo_nemo.commands.gym.trial import try_server
 
     logs = log_folder(arguments.log_dir)
     source = source_of(arguments)
     able = [one for one in found if one.kind == _SERVERS and not one.needs.keys() - {TOOLS, EXECUTES}]
     guard_children()  # also ends the servers after SIGKILL
     for one in able[: arguments.limit]:
-        rows = example_rows(checkout / one.kind / one.name)[: arguments.rows]
-        one.trial = try_server(one.name, one.settings, rows, source, logs, arguments.timeout)
+        folder = checkout / one.kind / one.name
+        one.trial = try_server(one.name, one.settings, folder, arguments.rows, source, logs, arguments.timeout)
         say(f"{one.name}: {one.trial['summary']}")
 
 
@@ -192,20 +192,6 @@ def _classify_server(one: Scanned, folder: Path, entrypoint: Path, code: Code) -
         except ConfigError as error:
             images = '_image"' in json.dumps(row.get("responses_create_params"))
             one.needs[IMAGES if images else REFUSED] = f"row: {error}"
-
-
-def example_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of a server's ``data/example.jsonl`` (empty without the file).
-
-    Raises ConfigError if the file is not JSON Lines.
-    """
-    file = folder / "data" / "example.jsonl"
-    if not file.is_file():
-        return []
-    try:
-        return [parse_json(line) for line in read_text(file).splitlines() if line.strip()]
-    except ValueError as error:
-        raise ConfigError(f"data/example.jsonl is not valid JSON Lines: {error}") from None
 
 
 def _is_model(value: object) -> bool:
