@@ -82,4 +82,11 @@ ENVIRONMENTS = (
         "commands/test_gym.py::test_dry_run_finds_files_references_ports_and_requirements",
         "servers listen on the ports of the config",
     ),
+    mutant(
+        "environments/http_client.py",
+        "_ERROR_BYTES = 2**20",
+        "_ERROR_BYTES = 16 * 1024",
+        "environments/test_nemo_gym_hostile.py::test_preflight_says_in_one_line_what_would_fail_later",
+        "the field that a server refuses is named for long rows also",
+    ),
 )

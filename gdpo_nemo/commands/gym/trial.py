@@ -168,9 +168,14 @@ def example_rows(folder: Path) -> list[dict[str, Any]]:
 
 def recorded_answers(folder: Path) -> list[tuple[dict[str, Any], str, float]]:
     """Return row, answer and reward of the single-turn replies in a server's ``data/example_rollouts.jsonl``."""
+    rows = example_rows(folder)
     found = []
-    for reply in _json_lines(folder / "data" / "example_rollouts.jsonl"):
-        row = {name: value for name, value in reply.items() if name not in ("response", "reward")}
+    for index, reply in enumerate(_json_lines(folder / "data" / "example_rollouts.jsonl")):
+        index = reply.get("_ng_task_index", index)
+        row = rows[index] if isinstance(index, int) and 0 <= index < len(rows) else {}
+        # A reply lacks the fields of the row that the server does not return, and null is not a valid value of some.
+        own = {name: value for name, value in reply.items() if name not in ("response", "reward") and value is not None}
+        row = {**row, **own} if _prompt(row) == _prompt(own) else own
         response, reward = reply.get("response"), reply.get("reward")
         items = response.get("output") if isinstance(response, dict) else None
         text = _text(items if isinstance(items, list) else [])
@@ -180,6 +185,14 @@ def recorded_answers(folder: Path) -> list[tuple[dict[str, Any], str, float]]:
             read_row(row)
             found.append((row, text, float(reward)))
     return found
+
+
+def _prompt(row: Mapping[str, Any]) -> Any:
+    """Return the messages of a row, or None if it is not valid."""
+    try:
+        return read_row(row)["messages"]
+    except ConfigError:
+        return None
 
 
 def _text(items: list[Any]) -> str | None:
