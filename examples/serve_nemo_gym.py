@@ -8,8 +8,9 @@ lists all servers, listens on --head-port. After all servers have started, the s
 URLs. It requires a Python environment with nemo-gym 0.4 and the servers' dependencies. `gym env start` takes half a
 minute and two gigabytes.
 
-`gdpo-nemo gym up` passes --global-config FILE instead: JSON in the form of NeMo Gym's global config, with
-`config_paths` and changes. The script then also serves the agents and model servers.
+`gdpo-nemo gym` passes --global-config FILE instead: JSON in the form of NeMo Gym's global config, which may also
+contain agents and model servers. With --resolve, the script prints this config with the files in `config_paths` and all
+interpolations resolved. With --listener, it serves only the named servers, on sockets that the caller has opened.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import inspect
 import json
 import logging
 import os
+import re
 import socket
 import sys
 from pathlib import Path
@@ -40,7 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Serve NeMo Gym servers without Ray.")
     parser.add_argument("servers", nargs="*", metavar="SERVER=PORT")
     parser.add_argument("--global-config", metavar="FILE", help="JSON file, or - for standard input")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="also write the line of JSON to this file")
+    parser.add_argument("--resolve", action="store_true", help="print the global config and end")
+    parser.add_argument("--listener", action="append", default=[], metavar="NAME=FD", help="server and its open socket")
     parser.add_argument("--head-port", type=int, default=0)
     parser.add_argument("--host", default="127.0.0.1")
     arguments = parser.parse_args()
@@ -48,23 +52,28 @@ def main() -> None:
     requested = dict(text.partition("=")[::2] for text in arguments.servers)
     content = {k: v for name, port in requested.items() for k, v in _sections(name, arguments.host, port).items()}
     if arguments.global_config:
-        content = _resolved(json.loads(_text(arguments.global_config)))
+        content = json.loads(_text(arguments.global_config))
+    if "config_paths" in content or arguments.resolve:
+        content = _resolved(content)
+    if arguments.resolve:
+        print("\n" + json.dumps(content), flush=True)
+        return
+    instances = {name: (kind, implementation) for name, kind, implementation in _instances(content)}
     listeners = {}
-    for name, kind, implementation in _instances(content):
-        settings = content[name][kind][implementation]
-        listeners[name] = _listen(settings.setdefault("host", arguments.host), int(settings.get("port") or 0))
-        settings["port"] = listeners[name].getsockname()[1]
-    head = _listen(arguments.host, arguments.head_port)
-    address = BaseServerConfig(host=arguments.host, port=head.getsockname()[1])
-    config = global_config._GLOBAL_CONFIG_DICT = OmegaConf.create(content)
-    client = ServerClient(head_server_config=address, global_config_dict=config)
-    served = [(HeadServer(config=address).setup_webserver(), head)]
-    report = {"head": f"http://{address.host}:{address.port}", "servers": {}, "agents": {}, "models": {}}
-    for name, kind, implementation in _instances(content):
-        settings = content[name][kind][implementation]
-        served.append((_server(kind, implementation, {"name": name, **settings}, client), listeners[name]))
-        report[kind.rpartition("_")[2]][name] = f"http://{settings['host']}:{settings['port']}"
-    asyncio.run(_serve(served, report, arguments.report))
+    for text in arguments.listener:
+        name, _, number = text.rpartition("=")
+        listeners[name] = socket.socket(fileno=int(number))
+    if not listeners:
+        for name, (kind, implementation) in instances.items():
+            settings = content[name][kind][implementation]
+            listeners[name] = _listen(settings.setdefault("host", arguments.host), int(settings.get("port") or 0))
+            settings["port"] = listeners[name].getsockname()[1]
+        listeners[""] = _listen(arguments.host, arguments.head_port)
+    try:
+        asyncio.run(_serve(content, instances, listeners))
+    except SystemExit as error:  # a server did not start; threads of its libraries could keep this process alive
+        sys.stderr.flush()
+        os._exit(int(error.code or 1))
 
 
 def _text(file: str) -> str:
@@ -90,19 +99,12 @@ def _sections(name: str, host: str, port: str) -> dict:
 def _resolved(content: dict) -> dict:
     """Return NeMo Gym's global config with the files in `config_paths` and all interpolations resolved.
 
-    NeMo Gym selects the ports that are not set. The entry `_places` contains host and port of some servers by name.
-    Model servers at the address in the entry `_endpoint` already run.
+    NeMo Gym selects the ports that are not set.
     """
-    places = content.pop("_places", {})
-    endpoint = content.pop("_endpoint", {})
     parsed = global_config.GlobalConfigDictParser().parse_no_environment(OmegaConf.create(content))
-    found = OmegaConf.to_container(parsed, resolve=True)
-    for name, kind, implementation in _instances(found):
-        settings = found[name][kind][implementation]
-        settings |= places.get(name, {})
-        if kind == "responses_api_models" and endpoint and endpoint.items() <= settings.items():
-            del settings["entrypoint"]
-    return found
+    resolved = OmegaConf.to_container(parsed, resolve=True)
+    resolved.pop("config_paths", None)
+    return resolved
 
 
 def _prefer_own_folders() -> None:
@@ -129,31 +131,48 @@ def _instances(content: dict) -> list[tuple[str, str, str]]:
 
 
 def _server(kind: str, implementation: str, settings: dict, client: ServerClient) -> object:
-    """Return the web application of a server, from the last class with `setup_webserver` that its module defines."""
+    """Return the web application of a server, from the class that its module runs as a program.
+
+    If the module runs none by name, use the last class with `setup_webserver` that it defines.
+    """
     module = importlib.import_module(f"{kind}.{implementation}.{Path(settings['entrypoint']).stem}")
-    classes = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "setup_webserver")
-    ]
-    [server_class] = [
-        one for one in classes if not any(other is not one and issubclass(other, one) for other in classes)
-    ]
+    run = re.search(r"^ +(\w+)\.run_webserver\(\)", inspect.getsource(module), re.MULTILINE)
+    server_class = getattr(module, run[1], None) if run else None
+    if server_class is None:
+        classes = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type) and value.__module__ == module.__name__ and hasattr(value, "setup_webserver")
+        ]
+        [server_class] = [
+            one for one in classes if not any(other is not one and issubclass(other, one) for other in classes)
+        ]
     config = server_class.model_fields["config"].annotation(**settings)
     return server_class(config=config, server_client=client).setup_webserver()
 
 
-async def _serve(served: list, report: dict, file: Path | None) -> None:
+async def _serve(content: dict, instances: dict, listeners: dict[str, socket.socket]) -> None:
+    """Serve the servers in `listeners` until interrupted. The name of the head server is an empty string."""
     logging.disable(logging.INFO)
+    config = global_config._GLOBAL_CONFIG_DICT = OmegaConf.create(content)
+    head = listeners[""].getsockname() if "" in listeners else content["head_server"].values()
+    address = BaseServerConfig(**dict(zip(("host", "port"), head)))
+    client = ServerClient(head_server_config=address, global_config_dict=config)
+    served = []
+    report: dict = {"head": f"http://{address.host}:{address.port}", "servers": {}, "agents": {}, "models": {}}
+    for name, listener in listeners.items():
+        if not name:
+            served.append((HeadServer(config=address).setup_webserver(), listener))
+            continue
+        kind, implementation = instances[name]
+        settings = content[name][kind][implementation]
+        served.append((_server(kind, implementation, {"name": name, **settings}, client), listener))
+        report[kind.rpartition("_")[2]][name] = f"http://{settings['host']}:{settings['port']}"
     servers = [uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_keep_alive=30)) for app, _ in served]
     running = [asyncio.create_task(server.serve([listener])) for server, (_, listener) in zip(servers, served)]
     while not all(server.started for server in servers) and not any(task.done() for task in running):
         await asyncio.sleep(0.02)
     print(json.dumps(report), flush=True)
-    if file is not None:
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(report))
-        partial.replace(file)
     await asyncio.gather(*running)
 
 

@@ -25,7 +25,6 @@ from gdpo_nemo.commands import (
     explain,
     explain_advantages,
     export_rollouts,
-    gym,
     health,
     parity,
     plan,
@@ -42,6 +41,7 @@ from gdpo_nemo.commands.chat import command as chat
 from gdpo_nemo.commands.compare import command as compare
 from gdpo_nemo.commands.drill import command as drill
 from gdpo_nemo.commands.env import command as env
+from gdpo_nemo.commands.gym import command as gym
 from gdpo_nemo.commands.inspect import command as inspect
 from gdpo_nemo.utils.errors import ConfigError, GdpoError
 from gdpo_nemo.utils.progress import quiet_torch

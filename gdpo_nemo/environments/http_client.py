@@ -32,7 +32,7 @@ Reply = TypeVar("Reply")
 
 CONNECT_S = 10.0
 """Time limit in seconds for opening a connection."""
-_ERROR_BYTES = 16 * 1024
+_ERROR_BYTES = 2**20
 """Maximum number of bytes to read of an error reply."""
 _COOKIES = 16
 """Maximum number of cookies of one trajectory."""
@@ -216,7 +216,10 @@ class HttpClient:
 
     async def _excerpt(self, response: aiohttp.ClientResponse) -> str:
         """Return the beginning of an error reply's body as one line, for an error message."""
-        body = await response.content.read(_ERROR_BYTES)
+        parts: list[bytes] = []
+        while part := await response.content.read(_ERROR_BYTES - sum(map(len, parts))):
+            parts.append(part)
+        body = b"".join(parts)
         if "json" not in response.content_type:
             return self._clean(body.decode("utf-8", "replace"), 120)
         try:

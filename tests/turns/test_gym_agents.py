@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -80,7 +81,7 @@ def own_checkout(folder: Path, endpoint: str) -> Path:
 
 @pytest.fixture(scope="module")
 def agents(endpoint, tmp_path_factory):
-    """URLs of the agents by name; their ports are those of the config, and all are closed when the command ends."""
+    """URLs of the agents by name; their ports are those of the config, and SIGKILL of the command closes all."""
     folder = tmp_path_factory.mktemp("agents")
     names = [f"{server}_{suffix}" for server in SERVERS for suffix in ("agent", "direct_agent")]
     urls = {name: f"http://127.0.0.1:{port}" for name, port in zip(names, free_ports(len(names)))}
@@ -106,11 +107,23 @@ def agents(endpoint, tmp_path_factory):
     assert set(addresses["models"]) == {"policy_model"}
     assert "served from the checkout" in (folder / "logs" / "gym.log").read_text()
     yield urls
-    process.terminate()
-    assert process.wait(60) == 143
+    process.kill()
+    process.wait()
     for url in (*urls.values(), *addresses["servers"].values()):
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", urlsplit(url).port), timeout=5)
+        wait_until_refused(urlsplit(url).port)
+
+
+def wait_until_refused(port: int) -> None:
+    """The servers end after SIGKILL of the command, which cannot end them itself."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        except OSError as error:
+            assert isinstance(error, ConnectionRefusedError), error
+            return
+        time.sleep(0.2)
+    pytest.fail(f"a server still listens on port {port}")
 
 
 def free_ports(count: int) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gdpo_nemo.environments.nemo_gym.checkout import Unknown
 from gdpo_nemo.interop.nemo_rl import gym
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.translation import Findings
@@ -68,7 +69,7 @@ def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | 
     if name == gym.NAME:
         try:
             found = gym.find_gym(recipe)
-        except gym.Unknown:
+        except Unknown:
             return None
         return gym.NAME, gym.environment(recipe, found), found.names
     processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")

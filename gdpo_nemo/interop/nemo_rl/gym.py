@@ -6,37 +6,28 @@ components are therefore only known with a checkout. NeMo Gym's code is parsed, 
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterator, Mapping, Sequence
-
-import yaml
+from typing import Any, Mapping
 
 from gdpo_nemo.config.rollout_checks import TURNS_KEPT
+from gdpo_nemo.environments.nemo_gym.checkout import Instance, Unknown, component_names, config_contents, instances_of
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.translation import Findings
-from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.files import parse_json, parse_yaml, read_text, real_path
+from gdpo_nemo.utils.files import real_path
 
 NAME = "nemo_gym"
 """Name of the environment in the translated config, which is also NeMo-RL's name."""
 SUBMODULE = "3rdparty/Gym-workspace/Gym"
 """Folder of NeMo Gym in a checkout of NeMo-RL. Recipes use it in the paths of their rows."""
 _SECTION = "env.nemo_gym."
-_KINDS = ("resources_servers", "responses_api_agents", "responses_api_models")
 _OF_NEMO_RL = ("port_range_low", "port_range_high", "is_trajectory_collection", "num_gpu_nodes", "effort_levels",
                "pad_dynamic_image_shapes", "thinking_tags", "invalid_tool_call_patterns")  # fmt: skip
 """Keys of ``env.nemo_gym`` that NeMo-RL reads and that do not describe servers."""
 _THINKING = "policy_model.responses_api_models.vllm_model.extra_body.chat_template_kwargs"
-_COMPONENTS = "reward_components"
 _FIRST_PORT = 5000
 _SHORTEST_TURN = 16
 """Number of tokens that a turn with its template has at least."""
-
-
-class Unknown(Exception):
-    """The recipe's agents or reward components cannot be determined. The text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -173,42 +164,10 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     return tree
 
 
-# -- files of the checkout --------------------------------------------------------------------------------------
-
-
-def _instances(recipe: Recipe, checkout: Path) -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """Return (kind, implementation, settings) by instance name, from ``config_paths`` and the recipe itself."""
+def _instances(recipe: Recipe, checkout: Path) -> dict[str, Instance]:
+    """Return the servers by instance name, from ``config_paths`` and the recipe itself."""
     paths = recipe.get(f"{_SECTION}config_paths") or []
-    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-        raise Unknown("config_paths must be a list of files")
-    found: dict[str, tuple[str, str, dict[str, Any]]] = {}
-    for content in (*_contents(paths, checkout, set()), _settings(recipe)):
-        for name, section in content.items():
-            for kind in _KINDS:
-                servers = section.get(kind) if isinstance(section, dict) else None
-                for implementation, settings in servers.items() if isinstance(servers, dict) else ():
-                    before = found[name][2] if name in found and found[name][1] == implementation else {}
-                    found[name] = (kind, implementation, {**before, **(settings or {})})
-    return found
-
-
-def _contents(paths: list[str], checkout: Path, seen: set[str]) -> Iterator[dict[str, Any]]:
-    """Yield the files of ``config_paths``. Files that a file includes precede that file, which overrides them."""
-    for path in paths:
-        if path in seen:
-            continue
-        seen.add(path)
-        file = checkout / path
-        if not file.is_file():
-            raise Unknown(f"{path} was not found in {checkout}")
-        try:
-            content = parse_yaml(read_text(file))
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--gym-checkout: {file} is not valid YAML: {str(error).splitlines()[0]}") from None
-        if isinstance(content, dict):
-            included = content.get("config_paths") or []
-            yield from _contents([one for one in included if isinstance(one, str)], checkout, seen)
-            yield content
+    return instances_of((*config_contents(paths, checkout), _settings(recipe)))
 
 
 def _servers_of(agents: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -222,74 +181,9 @@ def _servers_of(agents: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(servers))
 
 
-def _names_of_server(instances: Mapping[str, tuple[str, str, dict[str, Any]]], name: str, checkout: Path) -> set[str]:
-    """Return the components of a server, from its code and its recorded replies (empty for a single reward)."""
-    if name not in instances or instances[name][0] != "resources_servers":
+def _names_of_server(instances: Mapping[str, Instance], name: str, checkout: Path) -> set[str]:
+    """Return the components of a server (empty for a single reward)."""
+    if name not in instances or instances[name].kind != "resources_servers":
         raise Unknown(f"no file in config_paths defines the resources server {name}")
     _, implementation, settings = instances[name]
-    folder = checkout / "resources_servers" / implementation
-    code = folder / str(settings.get("entrypoint") or "app.py")
-    if not code.is_file():
-        raise Unknown(f"{code} was not found")
-    written = _names_in_code(read_text(code))
-    recorded = _recorded_names(folder / "data" / "example_rollouts.jsonl")
-    if written is None and not recorded:
-        raise Unknown(f"{code} computes the names of its reward components, and no recorded reply contains them")
-    if written and recorded and written != recorded:
-        raise Unknown(
-            f"the reward components of {name} are {', '.join(sorted(written))} in {code.name}, but "
-            f"{', '.join(sorted(recorded))} in its recorded replies"
-        )
-    return written or recorded
-
-
-def _names_in_code(text: str) -> set[str] | None:
-    """Return the keys of all dictionaries that a server assigns to ``reward_components`` (None if it computes them)."""
-    try:
-        nodes = list(ast.walk(ast.parse(text)))
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-    names: set[str] = set()
-    for value in (value for node in nodes for value in _assigned(node)):
-        if isinstance(value, ast.Name) and value.id == _COMPONENTS:
-            continue
-        keys: Sequence[ast.expr | None] = value.keys if isinstance(value, ast.Dict) else [None]
-        if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys):
-            return None
-        names |= {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
-    return names
-
-
-def _assigned(node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the values that a node assigns to the name, attribute, argument or key ``reward_components``.
-
-    A value that is assigned to a single component of the dictionary is returned as a dictionary.
-    """
-    if isinstance(node, ast.keyword) and node.arg == _COMPONENTS:
-        yield node.value
-    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
-        for target in targets:
-            if isinstance(target, ast.Subscript) and _is_components(target.value):
-                yield ast.Dict([target.slice], [node.value])
-            elif _is_components(target):
-                yield node.value
-    if isinstance(node, ast.Dict):
-        yield from (v for k, v in zip(node.keys, node.values) if isinstance(k, ast.Constant) and k.value == _COMPONENTS)
-
-
-def _is_components(target: object) -> bool:
-    return getattr(target, "id", getattr(target, "attr", None)) == _COMPONENTS
-
-
-def _recorded_names(file: Path) -> set[str]:
-    """Return the components in the replies that a server's folder records (empty if there are none)."""
-    names: set[str] = set()
-    for line in read_text(file).splitlines() if file.is_file() else ():
-        try:
-            reply = parse_json(line)
-        except ValueError:
-            return set()
-        components = reply.get(_COMPONENTS) if isinstance(reply, dict) else None
-        names |= set(components) if isinstance(components, dict) else set()
-    return names
+    return component_names(checkout / "resources_servers" / implementation, str(settings.get("entrypoint") or "app.py"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gdpo_nemo.environments.nemo_gym.checkout import Unknown
 from gdpo_nemo.interop.nemo_rl import gym
 from gdpo_nemo.interop.nemo_rl.datasets import components, env_name
 from gdpo_nemo.interop.nemo_rl.keys import adapted
@@ -164,7 +165,7 @@ def _no_environment(recipe: Recipe, findings: Findings) -> None:
 def _unknown(recipe: Recipe) -> str:
     try:
         gym.find_gym(recipe)
-    except gym.Unknown as reason:
+    except Unknown as reason:
         return str(reason)
     return ""
 
