@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence
 
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
-from gdpo_nemo.utils.progress import importing
+from gdpo_nemo.utils.progress import importing, quiet_torch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -218,6 +218,8 @@ class ReplyParser:
         Raises:
             ConfigError: if vLLM has no parser of this name, or the tokenizer lacks tokens that the parser needs.
         """
+        if self.tool_call_parser == NO_PARSER and self._reasoning_parser is None:
+            return
         try:
             self._parser_class(self._tokenizer, None)
         except Exception as error:  # parsers raise any exception for missing tokens
@@ -241,24 +243,34 @@ class ReplyParser:
         has_tools = bool(tools) and self.tool_call_parser != NO_PARSER
         if not has_tools and not self.splits_reasoning:
             return Reply(text)
-        request = self._request(tools if has_tools else None)
-        try:
-            parser = self._parser_class(self._tokenizer, request.tools, chat_template_kwargs=self._template_kwargs)
-        except Exception:  # noqa: BLE001 - load raises it as an error of the config
-            self.load()
-            raise
-        try:
-            ids = _harmony_ids(text) if self.tool_call_parser == "openai" else ()
-            reasoning, content, found = parser.parse(
-                text, request, enable_auto_tools=has_tools, model_output_token_ids=ids
-            )
-        except Exception:  # noqa: BLE001 - the policy may write any text, and vLLM's parsers may raise anything for it
+        found = self._split(text, tools if has_tools else None)
+        if found is None:
             return Reply(text, is_malformed=has_tools)
-        calls = tuple((call.name, call.arguments) for call in found or () if has_tools and call.name)
+        reasoning, content, calls = found
         is_malformed = has_tools and not calls and self.opening in text
         if is_malformed or not (reasoning or content or calls):
             content = text  # some parsers drop a text that does not have their format
-        return Reply((content or "").strip() if calls else content or "", reasoning or "", calls, is_malformed)
+        return Reply(content.strip() if calls else content, reasoning, calls, is_malformed)
+
+    def _split(
+        self, text: str, tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[str, str, tuple[tuple[str, str], ...]] | None:
+        """Return reasoning, content and calls. Return None if the parser fails."""
+        request = self._request(tools)
+        try:
+            parser = self._parser_class(self._tokenizer, request.tools, chat_template_kwargs=self._template_kwargs)
+        except Exception as error:  # parsers raise any exception for missing tokens or unusual schemas
+            self.load()
+            raise RunError(f"the tools of a prompt are invalid for the parser: {first_line(error)}") from error
+        ids = _harmony_ids(text) if self.tool_call_parser == "openai" else ()
+        try:
+            reasoning, content, calls = parser.parse(
+                text, request, enable_auto_tools=bool(tools), model_output_token_ids=ids
+            )
+        except Exception:  # noqa: BLE001 - the policy may write any text, for which vLLM's parsers may raise anything
+            return None
+        named = tuple((call.name, call.arguments) for call in calls or () if tools and call.name)
+        return reasoning or "", content or "", named
 
     def thinking_tokens(self, token_ids: Sequence[int] | np.ndarray) -> int:
         """Return the number of tokens of a turn before its answer begins, which are reasoning and its marks."""
@@ -274,9 +286,8 @@ class ReplyParser:
     def _answer(self, text: str) -> str:
         """Return the text after the reasoning. Return an empty text if the reasoning has not ended."""
         if self.splits_reasoning:
-            parser = self._parser_class(self._tokenizer, None, chat_template_kwargs=self._template_kwargs)
-            ids = _harmony_ids(text) if self.tool_call_parser == "openai" else ()
-            return parser.parse(text, self._request(None), model_output_token_ids=ids)[1] or ""
+            found = self._split(text, None)
+            return text if found is None else found[1]
         _, mark, answer = text.partition("</think>")
         return answer if mark else "" if text.lstrip().startswith("<think>") else text
 
@@ -317,6 +328,7 @@ def _harmony_ids(text: str) -> list[int]:
 
 def _vllm_module(name: str) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    quiet_torch()
     with importing(freeze=False):
         module = importlib.import_module(name)
     # vLLM logs a traceback for each malformed call, which is an ordinary sample of a policy in training.

@@ -386,6 +386,7 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         loss_mask=mask,
         turns=record.get("turns", 1),
         turn_tokens=tuple(record.get("turn_tokens", ())),
+        thinking_tokens=record.get("thinking_tokens", 0),
         turn_rewards=tuple(dict(rewards) for rewards in record.get("turn_rewards", ())),
         spans=tuple(spans),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import random
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from gdpo_nemo.data.conversation import Conversation, output_items
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.data.replies import Reply, ReplyParser
+from gdpo_nemo.data.replies import Reply, ReplyParser, message_of
 from gdpo_nemo.environments.nemo_gym.rows import ROW, request_body
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.rollouts.batches import decode, sampled
@@ -274,3 +275,26 @@ def test_later_turns_are_rendered_with_the_template_arguments_of_their_row():
     end = conversation.tokenizer.convert_tokens_to_ids("<|im_end|>")
     thinking, silent = (c.text(c.continuation([USER], "and Rome?", end)) for c in (conversation, row))
     assert silent == thinking + "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_text_of_the_policy_ends_the_run(name):
+    family = FAMILIES[name]
+    rng = random.Random(0)
+    marks = [
+        *family.special.split(),
+        *family.plain.split(),
+        family.call,
+        *'{}[]":,\\',
+        '"name"',
+        "warm",
+        " ",
+        "\n",
+        "é",
+    ]
+    replies = ReplyParser(tokenizer_of(name))
+    for _ in range(40):
+        text = "".join(rng.choices(marks, k=12))
+        reply = replies.parse(text, TOOLS)
+        assert all(isinstance(part, str) for call in reply.calls for part in call)
+        assert json.dumps(message_of(reply)) and output_items(reply)

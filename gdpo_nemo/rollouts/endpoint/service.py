@@ -353,10 +353,17 @@ class Service:
         return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
     def _message(self, completion: Completion, request: ChatRequest) -> dict[str, Any]:
-        """Convert a completion to the assistant's message. If the request has tools, parse tool calls from the text."""
+        """Convert a completion to the assistant's message. If the request has tools, parse tool calls from the text.
+
+        Raises:
+            Refused: if the tool definitions are invalid.
+        """
         text = self.conversation.text(completion.token_ids)
         text = text[: min((end for stop in request.stop if (end := text.find(stop)) >= 0), default=len(text))]
-        reply = self.conversation.replies.parse(text, request.tools if request.parses_calls else None)
+        try:
+            reply = self.conversation.replies.parse(text, request.tools if request.parses_calls else None)
+        except RunError as error:
+            raise Refused(400, str(error)) from None
         message: dict[str, Any] = {"role": "assistant", "content": reply.content}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
