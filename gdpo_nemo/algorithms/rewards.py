@@ -6,7 +6,7 @@ Each rule of `gdpo.shaping` names one component and one transformation:
       - {component: correctness, clip: [-1, 1]}
       - {component: correctness, scale: {by: 2.0, offset: 1.0}}
       - {component: correctness, linear: {from: [-3, 3], to: [0, 1]}}
-      - {component: length, length: {full: 200, zero: 400}}
+      - {component: length, length: {full: 200, zero: 400, thinking: false}}
       - {component: length, condition: {on: correctness, ge: 1.0, else: 0.0}}
       - {component: overlong, overlong: {buffer: 64, penalty: 1.0}}
       - {component: correctness, truncated: {value: 0.0}}
@@ -58,6 +58,13 @@ class ShapingContext:
     """Maximum completion length in tokens."""
     truncated: np.ndarray | None
     """True for samples that reached the length limit, bool [sequences]."""
+    thinking: np.ndarray | None = None
+    """Number of completion tokens that are reasoning, float64 [sequences]."""
+
+    def counted_lengths(self, thinking: bool) -> np.ndarray:
+        """Return the lengths, without reasoning if ``thinking`` is false. Raises ValueError if one is missing."""
+        lengths: np.ndarray = self.need("lengths")
+        return lengths if thinking else np.asarray(lengths - self.need("thinking"))
 
     def need(self, name: str) -> Any:
         """Return an optional field that a rule requires.
@@ -105,11 +112,11 @@ def _condition(values: np.ndarray, rule: Mapping[str, Any], context: ShapingCont
 
 def _length(values: np.ndarray, rule: Mapping[str, float], context: ShapingContext) -> np.ndarray:
     """Return 1 for up to `full` tokens, 0 from `zero` tokens, and linear values between them. Without `zero`, return 0
-    above `full`."""
-    options = _options(rule, {"full": None, "zero": None})
+    above `full`. With `thinking: false`, tokens of reasoning do not count."""
+    options = _options(rule, {"full": None, "zero": None, "thinking": True})
     full = options["full"]
     zero = options["zero"]
-    lengths: np.ndarray = context.need("lengths")
+    lengths = context.counted_lengths(options["thinking"])
     if full is None or (zero is not None and zero <= full):
         raise ValueError("requires `full`, and `zero` above it")
     if zero is None:
@@ -119,13 +126,13 @@ def _length(values: np.ndarray, rule: Mapping[str, float], context: ShapingConte
 
 def _overlong(values: np.ndarray, rule: Mapping[str, float], context: ShapingContext) -> np.ndarray:
     """Subtract DAPO's soft overlong penalty (arXiv 2503.14476, equation 13): 0 up to max_length - buffer tokens, then
-    linear up to `penalty` at max_length."""
-    options = _options(rule, {"buffer": None, "penalty": 1.0, "max_length": context.max_length})
+    linear up to `penalty` at max_length. With `thinking: false`, tokens of reasoning do not count."""
+    options = _options(rule, {"buffer": None, "penalty": 1.0, "max_length": context.max_length, "thinking": True})
     if not options["buffer"] or options["buffer"] <= 0:
         raise ValueError("requires a positive `buffer` in tokens")
     if options["max_length"] is None:
         raise ValueError("requires max_length, which was not given")
-    excess = context.need("lengths") - (options["max_length"] - options["buffer"])
+    excess = context.counted_lengths(options["thinking"]) - (options["max_length"] - options["buffer"])
     return np.asarray(values - options["penalty"] * np.clip(excess / options["buffer"], 0.0, 1.0))
 
 
@@ -172,6 +179,7 @@ def apply_shaping(
     lengths: Any = None,
     max_length: int | None = None,
     truncated: Any = None,
+    thinking: Any = None,
     functions: Functions | None = None,
 ) -> dict[str, np.ndarray]:
     """Apply the shaping rules and return all components. New components come last.
@@ -182,6 +190,7 @@ def apply_shaping(
         lengths: number of completion tokens [sequences].
         max_length: maximum completion length in tokens, for `overlong`.
         truncated: bool [sequences], True for samples that reached the length limit.
+        thinking: number of completion tokens that are reasoning [sequences], for rules with `thinking: false`.
         functions: custom functions by their import paths in the rules. None: custom rules have no effect.
 
     Raises:
@@ -193,7 +202,7 @@ def apply_shaping(
     inputs = {name: np.asarray(column, dtype=np.float64) for name, column in columns.items()}
     count = len(next(iter(inputs.values()), lengths if lengths is not None else ()))
     done: dict[str, np.ndarray] = {}
-    context = ShapingContext(done, _array(lengths, float), max_length, _array(truncated, bool))
+    context = ShapingContext(done, _array(lengths, float), max_length, _array(truncated, bool), _array(thinking, float))
     for name in order:
         column = inputs.get(name, np.zeros(count))
         for rule in rules:
@@ -224,7 +233,11 @@ def check_shaping(
     probe = {name: np.array([0.0, 1.0, np.nan]) for name in components}
     lengths = [1, 4, 2]
     truncated = [False, True, False]
-    return list(apply_shaping(probe, rules, lengths=lengths, max_length=4, truncated=truncated, functions=functions))
+    return list(
+        apply_shaping(
+            probe, rules, lengths=lengths, max_length=4, truncated=truncated, thinking=[0, 2, 1], functions=functions
+        )
+    )
 
 
 def _order(rules: Sequence[Mapping[str, Any]], components: Sequence[str]) -> list[str]:

@@ -39,7 +39,7 @@ _PAIRS_SHOWN = 3
 _COLUMNS = (
     "prompt_id", "sample_index", "environment", "prompt", "completion", "rewards", "outcome", "finish_reason",
     "policy_version", "prompt_ids", "completion_ids", "logprobs", "turns", "loss_mask", "advantage", "turn_tokens",
-    "turn_rewards",
+    "turn_rewards", "thinking_tokens",
 )  # fmt: skip
 """Columns of a rollout file that are needed to compute and show advantages."""
 
@@ -186,6 +186,7 @@ def _trajectory(record: dict[str, Any]) -> Trajectory:
         turns=record["turns"],
         turn_tokens=tuple(map(int, record["turn_tokens"] if record["turn_tokens"] is not None else ())),
         turn_rewards=tuple(json.loads(record["turn_rewards"] or "[]")),
+        thinking_tokens=int(np.nan_to_num(np.float64(record["thinking_tokens"] or 0))),
     )
 
 

@@ -16,7 +16,7 @@ from gdpo_nemo.config.model_checks import data_paths, is_local, is_rows_function
 from gdpo_nemo.config.schema import Config, DatasetConfig, RunConfig
 from gdpo_nemo.data.records import max_prompt_tokens, splits_to_read
 from gdpo_nemo.data.rows import Row, environment_of_row, load_rows
-from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, special_tool_calls
+from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens
 from gdpo_nemo.models.sources import Format, Source, described_by
 from gdpo_nemo.observe.display import process_start, shown
 from gdpo_nemo.planning.report import describe
@@ -126,7 +126,7 @@ def check_data(resolved: Resolved) -> list[tuple[str, str]]:
             found.append(("data", f"data.{split}: {location} is {origin}, not checked"))
     if local:
         found += _check_local(resolved, local)
-    return [*found, *_tool_call_note(resolved)]
+    return found
 
 
 def _check_local(resolved: Resolved, splits: Mapping[str, DatasetConfig]) -> list[tuple[str, str]]:
@@ -198,20 +198,6 @@ def _tokenizer_folder(resolved: Resolved) -> Path | None:
     if source is not None and config.policy.tokenizer_name is None:
         location = _converted_tokenizer_folder(config.run, source)
     return Path(location) if location is not None and Path(location).is_dir() else None
-
-
-def _tool_call_note(resolved: Resolved) -> list[tuple[str, str]]:
-    """Return a note if the model's tool calls use special tokens, which decoded completions do not contain."""
-    folder = _tokenizer_folder(resolved) if resolved.algorithm.samples else None
-    names = special_tool_calls(folder) if folder is not None else []
-    if not names:
-        return []
-    sentence = (
-        f"policy.model_name: {', '.join(names)}: tool calls use special tokens; completions are decoded without "
-        "special "
-        "tokens, so environments cannot see tool calls of this model"
-    )
-    return [("model", sentence)]
 
 
 def _converted_tokenizer_folder(run: RunConfig, source: Source) -> Path | None:

@@ -342,7 +342,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
         "while rollout.group_timeout_s is null",
     ),
     Effect(
-        ("rollout.endpoint.host", "rollout.endpoint.port"),
+        tuple(f"rollout.endpoint.{key}" for key in ("host", "port", "api_key_env", "allowed_hosts")),
         lambda c: c.rollout.endpoint.enabled,
         "while rollout.endpoint.enabled is false",
     ),

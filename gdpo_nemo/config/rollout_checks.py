@@ -3,10 +3,14 @@ multi-turn agents."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import math
+from pathlib import Path
 
 from gdpo_nemo.config.schema import Config, GdpoConfig, RolloutConfig
-from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.config.sections import GenerationConfig
+from gdpo_nemo.utils.errors import ConfigError, nearest
 
 
 def admission_bound(groups: int, steps_ahead: int, window: int) -> int:
@@ -238,6 +242,34 @@ def _check_surroundings(config: Config) -> None:
             f"{_KEY}.groups: requires gdpo.group_by row; with group_by prompt, old samples would be compared "
             "with new samples"
         )
+
+
+def check_parsers(generation: GenerationConfig) -> None:
+    """Check the names of the parsers.
+
+    Raises:
+        ConfigError: if the installed vLLM has no parser of this name.
+    """
+    for key, package, others in (
+        ("tool_call_parser", "tool_parsers", ("none",)),
+        ("reasoning_parser", "reasoning", ()),
+    ):
+        name = getattr(generation, key)
+        if name is not None and name not in (known := (*_parser_names(package), *others)):
+            raise ConfigError(
+                f"policy.generation.{key}: {name!r} is not a parser of the installed vLLM{nearest(name, known)}"
+            )
+
+
+def _parser_names(package: str) -> list[str]:
+    """Read the names of vLLM's parsers from its source, because the import would take 5 s of CPU time."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        raise ConfigError("policy.generation: vLLM is not installed; install it, or set no parser")
+    source = (Path(vllm.origin).parent / package / "__init__.py").read_text()
+    tables = (node.value for node in ast.parse(source).body if isinstance(node, ast.Assign))
+    names = (ast.literal_eval(key) for table in tables if isinstance(table, ast.Dict) for key in table.keys if key)
+    return sorted(name for name in names if isinstance(name, str))
 
 
 TURNS_KEPT = 65_536

@@ -199,12 +199,17 @@ class EndpointConfig:
     """OpenAI-compatible HTTP server in front of the engines, for agents that request the policy's turns over HTTP."""
 
     enabled: bool = False
-    """Serve /v1/chat/completions, /tokenize and /v1/models during the run."""
+    """Serve /v1/chat/completions, /v1/responses, /v1/messages, /tokenize and /v1/models during the run."""
     host: str = "127.0.0.1"
-    """Address to listen on. The server has no authentication, so every client that can reach the address can request
-    completions."""
+    """Address to listen on. Without `api_key_env`, every client that can reach the address can request completions."""
     port: Annotated[int, Range(0, 65_535)] = 8000
     """Port to listen on. Agents must be configured with the same port. 0 selects any free port."""
+    api_key_env: Optional[str] = None
+    """Environment variable with the access token that clients must send, as a bearer token or as x-api-key. Null: no
+    token."""
+    allowed_hosts: List[str] = field(default_factory=list)
+    """Host names by which clients reach the server, in addition to IP addresses, localhost and the machine's name.
+    Requests with other names in Host or Origin are refused."""
 
 
 @dataclass

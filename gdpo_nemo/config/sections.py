@@ -151,6 +151,13 @@ class GenerationConfig:
     """Number of most likely tokens to sample from; -1: all tokens."""
     stop_strings: List[str] = field(default_factory=list)
     """Strings that end a completion. A stop string remains part of the completion."""
+    tool_call_parser: Optional[str] = None
+    """Parser of the policy's tool calls, by the name of vLLM's option --tool-call-parser, such as hermes, qwen3_xml,
+    llama3_json, mistral, deepseek_v3, glm45 or openai; none: do not parse tool calls. Null: the parser for the format
+    in the model's chat template, or hermes."""
+    reasoning_parser: Optional[str] = None
+    """Parser that separates reasoning from the answer, by the name of vLLM's option --reasoning-parser, such as qwen3,
+    deepseek_r1 or mistral. Null: reasoning remains in the text, except with the tool-call parser openai."""
     verify_weights: bool = True
     """Check every weight update by comparing the log-probs of a few sequences between trainer and engines."""
     parity_limit: Annotated[Optional[float], Range(above=0)] = None

@@ -32,7 +32,7 @@ from gdpo_nemo.config.objective_checks import (
     objective_notes,
 )
 from gdpo_nemo.config.placement import Places, joined, place, place_workers
-from gdpo_nemo.config.rollout_checks import check_reuse, check_rollout_bounds, check_turns_kept
+from gdpo_nemo.config.rollout_checks import check_parsers, check_reuse, check_rollout_bounds, check_turns_kept
 from gdpo_nemo.config.schema import ClusterConfig, Config, DatasetConfig, GdpoConfig, LoggerConfig
 from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.config.transports import check_transport
@@ -76,6 +76,7 @@ def validate(config: Config) -> Resolved:
     check_algorithm(config, algorithm, layout)
     check_strided(config, algorithm)
     check_turns_kept(config)
+    check_parsers(config.policy.generation)
     model = check_files(config, layout)
     notes = (
         *_notes(config, layout, updates),

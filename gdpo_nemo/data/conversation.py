@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.data.replies import Reply, ReplyParser, split_thought
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 
 if TYPE_CHECKING:
@@ -29,12 +29,20 @@ class Conversation:
         tokenizer: a transformers tokenizer.
         chat: True to render with the tokenizer's chat template. Otherwise observations are appended as plain text.
         template_kwargs: additional arguments of the chat template (``data.train.chat_template_kwargs``).
+        replies: parser of the policy's turns. None chooses it by the chat template.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat: bool, template_kwargs: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat: bool,
+        template_kwargs: Mapping[str, Any] | None = None,
+        replies: ReplyParser | None = None,
+    ):
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
         self.chat = chat
+        self.replies = replies or ReplyParser(tokenizer, template_kwargs=template_kwargs)
 
     def prompt(
         self, messages: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
@@ -51,6 +59,7 @@ class Conversation:
         observation: str | Sequence[Message],
         last_token: int,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        calls: Sequence[Mapping[str, Any]] = (),
     ) -> np.ndarray:
         """Return the tokens to insert between the policy's previous turn and its next turn: int32 [tokens].
 
@@ -61,6 +70,8 @@ class Conversation:
             history: messages before the policy's previous turn. None uses a placeholder.
             observation: messages after the policy's previous turn, or the text of a user message.
             last_token: last token of the policy's previous turn.
+            calls: tool calls of the policy's previous turn, in chat format. Some templates end a turn with calls in
+                another way, or require the call before its result.
 
         Raises:
             RunError: if the template refuses the messages, or does not render the assistant's message exactly once.
@@ -69,8 +80,10 @@ class Conversation:
             if not isinstance(observation, str):
                 raise RunError("an observation of chat messages requires a tokenizer with a chat template; use text")
             return self._tokens(observation)
-        spoken = [*(history or _ANYTHING), {"role": "assistant", "content": PLACEHOLDER}, *self.messages(observation)]
-        text = self._rendered(spoken, tools)
+        before, after = list(history or _ANYTHING), self.messages(observation)
+        if calls and (ids := self._after_calls(before, after, last_token, tools, calls)) is not None:
+            return ids
+        text = self._rendered([*before, {"role": "assistant", "content": PLACEHOLDER}, *after], tools)
         if text.count(PLACEHOLDER) != 1:
             raise RunError(
                 "the chat template must render an assistant's message once, but rendered "
@@ -79,28 +92,79 @@ class Conversation:
         ids = self._tokens(text.partition(PLACEHOLDER)[2])
         return ids[1:] if len(ids) and ids[0] == last_token else ids
 
+    def _after_calls(
+        self,
+        before: list[Message],
+        after: list[Message],
+        last_token: int,
+        tools: Sequence[Mapping[str, Any]] | None,
+        calls: Sequence[Mapping[str, Any]],
+    ) -> np.ndarray | None:
+        """Return the tokens after a turn with tool calls. Return None if the template does not render the calls."""
+        last = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {"x": PLACEHOLDER}}}
+        spoken = [*before, {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], last]}]
+        try:
+            turn = self._rendered(spoken, tools, prompts=False)
+            text = self._rendered([*spoken, *after], tools)
+        except RunError:  # the message without calls may be accepted
+            return None
+        end, rest = (part.partition(PLACEHOLDER)[2] for part in (turn, text))
+        if turn.count(PLACEHOLDER) != 1 or text.count(PLACEHOLDER) != 1 or not rest.startswith(end):
+            return None
+        closing = self._tokens(end).tolist()
+        special = [index for index, token in enumerate(closing) if token in self.replies.special]
+        if last_token in closing:
+            first = len(closing) - closing[::-1].index(last_token)
+        else:  # a truncated turn
+            first = special[-1] if special else len(closing)
+        ids = np.array([*closing[first:], *self._tokens(rest.removeprefix(end))], np.int32)
+        return ids[1:] if len(ids) and ids[0] == last_token else ids
+
+    def for_row(self, fields: Mapping[str, Any]) -> Conversation:
+        """Return the conversation with the template arguments of a row (column ``chat_template_kwargs``)."""
+        own = fields.get("chat_template_kwargs")
+        if not own:
+            return self
+        return Conversation(self.tokenizer, self.chat, {**self.template_kwargs, **own}, self.replies)
+
     def text(self, token_ids: Iterable[int]) -> str:
-        """Decode tokens, without special tokens."""
-        text: str = self.tokenizer.decode([int(t) for t in token_ids], skip_special_tokens=True)
-        return text
+        """Decode tokens. Special tokens are dropped, except those that mark tool calls and reasoning."""
+        return self.replies.text(token_ids)
 
     @staticmethod
     def messages(observation: str | Sequence[Message]) -> list[Message]:
         """Return an observation as a list of messages. Text becomes a user message."""
         return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
 
-    def _rendered(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, prompts: bool = True
+    ) -> str:
         extra = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **extra
-            )
-            return text
-        except Exception as error:  # templates may raise any exception
-            raise RunError(f"the chat template rejected a conversation: {first_line(error)}") from error
+        forms = [list(messages)]
+        if any(message.get("tool_calls") for message in messages):
+            forms.append(_with_text_arguments(messages))
+        failures: list[Exception] = []
+        for form in forms:
+            try:
+                return self.tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=prompts, **extra)
+            except Exception as error:  # noqa: BLE001 - templates may raise any exception
+                failures.append(error)
+        raise RunError(f"the chat template rejected a conversation: {first_line(failures[0])}") from failures[0]
 
     def _tokens(self, text: str, special: bool = False) -> np.ndarray:
         return np.array(self.tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
+
+
+def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose tool calls have arguments as JSON text, which DeepSeek's templates expect."""
+    changed: list[Message] = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments"))}}
+            for call in message.get("tool_calls") or ()
+        ]
+        changed.append({**message, "tool_calls": calls} if calls else message)
+    return changed
 
 
 @dataclass(frozen=True)
@@ -186,78 +250,24 @@ class Dialogue:
         return self._conversation.prompt([*system, {"role": "user", "content": message}])[1]
 
 
-_OPEN = "<tool_call>"
-_CLOSE = "</tool_call>"
-_CALL_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]{1,200})"\s*,\s*"arguments"\s*:')
-_THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-
-
-def output_items(text: str, tool_parser: str = "none", split_reasoning: bool = False) -> list[dict[str, Any]]:
-    """Convert a completion to Responses API items, in the order reasoning, message, calls. Return at least one item.
+def output_items(reply: Reply, split_reasoning: bool = False) -> list[dict[str, Any]]:
+    """Convert a turn to Responses API items, in the order reasoning, message, calls. Return at least one item.
 
     Args:
-        tool_parser: ``hermes`` converts ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen, Hermes) to
-            calls. The text around the calls becomes a message. A block with invalid JSON as arguments also becomes a
-            call, and the verifier scores it. ``none`` does not parse calls.
-        split_reasoning: True to convert ``<think>...</think>`` at the beginning to a reasoning item.
+        split_reasoning: True to convert ``<think>...</think>`` at the beginning of the content to a reasoning item.
     """
     items = []
-    if split_reasoning and _THINK.match(text):
-        thought, text = split_thought(text)
+    thought, text = reply.reasoning, reply.content
+    has_thought = bool(thought)
+    if split_reasoning and not thought:
+        thought, text = split_thought(reply.content)
+        has_thought = text != reply.content
+    if has_thought:
         items.append({"id": "rs_0", "type": "reasoning", "summary": [{"type": "summary_text", "text": thought}]})
-    calls: list[tuple[str, str]] = []
-    if tool_parser == "hermes":
-        text, calls = split_calls(text)
-    if text or not (items or calls):
+    if text or not (items or reply.calls):
         part = {"type": "output_text", "text": text, "annotations": []}
         items.append({"id": "msg_0", "type": "message", "role": "assistant", "status": "completed", "content": [part]})
-    for number, (name, arguments) in enumerate(calls):
+    for number, (name, arguments) in enumerate(reply.calls):
         ids = {"id": f"fc_{number}", "call_id": f"call_{number}"}
         items.append({**ids, "type": "function_call", "status": "completed", "name": name, "arguments": arguments})
     return items
-
-
-def split_thought(text: str) -> tuple[str, str]:
-    """Return the content of a leading ``<think>...</think>`` block, or an empty text, and the remaining text."""
-    thought = _THINK.match(text)
-    return (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
-
-
-def split_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """Return the text without its tool calls, and the calls as (name, arguments in JSON).
-
-    Text without calls is returned unchanged. A block that cannot be parsed as a call stays in the text.
-    """
-    calls = []
-    rest = []
-    end = 0
-    # A regular expression would scan the remaining text again for every opening tag without a closing tag.
-    start = text.find(_OPEN)
-    while start >= 0 and (close := text.find(_CLOSE, start)) >= 0:
-        call = _read_call(text[start + len(_OPEN) : close])
-        if call is not None:
-            calls.append(call)
-            rest.append(text[end:start])
-            end = close + len(_CLOSE)
-        start = text.find(_OPEN, close)
-    if not calls:
-        return text, []
-    return "".join([*rest, text[end:]]).strip(), calls
-
-
-def has_call_block(text: str) -> bool:
-    """Return whether the text contains a complete ``<tool_call>`` block, even if it cannot be parsed as a call."""
-    start = text.find(_OPEN)
-    return start >= 0 and text.find(_CLOSE, start) >= 0
-
-
-def _read_call(block: str) -> tuple[str, str] | None:
-    try:
-        call = json.loads(block)
-    except (ValueError, RecursionError):
-        head = _CALL_HEAD.match(block)
-        return (head[1], block[head.end() :].strip().removesuffix("}").rstrip()) if head else None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        return None
-    arguments = call.get("arguments", {})
-    return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments)

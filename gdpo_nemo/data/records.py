@@ -10,6 +10,7 @@ import numpy as np
 
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import PolicyConfig
+from gdpo_nemo.data.replies import Reply
 
 
 class Outcome(StrEnum):
@@ -78,7 +79,7 @@ class Trajectory:
     policy_version: int
     """Number of optimizer steps of the weights that sampled the completion."""
     text: str
-    """Completion decoded without special tokens."""
+    """Completion decoded without special tokens, except those that mark tool calls and reasoning."""
     finish_reason: str
     """Finish reason of the engine: ``stop`` or ``length``."""
     rewards: dict[str, float | None] = field(default_factory=dict)
@@ -107,6 +108,10 @@ class Trajectory:
     messages: tuple[Mapping[str, Any], ...] | None = None
     """Turns after the prompt as chat messages of the policy and the environment, for verifiers. None for a single turn,
     or if turns were not recorded."""
+    thinking_tokens: int = 0
+    """Number of the policy's tokens that are reasoning. 0 unless a rule of ``gdpo.shaping`` has ``thinking: false``."""
+    reply: Reply | None = None
+    """Text of a single turn, split into reasoning, content and tool calls. None if there was nothing to split."""
 
     @property
     def num_policy_tokens(self) -> int:

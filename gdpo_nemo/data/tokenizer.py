@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from itertools import count
 from pathlib import Path
@@ -33,10 +32,6 @@ lines."""
 _LARGEST_VALUE = 1_000_000
 """Maximum number of characters in a text, or of elements in a list, that a template may create for one short
 message."""
-
-
-_TOOL_CALL = re.compile(r"tool.?calls?\b|tool.?call.?(begin|end)|python_tag|function.?call|<\|call\|>", re.IGNORECASE)
-"""Tokens that mark tool calls: [TOOL_CALLS] in Mistral, <|python_tag|> in Llama 3, <|tool_call|> in Granite."""
 
 
 class Tokenizer(Protocol):
@@ -100,31 +95,6 @@ class Tokenizer(Protocol):
 
     def get_vocab(self) -> dict[str, int]:
         """Return the vocabulary: token -> id."""
-
-
-def special_tool_calls(folder: Path) -> list[str]:
-    """Return the sorted special tokens that mark tool calls. The list is empty without a ``tokenizer.json``.
-
-    Decoding removes these tokens from the text. Decoding does not remove Qwen's <tool_call>, which is an added token
-    but not a special token.
-
-    Raises:
-        ConfigError: if ``tokenizer.json`` cannot be read.
-    """
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return []
-    try:
-        content = parse_json(read_text(file))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"policy.tokenizer_name: {file} cannot be read ({first_line(error)})") from None
-    added = content.get("added_tokens") if isinstance(content, dict) else None
-    special = [
-        str(token.get("content"))
-        for token in (added if isinstance(added, list) else [])
-        if isinstance(token, dict) and token.get("special")
-    ]
-    return sorted(name for name in special if _TOOL_CALL.search(name))
 
 
 def load_tokenizer(policy: PolicyConfig, folder: str | Path) -> Tokenizer:

@@ -37,6 +37,7 @@ SCHEMA = pa.schema(
         "turn_tokens": pa.list_(pa.int32()),
         "turn_rewards": pa.string(),
         "turn_advantages": pa.list_(pa.float64()),
+        "thinking_tokens": pa.int32(),
         "position": pa.int64(),
         "spans": pa.list_(pa.struct({"version": pa.int64(), "tokens": pa.int64()})),
         "extra": pa.string(),
@@ -56,6 +57,7 @@ SCHEMA = pa.schema(
 * ``turn_tokens``, ``turn_rewards`` (JSON, one mapping per turn) and ``turn_advantages`` are set only for trajectories
   of several turns. ``turn_advantages`` also requires ``gdpo.credit: turn``. In this case, ``advantage`` is the mean of
   the turns' advantages over the tokens.
+* ``thinking_tokens`` is set only if a rule of ``gdpo.shaping`` has ``thinking: false``.
 * ``not_utf8`` is JSON with the original texts that contain an unpaired surrogate, by column. UTF-8 cannot encode
   surrogates, so the columns themselves contain question marks instead.
 """
@@ -65,7 +67,7 @@ TOKEN_FLOATS = ("logprobs", "trainer_logprobs", "entropies")
 _TEXTS = ("prompt_id", "prompt", "completion", "detail")
 _DEFAULTS = {"detail": "", "turns": 1, "loss_mask": None, "position": -1, "spans": (), "extra": None, "advantage": None}
 _DEFAULTS |= {"terms": None, "trainer_logprobs": None, "not_utf8": None}
-LATER = ("turn_tokens", "turn_rewards", "turn_advantages", "entropies")
+LATER = ("turn_tokens", "turn_rewards", "turn_advantages", "thinking_tokens", "entropies")
 """Columns that Parquet files of older runs lack. Readers fill these columns with nulls."""
 _DEFAULTS |= dict.fromkeys(LATER)
 """Default values of keys that older JSONL files lack."""
@@ -118,6 +120,7 @@ def table_of(
         "turn_tokens": _lists(turn_tokens, np.int32),
         "turn_rewards": _json([t.turn_rewards if t.turns > 1 else None for t in samples]),
         "turn_advantages": _lists(unknown if turn_advantages is None else turn_advantages, np.float64),
+        "thinking_tokens": pa.array([t.thinking_tokens or None for t in samples], pa.int32()),
         "position": pa.array(positions, pa.int64()),
         "spans": _span_lists([t.spans for t in samples]),
         "extra": _json([t.extra for t in samples]),

@@ -20,7 +20,7 @@ from gdpo_nemo.observe.samples import read_rollouts, rollout_files
 from gdpo_nemo.utils.errors import RunError, first_line
 
 if TYPE_CHECKING:
-    from gdpo_nemo.data.tokenizer import Tokenizer
+    from gdpo_nemo.data.replies import ReplyParser
 
 
 @dataclass
@@ -95,11 +95,16 @@ def aborted(prompt: Prompt, sample: int, version: int, reason: str) -> Trajector
     return Trajectory(prompt, sample, *no_tokens, version, "", "abort", outcome=Outcome.ABORTED, detail=reason)
 
 
-def decode(trajectories: Sequence[Trajectory], tokenizer: Tokenizer) -> None:
-    """Decode the completions of single-turn trajectories into ``text``."""
-    texts = tokenizer.batch_decode([t.completion_ids.tolist() for t in trajectories], skip_special_tokens=True)
+def decode(trajectories: Sequence[Trajectory], replies: ReplyParser) -> None:
+    """Decode the completions of single-turn trajectories into ``text``. Parse them if their prompts have tools."""
+    texts = replies.texts([t.completion_ids.tolist() for t in trajectories])
     for trajectory, text in zip(trajectories, texts):
         trajectory.text = text
+        if replies.counts_thinking:
+            trajectory.thinking_tokens = replies.thinking_tokens(trajectory.completion_ids)
+        tools = trajectory.prompt.fields.get("tools")
+        if replies.splits_reasoning or isinstance(tools, list) and tools:
+            trajectory.reply = replies.parse(text, tools if isinstance(tools, list) else None)
 
 
 def apply_verdicts(
@@ -381,6 +386,7 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         loss_mask=mask,
         turns=record.get("turns", 1),
         turn_tokens=tuple(record.get("turn_tokens", ())),
+        thinking_tokens=record.get("thinking_tokens", 0),
         turn_rewards=tuple(dict(rewards) for rewards in record.get("turn_rewards", ())),
         spans=tuple(spans),
     )

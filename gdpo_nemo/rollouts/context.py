@@ -218,6 +218,8 @@ class Transcript:
             self.outcome = Outcome.TRUNCATED
         ids = self.ids
         oldest = self.version
+        replies = conversation.replies
+        written = [part for part, is_policy in zip(self._ids, self._is_policy) if is_policy]
         return Trajectory(
             prompt=self.prompt,
             sample_index=self.sample_index,
@@ -235,6 +237,7 @@ class Transcript:
             turn_rewards=self._rewards_by_turn(),
             spans=self.spans,
             messages=tuple(self.messages) or None,
+            thinking_tokens=sum(map(replies.thinking_tokens, written)) if replies.counts_thinking else 0,
         )
 
 

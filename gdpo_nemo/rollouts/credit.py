@@ -44,6 +44,7 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
         rules,
         lengths=np.array([t.num_policy_tokens for t in trajectories]),
         max_length=longest_completion(config),
+        thinking=np.array([t.thinking_tokens for t in trajectories]),
         truncated=np.array([t.finish_reason == "length" and t.outcome is not Outcome.OK for t in trajectories]),
         functions=load_shaping_rules(config.gdpo),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Sequence, cast
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
+from gdpo_nemo.data.replies import reply_parser
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.generation.requests import CompletionBatch, SampleRequest, Sampling
@@ -50,6 +52,8 @@ class RolloutMethod:
     kind: RolloutKind
     function: RolloutFunction | None = None
     """Function to call. The function is None unless ``kind`` is ``CALL``."""
+    has_tools: bool = False
+    """True if the environment offers tools for every prompt."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,10 @@ class RolloutRunner:
         chat = config.data.train.chat
         has_template = bool(getattr(tokenizer, "chat_template", None))
         template_kwargs = config.data.train.chat_template_kwargs
-        self._conversation = Conversation(tokenizer, has_template if chat is None else chat, template_kwargs)
+        replies = reply_parser(config, tokenizer)
+        self._conversation = Conversation(tokenizer, has_template if chat is None else chat, template_kwargs, replies)
+        if config.rollout.endpoint.enabled or any(method.has_tools for method in self._methods.values()):
+            replies.load()
         self._limits = Limits(
             max_turns=config.rollout.turns.max_turns,
             max_tokens=longest_completion(config),
@@ -98,7 +105,15 @@ class RolloutRunner:
         budgets = Budgets(limits.max_turns, limits.max_tokens, limits.max_sequence)
         shared = self._config.rollout.max_staleness > 0
         service = Service(self._fleet, self._conversation, budgets, shared=shared)
-        return Endpoint(service, self._config.rollout.endpoint.host, self._config.rollout.endpoint.port)
+        settings = self._config.rollout.endpoint
+        token = None
+        if settings.api_key_env is not None:
+            token = os.environ.get(settings.api_key_env)
+            if not token:
+                raise ConfigError(
+                    f"rollout.endpoint.api_key_env: the environment variable {settings.api_key_env} is not set"
+                )
+        return Endpoint(service, settings.host, settings.port, token, settings.allowed_hosts)
 
     def kind(self, environment: str) -> RolloutKind:
         """Return the rollout method of an environment's prompts."""
@@ -204,7 +219,8 @@ def rollout_methods(config: Config) -> dict[str, RolloutMethod]:
 def _built_in(environment: Any) -> RolloutMethod:
     if environment.plays_with_endpoint:
         return RolloutMethod(RolloutKind.CALL, partial(play_with_agents, cast(AgentEnvironment, environment)))
-    return RolloutMethod(RolloutKind.EPISODE if environment.has_turns else RolloutKind.SAMPLE)
+    kind = RolloutKind.EPISODE if environment.has_turns else RolloutKind.SAMPLE
+    return RolloutMethod(kind, has_tools=environment.offers_tools)
 
 
 def _run(function: RolloutFunction, prompts: Sequence[Prompt], context: RolloutContext) -> list[list[Trajectory]]:

@@ -15,6 +15,7 @@ from gdpo_nemo.cluster.engine_client import PendingRequest
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory
+from gdpo_nemo.data.replies import reply_parser
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.environments.registry import verifies_by_sample
 from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
@@ -97,7 +98,7 @@ class GroupMaker:
         self._runner = RolloutRunner(config, fleet, pool, tokenizer)
         # Copy the tokenizer, because threads decode texts while other code may change the padding of the run's
         # tokenizer.
-        self._tokenizer = copy.deepcopy(tokenizer)
+        self._replies = reply_parser(config, copy.deepcopy(tokenizer))
         self._by_sample = {
             name for name, options in config.env.items() if verifies_by_sample(name, dict(options or {}))
         }
@@ -231,7 +232,7 @@ class GroupMaker:
 
     def _apply_verdicts(self, made: Sequence[Trajectory], state: TrainerState, decoded: bool) -> None:
         if not decoded:
-            decode([t for t in made if not t.text], self._tokenizer)
+            decode([t for t in made if not t.text], self._replies)
         apply_verdicts(made, self._pool, state)
 
     def _seed(self, job: GroupJob, sample: int, turn: int = 0) -> int:

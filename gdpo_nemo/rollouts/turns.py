@@ -12,6 +12,7 @@ from typing import Any, Awaitable, Callable, Sequence
 
 from gdpo_nemo.data.conversation import Conversation, Message
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
+from gdpo_nemo.data.replies import message_of
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.rollouts.context import Transcript, check_trajectory
@@ -83,7 +84,7 @@ class _Episode:
         self.done = False
         self._job = job
         self._limits = limits
-        self._conversation = conversation
+        self._conversation = conversation.for_row(transcript.prompt.fields)
         self._state: bytes | None = None
         self._messages: list[Message] | None = list(transcript.prompt.messages) if transcript.prompt.messages else None
         """Messages so far, for the chat template. The list is None if the prompt is plain text."""
@@ -123,10 +124,15 @@ class _Episode:
         completion = await self._job.sample(SampleRequest(t.token_ids, self._job.seed(turn), self.room))
         t.append_policy_tokens(completion)
         text = self._conversation.text(completion.token_ids)
-        t.messages.append({"role": "assistant", "content": text})
-        reply = await self._step({"role": "assistant", "content": text, "finish_reason": completion.finish_reason})
+        said: dict[str, Any] = {"role": "assistant", "content": text}
+        message = {**said, "finish_reason": completion.finish_reason}
+        if self._tools:
+            parsed = message["reply"] = self._conversation.replies.parse(text, self._tools)
+            said = message_of(parsed)
+        t.messages.append(said)
+        reply = await self._step(message)
         if not self.done and reply.observation is not None and turn + 1 < self._limits.max_turns:
-            self._append_observation(text, reply.observation)
+            self._append_observation(said, reply.observation)
 
     async def truncate(self) -> None:
         """End the episode as truncated, because its limit on turns or tokens is reached."""
@@ -151,10 +157,11 @@ class _Episode:
             self.done = True
         return reply
 
-    def _append_observation(self, answer: str, observation: str | Sequence[Message]) -> None:
+    def _append_observation(self, said: Message, observation: str | Sequence[Message]) -> None:
         t = self.transcript
         conversation = self._conversation
-        ids = conversation.continuation(self._messages, observation, int(t.token_ids[-1]), self._tools)
+        calls = said.get("tool_calls", ())
+        ids = conversation.continuation(self._messages, observation, int(t.token_ids[-1]), self._tools, calls)
         if not len(ids):
             start = str(observation)[:40]
             raise RunError(f"environment {t.prompt.environment!r}: an observation has no tokens: {start!r}")
@@ -166,4 +173,4 @@ class _Episode:
         t.append_env_tokens(ids)
         t.messages += conversation.messages(observation)
         if self._messages is not None:
-            self._messages += [{"role": "assistant", "content": answer}, *conversation.messages(observation)]
+            self._messages += [said, *conversation.messages(observation)]

@@ -23,6 +23,8 @@ def shaped(columns, *rules, **context):
         ({"linear": {"from": [0, 2], "to": [1, -1]}}, [1, 1, -1, NAN]),
         ({"truncated": {"value": -9}}, [-3, 0, -9, NAN]),
         ({"overlong": {"buffer": 20}}, [-3, -0.5, 2, NAN]),
+        ({"overlong": {"buffer": 20, "thinking": False}}, [-3, 0, 3, NAN]),
+        ({"length": {"full": 50, "zero": 100, "thinking": False}}, [1, 0.6, 1, 0]),
         ({"overlong": {"buffer": 20, "penalty": 2, "max_length": 120}}, [-3, 0, 2, NAN]),
         ({"length": {"full": 90}}, [1, 1, 0, 0]),
         ({"length": {"full": 50, "zero": 100}}, [1, 0.2, 0, 0]),
@@ -33,6 +35,7 @@ def test_each_transformation(rule, expected):
         "lengths": [10, 90, 110, 300],
         "max_length": 100,
         "truncated": [False, False, True, True],
+        "thinking": [0, 20, 100, 0],
     }
     result = shaped({"a": [-3, 0, 3, None]}, {"component": "a", **rule}, **context)
     np.testing.assert_allclose(result["a"], expected)

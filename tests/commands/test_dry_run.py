@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +14,6 @@ from bad_input import EMBEDDING_ONLY, MODEL, TOKENIZER, write
 from gdpo_nemo.commands import cli, train
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.rows import load_rows
-from gdpo_nemo.data.tokenizer import special_tool_calls
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
@@ -212,35 +210,6 @@ def byte_model(tmp_path_factory) -> Path:
     command = [sys.executable, str(REPOSITORY / "examples" / "make_tiny_model.py"), str(folder), "--random"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder
-
-
-@pytest.mark.parametrize(
-    "token, special, named",
-    [
-        ("[TOOL_CALLS]", True, True),
-        ("<|python_tag|>", True, True),
-        ("<|tool_call|>", True, True),
-        ("<｜tool▁calls▁begin｜>", True, True),
-        ("<tool_call>", False, False),  # Qwen's: added, and not special
-        ("<|im_end|>", True, False),
-        ("<|fim_middle|>", True, False),
-    ],
-)
-def test_special_tokens_of_tool_calls_are_named_since_no_environment_sees_them(tmp_path, token, special, named):
-    added = [{"id": 9, "content": token, "special": special}]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
-    assert special_tool_calls(tmp_path) == ([token] if named else [])
-
-
-def test_a_model_with_special_tool_calls_is_named_at_the_dry_run(config, tmp_path, capsys, byte_model):
-    shutil.copytree(byte_model, tmp_path / "mistral")
-    tokenizer = json.loads((byte_model / "tokenizer.json").read_text())
-    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 400, "content": "[TOOL_CALLS]"})
-    (tmp_path / "mistral" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    run = config(jsonl(tmp_path / "train.jsonl"))
-    for model, count in ((byte_model, 0), (tmp_path / "mistral", 1)):
-        assert dry(run, f"policy.model_name={model}", "data.train.system_prompt=''") == 0
-        assert capsys.readouterr().out.count("environments cannot see tool calls of this model") == count
 
 
 def test_a_dataset_on_the_hub_is_left_to_the_run_and_it_says_so(config, tmp_path, capsys, monkeypatch):

@@ -3,8 +3,14 @@
 from pathlib import Path
 
 import numpy as np
+from character_tokenizer import character_tokenizer
 
 from gdpo_nemo.data.records import Prompt, Trajectory
+from gdpo_nemo.data.replies import ReplyParser
+from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row
+
+REPLIES = ReplyParser(character_tokenizer())
+"""Reads calls in the format of Hermes."""
 
 HOSTILE = str(Path(__file__).with_name("hostile_environments.py"))
 
@@ -15,9 +21,12 @@ def trajectory(
     """A completion `text` of `tokens` tokens (one per character by default) to a prompt with these columns."""
     prompt = Prompt(prompt_id, np.arange(3, dtype=np.int32), "prompt " + prompt_id, environment, fields, messages)
     count = len(text) if tokens is None else tokens
-    return Trajectory(
+    made = Trajectory(
         prompt, index, np.arange(count, dtype=np.int32), np.zeros(count, np.float32), 0, text, finish_reason
     )
+    if tools := read_row(fields[ROW]).get("tools") if ROW in fields else None:
+        made.reply = REPLIES.parse(text, tools)
+    return made
 
 
 def trajectories(texts, environment="env", group=2):

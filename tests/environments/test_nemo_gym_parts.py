@@ -6,7 +6,7 @@ import re
 import time
 
 import pytest
-from environment_samples import trajectory
+from environment_samples import REPLIES, trajectory
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.config.load import load_config
@@ -53,7 +53,7 @@ def test_a_row_becomes_a_chat_with_tools_and_stays_itself():
     arguments = [call["function"]["arguments"] for call in read["messages"][3]["tool_calls"]]
     assert arguments == [{"x": 1}, "broken"] and read["tools"][0]["function"]["name"] == "f"
     assert read[ROW] is row and "id" not in read
-    body = json.loads(request_body(trajectory("hello", **read), "hermes", False))
+    body = json.loads(request_body(trajectory("hello", **read), False))
     assert body["id"] == 3 and "temperature" not in body["responses_create_params"]
     assert body["response"]["tools"] == [TOOL] and body["response"]["output"][0]["content"][0]["text"] == "hello"
     assert {"id", "created_at", "model", "object", "parallel_tool_calls", "tool_choice"} <= body["response"].keys()
@@ -82,26 +82,33 @@ def test_rows_are_read_by_their_environment_and_a_bad_one_is_named(tmp_path):
             load_rows(DatasetConfig(path=str(file)), environments, "train", 0)
 
 
-def kinds(text, *how):
-    return [item["type"] for item in output_items(text, *how)]
+CALLABLE = [{"type": "function", "function": {"name": "f"}}]
+
+
+def items_of(text, tools=CALLABLE, split=False):
+    return output_items(REPLIES.parse(text, tools), split)
+
+
+def kinds(*how):
+    return [item["type"] for item in items_of(*how)]
 
 
 def test_a_completion_becomes_thoughts_message_and_calls():
     block = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
-    assert kinds("hi " + block + block, "hermes") == ["message", "function_call", "function_call"]
-    assert kinds(block, "hermes") == ["function_call"] and kinds(block, "none") == ["message"]
-    assert kinds("<think>so</think>" + block, "hermes", True) == ["reasoning", "function_call"]
-    assert kinds("", "hermes") == ["message"] and kinds("<think>so</think>", "none", True) == ["reasoning"]
-    assert kinds("<tool_call>{}</tool_call>", "hermes") == kinds("<tool_call>[1]</tool_call>", "hermes") == ["message"]
-    [call] = output_items('<tool_call>{"name": "f", "arguments": {"x": }}</tool_call>', "hermes")
-    assert call["arguments"] == '{"x": }' and json.loads(output_items(block, "hermes")[0]["arguments"]) == {"x": "é"}
+    assert kinds("hi " + block + block) == ["message", "function_call", "function_call"]
+    assert kinds(block) == ["function_call"] and kinds(block, None) == ["message"]
+    assert kinds("<think>so</think>" + block, CALLABLE, True) == ["reasoning", "function_call"]
+    assert kinds("") == ["message"] and kinds("<think>so</think>", None, True) == ["reasoning"]
+    for broken in ("{}", "[1]", '{"name": "f", "arguments": {"x": }}'):  # as on vLLM's server
+        assert kinds(f"<tool_call>{broken}</tool_call>") == ["message"]
+    assert json.loads(items_of(block)[0]["arguments"]) == {"x": "é"}
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet='<>/tool_cal{}"name:argumets\\ \n[]é\ud800', max_size=120))
 def test_any_completion_can_be_sent(text):
     row = {"responses_create_params": {"input": "x", "tools": [TOOL]}}
-    body = json.loads(request_body(trajectory(text, **{ROW: row}), "hermes", True))
+    body = json.loads(request_body(trajectory(text, **{ROW: row}), True))
     assert body["response"]["output"]
 
 
@@ -131,8 +138,8 @@ def test_any_reply_is_finite_rewards_or_a_failure_in_one_line(reply, named, chec
 
 def test_long_hostile_texts_are_read_in_linear_time():
     begin = time.process_time()
-    output_items("<tool_call>" * 30_000, "hermes")
-    output_items('<tool_call>{"name": "f", "arguments":' + " " * 300_000 + "x</tool_call>", "hermes")
+    items_of("<tool_call>" * 30_000)
+    items_of('<tool_call>{"name": "f", "arguments":' + " " * 300_000 + "x</tool_call>")
     assert depth_exceeds(b"[" * 200 + b'"' + b'\\"' * 500_000, 100)
     assert not depth_exceeds(b'["' + b"[" * 10_000 + b'"]', 100) and not depth_exceeds(b'"\\', 0)
     assert depth_exceeds(b'{"a": ' * 101, 100) and not depth_exceeds(b'{"a": [{}, {}]}' * 200, 100)
@@ -195,7 +202,6 @@ def test_the_head_servers_configuration_names_servers_and_agents():
         ({**SERVERS, "deadline_s": 0}, "deadline_s: must be a number of at least"),
         ({**SERVERS, "min_valid": 0.5}, "min_valid: must be"),
         ({**SERVERS, "straggler_grace_s": 2}, "straggler_grace_s: has no effect without min_valid"),
-        ({**SERVERS, "tool_parser": "xml"}, "tool_parser: 'xml' is not one of"),
         ({**SERVERS, "api_key_env": 3}, "api_key_env: must be the name"),
         ({**SERVERS, "rewards": []}, "rewards: must be a list"),
         ({**SERVERS, "rewards": [{"path": "x"}]}, "every entry requires a name"),

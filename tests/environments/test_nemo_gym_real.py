@@ -26,7 +26,7 @@ ANSWERS = {
     "right": (call('{"city": "San Francisco"}'), (1, 1, 1)),
     "wrong city": (call('{"city": "Paris"}'), (0, 1, 1)),
     "right call plus prose": ("Let me see. " + call('{"city": "San Francisco"}'), (1, 1, 0)),
-    "broken arguments": (call('{"city": "San Francisco"'), (0, 0, 1)),
+    "broken arguments": (call('{"city": "San Francisco"'), (0, 0, 0)),
     "text only": ("It is sunny in San Francisco.", (0, 0, 0)),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import counter_for_tests
 import numpy as np
 import pytest
+from environment_samples import REPLIES
 
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
@@ -19,7 +20,12 @@ FUNCTIONS = {"value": f"{FILE}:value", "turns": f"{FILE}:turns"}
 
 def call(name: str, arguments: str) -> dict[str, str]:
     text = f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
-    return {"role": "assistant", "content": text}
+    return said(text)
+
+
+def said(text: str) -> dict[str, object]:
+    reply = REPLIES.parse(text, [{"type": "function", "function": {"name": "add"}}])
+    return {"role": "assistant", "content": text, "reply": reply}
 
 
 def prompt(messages=({"role": "user", "content": "Count."},), **fields) -> Prompt:
@@ -56,8 +62,7 @@ def test_every_trajectory_has_an_object_of_its_own_whose_state_is_rewarded(envir
             assert not answer.done and answer.rewards == {"value": None, "turns": None}
             assert answer.observation[0]["role"] == "tool" and answer.observation[0]["name"] == "add"
     ended = [
-        counter.start_step(EpisodeStep(asked, 0, 3, reply.state, {"role": "assistant", "content": "Done."})).result()
-        for asked, reply in players
+        counter.start_step(EpisodeStep(asked, 0, 3, reply.state, said("Done."))).result() for asked, reply in players
     ]
     assert [reply.rewards for reply in ended] == [{"value": 7.0, "turns": 5.0}, {"value": 8.0, "turns": 5.0}]
     assert all(reply.done for reply in ended)

@@ -155,8 +155,8 @@ def test_failed_calls_are_text_for_the_model_and_no_reward(tmp_path):
         str({"error": 'can only concatenate str (not "int") to str'}),
         "{'error': 'Tool multiply not found.'}",
         "{'error': '3'}",
-        "{'error': 'The arguments of add must be a JSON object.'}",
-        "{'error': 'A tool call must be a JSON object with name and arguments between <tool_call> tags.'}",
+        "{'error': 'The tool call has no valid name and JSON arguments.'}",
+        "{'error': 'The tool call has no valid name and JSON arguments.'}",
     ]
     assert made.outcome is Outcome.OK and made.rewards == {"right": 0.0, "called": 0.0}
     assert made.metrics["tools/failure_frequency"] == 1.0

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.data.records import NOT_CONTIGUOUS, Group, Outcome, Prompt, Trajectory, UpdateResult, Verdict
+from gdpo_nemo.data.replies import ReplyParser
 from gdpo_nemo.generation.requests import Completion
 from gdpo_nemo.observe.metric_registry import about_of, unknown_metrics
 from gdpo_nemo.rollouts.batches import apply_verdicts, decode, sample_seed, sampled
@@ -45,8 +46,9 @@ def test_a_trajectory_carries_version_log_probs_and_end_of_its_own_completion():
     tokenizer = SimpleNamespace(
         batch_decode=lambda ids, skip_special_tokens: [f"{skip_special_tokens} {i[0]}" for i in ids]
     )
+    tokenizer.apply_chat_template = lambda *args, **kwargs: ""
     found = [sampled(sample().prompt, j, completion) for j, completion in enumerate(completions)]
-    decode(found, tokenizer)
+    decode(found, ReplyParser(tokenizer))
     assert [t.spans for t in found] == [((7, 1), (8, 1))] * 4
     assert [t.policy_version for t in found] == [7] * 4
     assert [t.finish_reason for t in found] == ends

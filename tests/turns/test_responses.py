@@ -102,7 +102,8 @@ def test_dropped_token_fields_are_restored_unless_the_client_edits_its_history(e
     [
         ({"temperature": 1.0}, "temperature 1.0"),
         ({"top_p": 0.9}, "top_p 0.9"),
-        ({"stream": True}, "stream True"),
+        ({"stream": 1}, "stream must be true or false"),
+        ({"n": 2}, "n is not supported"),
         ({"tool_choice": "required"}, "tool_choice required"),
         ({"max_output_tokens": 0}, "max_tokens"),
         (

@@ -279,7 +279,8 @@ class Chat:
     def _verdict(self, reply: Reply) -> Trajectory | None:
         if isinstance(reply.asked, str) or reply.finish_reason == "stopped":
             return None
-        return self._rows.verdict(reply.asked, reply.tokens, reply.text, reply.finish_reason)
+        parsed = reply.parsed(reply.asked)
+        return self._rows.verdict(reply.asked, reply.tokens, reply.text, reply.finish_reason, parsed)
 
 
 def _parse_row(words: Sequence[str]) -> tuple[str | None, int | None]:

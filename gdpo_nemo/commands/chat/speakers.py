@@ -20,6 +20,7 @@ from gdpo_nemo.config.validate import check_ranges
 from gdpo_nemo.data.anchors import TEXT_KEY, prompts_of
 from gdpo_nemo.data.conversation import Conversation, Dialogue
 from gdpo_nemo.data.records import Outcome, Prompt, TrainerState, Trajectory, max_prompt_tokens
+from gdpo_nemo.data.replies import Reply as ParsedReply, reply_parser
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, load_rows
 from gdpo_nemo.data.tokenizer import Tokenizer, load_tokenizer
 from gdpo_nemo.environments.base import Environment
@@ -206,7 +207,9 @@ class Speaker:
         config = source.config
         self.name = source.name
         self.tokenizer = source.tokenizer
-        conversation = Conversation(source.tokenizer, source.chat, config.data.train.chat_template_kwargs)
+        self.replies = reply_parser(config, source.tokenizer)
+        template_kwargs = config.data.train.chat_template_kwargs
+        conversation = Conversation(source.tokenizer, source.chat, template_kwargs, self.replies)
         context = config.policy.max_total_sequence_length
         self.dialogue = Dialogue(conversation, system, context, sampling.max_new_tokens)
         self._sampling = sampling
@@ -285,6 +288,12 @@ class Reply:
         """Tokens so far, int32 [tokens]."""
         complete = self.done and not self._stopped
         return self._completion.result().token_ids if complete else np.array(self._heard, np.int32)
+
+    def parsed(self, prompt: Prompt) -> ParsedReply | None:
+        """Return the reply as parsed, or None if the prompt has no tools."""
+        tools = prompt.fields.get("tools")
+        replies = self.speaker.replies
+        return replies.parse(replies.text(self.tokens), tools) if isinstance(tools, list) and tools else None
 
     @property
     def text(self) -> str:
@@ -366,7 +375,9 @@ class RunRows:
         )
         return source.head()[0]
 
-    def verdict(self, prompt: Prompt, tokens: np.ndarray, text: str, finish_reason: str) -> Trajectory | None:
+    def verdict(
+        self, prompt: Prompt, tokens: np.ndarray, text: str, finish_reason: str, parsed: ParsedReply | None = None
+    ) -> Trajectory | None:
         """Verify a reply. Return the trajectory with its rewards, or with the error of the environment.
 
         Returns None if the environment scores only complete episodes, because the reply is only the first turn.
@@ -383,6 +394,7 @@ class RunRows:
             self._pools = EnvironmentPools(config.env, rollout.env_workers, rollout.env_timeout_s, config.run.seed)
         logprobs = np.zeros(len(tokens), np.float32)
         trajectory = Trajectory(prompt, 0, tokens, logprobs, -1, text, finish_reason)
+        trajectory.reply = parsed
         apply_verdicts([trajectory], self._pools, TrainerState())
         return trajectory
 

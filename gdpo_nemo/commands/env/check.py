@@ -9,17 +9,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping, Sequence, cast
 
 import numpy as np
 
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
+from gdpo_nemo.data.replies import Reply, ReplyParser, message_of
 from gdpo_nemo.data.rows import PROMPT_KEYS
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 
+_ANY_TOOL = {"type": "function", "function": {"name": "f"}}
 _TURNS = 9
 """Number of turns after which an episode is truncated."""
 
@@ -114,7 +116,7 @@ def check_environment(
         raise ConfigError(f"{name}: its episodes require the model of a run, which this check does not load")
     groups = [
         [
-            sample_of(row, text, name, index, key)
+            _parsed(sample_of(row, text, name, index, key), environment.offers_tools)
             for index, text in enumerate(_completions(environment, row, completions))
         ]
         for row in rows
@@ -136,6 +138,14 @@ def check_environment(
             check.latencies_s += [time.perf_counter() - begin] * len(group)
     check.repeated = first == check.verdicts[: len(first)]
     return check
+
+
+def _parsed(sample: Trajectory, offers_tools: bool) -> Trajectory:
+    """Parse tool calls in the format of Hermes, whose parser needs no tokenizer, if the prompt has tools."""
+    tools = sample.prompt.fields.get("tools") or ([_ANY_TOOL] if offers_tools else None)
+    if isinstance(tools, list) and tools:
+        sample.reply = ReplyParser(cast(Any, object()), "hermes").parse(sample.text, tools)
+    return sample
 
 
 def _episodes(pool: EnvironmentPools, verifies: bool, samples: Sequence[Trajectory]) -> list[Verdict]:
@@ -172,12 +182,15 @@ def _turn_messages(sample: Trajectory, reply: EpisodeReply) -> list[Mapping[str,
     """Return the sample's answer and the environment's reply as messages."""
     answer = reply.observation
     messages = [{"role": "user", "content": answer}] if isinstance(answer, str) else answer
-    return [{"role": "assistant", "content": sample.text}, *(messages or [])]
+    said = message_of(sample.reply or Reply(sample.text))
+    return [said, *(messages or [])]
 
 
 def _step(sample: Trajectory, state: bytes, turn: int) -> EpisodeStep:
     """Return the request for the next step, with the sample's answer. The request of the last turn ends the episode."""
-    message = {"role": "assistant", "content": sample.text, "finish_reason": sample.finish_reason}
+    message: dict[str, Any] = {"role": "assistant", "content": sample.text, "finish_reason": sample.finish_reason}
+    if sample.reply is not None:
+        message["reply"] = sample.reply
     return EpisodeStep(sample.prompt, sample.sample_index, turn, state, None if turn == _TURNS else message)
 
 

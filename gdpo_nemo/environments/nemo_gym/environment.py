@@ -34,7 +34,6 @@ class NemoGym(Environment):
             option, the components in ``reward_components`` and the scalar ``reward`` are used.
         check_sum (false): reject replies whose components do not add up to ``reward``.
         seed_session (true): call /seed_session before every trajectory, as stateful servers require.
-        tool_parser (hermes): hermes parses ``<tool_call>`` blocks as tool calls if the row has tools; none does not.
         split_reasoning (false): send ``<think>...</think>`` as a reasoning item.
         api_key_env: name of the environment variable with the bearer token.
         concurrency (256), deadline_s (60), request_timeout_s (30), retries (5), max_reply_bytes (8 MiB),

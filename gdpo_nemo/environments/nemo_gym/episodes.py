@@ -143,7 +143,7 @@ class Verifier:
         if settings.seed_session:
             seed = seed_body(trajectory.prompt.fields[ROW])
             await self._client.post(f"{url}/seed_session", seed, cookies, self._time_left(deadline))
-        body = request_body(trajectory, settings.tool_parser, settings.split_reasoning)
+        body = request_body(trajectory, settings.split_reasoning)
         reply = await self._client.post(f"{url}/verify", body, cookies, self._time_left(deadline))
         check_measurement(reply)
         return rewards_of(reply, settings.rules, server, settings.check_sum)

@@ -11,6 +11,7 @@ import yaml
 
 from gdpo_nemo.data.conversation import output_items
 from gdpo_nemo.data.records import Trajectory
+from gdpo_nemo.data.replies import Reply
 from gdpo_nemo.data.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.environments.http_client import HttpClient, base_url
 from gdpo_nemo.environments.nemo_gym.settings import Settings
@@ -72,7 +73,7 @@ def choose_server(row: Mapping[str, Any], servers: Iterable[str], agents: Mappin
     raise ConfigError(f"names the unknown agent {agent!r}{nearest(agent, [*names, *known])}")
 
 
-def request_body(trajectory: Trajectory, tool_parser: str, split_reasoning: bool) -> bytes:
+def request_body(trajectory: Trajectory, split_reasoning: bool) -> bytes:
     """Return the request body for /verify: the row, and the completion in the format of the Responses API."""
     row = trajectory.prompt.fields[ROW]
     # The server rejects null for optional keys.
@@ -83,7 +84,7 @@ def request_body(trajectory: Trajectory, tool_parser: str, split_reasoning: bool
         "created_at": 0,
         "model": "policy",
         "object": "response",
-        "output": output_items(trajectory.text, tool_parser if tools else "none", split_reasoning),
+        "output": output_items(trajectory.reply or Reply(trajectory.text), split_reasoning),
         "parallel_tool_calls": parameters.get("parallel_tool_calls", True),
         "tool_choice": parameters.get("tool_choice", "auto"),
         "tools": tools,

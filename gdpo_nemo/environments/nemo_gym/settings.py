@@ -11,7 +11,6 @@ from gdpo_nemo.environments.base import read_options
 from gdpo_nemo.environments.http_client import base_url
 from gdpo_nemo.utils.errors import ConfigError, nearest
 
-TOOL_PARSERS = ("hermes", "none")
 STRAGGLER_GRACE_S = 5.0
 
 
@@ -51,7 +50,6 @@ class Settings:
     rules: tuple[RewardRule, ...]
     check_sum: bool
     seed_session: bool
-    tool_parser: str
     split_reasoning: bool
     api_key_env: str | None
     limits: Limits
@@ -68,7 +66,6 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
         rewards=None,
         check_sum=False,
         seed_session=True,
-        tool_parser="hermes",
         split_reasoning=False,
         api_key_env=None,
         concurrency=256,
@@ -87,8 +84,6 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
     for agent, server in chosen.agents.items():
         if servers and server not in servers:
             raise ConfigError(f"agents.{agent}: servers has no entry {server!r}")
-    if chosen.tool_parser not in TOOL_PARSERS:
-        raise ConfigError(f"tool_parser: {chosen.tool_parser!r} is not one of {', '.join(TOOL_PARSERS)}")
     if chosen.api_key_env is not None and (not isinstance(chosen.api_key_env, str) or not chosen.api_key_env):
         raise ConfigError(f"api_key_env: must be the name of an environment variable, not {chosen.api_key_env!r}")
     rules = read_rules(chosen.rewards)
@@ -103,7 +98,6 @@ def read_settings(options: Mapping[str, Any] | None) -> Settings:
         rules,
         chosen.check_sum,
         chosen.seed_session,
-        chosen.tool_parser,
         chosen.split_reasoning,
         chosen.api_key_env,
         _limits(chosen),

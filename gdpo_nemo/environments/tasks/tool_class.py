@@ -13,12 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Mapping, Sequence, TypeVar
 
-from gdpo_nemo.data.conversation import has_call_block, split_calls
 from gdpo_nemo.data.records import Outcome, Prompt
+from gdpo_nemo.data.replies import Reply, message_of
 from gdpo_nemo.environments.base import Environment, read_options, reward_value
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.http_client import LoopThread
-from gdpo_nemo.environments.tasks.tools import MALFORMED, error_text, tool_schemas, with_calls
+from gdpo_nemo.environments.tasks.tools import MALFORMED, error_text, tool_schemas
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.user_code import is_reference, load_object
 
@@ -129,7 +129,7 @@ class ToolClass(Environment):
                 return await self._begin(step.prompt)
             if step.message is None:
                 return await self._end(step.state)
-            return await self._step(step.state, str(step.message["content"]))
+            return await self._step(step.state, step.message["reply"])
         except TimeoutError:
             self._played.pop(step.state or b"", None)  # do not reuse the object, because a thread may still use it
             return EpisodeReply(outcome=Outcome.ENV_FAILED, detail=f"no answer within {self._limit_s:g} s")
@@ -146,10 +146,10 @@ class ToolClass(Environment):
         self._played[state] = _EpisodeState(player, prompt, self._rounds)
         return EpisodeReply(state, _prompt(prompt, reset_text), dict.fromkeys(self.reward_names))
 
-    async def _step(self, state: bytes, text: str) -> EpisodeReply:
+    async def _step(self, state: bytes, reply: Reply) -> EpisodeReply:
         played = self._played[state]
-        answers = [] if played.turns_left == 0 else await self._run_in_thread(lambda: _turn(played.player, text))
-        played.messages += [with_calls(text), *(dict(answer) for answer in answers)]
+        answers = [] if played.turns_left == 0 else await self._run_in_thread(lambda: _turn(played.player, reply))
+        played.messages += [message_of(reply), *(dict(answer) for answer in answers)]
         if not answers:
             return await self._end(state)
         if played.turns_left is not None:
@@ -212,14 +212,13 @@ async def _awaited(found: Awaitable[Any]) -> Any:
     return await found
 
 
-def _turn(player: Any, text: str) -> list[Mapping[str, Any]]:
-    """Execute the calls in the policy's text. Return a message with the role tool for each call."""
-    content, calls = split_calls(text)
+def _turn(player: Any, reply: Reply) -> list[Mapping[str, Any]]:
+    """Execute the policy's calls. Return a message with the role tool for each call."""
     tools = _tools(player)
     answers: list[Mapping[str, Any]] = [
-        {"role": "tool", "name": name, "content": _call_tool(tools, name, arguments)} for name, arguments in calls
+        {"role": "tool", "name": name, "content": _call_tool(tools, name, arguments)} for name, arguments in reply.calls
     ]
-    if has_call_block(content):
+    if reply.is_malformed:
         answers.append({"role": "tool", "name": "unknown", "content": MALFORMED})
     return answers
 

@@ -15,8 +15,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Callable, Iterator, Mapping, NoReturn, Sequence
 
-from gdpo_nemo.data.conversation import has_call_block, split_calls
 from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.data.replies import Reply, message_of
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.reward_functions import Functions, is_async
 from gdpo_nemo.utils.errors import ConfigError, first_line
@@ -175,8 +175,8 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 Message = Mapping[str, Any]
-MALFORMED = error_text("A tool call must be a JSON object with name and arguments between <tool_call> tags.")
-"""Reply to a ``<tool_call>`` block without a valid call."""
+MALFORMED = error_text("The tool call has no valid name and JSON arguments.")
+"""Reply to a turn that begins a tool call but contains none that can be parsed."""
 
 
 class Tools(Environment):
@@ -193,9 +193,9 @@ class Tools(Environment):
         max_tool_calling_iterations: maximum number of turns whose calls are executed, as in TRL; null for the limit of
             rollout.turns.
 
-    Calls have the format of Hermes and Qwen: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. For each
-    call the environment adds a message with the role tool. A turn without calls ends the episode. If a call fails, the
-    message contains the error. A failed call does not affect the reward by itself.
+    ``policy.generation.tool_call_parser`` reads the calls. For each call the environment adds a message with the role
+    tool. A turn without calls ends the episode. If a call fails, the message contains the error. A failed call does not
+    affect the reward by itself.
 
     As in TRL, the completion that a reward function receives is the conversation after the prompt: messages of the
     assistant with their ``tool_calls``, and messages of the tools. Tools run in any free worker process, which may
@@ -280,9 +280,9 @@ class ToolEpisode:
         """Execute the calls in the policy's message and return their results. Without calls, the episode is done."""
         if self._turns_left == 0:
             return None, None, True
-        content, calls = split_calls(message["content"])
-        answers = call_tools(_loaded(self._references), calls, self._limit_s)
-        if has_call_block(content):
+        reply: Reply = message["reply"]
+        answers = call_tools(_loaded(self._references), reply.calls, self._limit_s)
+        if reply.is_malformed:
             answers.append({"role": "tool", "name": "unknown", "content": MALFORMED})
         if self._turns_left is not None:
             self._turns_left -= 1
@@ -296,28 +296,9 @@ def _loaded(references: tuple[str, ...]) -> dict[str, Tool]:
 
 def conversation(trajectory: Trajectory) -> list[dict[str, Any]]:
     """Return the messages after the prompt in TRL's format, with parsed ``tool_calls``."""
-    return [
-        with_calls(message["content"]) if message["role"] == "assistant" else dict(message)
-        for message in trajectory.messages or ({"role": "assistant", "content": trajectory.text},)
-    ]
-
-
-def with_calls(text: str) -> dict[str, Any]:
-    """Convert the policy's text to an assistant message, with its calls as ``tool_calls``."""
-    content, calls = split_calls(text)
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        functions = [{"name": name, "arguments": _arguments(arguments)} for name, arguments in calls]
-        message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
-    return message
-
-
-def _arguments(text: str) -> Any:
-    """Parse the JSON arguments of a tool call. Return the text unchanged if it is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+    if trajectory.messages is None:
+        return [message_of(trajectory.reply or Reply(trajectory.text))]
+    return [dict(message) for message in trajectory.messages]
 
 
 def _rounds(value: Any) -> int | None:

@@ -92,8 +92,9 @@ def variable_rules(section: str) -> list[tuple[str, Act]]:
 GENERATION = [
     *variable_rules(_VLLM),
     (f"{_VLLM}.http_server_serving_chat_kwargs.tool_parser", where(
-        uses_gym, fixed("hermes", "the endpoint parses tool calls in Hermes format"), idle(
-            "the recipe does not sample over HTTP"))),
+        uses_gym, to("policy.generation.tool_call_parser"), idle("the recipe does not sample over HTTP"))),
+    (f"{_VLLM}.http_server_serving_chat_kwargs.reasoning_parser", where(
+        uses_gym, to("policy.generation.reasoning_parser"), idle("the recipe does not sample over HTTP"))),
     ("policy.generation.backend", to("policy.generation.backend")),
     ("policy.generation.max_new_tokens", required("policy.generation.max_new_tokens")),
     ("policy.generation.temperature", to("policy.generation.temperature")),

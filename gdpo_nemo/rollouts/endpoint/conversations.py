@@ -17,7 +17,7 @@ from typing import Any, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.config.rollout_checks import TURNS_KEPT
-from gdpo_nemo.data.conversation import split_thought
+from gdpo_nemo.data.replies import parsed_arguments, split_thought
 from gdpo_nemo.generation.requests import Completion
 
 Messages = Sequence[Mapping[str, Any]]
@@ -165,8 +165,11 @@ def fingerprint(messages: Messages) -> str:
     digest = hashlib.sha256()
     for message in messages:
         calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-        thought, text = split_thought(text_of(message))
-        parts = [message.get("role"), thought, text.strip(), [[c.get("name"), arguments_of(c)] for c in calls]]
+        thought, text = str(message.get("reasoning_content") or ""), text_of(message)
+        if not thought:
+            thought, text = split_thought(text)
+        arguments = [[call.get("name"), parsed_arguments(call.get("arguments"))] for call in calls]
+        parts = [message.get("role"), thought.strip(), text.strip(), arguments]
         digest.update(json.dumps(parts, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()
 
@@ -177,15 +180,6 @@ def text_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, list):
         return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
     return content if isinstance(content, str) else ""
-
-
-def arguments_of(function: Mapping[str, Any]) -> Any:
-    """Parse the arguments of a function call, as chat templates expect. Invalid JSON is returned as a string."""
-    arguments = function.get("arguments")
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        return arguments
 
 
 def _digest(token_ids: np.ndarray) -> bytes:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Iterator, Mapping, Sequence
 
 from gdpo_nemo.data.conversation import output_items
+from gdpo_nemo.data.replies import Reply
 from gdpo_nemo.data.server_replies import depth_exceeds
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.endpoint.conversations import Turn
@@ -16,10 +17,9 @@ MAX_BODY_BYTES = 64 * 2**20
 _MAX_DEPTH = 100
 _MAX_MESSAGES = 10_000
 _MAX_TOKENS = 2**20
+_MAX_CHOICES = 8
+_MAX_STOPS = 16
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "stream": (False,),
-    "stop": ([], ""),
     "frequency_penalty": (0, 0.0),
     "presence_penalty": (0, 0.0),
     "repetition_penalty": (1, 1.0),
@@ -27,7 +27,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "tool_choice": ("auto",),
     "chat_template_kwargs": ({},),
     "guided_json": (),
     "structured_outputs": (),
@@ -66,6 +65,13 @@ class ChatRequest:
     max_tokens: int | None
     wants_logprobs: bool
     session: str
+    choices: int = 1
+    """Number of completions."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the completion. They are not part of the reply's text."""
+    stream: bool = False
+    parses_calls: bool = True
+    """False if ``tool_choice`` is none: calls remain in the text."""
 
 
 def read_chat(body: bytes, sampling: Sampling, session: str) -> ChatRequest:
@@ -111,6 +117,43 @@ def read_request(request: Mapping[str, Any], sampling: Sampling, session: str) -
         min(limits, default=None),
         bool(request.get("logprobs")),
         user if isinstance(user, str) and not session else session,
+        _choices(request.get("n")),
+        _stop(request.get("stop")),
+        _flag("stream", request.get("stream")),
+        _parses_calls(request.get("tool_choice")),
+    )
+
+
+def _choices(value: Any) -> int:
+    if value is None:
+        return 1
+    if type(value) is not int or not 1 <= value <= _MAX_CHOICES:
+        raise Refused(400, f"n must be an integer from 1 to {_MAX_CHOICES}")
+    return value
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) and value else value or []
+    if not isinstance(strings, list) or len(strings) > _MAX_STOPS or not all(isinstance(s, str) and s for s in strings):
+        raise Refused(400, f"stop must be a string or a list of at most {_MAX_STOPS} strings")
+    return tuple(strings)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if value is not None and not isinstance(value, bool):
+        raise Refused(400, f"{name} must be true or false")
+    return bool(value)
+
+
+def _parses_calls(value: Any) -> bool:
+    if value in (None, "auto"):
+        return True
+    if value == "none":
+        return False
+    raise Refused(
+        400,
+        f"tool_choice {str(value)[:40]} is not supported, because a forced call would change the sampling; use auto "
+        "or none",
     )
 
 
@@ -168,6 +211,12 @@ def _tools(tools: Any) -> list[Mapping[str, Any]] | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise Refused(400, "tools must be a list of objects")
+    for index, tool in enumerate(tools):
+        function = tool.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(400, f"tools[{index}] must have a function with a name")
+        if not isinstance(function.get("parameters"), (dict, type(None))):
+            raise Refused(400, f"tools[{index}].function.parameters must be a JSON schema")
     return tools
 
 
@@ -205,7 +254,10 @@ def read_responses(body: bytes, sampling: Sampling, session: str) -> tuple[ChatR
     chat["messages"] = [*_instructions(request.get("instructions")), *_response_messages(request.get("input"))]
     chat["max_tokens"] = request.get("max_output_tokens")
     chat["tools"] = [_chat_tool(index, tool) for index, tool in enumerate(_list("tools", request.get("tools") or []))]
-    return read_request(chat, sampling, session), request
+    found = read_request(chat, sampling, session)
+    if found.choices != 1:
+        raise Refused(400, "n is not supported, because a response has one choice")
+    return found, request
 
 
 def _check_metadata(metadata: Any) -> None:
@@ -342,15 +394,16 @@ def _items(message: Mapping[str, Any], number: str) -> list[dict[str, Any]]:
     """Convert the assistant's message to items: reasoning, text and tool calls. The result contains at least one
     item."""
     calls = message.get("tool_calls") or ()
-    items = list(_text_items(message.get("content") or "", number)) if message.get("content") or not calls else []
+    reply = Reply(message.get("content") or "", message.get("reasoning_content") or "")
+    items = list(_text_items(reply, number)) if reply.content or reply.reasoning or not calls else []
     for index, call in enumerate(calls):
         ids = {"id": f"fc_{number}_{index}", "call_id": call["id"]}
         items.append({**ids, "type": "function_call", "status": "completed", **call["function"]})
     return items
 
 
-def _text_items(text: str, number: str) -> Iterator[dict[str, Any]]:
-    for item in output_items(text, split_reasoning=True):
+def _text_items(reply: Reply, number: str) -> Iterator[dict[str, Any]]:
+    for item in output_items(reply, split_reasoning=True):
         yield {**item, "id": f"{item['id'].partition('_')[0]}_{number}"}
 
 

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import hmac
+import ipaddress
 import socket
 import threading
 import time
+from typing import Any, Callable, Iterator, Mapping, Sequence
+from urllib.parse import urlsplit
 
+import h11
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gdpo_nemo.rollouts.endpoint.requests import MAX_BODY_BYTES, Refused
+from gdpo_nemo.rollouts.endpoint.requests import MAX_BODY_BYTES, Refused, read_object
 from gdpo_nemo.rollouts.endpoint.service import Service
+from gdpo_nemo.rollouts.endpoint.streams import chat_events, message_events, response_events
 from gdpo_nemo.utils.errors import RunError
 
 SESSION_HEADER = "x-session-id"
+REQUEST_S = 60.0
+"""Seconds after which a connection without a complete header, or without a further part of the body, is closed."""
 _START_S = 300.0
 _STOP_S = 10.0
 
@@ -23,22 +34,27 @@ class Endpoint:
     """HTTP server for ``service`` at ``url``. The server runs until ``close``.
 
     Args:
-        host: address to listen on. Requests are not authenticated, so use a loopback address unless the network is
-            trusted.
+        host: address to listen on.
         port: port to listen on. 0 selects a free port.
+        token: access token that each request must contain. None accepts every request, so use a loopback address
+            unless the network is trusted.
+        names: host names by which clients reach the server, in addition to IP addresses, localhost and the name of this
+            machine.
 
     Raises:
         RunError: if the server cannot listen or does not start.
     """
 
-    def __init__(self, service: Service, host: str, port: int):
+    def __init__(self, service: Service, host: str, port: int, token: str | None = None, names: Sequence[str] = ()):
         self.service = service
         try:
             self._socket = socket.create_server((host, port), backlog=2048)
         except OSError as error:
             raise RunError(f"rollout.endpoint: cannot listen on {host}:{port} ({error.strerror})") from None
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        settings = uvicorn.Config(_app(service), log_level="error", timeout_keep_alive=30, lifespan="off")
+        known = {name.lower() for name in ("localhost", host, socket.gethostname(), *names)}
+        app = _app(service, lambda request: _check_client(request, known, token))
+        settings = uvicorn.Config(app, http=_Protocol, log_level="critical", timeout_keep_alive=30, lifespan="off")
         self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="endpoint")
         self._thread.start()
@@ -55,22 +71,111 @@ class Endpoint:
         self._socket.close()
 
 
-def _app(service: Service) -> FastAPI:
+class _Protocol(H11Protocol):
+    """HTTP/1.1 connection that is closed if the header of a request does not arrive in time.
+
+    uvicorn limits only the time between two requests. h11 limits the size of a header to 64 KiB.
+    """
+
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        """Start the timer."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Start the timer if a header is incomplete. Stop the timer if the header is complete."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the timer."""
+        super().connection_lost(exc)
+        self._stop_watching()
+
+    def _watch(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_watching()
+        elif self._timer is None:
+            self._timer = self.loop.call_later(REQUEST_S, self._close_late)
+
+    def _stop_watching(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _close_late(self) -> None:
+        self._timer = None
+        if self.transport.is_closing() or self.conn.their_state is not h11.IDLE:
+            return
+        text = f"the header of a request did not arrive within {REQUEST_S:g} s".encode()
+        head = f"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: {len(text)}\r\n\r\n"
+        self.transport.write(head.encode() + text)
+        self.transport.close()
+
+
+def _check_client(request: Request, known: set[str], token: str | None) -> None:
+    """Check the headers of a request. A web page in a browser on this machine must not reach the endpoint.
+
+    With DNS rebinding, a page's own name leads to this machine. Such requests have that name as their host.
+
+    Raises:
+        Refused: with status 403 if Host or Origin is a name of another site, or with status 401 if the access token is
+            missing or wrong.
+    """
+    origin = request.headers.get("origin")
+    for name, value in (("Host", f"//{request.headers.get('host', '')}"), ("Origin", origin)):
+        if value is not None and not _is_known(value, known):
+            raise Refused(403, f"{name} {value.removeprefix('//')[:80]!r} is not a name of this endpoint")
+    if token is None:
+        return
+    given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
+    if not hmac.compare_digest(given.encode(), token.encode()):
+        raise Refused(401, "the access token is missing or wrong; send it as Authorization: Bearer or x-api-key")
+
+
+def _is_known(url: str, known: set[str]) -> bool:
+    try:
+        name = urlsplit(url).hostname or ""
+    except ValueError:
+        return False
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return name in known
+    return True
+
+
+def _app(service: Service, check_client: Callable[[Request], None]) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(Refused)
     async def refuse(request: Request, refused: Refused) -> JSONResponse:
-        service.counts["refused"] += 1
-        error = {"message": refused.message, "type": "invalid_request_error", "code": refused.status}
-        return JSONResponse({"object": "error", "message": refused.message, "error": error}, refused.status)
+        return _refusal(service, refused)
+
+    @app.middleware("http")
+    async def check(request: Request, answer: Any) -> Any:
+        try:
+            check_client(request)
+        except Refused as refused:
+            return _refusal(service, refused)
+        return await answer(request)
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> JSONResponse:
-        return JSONResponse(await service.chat(await _body(request), _session(request)))
+    async def chat(request: Request) -> Response:
+        body = await _body(request)
+        return _reply(body, await service.chat(body, _session(request)), chat_events)
 
     @app.post("/v1/responses")
-    async def responses(request: Request) -> JSONResponse:
-        return JSONResponse(await service.responses(await _body(request), _session(request)))
+    async def responses(request: Request) -> Response:
+        body = await _body(request)
+        return _reply(body, await service.responses(body, _session(request)), response_events)
+
+    @app.post("/v1/messages")
+    async def messages(request: Request) -> Response:
+        body = await _body(request)
+        return _reply(body, await service.messages(body, _session(request)), message_events)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> JSONResponse:
@@ -87,6 +192,24 @@ def _app(service: Service) -> FastAPI:
     return app
 
 
+def _refusal(service: Service, refused: Refused) -> JSONResponse:
+    service.counts["refused"] += 1
+    error = {"message": refused.message, "type": "invalid_request_error", "code": refused.status}
+    content = {"type": "error", "object": "error", "message": refused.message, "error": error}
+    return JSONResponse(content, refused.status)
+
+
+def _reply(
+    body: bytes,
+    reply: Mapping[str, Any],
+    events: Callable[[Mapping[str, Any], Mapping[str, Any]], Iterator[str]],
+) -> Response:
+    """Return a reply as JSON, or as a stream of events if the request asks for one."""
+    if b"stream" in body and (request := read_object(body)).get("stream"):
+        return StreamingResponse(events(reply, request), media_type="text/event-stream")
+    return JSONResponse(reply)
+
+
 def _session(request: Request) -> str:
     return request.headers.get(SESSION_HEADER, "")[:200]
 
@@ -95,13 +218,20 @@ async def _body(request: Request) -> bytes:
     """Read the request body.
 
     Raises:
-        Refused: with status 413 if the body is too large.
+        Refused: with status 413 if the body is too large, with status 408 if it stops arriving, or with status 400 if
+            the client closes the connection.
     """
-    parts = []
+    parts: list[bytes] = []
     size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise Refused(413, f"the request is larger than the limit of {MAX_BODY_BYTES} bytes")
-        parts.append(part)
+    stream = request.stream()
+    try:
+        while (part := await asyncio.wait_for(anext(stream, None), REQUEST_S)) is not None:
+            size += len(part)
+            if size > MAX_BODY_BYTES:
+                raise Refused(413, f"the request is larger than the limit of {MAX_BODY_BYTES} bytes")
+            parts.append(part)
+    except TimeoutError:
+        raise Refused(408, f"no further part of the request arrived within {REQUEST_S:g} s") from None
+    except ClientDisconnect:
+        raise Refused(400, "the client closed the connection before the end of its request") from None
     return b"".join(parts)

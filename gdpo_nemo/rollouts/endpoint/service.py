@@ -8,19 +8,20 @@ import hashlib
 import threading
 from collections import Counter, deque
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Coroutine, Iterator, Mapping, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Coroutine, Iterator, Mapping, Protocol, Sequence
 
 import numpy as np
 
-from gdpo_nemo.data.conversation import Conversation, output_items
+from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.data.replies import parsed_arguments
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.rollouts.endpoint.anthropic import message_reply, read_messages
 from gdpo_nemo.rollouts.endpoint.conversations import (
     EditedHistory,
     History,
     Turn,
     UnknownTurn,
-    arguments_of,
     fingerprint,
     text_of,
 )
@@ -183,7 +184,22 @@ class Service:
         """
         sampling = self._current_sampling()
         request = read_chat(body, sampling, session)
-        return _answer(*await self._turn(request, sampling), request)
+        return _answer(await self._choices(request, sampling), request)
+
+    async def messages(self, body: bytes, session: str = "") -> dict[str, Any]:
+        """Return the reply to /v1/messages.
+
+        Raises:
+            Refused: if the request is invalid or cannot be served.
+        """
+        sampling = self._current_sampling()
+        request, original = read_messages(body, sampling, session)
+        turn, message = await self._turn(request, sampling)
+        return message_reply(turn, message, original, f"msg_{_number(turn):x}_{turn.turns}")
+
+    async def _choices(self, request: ChatRequest, sampling: Sampling) -> list[tuple[Turn, dict[str, Any]]]:
+        """Sample ``request.choices`` next turns. Each of them can be continued."""
+        return list(await asyncio.gather(*(self._turn(request, sampling) for _ in range(request.choices))))
 
     async def responses(self, body: bytes, session: str = "") -> dict[str, Any]:
         """Return the reply to /v1/responses.
@@ -211,7 +227,8 @@ class Service:
         allowed = self._allowed(request, following, sampling)
         before = following.before
         sample = SampleRequest(following.token_ids, self._seed(following.token_ids), allowed)
-        completion, engine = await self._sample(sample, sampling, before.engine if before else None)
+        stopping = replace(sampling, stop_strings=(*sampling.stop_strings, *request.stop))
+        completion, engine = await self._sample(sample, stopping, before.engine if before else None)
         message = self._message(completion, request)
         digest = fingerprint([*request.messages, message])
         turns, policy_tokens = (before.turns, before.num_policy_tokens) if before else (0, 0)
@@ -293,7 +310,8 @@ class Service:
             if index + 1 == len(messages):
                 raise Refused(400, "the last message is from the assistant, so there is nothing to answer")
             last = int(turn.completion.token_ids[-1])
-            new = self.conversation.continuation(messages[:index], messages[index + 1 :], last, request.tools)
+            calls = messages[index].get("tool_calls", ())
+            new = self.conversation.continuation(messages[:index], messages[index + 1 :], last, request.tools, calls)
         except RunError as error:
             raise Refused(400, str(error)) from None
         self.counts["spliced"] += count
@@ -335,21 +353,27 @@ class Service:
         return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
     def _message(self, completion: Completion, request: ChatRequest) -> dict[str, Any]:
-        """Convert a completion to the assistant's message. If the request has tools, parse tool calls from the text."""
+        """Convert a completion to the assistant's message. If the request has tools, parse tool calls from the text.
+
+        Raises:
+            Refused: if the tool definitions are invalid.
+        """
         text = self.conversation.text(completion.token_ids)
-        items = output_items(text, "hermes") if request.tools else []
-        calls = [item for item in items if item["type"] == "function_call"]
-        if not calls:
-            return {"role": "assistant", "content": text}
-        text = "".join(part["text"] for item in items if item["type"] == "message" for part in item["content"])
-        return {
-            "role": "assistant",
-            "content": text or None,
-            "tool_calls": [
-                {"id": c["call_id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
-                for c in calls
-            ],
-        }
+        text = text[: min((end for stop in request.stop if (end := text.find(stop)) >= 0), default=len(text))]
+        try:
+            reply = self.conversation.replies.parse(text, request.tools if request.parses_calls else None)
+        except RunError as error:
+            raise Refused(400, str(error)) from None
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+        if reply.reasoning:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message["content"] = reply.content or None
+            message["tool_calls"] = [
+                {"id": "", "type": "function", "function": {"name": name, "arguments": arguments}}
+                for name, arguments in reply.calls
+            ]
+        return message
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -364,7 +388,7 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     plain["content"] = text_of(message)
     if message.get("tool_calls"):
         plain["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": arguments_of(call["function"])}}
+            {**call, "function": {**call["function"], "arguments": parsed_arguments(call["function"].get("arguments"))}}
             for call in message["tool_calls"]
         ]
     return plain
@@ -376,8 +400,25 @@ def _number(turn: Turn) -> int:
     return int(turn.fingerprint[:12], 16)
 
 
-def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
-    """Return the reply to a chat request.
+def _answer(turns: Sequence[tuple[Turn, dict[str, Any]]], request: ChatRequest) -> dict[str, Any]:
+    """Return the reply to a chat request."""
+    first = turns[0][0]
+    usage = {
+        "prompt_tokens": len(first.prompt_ids),
+        "completion_tokens": sum(len(turn.completion.token_ids) for turn, _ in turns),
+    }
+    return {
+        "id": f"chatcmpl-{_number(first):x}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": MODEL,
+        "choices": [_choice(index, turn, message, request) for index, (turn, message) in enumerate(turns)],
+        "usage": {**usage, "total_tokens": sum(usage.values())},
+    }
+
+
+def _choice(index: int, turn: Turn, message: dict[str, Any], request: ChatRequest) -> dict[str, Any]:
+    """Return a choice of a reply.
 
     Training reads the three token fields of the message, which NeMo Gym passes on unchanged.
     """
@@ -388,7 +429,7 @@ def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest) -> dict[s
     if completion.finish_reason == "length":
         finish = "length"
     choice: dict[str, Any] = {
-        "index": 0,
+        "index": index,
         "finish_reason": finish,
         "message": {
             **message,
@@ -401,12 +442,4 @@ def _answer(turn: Turn, message: dict[str, Any], request: ChatRequest) -> dict[s
         entry: dict[str, Any] = {"bytes": None, "top_logprobs": []}
         content = [{"token": f"token_id:{i}", "logprob": value, **entry} for i, value in zip(ids, logprobs)]
         choice["logprobs"] = {"content": content}
-    usage = {"prompt_tokens": len(turn.prompt_ids), "completion_tokens": len(ids)}
-    return {
-        "id": f"chatcmpl-{_number(turn):x}",
-        "object": "chat.completion",
-        "created": 0,
-        "model": MODEL,
-        "choices": [choice],
-        "usage": {**usage, "total_tokens": sum(usage.values())},
-    }
+    return choice
