@@ -23,10 +23,11 @@ import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any, Container, Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 _MEASURE = str(Path(__file__).with_name("measure.py"))
@@ -99,11 +100,14 @@ def run_step(step: Step, out: Path) -> Outcome:
     """Run it; its processes that are left at its end or after its limit are killed, in whatever session they are."""
     findings = out / f"{step.name}.jsonl"
     findings.unlink(missing_ok=True)
-    environment = {**os.environ, "FINDINGS": str(findings), "PYTHONPATH": _path(), "PYTHONWARNINGS": "ignore"}
     log = out / f"{step.name}.log"
     start = time.monotonic()
     others = _descendants()
-    with log.open("w") as file, _adopting_orphans():
+    with log.open("w") as file, _scratch() as folder, _adopting_orphans():
+        environment = {
+            **os.environ, "FINDINGS": str(findings), "PYTHONPATH": _path(), "PYTHONWARNINGS": "ignore",
+            "TMPDIR": folder, "RAY_TMPDIR": os.environ.get("RAY_TMPDIR", tempfile.gettempdir()),
+        }  # fmt: skip
         process = subprocess.Popen(
             [sys.executable, *step.command], cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
         )
@@ -139,40 +143,47 @@ def _adopting_orphans() -> Iterator[None]:
         prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
-def _descendants() -> set[int]:
-    """Ids of the live processes below this one."""
-    children: dict[int, list[int]] = {}
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for a step's files, also of one that is killed; in memory where that has room for a model of 7 B."""
+    shm = Path("/dev/shm")
+    statistics = os.statvfs(shm) if shm.is_dir() else None
+    roomy = statistics is not None and statistics.f_bavail * statistics.f_frsize > 40e9
+    return tempfile.TemporaryDirectory(dir=shm if roomy else None, prefix="first-hour-", ignore_cleanup_errors=True)
+
+
+def _descendants() -> dict[int, bool]:
+    """Whether each process below this one lives, or is only to be waited for."""
+    children: dict[int, dict[int, bool]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                children.setdefault(int(parent), []).append(int(path.parent.name))
-    found: set[int] = set()
+            children.setdefault(int(parent), {})[int(path.parent.name)] = state not in "ZX"
+    found: dict[int, bool] = {}
     below = [os.getpid()]
     while below:
-        below = [child for pid in below for child in children.get(pid, ())]
-        found |= {*below}
+        new = {pid: lives for parent in below for pid, lives in children.get(parent, {}).items()}
+        found |= new
+        below = [*new]
     return found
 
 
-def _end(process: subprocess.Popen[bytes], others: set[int]) -> None:
+def _end(process: subprocess.Popen[bytes], others: Container[int]) -> None:
     """End the step's process, and all below this one but ``others``: told to end first, and killed after a while."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + _END_S
-    seen: set[int] = set()
-    while left := _descendants() - others:
-        seen |= left
-        if time.monotonic() > deadline:
-            for pid in left:
+    while left := {pid: lives for pid, lives in _descendants().items() if pid not in others}:
+        for pid, lives in left.items():
+            if pid == process.pid:
+                process.poll()
+            elif not lives:
+                with contextlib.suppress(ChildProcessError):  # that of another process, which ends as well
+                    os.waitpid(pid, os.WNOHANG)
+            if lives and time.monotonic() > deadline:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        process.poll()
         time.sleep(0.05)
     process.wait()
-    for pid in seen - {process.pid}:
-        with contextlib.suppress(ChildProcessError):  # its own parent has waited for it
-            os.waitpid(pid, os.WNOHANG)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -221,11 +221,8 @@ def timed(stand: Stand, work: Any, rounds: int) -> list[float]:
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """A folder that goes with the block; in memory where that has room for a model of 7 B."""
-    shm = Path("/dev/shm")
-    statistics = os.statvfs(shm) if shm.is_dir() else None
-    roomy = statistics is not None and statistics.f_bavail * statistics.f_frsize > 40e9
-    return tempfile.TemporaryDirectory(dir=shm if roomy else None, prefix="first-hour-")
+    """A folder that goes with the block."""
+    return tempfile.TemporaryDirectory(prefix="models-")
 
 
 if __name__ == "__main__":

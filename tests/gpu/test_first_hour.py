@@ -43,7 +43,7 @@ def finding(**row) -> str:
 def test_a_step_that_hangs_or_fails_leaves_no_process_and_keeps_what_it_found(tmp_path, monkeypatch, ends, status):
     """Its grandchild is in a session of its own, as the processes of a run are, and deaf to SIGTERM."""
     monkeypatch.setattr(first_hour, "_END_S", 1.0)
-    pids = tmp_path / "pids"
+    pids, folder = tmp_path / "pids", tmp_path / "folder"
     deaf = "import os, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     note = f"print(os.getpid(), file=open({str(pids)!r}, 'a', 1));"
     grandchild = f"{deaf} {note} print('up', flush=True); time.sleep(600)"
@@ -52,7 +52,8 @@ def test_a_step_that_hangs_or_fails_leaves_no_process_and_keeps_what_it_found(tm
         "start_new_session=True, stdout=subprocess.PIPE); p.stdout.readline()"
     )
     code = finding(name="before", value=1) + (
-        f"{deaf} import subprocess; subprocess.run([sys.executable, '-c', {child!r}]);"
+        f"{deaf} import tempfile; print(tempfile.mkdtemp(), file=open({str(folder)!r}, 'w', 1));"
+        f"import subprocess; subprocess.run([sys.executable, '-c', {child!r}]);"
         f"print('the last word', flush=True); {ends}"
     )
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -61,6 +62,7 @@ def test_a_step_that_hangs_or_fails_leaves_no_process_and_keeps_what_it_found(tm
     assert [row["name"] for row in outcome.findings] == ["before"] and outcome.error == "the last word"
     assert len(pids.read_text().split()) == 2
     assert not any(psutil.pid_exists(int(pid)) for pid in pids.read_text().split())
+    assert not Path(folder.read_text().strip()).exists()
     assert other.poll() is None, "a process that is not the step's"
     other.communicate()
 
