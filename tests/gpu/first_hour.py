@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _MEASURE = str(Path(__file__).with_name("measure.py"))
 _END_S = 5.0
 """What a process that is told to end has for it before it is killed."""
-_CPU_LIMIT_S = 600.0
+_CPU_LIMIT_S = 1200.0
 _SET_CHILD_SUBREAPER = 36
 """Of prctl(2): orphans among a process's descendants become its children."""
 

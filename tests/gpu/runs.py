@@ -17,7 +17,7 @@ RECIPE = "configs/gdpo_smoke_qwen2.5_0.5b_1gpu.yaml"
 STEPS = 3
 _VOCABULARY = 288
 """So few that most sampled tokens are bytes, whose number the recipe rewards."""
-_PATIENCE_S = 300.0
+_PATIENCE_S = 600.0
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3", {}),
     "TP2+SP": ("qwen3", dict(tensor_model_parallel_size=2, sequence_parallel=True)),
