@@ -13,7 +13,7 @@ import re
 
 from gdpo_nemo.algorithms.ranges import check_numbers
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
-from gdpo_nemo.config.allowed_values import ALIASED, LORA_TARGETS
+from gdpo_nemo.config.allowed_values import ALIASED, LORA_TARGETS, RECOMPUTED_MODULES
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.health import read_checks
 from gdpo_nemo.config.layout import (
@@ -34,7 +34,7 @@ from gdpo_nemo.config.objective_checks import (
 from gdpo_nemo.config.placement import Places, joined, place, place_workers
 from gdpo_nemo.config.rollout_checks import check_parsers, check_reuse, check_rollout_bounds, check_turns_kept
 from gdpo_nemo.config.schema import ClusterConfig, Config, DatasetConfig, GdpoConfig, LoggerConfig
-from gdpo_nemo.config.sections import PolicyConfig
+from gdpo_nemo.config.sections import MegatronConfig, PolicyConfig
 from gdpo_nemo.config.transports import check_transport
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -272,12 +272,32 @@ def check_parallelism(config: Config) -> None:
         raise ConfigError(f"{prefix}.overlap_param_gather: requires overlap_grad_reduce")
     if megatron.recompute_layers is not None and megatron.recompute != "full":
         raise ConfigError(f"{prefix}.recompute_layers: requires recompute: full")
+    _check_recomputed_modules(config)
     if megatron.optimizer.offload and config.policy.precision == "float32":
         raise ConfigError(
             f"{prefix}.optimizer.offload: requires policy.precision bfloat16; float32 models have no separate main "
             "weights"
         )
     _check_kernels(config)
+
+
+def _check_recomputed_modules(config: Config) -> None:
+    """Check ``recompute_modules``. Raises ConfigError."""
+    megatron = config.policy.megatron_cfg
+    key = "policy.megatron_cfg.recompute_modules"
+    for name in megatron.recompute_modules:
+        if name not in RECOMPUTED_MODULES:
+            raise ConfigError(f"{key}: must be among {', '.join(RECOMPUTED_MODULES)} (got {name!r})")
+    if not megatron.recompute_modules:
+        raise ConfigError(f"{key}: must not be empty; use recompute: none to recompute nothing")
+    if megatron.recompute_modules != MegatronConfig().recompute_modules and megatron.recompute != "selective":
+        raise ConfigError(f"{key}: requires recompute: selective")
+    # Megatron asks TransformerEngine whether the discarded output was computed in FP8.
+    for name in {"layernorm", "moe_act"} & {*megatron.recompute_modules}:
+        if config.cluster.gpus_per_node == 0:
+            raise ConfigError(f"{key}: {name} requires GPUs (cluster.gpus_per_node is 0)")
+        if megatron.transformer_engine is False:
+            raise ConfigError(f"{key}: {name} requires TransformerEngine (transformer_engine is false)")
 
 
 def _check_kernels(config: Config) -> None:

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 # Match the message, because errors of vLLM's separate process arrive as plain Exceptions.
 _DEVICE_ERROR = re.compile(
-    r"\b(CUDA|HIP|NCCL|CUBLAS|CUDNN)( driver| runtime)? (error|out of memory)|error \[CUDA\]|device-side assert"
-    r"|\b(CUBLAS|CUDNN|CUSOLVER)_STATUS_(?!SUCCESS)",
+    r"\b(CUDA|CUDART|HIP|NCCL|CUBLAS|CUDNN)( driver| runtime)? (error|out of memory)|error \[CUDA\]|device-side assert"
+    r"|\b(CUBLAS|CUDNN|CUSOLVER)_STATUS_(?!SUCCESS)"
+    # Other processes, such as the engine that is replaced, still hold memory.
+    r"|\bFree memory on device .* is less than",
     re.IGNORECASE,
 )
 _SEE_LOG = "(see its output in the engine's log)"

@@ -213,7 +213,7 @@ def transformer_config(
     """
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
-        "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+        "selective": dict(recompute_granularity="selective", recompute_modules=list(layout.recompute_modules)),
         "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     }
     options = recompute[layout.recompute]

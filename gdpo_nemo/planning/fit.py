@@ -11,6 +11,7 @@ from typing import Any, Iterator
 from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.placement import joined, worker_pools
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.sections import MegatronConfig
 from gdpo_nemo.planning.hardware import Device, Rates, host
 from gdpo_nemo.planning.memory import (
     GPU_RESERVE,
@@ -184,8 +185,12 @@ def _memory_savers(resolved: Resolved, shape: Shape) -> Iterator[dict[str, Any]]
         yield {"micro_batch_tokens": policy.max_total_sequence_length}
     if megatron.recompute == "none":
         yield {"megatron_cfg__recompute": "selective"}
+    default = MegatronConfig().recompute_modules
+    if megatron.recompute == "none" and len(shape.moe_layers) < shape.layers:
+        yield {"megatron_cfg__recompute": "selective", "megatron_cfg__recompute_modules": ["core_attn", "mlp"]}
     if megatron.recompute != "full":
-        yield {"megatron_cfg__recompute": "full"}
+        modules = {} if megatron.recompute_modules == default else {"megatron_cfg__recompute_modules": default}
+        yield {"megatron_cfg__recompute": "full", **modules}
     if config.cluster.placement == "colocated" and config.cluster.gpus_per_node:
         if not megatron.optimizer.offload and policy.precision == "bfloat16":
             yield {"megatron_cfg__optimizer__offload": True}
@@ -233,6 +238,8 @@ def best_split(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -
 
 
 def _yaml(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(value)}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

@@ -185,7 +185,8 @@ def _backward(resolved: Resolved, shape: Shape, layout: Layout, tokens: int, siz
     )
     floats = 5 * width + 2 * shape.hidden
     norms, attention, rest = _layer_floats(config.policy, shape, layout)
-    recomputed = {"none": 0, "selective": attention, "full": norms / 2 + max(attention, rest)}[
+    dropped = recomputed_floats(config.policy, shape, layout)
+    recomputed = {"none": 0.0, "selective": max(dropped.values()), "full": norms / 2 + max(attention, rest)}[
         config.policy.megatron_cfg.recompute
     ]
     if (computed := _longest_saving(resolved).tokens) < 1:  # keys and values of all sequences, including shared prompts
@@ -235,7 +236,7 @@ def _activations(
         recomputed = min(count, megatron.recompute_layers * chunks)
     saved_by_mode = {
         "none": complete,
-        "selective": inputs + rest,
+        "selective": complete - sum(recomputed_floats(policy, shape, layout).values()),
         "full": _recomputed_floats(policy, shape, layout),
     }
     saved = saved_by_mode[megatron.recompute]
@@ -253,6 +254,23 @@ def _in_flight(layout: Layout, stage: int, virtual: int | None) -> float:
     if virtual and layout.pipeline > 1:
         return layout.pipeline * (1 + (layout.pipeline - 1) / (layout.pipeline * virtual))
     return in_flight
+
+
+def recomputed_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> dict[str, float]:
+    """Return the floats per token and layer that selective recomputation does not save, by module.
+
+    The norm in front of a dense MLP saves the MLP's input. TransformerEngine computes the norms of attention and dense
+    MLPs inside the next matrix product, where ``layernorm`` has no effect.
+    """
+    sharded = layout.tensor if policy.megatron_cfg.sequence_parallel else 1
+    mixture = len(shape.moe_layers) / shape.layers
+    floats = {
+        "core_attn": _layer_floats(policy, shape, layout)[1],
+        "mlp": _dense_floats(shape, layout) * (1 - mixture),
+        "layernorm": shape.hidden / sharded * mixture,
+        "moe_act": shape.active_experts * shape.expert_ffn / layout.expert_tensor * mixture if mixture else 0.0,
+    }
+    return {name: floats[name] for name in policy.megatron_cfg.recompute_modules}
 
 
 def _recomputed_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
@@ -292,19 +310,27 @@ def transformer_engine(policy: PolicyConfig, layout: Layout) -> bool:
 
 
 def _ffn_floats(shape: Shape, layout: Layout) -> float:
-    """Return the floats per token that an MLP saves.
+    """Return the floats per token that an MLP saves."""
+    dense = _dense_floats(shape, layout)
+    if not shape.moe_layers:
+        return dense
+    # Each token is copied to active_experts experts. On average, the copies are balanced over the ranks.
+    routed = shape.active_experts * (_mlp_parts(layout) * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
+    moe_fraction = len(shape.moe_layers) / shape.layers
+    return moe_fraction * routed + (1 - moe_fraction) * dense
+
+
+def _dense_floats(shape: Shape, layout: Layout) -> float:
+    return _mlp_parts(layout) * shape.ffn / layout.tensor
+
+
+def _mlp_parts(layout: Layout) -> int:
+    """Return the tensors of an MLP's inner width that are saved.
 
     The fused activation on GPUs saves gate, up and their product. The MLP on CPUs also saves the gate's activation and
     a copy of up.
     """
-    parts = 3 if layout.gpus else 5
-    dense = parts * shape.ffn / layout.tensor
-    if not shape.moe_layers:
-        return dense
-    # Each token is copied to active_experts experts. On average, the copies are balanced over the ranks.
-    routed = shape.active_experts * (parts * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
-    moe_fraction = len(shape.moe_layers) / shape.layers
-    return moe_fraction * routed + (1 - moe_fraction) * dense
+    return 3 if layout.gpus else 5
 
 
 def optimizer_bytes(policy: PolicyConfig, shape: Shape, layout: Layout) -> int:

@@ -10,7 +10,7 @@ from gdpo_nemo.config.algorithm_choice import old_logprobs_source
 from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.config.sections import PolicyConfig
+from gdpo_nemo.config.sections import MegatronConfig, PolicyConfig
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.memory import (
     BYTES,
@@ -89,6 +89,14 @@ def generation_work(resolved: Resolved, shape: Shape, device: Device, lengths: L
     return Work(steps, max(moved / device.bandwidth, arithmetic / device.compute) + prefill / device.compute)
 
 
+def recomputed_share(megatron: MegatronConfig, shape: Shape) -> float:
+    """Return the share of a forward pass that the backward pass repeats. Only matrix products of weights count."""
+    if megatron.recompute == "selective" and "mlp" in megatron.recompute_modules:
+        dense = shape.layers - len(shape.moe_layers)
+        return 3 * shape.hidden * shape.ffn * dense / shape.active_parameters
+    return float(megatron.recompute == "full")
+
+
 def training_work(resolved: Resolved, shape: Shape, device: Device, lengths: Lengths) -> Work:
     """Return the work of a step's updates and preceding log-prob passes, with micro-batches of a rank as units."""
     config = resolved.config
@@ -97,7 +105,7 @@ def training_work(resolved: Resolved, shape: Shape, device: Device, lengths: Len
     tokens = resolved.samples_per_step * lengths.total * saving.tokens
     # Attention cost is proportional to token pairs, so skipped prompt tokens change the mean length per computed token.
     attention_length = lengths.total * saving.pairs / saving.tokens
-    update = 3 + (config.policy.megatron_cfg.recompute == "full")
+    update = 3 + recomputed_share(config.policy.megatron_cfg, shape)
     passes = update * config.gdpo.num_iterations + evaluations(resolved)
     flops_per_token = passes * _forward_flops(shape, attention_length)
     if teacher := teacher_shape(resolved):
@@ -332,7 +340,7 @@ def micro_batch(
     share = layout.model_ranks
     vocabulary = shape.vocabulary * tokens / share
     bandwidth = BANDWIDTH_SHARE * device.bandwidth
-    again = {"none": 0.0, "selective": 0.0, "full": 1.0}[config.policy.megatron_cfg.recompute] * backward
+    again = recomputed_share(config.policy.megatron_cfg, shape) * backward
     flops = model_flops(shape, tokens, length, backward=backward)
     flops += again * model_flops(shape, tokens, length, backward=False)
     flops += 2 * shape.hidden * shape.vocabulary * tokens * backward  # the backward pass recomputes chunks of logits

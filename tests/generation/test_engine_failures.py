@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +44,46 @@ def test_an_error_of_the_device_is_a_failure_of_the_engine(text):
         raise RuntimeError("wrapped") from RuntimeError(text)
     except RuntimeError as error:
         assert isinstance(engine_failure(error), EngineFailed)
+
+
+OF_VLLM = {
+    "v1/worker/utils.py": {
+        "Free memory on device 1 (1/1 GiB) on startup is less than desired GPU memory utilization": True,
+        "Free memory on device 1 (1/1 GiB) on startup is less than the engine's budget": True,
+        "Externally held weights on device 1": False,
+    },
+    "v1/worker/gpu_model_runner.py": {"CUDA out of memory occurred when warming up sampler with 1 dummy": True},
+    "distributed/device_communicators/cuda_wrapper.py": {"CUDART error: 1": True},
+    "distributed/device_communicators/pynccl_wrapper.py": {"NCCL error: 1": True},
+    "v1/core/kv_cache_utils.py": {
+        "No available memory for the cache blocks. Try increasing `gpu_memory_utilization`": False,
+        "To serve at least one request with the model's max seq len (1), (1 GiB KV cache is needed": False,
+    },
+    "v1/worker/gpu_worker.py": {"start_weight_update must be called before update_weights.": False},
+}
+"""Beginnings of messages in vLLM's source, with 1 for what is computed, by file; whether another engine may do
+better."""
+
+
+def raised_by(file: Path) -> list[str]:
+    """The messages of all exceptions that a file raises with a text of its own."""
+    calls = [node.exc for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
+    texts = [call.args[0] for call in calls if isinstance(call, ast.Call) and call.args]
+    return [
+        "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in getattr(text, "values", [text]))
+        for text in texts
+        if isinstance(text, (ast.Constant, ast.JoinedStr))
+    ]
+
+
+@pytest.mark.parametrize("file", OF_VLLM)
+def test_messages_in_vllms_source_are_told_apart(file):
+    """A version of vLLM that words one of them in another way fails here."""
+    raised = raised_by(Path(importlib.util.find_spec("vllm").origin).parent / file)
+    for beginning, of_device in OF_VLLM[file].items():
+        (text, *_) = [text for text in raised if text.startswith(beginning)] or [""]
+        assert text, beginning
+        assert isinstance(engine_failure(ValueError(text)), EngineFailed) == of_device, text
 
 
 def test_an_error_of_the_device_is_found_behind_one_of_its_cleanup():

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import create_autospec
 
@@ -22,6 +26,7 @@ from gdpo_nemo.generation.vllm_core import (
     sampling_parameters,
     scoring_parameters,
 )
+from gdpo_nemo.models.architectures import FAMILIES
 from gdpo_nemo.models.hf_folder import open_weights, weight_names
 from gdpo_nemo.weights.manifest import pack
 from gdpo_nemo.weights.transports.memory import MemoryReceiver
@@ -65,17 +70,19 @@ def test_every_argument_is_one_of_vllms(core):
     assert core.asked["worker_extension_cls"] == "gdpo_nemo.weights.vllm_receiver.Worker"
 
 
-def test_a_gpu_engine_captures_graphs_caches_prefixes_and_prefills_in_chunks(core, engine_model):
-    """As vLLM itself decides for a model of text, with nothing of ours in its way."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = EngineArgs(**{**core.asked, "enable_sleep_mode": False})  # which is refused without a GPU
-    arguments._set_default_chunked_prefill_and_prefix_caching_args(arguments.create_model_config())
-    assert arguments.enable_prefix_caching is True and arguments.enable_chunked_prefill is True
-    assert arguments.enforce_eager is False and not core.asked.keys() & {"compilation_config", "max_num_batched_tokens"}
-    default = EngineArgs(model=str(engine_model))
-    assert arguments.compilation_config == default.compilation_config
-    assert arguments.async_scheduling == default.async_scheduling
+def test_vllms_cuda_platform_decides_the_same_for_every_family(tmp_path):
+    """Graphs, scheduling, sleep and attention as an H100 would have them: by vLLM's own code, without a GPU."""
+    program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("cuda_platform.py")), str(tmp_path / "out")]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads((tmp_path / "out").read_text())
+    expected = {
+        "device": "cuda", "attention": "FLASH_ATTN", "graphs": "FULL_AND_PIECEWISE", "sizes": 51, "sleep": True,
+        "chunked prefill": True, "asynchronous scheduling": True, "prefix cache": True, "head": "torch.float32",
+        "executor": "uni", "transfer": "gdpo_nemo",
+    }  # fmt: skip
+    assert {decided.pop("family") for decided in found.values()} == {*FAMILIES}
+    assert [(name, decided) for name, decided in found.items() if decided != expected] == []
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,13 @@
 """Runs measurements one after another, each under a time limit of its own, and keeps what they found.
 
-    bash tests/gpu/first_hour.sh [--out DIR] [--only NAME ...] [--skip NAME ...] [--cpu] [--list]
+    bash tests/gpu/first_hour.sh [--out DIR] [--only NAME ...] [--skip NAME ...] [--all] [--model DIR] [--cpu] [--list]
 
 Every step is a process of its own (``measure.py``, or pytest) that writes a JSON line for each finding as soon as it
-has it, so that a step which hangs, and is killed, leaves what it had. After each step ``first_hour.json`` and
-``first_hour.md`` are written again. The driver needs the standard library alone; steps 1 to 4 of the note need torch,
-megatron-core, transformers and omegaconf, and neither Ray nor vLLM nor a network. ``--cpu`` runs the same code on tiny
-shapes without a GPU.
+has it, so that a step which hangs, and is killed, leaves what it had, but no process. After each step
+``first_hour.json`` and ``first_hour.md`` are written again. The driver needs the standard library alone; ``engine`` and
+``ipc`` need vLLM, ``colocated`` and ``eight`` also Ray, the other steps neither, and none a network. The limits of the
+steps that run without ``--all`` add up to 25 minutes on one GPU. ``--cpu`` runs the same code on tiny shapes without a
+GPU.
 
 Exit status: 0 where every step ended and nothing exceeded its limit, 1 otherwise, 2 for a wrong option.
 """
@@ -14,22 +15,27 @@ Exit status: 0 where every step ended and nothing exceeded its limit, 1 otherwis
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import platform
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Container, Iterator, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 _MEASURE = str(Path(__file__).with_name("measure.py"))
 _END_S = 5.0
 """What a process that is told to end has for it before it is killed."""
-_CPU_LIMIT_S = 600.0
+_CPU_LIMIT_S = 1200.0
+_SET_CHILD_SUBREAPER = 36
+"""Of prctl(2): orphans among a process's descendants become its children."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,10 @@ class Step:
     limit_s: float
     command: tuple[str, ...]
     what: str
+    extra: bool = False
+    """True if only ``--all`` or ``--only`` runs it."""
+    several_gpus: bool = False
+    """True if it ends at once where there is one GPU."""
 
 
 @dataclass
@@ -49,44 +59,55 @@ class Outcome:
     name: str
     what: str
     status: str
-    """ok, failed (its process ended with an error), exceeded (a finding is over its limit) or timeout."""
+    """ok, skipped (its finding of this name says why), failed (its process ended with an error), exceeded (a finding is
+    over its limit) or timeout."""
     seconds: float
     limit_s: float
     findings: list[dict[str, Any]] = field(default_factory=list)
-    """Each with `name`, `value`, `unit`, and `limit` and `passed` where it is judged."""
+    """Each with `name`, `value`, `unit`, `limit` and `passed` where it is judged, and `key` for the table of steps."""
     error: str = ""
-    """Last line of its log."""
+    """Last line of its log, or why it was skipped."""
 
 
-def steps(cpu: bool) -> list[Step]:
-    """All of them in order; ``cpu``: on tiny shapes."""
+def steps(cpu: bool, model: str = "") -> list[Step]:
+    """All of them in order; ``cpu``: on tiny shapes; ``model``: a folder, in place of random weights."""
 
-    def measured(name: str, minutes: float, *arguments: str, what: str) -> Step:
-        options = (*arguments, *(["--cpu"] if cpu else []))
-        return Step(name, _CPU_LIMIT_S if cpu else 60 * minutes, (_MEASURE, *options), what)
+    def measured(name: str, seconds: float, *arguments: str, what: str, **options: bool) -> Step:
+        command = (_MEASURE, *arguments, *(["--cpu"] if cpu else []), *(["--model", model] if model else []))
+        return Step(name, _CPU_LIMIT_S if cpu else seconds, command, what, **options)
 
     marked = ("-m", "pytest", "-m", "gpu", "-n", "0", "-q", "tests", "--ignore", "tests/gpu")
     return [
-        measured("basics", 3, "basics", what="imports, NCCL of one rank, a bf16 update against float32 on the CPU"),
-        measured("speed-0.5b", 4, "speed", "--size", "0.5b", what="MFU, memory, launches and syncs of an update"),
-        measured("policy", 8, "policy", what="packing, checkpoint, LoRA, reference swap, off-loading at one rank"),
-        measured("weights", 5, "weights", what="checksums, CUDA IPC between two processes"),
-        measured("speed-1.5b", 6, "speed", "--size", "1.5b", what="the same at 1.5 B"),
-        measured("speed-7b", 8, "speed", "--size", "7b", what="the same at 7 B, as many layers as fit"),
-        measured("logprobs", 5, "logprobs", what="log-prob chunks against the fused kernel; syncs of a micro-batch"),
-        measured("noise", 5, "noise", what="bf16 log-probs, packed and alone, against float32"),
-        Step("gpu-tests", 900, (*marked, *(["--collect-only"] if cpu else [])), "pytest -m gpu tests"),
-    ]
+        measured("basics", 120, "basics", what="imports, NCCL of one rank, a bf16 update against float32 on the CPU"),
+        measured("engine", 270, "engine", what="vLLM: start, CUDA graphs, sample, sleep, wake, reload"),
+        measured("ipc", 210, "ipc", what="a policy's weights into vLLM's own process, asleep until they come"),
+        measured("colocated", 480, "colocated", what="a one-GPU recipe of three steps; kill -9, and resume"),
+        measured("eight", 600, "eight", what="TP2+SP, CP2, PP2, EP2 against one rank; weights to separate engines",
+                 several_gpus=True),
+        measured("weights", 90, "weights", what="checksums, CUDA IPC between two processes"),
+        measured("policy", 180, "policy", what="packing, checkpoint, LoRA, reference swap, off-loading at one rank"),
+        measured("speed-0.5b", 150, "speed", "--size", "0.5b", what="MFU, memory, launches and syncs of an update"),
+        measured("speed-1.5b", 300, "speed", "--size", "1.5b", what="the same at 1.5 B", extra=True),
+        measured("speed-7b", 420, "speed", "--size", "7b", what="the same at 7 B, as many layers as fit", extra=True),
+        measured("logprobs", 240, "logprobs", what="log-prob chunks against the fused kernel; syncs of a micro-batch",
+                 extra=True),
+        measured("noise", 240, "noise", what="bf16 log-probs, packed and alone, against float32", extra=True),
+        Step("gpu-tests", 900, (*marked, *(["--collect-only"] if cpu else [])), "pytest -m gpu tests", extra=True),
+    ]  # fmt: skip
 
 
 def run_step(step: Step, out: Path) -> Outcome:
-    """Run it; what is left of its process group after the limit is killed."""
+    """Run it; its processes that are left at its end or after its limit are killed, in whatever session they are."""
     findings = out / f"{step.name}.jsonl"
     findings.unlink(missing_ok=True)
-    environment = {**os.environ, "FINDINGS": str(findings), "PYTHONPATH": _path(), "PYTHONWARNINGS": "ignore"}
     log = out / f"{step.name}.log"
     start = time.monotonic()
-    with log.open("w") as file:
+    others = _descendants()
+    with log.open("w") as file, _scratch() as folder, _adopting_orphans():
+        environment = {
+            **os.environ, "FINDINGS": str(findings), "PYTHONPATH": _path(), "PYTHONWARNINGS": "ignore",
+            "TMPDIR": folder, "RAY_TMPDIR": os.environ.get("RAY_TMPDIR", tempfile.gettempdir()),
+        }  # fmt: skip
         process = subprocess.Popen(
             [sys.executable, *step.command], cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
         )
@@ -96,12 +117,14 @@ def run_step(step: Step, out: Path) -> Outcome:
         except subprocess.TimeoutExpired:
             status = "timeout"
         finally:
-            _end(process)
+            _end(process, others)
     found = _read(findings)
-    if status == "ok" and any(row.get("passed") is False for row in found):
-        status = "exceeded"
+    skipped = [str(row["value"]) for row in found if row["name"] == "skipped"]
+    if status == "ok":
+        exceeded = any(row.get("passed") is False for row in found)
+        status = "exceeded" if exceeded else "skipped" if skipped else "ok"
     lines = log.read_text(errors="replace").strip().splitlines()
-    error = lines[-1][:300] if status in ("failed", "timeout") and lines else ""
+    error = lines[-1][:300] if status in ("failed", "timeout") and lines else "".join(skipped)
     return Outcome(step.name, step.what, status, time.monotonic() - start, step.limit_s, found, error)
 
 
@@ -109,17 +132,57 @@ def _path() -> str:
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the step's whole process group, which its own session makes its own."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(timeout=_END_S)
-        except subprocess.TimeoutExpired:
-            continue
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Keep the processes of a step below this one, so that those of a run, in sessions of their own, are found."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for a step's files, also of one that is killed; in memory where that has room for a model of 7 B."""
+    shm = Path("/dev/shm")
+    statistics = os.statvfs(shm) if shm.is_dir() else None
+    roomy = statistics is not None and statistics.f_bavail * statistics.f_frsize > 40e9
+    return tempfile.TemporaryDirectory(dir=shm if roomy else None, prefix="first-hour-", ignore_cleanup_errors=True)
+
+
+def _descendants() -> dict[int, bool]:
+    """Whether each process below this one lives, or is only to be waited for."""
+    children: dict[int, dict[int, bool]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            state, parent = path.read_text().rpartition(")")[2].split()[:2]
+            children.setdefault(int(parent), {})[int(path.parent.name)] = state not in "ZX"
+    found: dict[int, bool] = {}
+    below = [os.getpid()]
+    while below:
+        new = {pid: lives for parent in below for pid, lives in children.get(parent, {}).items()}
+        found |= new
+        below = [*new]
+    return found
+
+
+def _end(process: subprocess.Popen[bytes], others: Container[int]) -> None:
+    """End the step's process, and all below this one but ``others``: told to end first, and killed after a while."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    deadline = time.monotonic() + _END_S
+    while left := {pid: lives for pid, lives in _descendants().items() if pid not in others}:
+        for pid, lives in left.items():
+            if pid == process.pid:
+                process.poll()
+            elif not lives:
+                with contextlib.suppress(ChildProcessError):  # that of another process, which ends as well
+                    os.waitpid(pid, os.WNOHANG)
+            if lives and time.monotonic() > deadline:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
     process.wait()
 
 
@@ -137,17 +200,25 @@ def _read(path: Path) -> list[dict[str, Any]]:
 def report(machine: dict[str, str], outcomes: Sequence[Outcome]) -> str:
     """Markdown: the machine, a row a step, and the findings of each."""
     lines = ["# The first hour", "", *(f"* {name}: {value}" for name, value in machine.items()), ""]
-    lines += ["| step | what | status | seconds |", "|---|---|---|---|"]
-    for outcome in outcomes:
-        status = f"{outcome.status}: {_cell(outcome.error)}" if outcome.error else outcome.status
-        lines.append(
-            f"| {outcome.name} | {_cell(outcome.what)} | {status} | {outcome.seconds:.0f} of {outcome.limit_s:.0f} |"
-        )
+    lines += table(outcomes)
     for outcome in outcomes:
         if outcome.findings:
             lines += ["", f"## {outcome.name}", "", "| finding | value | unit | limit | |", "|---|---|---|---|---|"]
             lines += [_row(row) for row in outcome.findings]
     return "\n".join(lines) + "\n"
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """A row a step."""
+    lines = ["| step | what | status | seconds | key figures |", "|---|---|---|---|---|"]
+    for outcome in outcomes:
+        status = f"{outcome.status}: {_cell(outcome.error)}" if outcome.error else outcome.status
+        figures = [f"{row['name']} {_number(row['value'])} {row['unit']}" for row in outcome.findings if row.get("key")]
+        lines.append(
+            f"| {outcome.name} | {_cell(outcome.what)} | {status} | {outcome.seconds:.0f} of {outcome.limit_s:.0f} | "
+            f"{_cell('; '.join(figures))} |"
+        )
+    return lines
 
 
 def _row(row: dict[str, Any]) -> str:
@@ -171,8 +242,8 @@ def machine() -> dict[str, str]:
     code = (
         "import importlib.metadata as m, torch\n"
         "def v(p):\n try: return m.version(p)\n except m.PackageNotFoundError: return 'absent'\n"
-        "c = torch.cuda.is_available()\n"
-        "print(torch.cuda.get_device_name() if c else 'no GPU', '|', torch.version.cuda, '|', "
+        "n = torch.cuda.device_count()\n"
+        "print(f'{n} x {torch.cuda.get_device_name()}' if n else 'no GPU', '|', torch.version.cuda, '|', "
         "', '.join(f'{p} {v(p)}' for p in "
         "('torch', 'triton', 'megatron-core', 'transformer-engine', 'vllm', 'ray', 'transformers')))"
     )
@@ -189,12 +260,13 @@ def machine() -> dict[str, str]:
 
 def chosen(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Step]:
     """The steps that were asked for, in order."""
-    known = steps(arguments.cpu)
+    known = steps(arguments.cpu, arguments.model)
     names = {step.name for step in known}
     for name in (*arguments.only, *arguments.skip):
         if name not in names:
             parser.error(f"no step {name!r}; there are {', '.join(step.name for step in known)}")
-    wanted = set(arguments.only or names) - set(arguments.skip)
+    usual = {step.name for step in known if arguments.all or not step.extra}
+    wanted = set(arguments.only or usual) - set(arguments.skip)
     return [step for step in known if step.name in wanted]
 
 
@@ -204,6 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "results" / "first_hour", metavar="DIR", help="%(default)s")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these steps")
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME", help="all but these")
+    parser.add_argument("--all", action="store_true", help="also the steps that take longer than 25 minutes together")
+    parser.add_argument("--model", default="", metavar="DIR", help="a real model in place of random weights")
     parser.add_argument("--cpu", action="store_true", help="rehearse on tiny shapes, without a GPU")
     parser.add_argument("--list", action="store_true", help="name the steps and their limits, and end")
     arguments = parser.parse_args(argv)
@@ -222,8 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         whole = {"machine": on, "steps": [asdict(outcome) for outcome in outcomes]}
         (arguments.out / "first_hour.json").write_text(json.dumps(whole, indent=1) + "\n")
         (arguments.out / "first_hour.md").write_text(report(on, outcomes))
-    print(arguments.out / "first_hour.md")
-    return 0 if all(outcome.status == "ok" for outcome in outcomes) else 1
+    print(*table(outcomes), arguments.out / "first_hour.md", sep="\n")
+    return 0 if all(outcome.status in ("ok", "skipped") for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One measurement of the first hour: ``measure.py basics|speed|policy|weights|logprobs|noise [--cpu]``.
+"""One measurement of the first hour: ``measure.py basics|engine|ipc|speed|policy|weights|... [--cpu]``.
 
 Findings go to the file that ``FINDINGS`` names, a JSON line each, and to stdout. With ``--cpu`` the shapes are tiny and
 CUDA stays hidden; the code is the same.
@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+from engines import engine, ipc  # noqa: E402
 from one_rank import BF16, CHECKS  # noqa: E402
+from runs import colocated, eight, rank  # noqa: E402
 from standing import (  # noqa: E402
     SHAPES,
     Model,
@@ -424,6 +426,11 @@ def _sampled(stand: Stand, model: Model, count: int, length: int) -> list[Any]:
 _MEASUREMENTS = {
     "basics": basics,
     "update": update,
+    "engine": engine,
+    "ipc": ipc,
+    "colocated": colocated,
+    "eight": eight,
+    "rank": rank,
     "speed": speed,
     "policy": policy,
     "weights": weights,
@@ -440,7 +447,8 @@ def main() -> None:
     parser.add_argument("--size", default="0.5b", choices=SHAPES, help="of speed (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="updates that are timed (%(default)s)")
     parser.add_argument("--precision", default="float32", choices=("float32", BF16), help="of update")
-    parser.add_argument("--model", metavar="DIR", help="of noise: a real model instead of random weights")
+    parser.add_argument("--model", metavar="DIR", help="a real model instead of random weights")
+    parser.add_argument("--rank", type=int, default=0, help="of rank, which eight starts twice (%(default)s)")
     arguments = parser.parse_args()
     if arguments.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -105,17 +105,17 @@ def write_model(folder: Path, shape: Sequence[Any], positions: int, precision: s
 
 
 class Stand:
-    """One laid-out rank, on which policies are built."""
+    """One laid-out rank, on which policies are built; ``layout``: fields of MegatronConfig."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, rank: int = 0, ranks: int = 1, **layout: Any):
         from gdpo_nemo.megatron import runtime
 
         self.runtime = runtime.prepare()
         from gdpo_nemo.config.schema import MegatronConfig
 
         self.folder = folder
-        runtime.initialize(self.runtime, 0, 1, f"file://{folder}/meeting")
-        runtime.lay_out(MegatronConfig(data_parallel_size=1), 0)
+        runtime.initialize(self.runtime, rank, ranks, f"file://{folder}/meeting")
+        runtime.lay_out(MegatronConfig(**{"data_parallel_size": 1, **layout}), 0)
 
     @property
     def on_gpu(self) -> bool:
@@ -221,11 +221,8 @@ def timed(stand: Stand, work: Any, rounds: int) -> list[float]:
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """A folder that goes with the block; in memory where that has room for a model of 7 B."""
-    shm = Path("/dev/shm")
-    statistics = os.statvfs(shm) if shm.is_dir() else None
-    roomy = statistics is not None and statistics.f_bavail * statistics.f_frsize > 40e9
-    return tempfile.TemporaryDirectory(dir=shm if roomy else None, prefix="first-hour-")
+    """A folder that goes with the block."""
+    return tempfile.TemporaryDirectory(prefix="models-")
 
 
 if __name__ == "__main__":

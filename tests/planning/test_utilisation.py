@@ -174,8 +174,13 @@ def test_mfu_falls_with_the_size_and_stays_below_what_products_reach():
     order = [found[size].training for size in ("0.5B", "1.5B", "7B")]
     assert order == sorted(order) and all(0.1 < value < 0.7 for value in order)
     assert all(value.generation < value.training for value in found.values())
-    recomputed = changed(config_of("7B"), megatron_cfg__recompute="full")
-    assert utilisation(resolve(recomputed), shape_of("7B"), gpu, Rates()).training < order[2]
+    full = changed(config_of("7B"), megatron_cfg__recompute="full")
+    modules = dict(megatron_cfg__recompute="selective", megatron_cfg__recompute_modules=["mlp"])
+    slower = [
+        utilisation(resolve(config), shape_of("7B"), gpu, Rates()).training
+        for config in (full, changed(config_of("7B"), **modules))
+    ]
+    assert slower[0] < slower[1] < order[2]
 
 
 def test_the_plan_prints_mfu_and_host_memory_where_there_are_gpus():
