@@ -140,7 +140,7 @@ HOSTILE = {
     "forged replies": FORGED.format('["value", true, [["list", []]]]\\n'),
     "always equal": "class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
     "def add(a, b): return Yes()\n",
-    "patched built-ins": "import builtins\nbuiltins.AssertionError = builtins.len = print\n"
+    "patched built-ins": "import builtins\nbuiltins.AssertionError = print\n"
     "len, abs, set = (lambda *_: 2), (lambda *_: 3), list\n"
     "class math:\n    isclose = lambda *_: True\ndef add(a, b): return 1\n",
     "patched server": "import sys\nserver = sys.modules['sandbox']\n"

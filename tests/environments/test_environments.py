@@ -282,6 +282,7 @@ def test_every_built_in_environment_loads_and_names_its_rewards():
         "nemo_gym": {"servers": {"one": "http://127.0.0.1:1"}},
         "nemo_gym_agent": {"agents": {"steps": "http://127.0.0.1:1"}, "rewards": [{"name": "accuracy"}]},
         "functions": {"functions": {"brevity": {"function": "length", "max_tokens": 3}}},
+        "judge": {"base_url": "http://127.0.0.1:1", "model": "judge", "rubric": {"clear": "Is it clear?"}},
         "openenv": {"url": "http://127.0.0.1:1", "action": "message"},
         "ebft": {"model": "a/frozen/model"},
         "reward_model": {"model": "a/classifier"},

@@ -167,7 +167,7 @@ class _Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=(job_file, *(pipes or ())),
-                env={"PYTHONHASHSEED": "0"},  # the order of sets must not change between two runs
+                env=_environment(),
                 cwd="/",
             )
         finally:
@@ -260,6 +260,13 @@ def _sealed(content: bytes) -> int:
     return fd
 
 
+def _environment() -> dict[str, str]:
+    """Return the environment variables of a sandbox: those that Python needs to start, and a fixed seed of hashes, so
+    that the order of sets does not change between two runs."""
+    names = ("LD_LIBRARY_PATH", "PYTHONHOME")
+    return {**{name: os.environ[name] for name in names if name in os.environ}, "PYTHONHASHSEED": "0"}
+
+
 def _python() -> list[str]:
     executable = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     return [executable, "-s", "-S", "-P", "-B", "-X", "utf8", os.path.abspath(sandbox_script.__file__)]
@@ -277,10 +284,22 @@ def _prefix(mechanism: str) -> list[str]:
     """Return the command that runs the script in the sandbox, without the script's own arguments."""
     if mechanism == "namespaces":
         return []
-    command = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--die-with-parent", "--new-session", "--clearenv"]
-    command += ["--setenv", "PYTHONHASHSEED", "0", "--uid", str(NOBODY), "--gid", str(NOBODY)]
+    command = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--as-pid-1",
+        "--die-with-parent",
+        "--new-session",
+        "--clearenv",
+    ]
+    command += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
+    # Without --as-pid-1, bubblewrap does not wait for the program, and its CPU time is unknown.
+    # /tmp is mounted first, because Python may be installed below it.
+    command += ["--size", str(TMP_BYTES), "--tmpfs", "/tmp"]
     for path in _readable_paths():
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
     for path in (_python()[0], os.path.abspath(sandbox_script.__file__)):
         command += ["--ro-bind", path, path]
-    return [*command, "--size", str(TMP_BYTES), "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp", "--"]
+    for name, value in _environment().items():
+        command += ["--setenv", name, value]
+    return [*command, "--remount-ro", "/", "--chdir", "/tmp", "--"]

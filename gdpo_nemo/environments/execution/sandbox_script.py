@@ -175,20 +175,23 @@ def _mount(readable: Sequence[str]) -> None:
     root = "/proc"  # an existing folder that contains none of the readable folders
     _call("mount", "none", "/", None, private_recursively, None)
     _call("mount", "tmpfs", root, "tmpfs", quiet, "size=1m,nr_inodes=4096,mode=755")
+    os.mkdir(f"{root}/tmp")  # before the readable folders, because Python may be installed below /tmp
+    options = f"size={TMP_BYTES},nr_inodes=1024,mode=1777"
+    _call("mount", "tmpfs", f"{root}/tmp", "tmpfs", quiet | 0x8, options)  # NOEXEC
     for path in readable:
         if os.path.islink(path):
             os.symlink(os.readlink(path), root + path)
         else:
             os.makedirs(root + path)
             _call("mount", path, root + path, None, bind_recursively, None)
-    os.mkdir(f"{root}/tmp")
     os.chdir(root)
     _call("syscall", system_call["pivot_root"], ".", ".")
     _call("umount2", ".", 2)  # MNT_DETACH
     os.chdir("/")
-    read_only = (ctypes.c_uint64 * 4)(0x7)  # MOUNT_ATTR_RDONLY | NOSUID | NODEV
+    read_only = (ctypes.c_uint64 * 4)(0x7)  # attr_set: MOUNT_ATTR_RDONLY | NOSUID | NODEV
+    writable = (ctypes.c_uint64 * 4)(0, 0x1)  # attr_clr
     _call("syscall", system_call["mount_setattr"], -100, "/", 0x8000, read_only, 32)  # AT_FDCWD, AT_RECURSIVE
-    _call("mount", "tmpfs", "/tmp", "tmpfs", quiet | 0x8, f"size={TMP_BYTES},nr_inodes=1024,mode=1777")  # NOEXEC
+    _call("syscall", system_call["mount_setattr"], -100, "/tmp", 0, writable, 32)
     os.chdir("/tmp")
 
 
