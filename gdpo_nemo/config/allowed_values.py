@@ -66,8 +66,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "logger.console": ("auto", "live", "plain", "quiet"),
 }
 """Accepted values by dotted key. A key that is not listed accepts any value of its type."""
-RECOMPUTED_MODULES = ("core_attn", "mlp", "layernorm", "moe_act")
-"""Values of ``policy.megatron_cfg.recompute_modules``, by the names of Megatron's ``recompute_modules``."""
+RECOMPUTED_MODULES = ("core_attn", "mlp")
+"""Values of ``policy.megatron_cfg.recompute_modules``, by the names of Megatron's ``recompute_modules``.
+
+Megatron's ``layernorm`` and ``moe_act`` are missing, because their backward pass compiles a C++ extension at run time.
+"""
 CUSTOM_FUNCTIONS = ("algorithm.type", "gdpo.estimator", "loss_fn.type", "loss_fn.off_policy.mode", "weights.transport")
 """Keys of ``CHOICES`` that also accept the import path of a user-defined function or class: file.py:name or
 package.module:name."""

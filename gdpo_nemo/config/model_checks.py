@@ -302,17 +302,10 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {policy.model_name} has no experts")
     if experts:
         _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
-    settings = policy.megatron_cfg
-    without_effect = {
-        "freeze_moe_router": settings.freeze_moe_router,
-        "moe_router_dtype": settings.moe_router_dtype,
-        "recompute_modules": {"layernorm", "moe_act"} & {*settings.recompute_modules},
-    }
-    for name, value in without_effect.items():
-        if value and not experts:
-            what = f"{name}: {', '.join(sorted(value))}" if isinstance(value, set) else f"{name}:"
+    for name in ("freeze_moe_router", "moe_router_dtype"):
+        if getattr(policy.megatron_cfg, name) and not experts:
             raise ConfigError(
-                f"{megatron}.{what} has no effect because the model in {policy.model_name} has no experts; remove it"
+                f"{megatron}.{name}: has no effect because the model in {policy.model_name} has no experts; remove it"
             )
     if policy.lora.rank:
         family = FAMILIES[content["model_type"]]

@@ -88,8 +88,7 @@ class MegatronConfig:
     """Activation recomputation: none, selective (only `recompute_modules`) or full (whole layers)."""
     recompute_modules: List[str] = field(default_factory=lambda: ["core_attn"])
     """Parts of each layer to recompute with `recompute: selective`, by Megatron's names: core_attn (attention between
-    queries and keys), mlp (dense MLP), and with TransformerEngine layernorm (norm of an MoE layer) and moe_act
-    (activation of the experts)."""
+    queries and keys) or mlp (dense MLP, not experts)."""
     recompute_layers: Annotated[Optional[int], Range(1)] = None
     """Number of layers to recompute in each pipeline stage (or virtual stage), counted from its first layer, with
     `recompute: full`. Null: all layers."""

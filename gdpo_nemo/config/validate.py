@@ -292,12 +292,6 @@ def _check_recomputed_modules(config: Config) -> None:
         raise ConfigError(f"{key}: must not be empty; use recompute: none to recompute nothing")
     if megatron.recompute_modules != MegatronConfig().recompute_modules and megatron.recompute != "selective":
         raise ConfigError(f"{key}: requires recompute: selective")
-    # Megatron asks TransformerEngine whether the discarded output was computed in FP8.
-    for name in {"layernorm", "moe_act"} & {*megatron.recompute_modules}:
-        if config.cluster.gpus_per_node == 0:
-            raise ConfigError(f"{key}: {name} requires GPUs (cluster.gpus_per_node is 0)")
-        if megatron.transformer_engine is False:
-            raise ConfigError(f"{key}: {name} requires TransformerEngine (transformer_engine is false)")
 
 
 def _check_kernels(config: Config) -> None:

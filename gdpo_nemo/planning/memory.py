@@ -259,16 +259,12 @@ def _in_flight(layout: Layout, stage: int, virtual: int | None) -> float:
 def recomputed_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> dict[str, float]:
     """Return the floats per token and layer that selective recomputation does not save, by module.
 
-    The norm in front of a dense MLP saves the MLP's input. TransformerEngine computes the norms of attention and dense
-    MLPs inside the next matrix product, where ``layernorm`` has no effect.
+    The norm in front of an MLP saves the MLP's input.
     """
-    sharded = layout.tensor if policy.megatron_cfg.sequence_parallel else 1
     mixture = len(shape.moe_layers) / shape.layers
     floats = {
         "core_attn": _layer_floats(policy, shape, layout)[1],
         "mlp": _dense_floats(shape, layout) * (1 - mixture),
-        "layernorm": shape.hidden / sharded * mixture,
-        "moe_act": shape.active_experts * shape.expert_ffn / layout.expert_tensor * mixture if mixture else 0.0,
     }
     return {name: floats[name] for name in policy.megatron_cfg.recompute_modules}
 

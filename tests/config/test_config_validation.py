@@ -244,9 +244,7 @@ def test_expert_parallelism_that_does_not_fit_names_what_would(minimal):
         (["recompute_modules=[mlp]"], "recompute_modules: requires recompute: selective"),
         (["recompute=full", "recompute_modules=[mlp]"], "recompute_modules: requires recompute: selective"),
         (["recompute=selective", "recompute_modules=[]"], "must not be empty; use recompute: none"),
-        (["recompute=selective", "recompute_modules=[attn]"], "core_attn, mlp, layernorm, moe_act (got 'attn')"),
-        (["recompute=selective", "recompute_modules=[mlp,moe_act]"], "moe_act requires GPUs"),
-        (["recompute=selective", "recompute_modules=[layernorm]"], "layernorm requires GPUs"),
+        (["recompute=selective", "recompute_modules=[mlp,moe_act]"], "must be among core_attn, mlp (got 'moe_act')"),
     ],
 )
 def test_switches_that_could_do_nothing_are_refused(minimal, keys, expected):
@@ -276,16 +274,11 @@ def test_experts_need_a_model_that_has_some(minimal, model):
         f"{MEGATRON}.data_parallel_size=2",
     ]
     assert "has no experts" in refused(minimal, *experts)
-    of_experts = [f"{MEGATRON}.recompute=selective", f"{MEGATRON}.recompute_modules=[mlp,moe_act]"]
-    one_gpu = [experts[0], "cluster={gpus_per_node: 1, placement: colocated}", *of_experts]
-    assert "recompute_modules: moe_act has no effect because the model in" in refused(minimal, *one_gpu)
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**content, **EXPERTS}))
     with pytest.raises(ConfigError, match="vLLM on CPUs does not support weight updates of mixture-of-experts models"):
         validate(load_config(minimal, experts))
-    validate(load_config(minimal, [*experts, "cluster.gpus_per_node=4", *of_experts]))
-    without = f"{MEGATRON}.transformer_engine=false"
-    assert "moe_act requires TransformerEngine" in refused(minimal, *one_gpu, without)
+    validate(load_config(minimal, [*experts, "cluster.gpus_per_node=4"]))
 
 
 def test_a_model_folder_without_weights_or_config_is_refused(minimal, model):

@@ -23,7 +23,6 @@ _FLAGS = {
     "OVERLAP": dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True),
     "SELECTIVE": dict(recompute="selective"),
     "MODULES": dict(recompute="selective", recompute_modules=["core_attn", "mlp"]),
-    "EXPERTS": dict(recompute="selective", recompute_modules=["mlp", "layernorm", "moe_act"]),
     "FULL": dict(recompute="full"),
     "FIRST": dict(recompute="full", recompute_layers=1),
     "SHORTHEAD": dict(num_layers_in_first_pipeline_stage=1),

@@ -79,14 +79,14 @@ ENGINES = (
         "megatron/model.py",
         "recompute_modules=list(layout.recompute_modules)",
         'recompute_modules=["core_attn"]',
-        "megatron/test_memory_plan.py",
+        "megatron/test_memory_plan.py::test_predicted_memory_is_within_15_percent_of_the_tensors_of_the_fullest_rank[DP1+MODULES-small]",
         "the modules of the config are recomputed",
     ),
     mutant(
         "planning/memory.py",
         '"mlp": _dense_floats(shape, layout) * (1 - mixture),',
         '"mlp": 0.0,',
-        "megatron/test_memory_plan.py",
+        "megatron/test_memory_plan.py::test_predicted_memory_is_within_15_percent_of_the_tensors_of_the_fullest_rank[DP1+MODULES-small]",
         "the plan counts activations of recomputed modules once",
     ),
     mutant(
@@ -102,13 +102,6 @@ ENGINES = (
         'and megatron.recompute == "none":',
         "config/test_config_validation.py::test_switches_that_could_do_nothing_are_refused",
         "recompute_modules has no effect with recompute: full",
-    ),
-    mutant(
-        "config/model_checks.py",
-        "& {*settings.recompute_modules},",
-        "& set(),",
-        "config/test_config_validation.py::test_experts_need_a_model_that_has_some",
-        "modules of experts are refused for a model without experts",
     ),
     mutant(
         "cluster/local_ray.py",
