@@ -49,7 +49,7 @@ class RealGym:
     def __init__(self, *servers: str, log: Path):
         python = installed()
         [packages] = python.parent.parent.glob("lib/python3.*/site-packages")
-        self._data = packages / "resources_servers"
+        self.data = packages / "resources_servers"
         command = [str(python), str(REPOSITORY / "examples" / "serve_nemo_gym.py"), *(f"{name}=0" for name in servers)]
         environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(PLUGIN)}
         with open(log, "w") as errors:
@@ -62,7 +62,7 @@ class RealGym:
 
     def rows(self, server: str, name: str = "example") -> list[dict]:
         """The rows of a data file that NeMo Gym ships for a server."""
-        return [json.loads(line) for line in (self._data / server / "data" / f"{name}.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in (self.data / server / "data" / f"{name}.jsonl").read_text().splitlines()]
 
     def close(self) -> None:
         """End the servers."""

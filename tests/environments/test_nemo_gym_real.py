@@ -7,7 +7,7 @@ from environment_samples import trajectory
 from real_nemo_gym import COMPILED, REPOSITORY
 
 from gdpo_nemo.algorithms import compute_advantages
-from gdpo_nemo.commands.gym.trial import verify_rows
+from gdpo_nemo.commands.gym.trial import recorded_answers, verify_rows
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
@@ -168,7 +168,9 @@ def test_a_custom_server_runs_under_nemo_gym_and_gives_its_three_rewards(gym_of)
 def test_scan_verifies_the_expected_answer_of_each_row_and_a_minimal_answer(real_gym):
     for server, components in (("mcqa", ["reward"]), (TOOLS, ["correctness", "format", "reward", "schema_valid"])):
         rows = real_gym.rows(server)[:2]
-        result = verify_rows(server, real_gym.urls[server], rows)
+        recorded = recorded_answers(real_gym.data / server)
+        result = verify_rows(server, real_gym.urls[server], rows, recorded)
+        assert (result.get("recorded", 0), result.get("different", [])) == (5 if server == "mcqa" else 0, [])
         assert (result["status"], result["components"]) == ("verified", components), result["summary"]
         for index in ("0", "1"):
             minimal, *expected = [one["rewards"]["reward"] for one in result["answers"] if one["row"] == index]

@@ -167,32 +167,28 @@ def example_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def recorded_answers(folder: Path) -> list[tuple[dict[str, Any], str, float]]:
-    """Return row, answer and reward of the single-turn replies in a server's ``data/example_rollouts.jsonl``."""
-    rows = example_rows(folder)
+    """Return row, answer and reward of the single-turn replies in a server's ``data/example_rollouts.jsonl``.
+
+    The row is the example row with the same messages. Replies have other fields than rows.
+    """
+    rows = {messages: row for row in example_rows(folder) if (messages := _messages(row))}
     found = []
-    for index, reply in enumerate(_json_lines(folder / "data" / "example_rollouts.jsonl")):
-        index = reply.get("_ng_task_index", index)
-        row = rows[index] if isinstance(index, int) and 0 <= index < len(rows) else {}
-        # A reply lacks the fields of the row that the server does not return, and null is not a valid value of some.
-        own = {name: value for name, value in reply.items() if name not in ("response", "reward") and value is not None}
-        row = {**row, **own} if _prompt(row) == _prompt(own) else own
+    for reply in _json_lines(folder / "data" / "example_rollouts.jsonl"):
+        row = rows.get(_messages(reply))
         response, reward = reply.get("response"), reply.get("reward")
         items = response.get("output") if isinstance(response, dict) else None
         text = _text(items if isinstance(items, list) else [])
-        if text is None or not isinstance(reward, (int, float)):
-            continue
-        with contextlib.suppress(ConfigError):  # rows of other servers or earlier versions
-            read_row(row)
+        if row is not None and text is not None and isinstance(reward, (int, float)):
             found.append((row, text, float(reward)))
     return found
 
 
-def _prompt(row: Mapping[str, Any]) -> Any:
-    """Return the messages of a row, or None if it is not valid."""
+def _messages(row: Mapping[str, Any]) -> str:
+    """Return the messages of a row as text. The text is empty if the row is not valid."""
     try:
-        return read_row(row)["messages"]
+        return json.dumps(read_row(row)["messages"])
     except ConfigError:
-        return None
+        return ""
 
 
 def _text(items: list[Any]) -> str | None:
