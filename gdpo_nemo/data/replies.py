@@ -329,6 +329,7 @@ def _harmony_ids(text: str) -> list[int]:
 def _vllm_module(name: str) -> Any:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     quiet_torch()
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # vLLM reads the variable after its first warnings
     with importing(freeze=False):
         module = importlib.import_module(name)
     # vLLM logs a traceback for each malformed call, which is an ordinary sample of a policy in training.

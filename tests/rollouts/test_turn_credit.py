@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from character_tokenizer import character_tokenizer
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.commands import cli
@@ -16,6 +17,7 @@ from gdpo_nemo.commands.advantage_tables import read_step
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
+from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, UpdateResult, Verdict
 from gdpo_nemo.environments.base import checked_verdicts
 from gdpo_nemo.generation.requests import Completion
@@ -222,10 +224,6 @@ def completion(*ids: int) -> Completion:
 
 
 def test_a_transcript_keeps_the_tokens_and_rewards_of_each_turn():
-    class Talk:
-        def text(self, ids):
-            return ""
-
     t = Transcript(Prompt("p", np.array([1], np.int32), "", "e"), 0)
     t.add_rewards({"a": 0.5})  # of the reset: the first turn's
     t.append_policy_tokens(completion(1, 2))
@@ -236,7 +234,7 @@ def test_a_transcript_keeps_the_tokens_and_rewards_of_each_turn():
     t.append_policy_tokens(completion())
     t.add_rewards({"b": 2.0})
     t.add_rewards({"b": 1.0})  # of the cut: the last one's
-    made = t.trajectory(Talk())
+    made = t.trajectory(Conversation(character_tokenizer(), chat=False))
     assert made.turn_tokens == (2, 1, 0)
     assert made.turn_rewards == ({"a": 1.5, "b": None}, {}, {"b": 3.0})
     assert made.rewards == {"a": 1.5, "b": 3.0}

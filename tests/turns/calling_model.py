@@ -22,7 +22,7 @@ OPEN = '<tool_call>{"name": "'
 GET = 'get_synonym_value", "arguments": {"synonym": "'
 EXTRACT = 'extract_synonym_values", "arguments": {'
 CALLS = (
-    f'{OPEN}get_counter_value", "arguments": {{}}}}</tool_call>',
+    f'{OPEN}get_counter_value"}}</tool_call>',
     f'{OPEN}{GET}Warm"}}}}</tool_call>',
     f'{OPEN}{EXTRACT}"synonym_values": [711, 407]}}}}</tool_call>',
 )
@@ -40,7 +40,7 @@ call."""
 
 def rows(tokenizer) -> Iterator[tuple[list[int], list[int]]]:
     """Chats of one to five random messages, and what the model answers: a call in three of five, else words."""
-    rng = random.Random(1)
+    rng = random.Random(0)
 
     def words() -> str:
         letters = "".join(chr(rng.randrange(32, 127)) for _ in range(rng.randint(5, 60)))
