@@ -382,6 +382,7 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         turns=record.get("turns", 1),
         turn_tokens=tuple(record.get("turn_tokens", ())),
         turn_rewards=tuple(dict(rewards) for rewards in record.get("turn_rewards", ())),
+        turn_parents=tuple(record.get("turn_parents", ())),
         spans=tuple(spans),
     )
     if not len(ids) == len(logprobs) == len(ids if mask is None else mask):
