@@ -342,7 +342,10 @@ def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], n
         for sample, spans, outcome in members:
             record = next(remaining)
             try:
-                prompt = made[0].prompt if made else _prompt(record)
+                # Agents choose the first prompt of each sample, so the prompts of a group may differ.
+                prompt = _prompt(record)
+                if made and np.array_equal(made[0].prompt.token_ids, prompt.token_ids):
+                    prompt = made[0].prompt
                 made.append(_trajectory(prompt, record, [(version, tokens) for version, tokens in spans]))
             except (KeyError, TypeError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"

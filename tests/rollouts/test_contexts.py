@@ -390,6 +390,7 @@ def test_algorithms_that_score_tokens_do_not_depend_on_where_the_history_was_cut
 
 def test_recorded_contexts_are_read_back_for_replay_and_parity(tmp_path):
     trajectories = [played(1, ["new", "on", 0]), played(2, ["on"], 1)]
+    trajectories[1].prompt = replace(trajectories[1].prompt, token_ids=np.arange(4, dtype=np.int32))
     groups = [Group(trajectories[0].prompt, trajectories, position=0)]
     path = write_rollouts(tmp_path, 1, groups, np.array([0.5, -0.5]))
     records = read_rollouts(path)
