@@ -54,10 +54,12 @@ def played(seed: int, moves: list[str | int], sample: int = 0) -> Trajectory:
     """A trajectory whose turn t + 1 makes ``moves[t]``.
 
     "on" continues the last turn, "cut" begins a context with exactly the tokens so far, "new" begins a context of other
-    tokens, and a number returns to a turn. Turns of equal ``seed`` have equal tokens, whatever the moves.
+    tokens, and a number returns to a turn. Turns of equal ``seed`` have equal tokens, whatever the moves. The entry
+    "seen" of ``extra`` lists what the sampler would get for each turn.
     """
     t = Transcript(Prompt("p", np.arange(3, dtype=np.int32), "", "digit_turns"), sample)
     draw = np.random.default_rng([seed, sample])
+    seen = [t.token_ids.tolist()]
     t.append_policy_tokens(completion(draw, 0))
     for version, move in enumerate(moves, 1):
         heard = draw.integers(0, VOCABULARY, draw.integers(1, 4))
@@ -70,9 +72,11 @@ def played(seed: int, moves: list[str | int], sample: int = 0) -> Trajectory:
                 t.append_env_tokens([1, 2])  # dropped, because no turn continues them
                 t.return_to(move)
             t.append_env_tokens(heard)
+        seen.append(t.token_ids.tolist())
         t.append_policy_tokens(completion(draw, version))
     t.rewards = {"a": float(draw.normal())}
     made = t.trajectory(TALK)
+    made.extra["seen"] = seen
     check_trajectory(made, t.prompt, 200, "test")
     return made
 
@@ -88,6 +92,9 @@ def trained_tokens(trajectories, update) -> dict[tuple[int, int], tuple]:
             key = s.trajectory, int(number[s.indices][offset])
             assert key not in found, "trained twice"
             before = np.concatenate([s.prompt_ids, s.completion_ids[:offset]]).tolist()
+            turn = int(np.searchsorted(np.cumsum(t.turn_tokens), key[1], "right"))
+            written = t.where_written(t.completion_ids)[sum(t.turn_tokens[:turn]) : key[1]]
+            assert "seen" not in t.extra or before == [*t.extra["seen"][turn], *written], "the sampler saw other tokens"
             values = (s.sampler_logprobs, s.old_logprobs, s.token_advantages(), s.staleness)
             found[key] = before, s.completion_ids[offset], s.weight, *(float(column[offset]) for column in values)
     assert len(found) == sum(t.num_policy_tokens for t in trajectories)
@@ -390,7 +397,8 @@ def test_algorithms_that_score_tokens_do_not_depend_on_where_the_history_was_cut
 
 def test_recorded_contexts_are_read_back_for_replay_and_parity(tmp_path):
     trajectories = [played(1, ["new", "on", 0]), played(2, ["on"], 1)]
-    trajectories[1].prompt = replace(trajectories[1].prompt, token_ids=np.arange(4, dtype=np.int32))
+    other = replace(trajectories[1].prompt, token_ids=np.arange(4, dtype=np.int32))
+    trajectories[1] = replace(trajectories[1], prompt=other, extra={})
     groups = [Group(trajectories[0].prompt, trajectories, position=0)]
     path = write_rollouts(tmp_path, 1, groups, np.array([0.5, -0.5]))
     records = read_rollouts(path)
