@@ -203,6 +203,19 @@ def reads_staleness(settings: LossSettings) -> bool:
     return loss_entry(settings.type).reads_staleness or correction_entry(settings.off_policy.correction).reads_staleness
 
 
+def reads_whole_sequences(settings: Objective) -> bool:
+    """Return True if the loss or the correction may combine the tokens of a sequence. Custom functions may."""
+    if not isinstance(settings, LossSettings):
+        return True
+    correction = settings.off_policy.correction
+    return (
+        bool(loss_import_paths(settings))
+        or loss_entry(settings.type).by_sequence
+        or (correction != "none" and settings.off_policy.level != "token")
+        or settings.off_policy.sequence_mask_threshold is not None
+    )
+
+
 def loss_import_paths(settings: Objective) -> tuple[str, ...]:
     """Return the import paths of all custom functions in the settings."""
     if not isinstance(settings, LossSettings):

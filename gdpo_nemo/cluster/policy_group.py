@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
 import numpy as np
 
-from gdpo_nemo.algorithms.loss_selection import loss_import_paths, why_all_sequences
+from gdpo_nemo.algorithms.loss_selection import loss_import_paths, reads_whole_sequences, why_all_sequences
 from gdpo_nemo.cluster.policy_rank import LOGPROBS, Columns, PolicyRank
 from gdpo_nemo.cluster.reservation import Placement, place_on_this_machine
 from gdpo_nemo.cluster.session import answered, cores, gather, one_has_ended, ray, thread_environment
@@ -22,10 +22,11 @@ from gdpo_nemo.data.packing import (
     TrainSequence,
     assign_singly,
     attention_cost,
+    has_split_trajectory,
     measure,
     with_gradient,
 )
-from gdpo_nemo.data.prefixes import Layout, choose_layout, pair_layout
+from gdpo_nemo.data.prefixes import Layout, choose_layout, whole_layout
 from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
 from gdpo_nemo.utils.progress import phase
@@ -216,16 +217,16 @@ class PolicyGroup:
         """Required divisor of the number of micro-batches: the number of pipeline stages with interleaving, else 1."""
         return self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1
 
-    def _lay_out(self, sequences: Sequence[TrainSequence], pairs: bool = False) -> Layout:
+    def _lay_out(self, sequences: Sequence[TrainSequence], whole: bool = False) -> Layout:
         """Distribute the sequences over data-parallel ranks and micro-batches.
 
         Args:
-            pairs: True to put both sequences of a pair in the same micro-batch.
+            whole: True to put all sequences of a pair or trajectory in the same micro-batch.
         """
         # The token budget of a micro-batch includes the padding of each sequence.
         multiple = self._multiple
         longest = max(-(-len(s) // multiple) * multiple for s in sequences)
-        choose = pair_layout if pairs else choose_layout
+        choose = whole_layout if whole else choose_layout
         return choose(
             self._sharing,
             sequences,
@@ -251,7 +252,8 @@ class PolicyGroup:
         num_sequences = len(sequences)
         if skips:
             sequences = with_gradient(sequences)
-        layout = self._lay_out(sequences, pairs=any(s.pair for s in sequences))
+        split = reads_whole_sequences(settings) and has_split_trajectory(sequences)
+        layout = self._lay_out(sequences, whole=split or any(s.pair for s in sequences))
         result: UpdateResult = self._call_with_shares(
             "train", sequences, layout, TRAINING, what="training", settings=settings
         )[0]

@@ -24,7 +24,9 @@ from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.model_checks import check_engines, read_model
 from gdpo_nemo.config.placement import Places
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.contexts import to_score
 from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.observe.display import shown
 from gdpo_nemo.observe.installation import require_libraries
 from gdpo_nemo.utils.errors import ConfigError
@@ -285,40 +287,52 @@ def _random_sequences(vocabulary: int, longest: int, count: int = 12) -> list[Tr
     longest = min(longest, 256) - 1
     lengths = np.linspace(max(4, longest // 8), longest, count).astype(int)
     token_ids = [rng.integers(0, vocabulary, n).astype(np.int32) for n in lengths]
-    return _weighted(
-        [(ids[: max(1, len(ids) // 4)], ids[max(1, len(ids) // 4) :]) for ids in token_ids], rng.normal(size=count)
-    )
+    parts = [(ids[: max(1, len(ids) // 4)], ids[max(1, len(ids) // 4) :]) for ids in token_ids]
+    trajectories = [_trajectory(prompt, ids, np.zeros(len(ids), np.float32)) for prompt, ids in parts]
+    return _weighted(trajectories, rng.normal(size=count))
 
 
 def _read_record(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray]]:
     from gdpo_nemo.observe.sample_columns import values_of
     from gdpo_nemo.observe.samples import read_columns
 
-    names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "advantage")
+    names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "turn_tokens", "turn_parents", "advantage")
     try:
         table = read_columns(path, names)
-        prompts, completions, logprobs, masks, advantages = (values_of(table.column(name)) for name in names)
+        *columns, advantages = (values_of(table.column(name)) for name in names)
+        trajectories = [_trajectory(*row) for row in zip(*columns)]
     except FileNotFoundError:
         raise ConfigError(f"--record: {path} does not exist") from None
     except OSError as error:
         raise ConfigError(f"--record: {path} cannot be read ({error.strerror})") from None
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--record: {path} is not a rollout file ({type(error).__name__}: {error})") from None
-    if not prompts:
+    if not trajectories:
         raise ConfigError(f"--record: {path} is empty")
-    pairs = list(zip(prompts, completions))
-    return _weighted(pairs, np.array([value or 0.0 for value in advantages]), masks), logprobs
+    sequences = _weighted(trajectories, np.array([value or 0.0 for value in advantages]))
+    return sequences, [s.sampler_logprobs for s in sequences]
 
 
-def _weighted(
-    pairs: Sequence[tuple[np.ndarray, np.ndarray]],
-    advantages: np.ndarray,
-    masks: Sequence[np.ndarray | None] | None = None,
-) -> list[TrainSequence]:
-    sequences = [
-        TrainSequence(prompt, completion, np.zeros(len(completion), np.float32), float(a), loss_mask=mask)
-        for (prompt, completion), a, mask in zip(pairs, advantages, masks or [None] * len(pairs))
-    ]
+def _trajectory(
+    prompt: np.ndarray,
+    completion: np.ndarray,
+    logprobs: np.ndarray,
+    mask: np.ndarray | None = None,
+    turn_tokens: np.ndarray | None = None,
+    turn_parents: np.ndarray | None = None,
+) -> Trajectory:
+    """Create a trajectory from columns of a rollout file, without rewards."""
+    turns = [() if values is None else tuple(values.tolist()) for values in (turn_tokens, turn_parents)]
+    ids = Prompt("", prompt, "", "")
+    return Trajectory(
+        ids, 0, completion, logprobs, 0, "", "stop", loss_mask=mask, turn_tokens=turns[0], turn_parents=turns[1]
+    )
+
+
+def _weighted(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[TrainSequence]:
+    sequences = to_score(trajectories)
+    for sequence in sequences:
+        sequence.advantage = float(advantages[sequence.trajectory])
     total = sum(s.num_policy_tokens for s in sequences)
     for sequence in sequences:
         sequence.weight = 1.0 / total

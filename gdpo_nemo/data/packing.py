@@ -18,7 +18,7 @@ import numpy as np
 
 @dataclass
 class TrainSequence:
-    """One trajectory as training data for the policy."""
+    """One trajectory as training data for the policy, or one of its contexts (``data.contexts``)."""
 
     prompt_ids: np.ndarray
     """int32 [prompt tokens]"""
@@ -58,6 +58,12 @@ class TrainSequence:
     shared: int = 0
     """Number of leading tokens shared with the previous sequence in the micro-batch, which computes them. This field is
     set when a rank packs its sequences (``prefixes.shared_prefixes``)."""
+    trajectory: int = -1
+    """Number of the trajectory in its step, or -1 if unknown. Several sequences may belong to one trajectory, whose
+    weight they share: losses over whole sequences use all of them as one sequence."""
+    indices: np.ndarray | slice = slice(None)
+    """int64 [completion tokens]: index of each token in the completion of the trajectory. A slice of all tokens if the
+    trajectory has one sequence."""
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -82,9 +88,18 @@ class TrainSequence:
 
 
 def with_gradient(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
-    """Return the sequences with a nonzero advantage and weight. An update needs at least one sequence, so return the
-    shortest sequence if all would be skipped."""
-    return [s for s in sequences if s.has_advantage and s.weight] or [min(sequences, key=len)]
+    """Return the sequences with a nonzero advantage and weight, and the other sequences of their trajectories. An
+    update needs at least one sequence, so return the shortest sequence if all would be skipped."""
+    trained = [bool(s.has_advantage and s.weight) for s in sequences]
+    trajectories = {s.trajectory for s, keep in zip(sequences, trained) if keep} - {-1}
+    chosen = [s for s, keep in zip(sequences, trained) if keep or s.trajectory in trajectories]
+    return chosen or [min(sequences, key=len)]
+
+
+def has_split_trajectory(sequences: Sequence[TrainSequence]) -> bool:
+    """Return True if several of the sequences belong to one trajectory."""
+    known = [s.trajectory for s in sequences if s.trajectory >= 0]
+    return len(set(known)) < len(known)
 
 
 Assignment = list[list[list[int]]]

@@ -142,7 +142,7 @@ def choose_layout(
     return shared if pays else plain
 
 
-def pair_layout(
+def whole_layout(
     sharing: bool | None,
     sequences: Sequence[TrainSequence],
     ranks: int,
@@ -151,28 +151,30 @@ def pair_layout(
     quadratic: float = 0.0,
     multiple: int = 1,
 ) -> Layout:
-    """Return a layout with both completions of each pair (``TrainSequence.pair``) in the same micro-batch.
+    """Return a layout in which pairs and trajectories are whole: both completions of a pair (``TrainSequence.pair``),
+    and all sequences of a trajectory, are in the same micro-batch.
 
-    For the arguments, see ``choose_layout``. If a pair has more than ``token_budget`` tokens, its length becomes the
-    budget.
+    For the arguments, see ``choose_layout``. If a pair or trajectory has more than ``token_budget`` tokens, its length
+    becomes the budget.
     """
-    pairs: dict[int, list[int]] = {}
-    for index, sequence in enumerate(sequences):
-        pairs.setdefault(abs(sequence.pair), []).append(index)
-    pieces = list(pairs.values())
+    units: dict[tuple[int, int], list[int]] = {}
+    for index, s in enumerate(sequences):
+        alone = not s.pair and s.trajectory < 0
+        units.setdefault((-1, index) if alone else (abs(s.pair), s.trajectory), []).append(index)
+    pieces = list(units.values())
     arguments = pieces, sequences, ranks, token_budget, multiple_of, quadratic, multiple
-    # As in groups, both sequences must have a prompt that is long enough to share (``LEAST_SHARE``).
+    # As in groups, all sequences must have a prompt that is long enough to share (``LEAST_SHARE``).
     shares = [sharing is not False and len(_by_prompt([sequences[i] for i in piece])) == 1 for piece in pieces]
-    shared = _assign_pairs(shares, *arguments)
+    shared = _assign_units(shares, *arguments)
     if sharing is not None or not any(shares):
         return shared
-    plain = _assign_pairs([False] * len(pieces), *arguments)
+    plain = _assign_units([False] * len(pieces), *arguments)
     lengths = [len(s) for s in sequences]
     pays = shared.cost(lengths, quadratic) <= (1 - LEAST_GAIN) * plain.cost(lengths, quadratic)
     return shared if pays else plain
 
 
-def _assign_pairs(
+def _assign_units(
     shares: Sequence[bool],
     pieces: list[list[int]],
     sequences: Sequence[TrainSequence],

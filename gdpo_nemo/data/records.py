@@ -24,7 +24,8 @@ class Outcome(StrEnum):
 
 
 NOT_CONTIGUOUS = "not_contiguous"
-"""First word of ``Trajectory.detail`` if a turn does not continue from the exact tokens of the turns before it."""
+"""First word of ``Trajectory.detail`` if a rollout function of TRL returns tokens that were not sampled one after the
+other."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Trajectory:
     sample_index: int
     completion_ids: np.ndarray
     """int32 [completion tokens]: token ids exactly as sampled. They are never tokenized again. With several turns they
-    include the environment's tokens between the turns."""
+    include the environment's tokens before each turn."""
     logprobs: np.ndarray
     """float32 [completion tokens]: the sampler's log-probs. NaN for tokens of the environment."""
     policy_version: int
@@ -102,6 +103,10 @@ class Trajectory:
     turn_rewards: tuple[Mapping[str, float | None], ...] = ()
     """Part of ``rewards`` that each turn earned. A component that no turn lists is credited to the last turn. If the
     tuple is empty, the last turn earned all rewards."""
+    turn_parents: tuple[int, ...] = ()
+    """For each turn, the index of the turn that it continues, or -1. The first turn has -1 and continues the prompt.
+    A later turn with -1 begins a new context, which consists of the environment's tokens before it. If the tuple is
+    empty, every turn continues the previous one. See ``data.contexts``."""
     spans: tuple[tuple[int, int], ...] = ()
     """Version spans ((version, number of tokens), ...) of the policy's tokens, in order. Empty if all tokens have
     ``policy_version``."""
@@ -117,6 +122,15 @@ class Trajectory:
     def num_policy_tokens(self) -> int:
         """Number of completion tokens that the policy wrote."""
         return len(self.completion_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def num_contexts(self) -> int:
+        """Number of training sequences (``data.contexts``): turns that no other turn continues."""
+        return len(set(range(len(self.turn_parents))) - set(self.turn_parents)) or 1
+
+    def where_written(self, values: np.ndarray) -> np.ndarray:
+        """Return only the values of the tokens that the policy wrote, given values [completion tokens]."""
+        return values if self.loss_mask is None else values[self.loss_mask]
 
     @property
     def trains(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Sequence
 
 import numpy as np
 
-from gdpo_nemo.data.packing import Assignment, TrainSequence
+from gdpo_nemo.data.packing import Assignment, TrainSequence, has_split_trajectory
 from gdpo_nemo.data.records import TokenValues
 from gdpo_nemo.utils.errors import RunError
 
@@ -55,6 +55,8 @@ class Share:
     """int64 [sequences]: ``TrainSequence.pair`` (None if no sequence belongs to a pair)."""
     shared: np.ndarray | None = None
     """int64 [sequences]: ``TrainSequence.shared`` (None if no tokens are shared)."""
+    trajectories: np.ndarray | None = None
+    """int64 [sequences]: ``TrainSequence.trajectory`` (None if each sequence belongs to a different trajectory)."""
 
     @classmethod
     def of(
@@ -102,6 +104,7 @@ class Share:
             columns=columns,
             pairs=pairs if pairs.any() else None,
             shared=None if shared is None else np.array([shared[i] for i in indices], np.int64),
+            trajectories=np.array([s.trajectory for s in ordered]) if has_split_trajectory(ordered) else None,
         )
 
     @property
@@ -125,6 +128,7 @@ class Share:
                 weight=float(self.weights[i]),
                 pair=0 if self.pairs is None else int(self.pairs[i]),
                 shared=0 if self.shared is None else int(self.shared[i]),
+                trajectory=-1 if self.trajectories is None else int(self.trajectories[i]),
                 **{name: part[i] for name, part in parts.items()},
             )
             for i, (prompt, completion) in enumerate(tokens)

@@ -129,7 +129,11 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
         parts = [getattr(member, name)[tokens] for member, tokens in zip(members, offsets)]
         return np.asarray(np.concatenate(parts) if parts else np.zeros(0), dtype)
 
-    fields = {"advantages": advantages, "weights": weights, "sequence_ids": rows.sequence}
+    fields = {
+        "advantages": advantages,
+        "weights": weights,
+        "sequence_ids": _trajectory_numbers(sequences)[rows.sequence],
+    }
     if not sequences or any(sequence.pair for sequence in sequences):
         fields["pairs"] = _pair_numbers(sequences)[rows.sequence]
     for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", "old_values", "returns", *_DTYPES):
@@ -147,6 +151,17 @@ def _advantages(members: Sequence[TrainSequence], counts: np.ndarray, offsets: S
     if not any(isinstance(member.advantage, np.ndarray) for member in members):
         return np.repeat(np.array([member.advantage for member in members], np.float32), counts)
     return np.concatenate([member.token_advantages()[tokens] for member, tokens in zip(members, offsets)])
+
+
+def _trajectory_numbers(sequences: Sequence[TrainSequence]) -> np.ndarray:
+    """Return int64 [sequences]: the index of the first sequence of each sequence's trajectory.
+
+    All sequences of a trajectory thus have the same ``TokenFields.sequence_ids``.
+    """
+    first: dict[int, int] = {}
+    return np.array(
+        [i if s.trajectory < 0 else first.setdefault(s.trajectory, i) for i, s in enumerate(sequences)], np.int64
+    )
 
 
 def _pair_numbers(sequences: Sequence[TrainSequence]) -> np.ndarray:

@@ -37,6 +37,7 @@ SCHEMA = pa.schema(
         "turn_tokens": pa.list_(pa.int32()),
         "turn_rewards": pa.string(),
         "turn_advantages": pa.list_(pa.float64()),
+        "turn_parents": pa.list_(pa.int32()),
         "thinking_tokens": pa.int32(),
         "position": pa.int64(),
         "spans": pa.list_(pa.struct({"version": pa.int64(), "tokens": pa.int64()})),
@@ -57,6 +58,8 @@ SCHEMA = pa.schema(
 * ``turn_tokens``, ``turn_rewards`` (JSON, one mapping per turn) and ``turn_advantages`` are set only for trajectories
   of several turns. ``turn_advantages`` also requires ``gdpo.credit: turn``. In this case, ``advantage`` is the mean of
   the turns' advantages over the tokens.
+* ``turn_parents`` is set only if a turn does not continue the previous one. It lists the index of the turn that each
+  turn continues, or -1 for the first turn of a context.
 * ``thinking_tokens`` is set only if a rule of ``gdpo.shaping`` has ``thinking: false``.
 * ``not_utf8`` is JSON with the original texts that contain an unpaired surrogate, by column. UTF-8 cannot encode
   surrogates, so the columns themselves contain question marks instead.
@@ -67,7 +70,7 @@ TOKEN_FLOATS = ("logprobs", "trainer_logprobs", "entropies")
 _TEXTS = ("prompt_id", "prompt", "completion", "detail")
 _DEFAULTS = {"detail": "", "turns": 1, "loss_mask": None, "position": -1, "spans": (), "extra": None, "advantage": None}
 _DEFAULTS |= {"terms": None, "trainer_logprobs": None, "not_utf8": None}
-LATER = ("turn_tokens", "turn_rewards", "turn_advantages", "thinking_tokens", "entropies")
+LATER = ("turn_tokens", "turn_rewards", "turn_advantages", "turn_parents", "thinking_tokens", "entropies")
 """Columns that Parquet files of older runs lack. Readers fill these columns with nulls."""
 _DEFAULTS |= dict.fromkeys(LATER)
 """Default values of keys that older JSONL files lack."""
@@ -120,6 +123,7 @@ def table_of(
         "turn_tokens": _lists(turn_tokens, np.int32),
         "turn_rewards": _json([t.turn_rewards if t.turns > 1 else None for t in samples]),
         "turn_advantages": _lists(unknown if turn_advantages is None else turn_advantages, np.float64),
+        "turn_parents": _lists([t.turn_parents or None for t in samples], np.int32),
         "thinking_tokens": pa.array([t.thinking_tokens or None for t in samples], pa.int32()),
         "position": pa.array(positions, pa.int64()),
         "spans": _span_lists([t.spans for t in samples]),
@@ -298,7 +302,7 @@ def _float_lists(rows: Sequence[Any]) -> pa.Array:
 
 _FROM_JSON: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
     **dict.fromkeys(_TEXTS, _strings),
-    **dict.fromkeys(("prompt_ids", "completion_ids", "turn_tokens"), _int_lists),
+    **dict.fromkeys(("prompt_ids", "completion_ids", "turn_tokens", "turn_parents"), _int_lists),
     **dict.fromkeys(TOKEN_FLOATS, _float_lists),
     **dict.fromkeys(("rewards", "terms"), _maps),
     **dict.fromkeys(("turn_rewards", "extra"), _json),
@@ -323,7 +327,7 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
     if record.get("turn_rewards"):
         record["turn_rewards"] = json.loads(record["turn_rewards"])
     unset = [name for name in _DROPPED if record.get(name) is None]
-    for name in ("prompt_ids", "completion_ids", *TOKEN_FLOATS, "turn_tokens", "turn_advantages"):
+    for name in ("prompt_ids", "completion_ids", *TOKEN_FLOATS, "turn_tokens", "turn_advantages", "turn_parents"):
         record[name] = _finite_list(record.get(name))
     for name in ("rewards", "terms"):
         record[name] = {key: _number(value) for key, value in (record[name] or {}).items()}

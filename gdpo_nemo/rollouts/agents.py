@@ -1,9 +1,9 @@
 """Conversion of episodes that agents played through the endpoint to trajectories.
 
 An agent's reply lists the turns of the policy. The tokens and log-probs of these turns are read from the endpoint's
-history, so that an agent cannot submit training tokens that the policy did not write. The turns must be contiguous:
-each turn's prompt must begin with all tokens of the earlier turns. If an agent edits or shortens its history, the
-trajectory counts as failed and is masked.
+history, so that an agent cannot submit training tokens that the policy did not write. A turn continues the earlier turn
+whose tokens its prompt begins with. If an agent edits or shortens its history or starts a sub-agent, the prompt begins
+with no earlier turn, and the turn begins a new context of the trajectory (``data.contexts``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Mapping, Protocol, Sequence
 import numpy as np
 
 from gdpo_nemo.config.rollout_checks import TURNS_KEPT
-from gdpo_nemo.data.records import NOT_CONTIGUOUS, Outcome, Prompt, Trajectory
+from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.data.server_replies import Failure, printable
 from gdpo_nemo.rollouts.context import RolloutContext, Transcript
 from gdpo_nemo.rollouts.endpoint.conversations import History
@@ -100,16 +100,17 @@ def _transcript(t: Transcript, result: AgentEpisode | Failure, history: History)
 
 
 def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None:
-    """Append the turns of an agent's response to ``t``. The first turn's prompt replaces the prompt of ``t``.
+    """Append the turns of an agent's response to ``t``. The first turn's prompt replaces the prompt of ``t``. If the
+    response contains a turn several times, only the first one is appended.
 
     Raises:
-        BrokenEpisode: if the response has no turns, a turn was not sampled by this run, or a turn does not continue the
-            earlier turns.
+        BrokenEpisode: if the response has no turns, or a turn was not sampled by this run.
         RunError: if a turn is not found and the history has already dropped turns because of its size limit.
     """
     output = response.get("output")
     if not isinstance(output, list):
         raise BrokenEpisode("bad_reply: the response has no output")
+    seen: list[np.ndarray] = []
     for item in output:
         if not isinstance(item, Mapping) or not item.get("generation_token_ids"):
             continue
@@ -123,21 +124,34 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
             )
         if turn is None or len(turn.prompt_ids) != len(prompt):
             raise BrokenEpisode(f"bad_reply: turn {t.turns + 1} contains tokens that this run did not sample")
+        if any(np.array_equal(turn.token_ids, tokens) for tokens in seen):
+            continue
         if t.turns == 0:
             t.prompt = replace(t.prompt, token_ids=turn.prompt_ids)
         else:
-            seen = t.token_ids
-            if len(prompt) < len(seen) or not np.array_equal(prompt[: len(seen)], seen):
-                index = _first_difference(seen, prompt)
-                raise BrokenEpisode(
-                    f"{NOT_CONTIGUOUS}: turn {t.turns + 1} differs from the earlier turns at token {index}"
-                )
-            t.append_env_tokens(prompt[len(seen) :])
+            _continue(t, seen, prompt)
         t.append_policy_tokens(turn.completion)
+        seen.append(turn.token_ids)
     if t.turns == 0:
         raise BrokenEpisode(f"the response contains no turn of the policy{_reason(response)}")
     if response.get("incomplete_details"):
         t.finish_reason = "length"
+
+
+def _continue(t: Transcript, seen: Sequence[np.ndarray], prompt: np.ndarray) -> None:
+    """Append the tokens of a turn's prompt, after the turn that the prompt continues or in a new context.
+
+    Args:
+        seen: for each earlier turn, all tokens up to its end.
+    """
+    for turn in sorted(range(len(seen)), key=lambda k: -len(seen[k])):
+        tokens = seen[turn]
+        if len(tokens) <= len(prompt) and np.array_equal(prompt[: len(tokens)], tokens):
+            if turn != t.turns - 1:
+                t.return_to(turn)
+            t.append_env_tokens(prompt[len(tokens) :])
+            return
+    t.begin_context(prompt)
 
 
 def _reason(response: Mapping[str, Any]) -> str:
@@ -152,9 +166,3 @@ def _ids(value: Any) -> np.ndarray:
     if not is_short_list or not all(type(token) is int and 0 <= token < 2**31 for token in value):
         raise BrokenEpisode("bad_reply: token ids are not a list of integers")
     return np.array(value, np.int32)
-
-
-def _first_difference(first: np.ndarray, second: np.ndarray) -> int:
-    shared = min(len(first), len(second))
-    differences = np.flatnonzero(first[:shared] != second[:shared])
-    return int(differences[0]) if len(differences) else shared

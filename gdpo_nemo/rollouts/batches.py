@@ -347,7 +347,10 @@ def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], n
         for sample, spans, outcome in members:
             record = next(remaining)
             try:
-                prompt = made[0].prompt if made else _prompt(record)
+                # Agents choose the first prompt of each sample, so the prompts of a group may differ.
+                prompt = _prompt(record)
+                if made and np.array_equal(made[0].prompt.token_ids, prompt.token_ids):
+                    prompt = made[0].prompt
                 made.append(_trajectory(prompt, record, [(version, tokens) for version, tokens in spans]))
             except (KeyError, TypeError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"
@@ -388,6 +391,7 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         turn_tokens=tuple(record.get("turn_tokens", ())),
         thinking_tokens=record.get("thinking_tokens", 0),
         turn_rewards=tuple(dict(rewards) for rewards in record.get("turn_rewards", ())),
+        turn_parents=tuple(record.get("turn_parents", ())),
         spans=tuple(spans),
     )
     if not len(ids) == len(logprobs) == len(ids if mask is None else mask):

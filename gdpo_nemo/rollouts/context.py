@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol, Sequence
 
 import numpy as np
 
+from gdpo_nemo.data.contexts import contexts_of, path_to, turn_slices
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
@@ -97,11 +98,21 @@ class Transcript:
         self._turn_tokens: list[int] = []
         self._turn_rewards: dict[int, dict[str, float | None]] = {}
         """Rewards by turn, counted from 0. Rewards added before the policy's first turn belong to the first turn."""
+        self._parents: list[int] = []
+        self._turn_ends: list[int] = []
+        """Number of arrays in ``_ids`` at the end of each turn."""
+        self._follows = -1
+        """Turn that the next turn continues, or -1 if it is the first turn of its context."""
+        self._context: list[np.ndarray] = []
+        """Tokens that the next turn continues, without the prompt."""
+        self._has_prompt = True
+        """True if the context of the next turn begins with the prompt."""
         self._length = 0
+        """Number of tokens in ``_context``."""
         self._policy_tokens = 0
 
     def __len__(self) -> int:
-        return len(self.prompt.token_ids) + self._length
+        return len(self.prompt.token_ids) * self._has_prompt + self._length
 
     @property
     def num_policy_tokens(self) -> int:
@@ -110,7 +121,7 @@ class Transcript:
 
     @property
     def ids(self) -> np.ndarray:
-        """All tokens after the prompt. Shape: int32 [tokens]."""
+        """All tokens after the prompt, of all contexts. Shape: int32 [tokens]."""
         return _concatenate(self._ids, np.int32)
 
     @property
@@ -125,8 +136,12 @@ class Transcript:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Tokens of the prompt and all turns so far, which are the prompt of the next turn. Shape: int32 [tokens]."""
-        return _concatenate([self.prompt.token_ids, *self._ids], np.int32)
+        """Tokens that the next turn continues: the prompt and the turns so far, unless a new context began.
+
+        Shape: int32 [tokens].
+        """
+        prompt = [self.prompt.token_ids] if self._has_prompt else []
+        return _concatenate([*prompt, *self._context], np.int32)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
@@ -153,6 +168,9 @@ class Transcript:
                 tokens += self._spans.pop()[1]
             self._spans.append((span_version, tokens))
         self._append(completion.token_ids, completion.logprobs, is_policy=True)
+        self._parents.append(self._follows)
+        self._turn_ends.append(len(self._ids))
+        self._follows = self.turns
         self.turns += 1
         self._turn_tokens.append(len(completion.token_ids))
         self.finish_reason = completion.finish_reason
@@ -161,8 +179,54 @@ class Transcript:
         """Append environment tokens, which are never trained."""
         self._append(token_ids, np.full(len(token_ids), np.nan), is_policy=False)
 
+    def begin_context(self, token_ids: Sequence[int] | np.ndarray) -> None:
+        """Begin a new context, which the next turn continues instead of the turns so far.
+
+        Use this method if the history was shortened or rewritten, or if a sub-agent starts. The trajectory then has
+        another training sequence, with the same advantage. Environment tokens after the last turn are dropped.
+
+        Args:
+            token_ids: all tokens before the next turn. They are never trained.
+
+        Raises:
+            ValueError: before the first turn, whose context is the prompt.
+        """
+        if not self.turns:
+            raise ValueError("the context of the first turn is the prompt; change Transcript.prompt instead")
+        self._drop_tokens_after_last_turn()
+        self._follows = -1
+        self._context = []
+        self._has_prompt = False
+        self._length = 0
+        self.append_env_tokens(token_ids)
+
+    def return_to(self, turn: int) -> None:
+        """Return to an earlier turn, which the next turn continues. Environment tokens after the last turn are dropped.
+
+        Args:
+            turn: index of the turn, counted from 0 over all contexts.
+
+        Raises:
+            ValueError: if the transcript has no such turn.
+        """
+        if not 0 <= turn < self.turns:
+            raise ValueError(f"turn {turn} does not exist; the transcript has {self.turns} turns")
+        self._drop_tokens_after_last_turn()
+        path = path_to(turn, self._parents)
+        starts = [0, *self._turn_ends]
+        self._follows = turn
+        self._context = [ids for k in path for ids in self._ids[starts[k] : starts[k + 1]]]
+        self._has_prompt = path[0] == 0
+        self._length = sum(map(len, self._context))
+
+    def _drop_tokens_after_last_turn(self) -> None:
+        end = self._turn_ends[-1] if self._turn_ends else 0
+        for pieces in (self._ids, self._logprobs, self._is_policy):
+            del pieces[end:]
+
     def _append(self, ids: Sequence[int] | np.ndarray, logprobs: np.ndarray, is_policy: bool) -> None:
         self._ids.append(np.asarray(ids, np.int32))
+        self._context.append(self._ids[-1])
         self._logprobs.append(np.asarray(logprobs, np.float32))
         self._is_policy.append(is_policy)
         self._length += len(ids)
@@ -220,6 +284,7 @@ class Transcript:
         oldest = self.version
         replies = conversation.replies
         written = [part for part, is_policy in zip(self._ids, self._is_policy) if is_policy]
+        continues = self._parents == list(range(-1, self.turns - 1))
         return Trajectory(
             prompt=self.prompt,
             sample_index=self.sample_index,
@@ -235,6 +300,7 @@ class Transcript:
             turns=self.turns,
             turn_tokens=tuple(self._turn_tokens),
             turn_rewards=self._rewards_by_turn(),
+            turn_parents=() if continues else tuple(self._parents),
             spans=self.spans,
             messages=tuple(self.messages) or None,
             thinking_tokens=sum(map(replies.thinking_tokens, written)) if replies.counts_thinking else 0,
@@ -297,10 +363,24 @@ def _fault(t: Trajectory, prompt: Prompt, max_sequence: int) -> str | None:
         return f"has rewards for {len(t.turn_rewards)} turns, but tokens for {len(t.turn_tokens)}"
     if t.spans and sum(tokens for _, tokens in t.spans) != t.num_policy_tokens:
         return "the version spans do not add up to the number of tokens that the policy wrote"
-    if len(t.prompt.token_ids) + count > max_sequence:
-        return f"has {len(t.prompt.token_ids) + count} tokens, more than policy.max_total_sequence_length"
+    if t.turn_parents and (fault := _fault_of_parents(t)):
+        return fault
+    longest = max(len(c.prompt_ids) + len(t.completion_ids[c.indices]) for c in contexts_of(t))
+    if longest > max_sequence:
+        return f"has {longest} tokens, more than policy.max_total_sequence_length"
     policy_logprobs = t.logprobs if t.loss_mask is None else t.logprobs[t.loss_mask]
     # A comparison with NaN is False, so NaN also fails this check.
     if not np.all(policy_logprobs <= _ROUNDING) or not np.isfinite(policy_logprobs).all():
         return "log-probs of tokens that the policy wrote must be finite and at most 0"
+    return None
+
+
+def _fault_of_parents(t: Trajectory) -> str | None:
+    if len(t.turn_parents) != len(t.turn_tokens) or not all(t.turn_tokens):
+        return "has turn_parents, which require turn_tokens of all turns, each with at least one token"
+    if t.turn_parents[0] != -1 or not all(-1 <= parent < turn for turn, parent in enumerate(t.turn_parents)):
+        return f"turn_parents must be -1 or the index of an earlier turn, got {list(t.turn_parents)}"
+    for turn, tokens in enumerate(turn_slices(t)):
+        if turn and t.turn_parents[turn] < 0 and (t.loss_mask is None or t.loss_mask[tokens.start]):
+            return f"turn {turn + 1} begins a new context without environment tokens before it"
     return None

@@ -15,6 +15,7 @@ from gdpo_nemo.algorithms.loss_selection import reads_staleness
 from gdpo_nemo.algorithms.rewards import creates
 from gdpo_nemo.config.algorithm_choice import old_logprobs_source
 from gdpo_nemo.config.schema import Config, GdpoConfig
+from gdpo_nemo.data.contexts import contexts_of
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, Outcome, Trajectory
 from gdpo_nemo.rollouts.user_functions import load_estimator, load_shaping_rules
@@ -133,16 +134,14 @@ def _group_ids(groups: Sequence[Group], by: str) -> np.ndarray:
     return np.array([first.setdefault(group.prompt.token_ids.tobytes(), index) for index, group in enumerate(groups)])
 
 
-def log_ratios(sequences: Sequence[TrainSequence], reference: Sequence[np.ndarray]) -> np.ndarray:
-    """Return log p_sampler - log p_reference of each sequence, summed over the tokens that the policy wrote.
+def log_ratios(trajectories: Sequence[Trajectory], reference: Sequence[np.ndarray]) -> np.ndarray:
+    """Return log p_sampler - log p_reference of each trajectory, summed over the tokens that the policy wrote.
 
     The sum estimates KL(sampler || reference) of a trajectory. The sum is positive if the sampled tokens are more
     likely under the sampler than under the reference. The sum is NaN if no token has both log-probs. Shape: float64
-    [sequences].
+    [trajectories].
     """
-    gaps = [
-        s.where_written(s.sampler_logprobs - r).astype(np.float64) for s, r in zip(sequences, reference, strict=True)
-    ]
+    gaps = [t.where_written(t.logprobs - r).astype(np.float64) for t, r in zip(trajectories, reference, strict=True)]
     return np.array([np.nan if np.isnan(gap).all() else np.nansum(gap) for gap in gaps])
 
 
@@ -159,7 +158,8 @@ def updates_of(
 ) -> list[list[TrainSequence]]:
     """Split the trajectories of a step into optimizer updates and convert them to training sequences.
 
-    Token weights are normalized within each update.
+    A trajectory has several sequences if its turns have several contexts (``data.contexts``). Token weights are
+    normalized within each update, over whole trajectories.
 
     Args:
         advantages: one number or array per trajectory. See ``TrainSequence.advantage``.
@@ -175,10 +175,11 @@ def updates_of(
     updates = []
     for start in range(0, len(trajectories), size):
         part = slice(start, start + size)
-        updates.append(_weighted(trajectories[part], advantages[part], trained[part], config))
+        updates.append(_weighted(trajectories[part], advantages[part], trained[part], config, start))
     if version is not None and reads_staleness(loss):
-        for trajectory, sequence in zip(trajectories, chain.from_iterable(updates), strict=True):
-            sequence.staleness = token_staleness(trajectory, version)
+        staleness = [token_staleness(trajectory, version) for trajectory in trajectories]
+        for sequence in chain.from_iterable(updates):
+            sequence.staleness = staleness[sequence.trajectory][sequence.indices]
     return updates
 
 
@@ -253,9 +254,10 @@ def is_trained(trajectory: Trajectory, loss: LossSettings) -> bool:
     return trajectory.trains and not (loss.mask_truncated and trajectory.outcome is Outcome.TRUNCATED)
 
 
-def _advantage(given: float | np.ndarray) -> float | np.ndarray:
-    """Convert a single advantage to a Python float. Return an array with one advantage per token unchanged."""
-    return given if isinstance(given, np.ndarray) else float(given)
+def _advantage(given: float | np.ndarray, indices: np.ndarray | slice) -> float | np.ndarray:
+    """Convert a single advantage to a Python float. Return the advantages at ``indices`` of an array with one advantage
+    per token."""
+    return given[indices] if isinstance(given, np.ndarray) else float(given)
 
 
 def _weighted(
@@ -263,7 +265,9 @@ def _weighted(
     advantages: np.ndarray | Sequence[float | np.ndarray],
     trained: Sequence[bool],
     config: Config,
+    start: int,
 ) -> list[TrainSequence]:
+    """Convert the trajectories of an update, whose first trajectory has the number ``start`` in its step."""
     loss = config.loss_fn
     weights = token_weights(
         [t.num_policy_tokens if keep else 0 for t, keep in zip(trajectories, trained)],
@@ -271,18 +275,24 @@ def _weighted(
         constant_length=loss.constant_length or longest_completion(config),
     )
     from_sampler = old_logprobs_source(config) == "sampler"
-    return [
-        TrainSequence(
-            prompt_ids=t.prompt.token_ids,
-            completion_ids=t.completion_ids,
-            sampler_logprobs=t.logprobs,
-            advantage=_advantage(a) if keep else 0.0,
-            weight=float(w),
-            old_logprobs=t.logprobs if from_sampler else None,
-            loss_mask=t.loss_mask,
-        )
-        for t, a, w, keep in zip(trajectories, advantages, weights, trained)
-    ]
+    sequences = []
+    for number, (t, a, w, keep) in enumerate(zip(trajectories, advantages, weights, trained), start):
+        for tokens in contexts_of(t):
+            logprobs = t.logprobs[tokens.indices]
+            sequences.append(
+                TrainSequence(
+                    prompt_ids=tokens.prompt_ids,
+                    completion_ids=t.completion_ids[tokens.indices],
+                    sampler_logprobs=logprobs,
+                    advantage=_advantage(a, tokens.indices) if keep else 0.0,
+                    weight=float(w),
+                    old_logprobs=logprobs if from_sampler else None,
+                    loss_mask=tokens.loss_mask,
+                    trajectory=number,
+                    indices=tokens.indices,
+                )
+            )
+    return sequences
 
 
 def longest_completion(config: Config) -> int:

@@ -19,9 +19,13 @@ METRICS = {
         {"label": "length"},
     ),
     "rollout/turns": ("turns", "Mean number of turns in a trajectory; only for environments with several turns"),
+    "rollout/contexts": (
+        "sequences",
+        "Mean number of training sequences of a trajectory; above 1 if agents edit their history or have sub-agents",
+    ),
     "rollout/not_contiguous": (
         "share",
-        "Trajectories masked because a turn does not continue the exact tokens of the previous turn",
+        "Trajectories masked because TRL's rollout function returned tokens that were not sampled one after the other",
     ),
     "rollout/truncated": (
         "share",
@@ -238,6 +242,7 @@ def _turn_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     broken = [t.detail.startswith(NOT_CONTIGUOUS) for t in trajectories]
     return {
         "rollout/turns": float(np.mean([t.turns for t in trajectories])),
+        "rollout/contexts": float(np.mean([t.num_contexts for t in trajectories])),
         "rollout/not_contiguous": float(np.mean(broken)),
     }
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.contexts import by_trajectory, to_score
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, Trajectory, UpdateResult
 from gdpo_nemo.training.gdpo import GDPO, PreparedRollout
@@ -59,8 +60,7 @@ class OnPolicyDistillation(GDPO):
 
     def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
         """Log the metrics and samples of a step. The advantage of a sample is the mean over its tokens."""
-        sequences = [sequence for update in prepared.updates for sequence in update]
-        means = np.array([s.where_written(s.token_advantages()).mean() for s in sequences], np.float64)
+        means = self._mean_advantages(prepared)
         self.log.step(row, prepared.rollout.groups, means, prepared.trainer_logprobs)
 
     def validate(self, evaluated: Sequence[Group]) -> dict[str, float]:
@@ -77,14 +77,14 @@ class OnPolicyDistillation(GDPO):
 
         The value is 0 for tokens that the policy did not generate.
         """
-        sequences = [
-            TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask) for t in trajectories
-        ]
+        sequences = to_score(trajectories)
         found = self.policy.logprobs(sequences, teacher=True)
         sampled = self._sampled_logprobs(sequences)
+        gaps = by_trajectory(
+            sequences, [values - before for values, before in zip(found, sampled, strict=True)], trajectories
+        )
         return [
-            np.where(_policy_tokens(t), values - before, 0.0).astype(np.float32)
-            for t, values, before in zip(trajectories, found, sampled, strict=True)
+            np.where(_policy_tokens(t), gaps[number], 0.0).astype(np.float32) for number, t in enumerate(trajectories)
         ]
 
     def _sampled_logprobs(self, sequences: list[TrainSequence]) -> list[np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from gdpo_nemo.config.algorithm_choice import old_logprobs_source, spec_of
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.contexts import by_trajectory, to_score
 from gdpo_nemo.data.packing import TrainSequence, with_gradient
 from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.rollouts.credit import TurnAdvantages, advantages_of, choose_by_covariance, log_ratios, updates_of
@@ -181,7 +182,11 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             if self.loss.reference_policy_kl_penalty:
                 for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
                     sequence.reference_logprobs = values
-        known = scores.recorded([sequence for update in updates for sequence in update])
+        sequences = [sequence for update in updates for sequence in update]
+        known = []
+        for column in scores.recorded(sequences):
+            found = None if column is None else by_trajectory(sequences, column, batch.trajectories)
+            known.append(None if found is None else [found.get(number) for number in range(len(batch.trajectories))])
         return PreparedRollout(batch, advantages, updates, measured, *known)
 
     @property
@@ -273,16 +278,24 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         )
         self.component_alerts.update(prepared.advantages.diagnostics.alerts, [t.rewards for t in rollout.trajectories])
 
+    def _mean_advantages(self, prepared: PreparedRollout) -> np.ndarray:
+        """Return the mean advantage over the policy tokens of each trajectory. Shape: float64 [trajectories]."""
+        sequences = [s for update in prepared.updates for s in update]
+        numbers = [s.trajectory for s in sequences]
+        sums = [float(s.where_written(s.token_advantages()).sum(dtype=np.float64)) for s in sequences]
+        tokens = np.bincount(numbers, [s.num_policy_tokens for s in sequences])
+        means: np.ndarray = np.bincount(numbers, sums) / np.maximum(tokens, 1)
+        return means
+
     def _kl(self, rollout: Rollout) -> np.ndarray | None:
         """Return each trajectory's log-ratio to the initial model (``log_ratios``), or None without
         ``gdpo.kl_in_reward``."""
         if not kl_in_reward(self.config.gdpo):
             return None
-        sequences = [
-            TrainSequence(t.prompt.token_ids, t.completion_ids, t.logprobs, loss_mask=t.loss_mask)
-            for t in rollout.trajectories
-        ]
-        return log_ratios(sequences, self.policy.logprobs(sequences, reference=True))
+        trajectories = rollout.trajectories
+        sequences = to_score(trajectories)
+        reference = by_trajectory(sequences, self.policy.logprobs(sequences, reference=True), trajectories)
+        return log_ratios(trajectories, [reference[number] for number in range(len(trajectories))])
 
     def _apply_target_po(self, update: list[TrainSequence]) -> None:
         """Replace the advantages by TargetPO's coefficients, with which the linear loss has TargetPO's gradient at the
@@ -292,18 +305,24 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         now = self.policy.logprobs(update)
         old = [s.sampler_logprobs if s.old_logprobs is None else s.old_logprobs for s in update]
         size = self.config.gdpo.num_generations_per_prompt
+        # A trajectory may have several sequences, which have the same advantage and weight.
+        numbers, first, member = np.unique([s.trajectory for s in update], return_index=True, return_inverse=True)
+
+        def totals(values: Iterable[float]) -> np.ndarray:
+            return np.bincount(member, np.fromiter(values, np.float64, len(update)))
+
         coefficients = target_po_coefficients(
-            [s.where_written(values).sum() for s, values in zip(update, now)],
-            [s.where_written(values).sum() for s, values in zip(update, old)],
-            [s.advantage for s in update],
-            np.arange(len(update)) // size,
-            valid=[s.weight > 0 for s in update],
-            lengths=[s.num_policy_tokens for s in update],
+            totals(s.where_written(values).sum() for s, values in zip(update, now)),
+            totals(s.where_written(values).sum() for s, values in zip(update, old)),
+            [update[index].advantage for index in first],
+            np.arange(len(numbers)) // size,
+            valid=[update[index].weight > 0 for index in first],
+            lengths=totals(s.num_policy_tokens for s in update),
             temperature=self.loss.target_temperature,
             length_normalize=self.loss.target_length_normalize,
-            weights=[s.weight for s in update],
+            weights=[update[index].weight for index in first],
         )
-        for sequence, value in zip(update, coefficients.tolist()):
+        for sequence, value in zip(update, coefficients.numpy()[member].tolist()):
             sequence.advantage = value
 
     def _choose_by_covariance(self, update: list[TrainSequence], prepared: PreparedRollout, number: int) -> None:

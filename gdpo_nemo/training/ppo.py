@@ -17,6 +17,7 @@ from gdpo_nemo.algorithms.ppo import (
 )
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.data.contexts import by_trajectory
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Trajectory, UpdateResult
 from gdpo_nemo.rollouts.credit import advantages_of, earned, is_trained, reward_columns, updates_of
@@ -74,35 +75,48 @@ class PPO(GDPO):
         trained = [reward is not None for reward in rewards]
         updates = updates_of(batch.trajectories, no_advantages, self.config, batch.version, trained)
         scores = TokenScores(self.policy, self.config, values=True)
-        measured = self._credit_tokens(rewards, [s for update in updates for s in update], scores)
+        sequences = [s for update in updates for s in update]
+        measured = self._credit_tokens(rewards, batch.trajectories, sequences, scores)
         return self._scored(batch, rewards_by_component, updates, measured, scores)
 
     def _credit_tokens(
-        self, rewards: list[np.ndarray | None], sequences: list[TrainSequence], scores: TokenScores
+        self,
+        rewards: list[np.ndarray | None],
+        trajectories: Sequence[Trajectory],
+        sequences: list[TrainSequence],
+        scores: TokenScores,
     ) -> dict[str, float]:
         """Set advantages, old values and returns of the sequences, and return metrics.
 
+        The actions of a trajectory are credited in the order in which they were sampled, also if they belong to several
+        sequences.
+
         Args:
-            rewards: result of ``action_rewards``. A sequence without rewards has weight 0.
+            rewards: result of ``action_rewards``. A trajectory without rewards has weight 0.
         """
         values = scores.values(sequences)
         measured = {}
         if kl_in_reward(self.config.gdpo):
-            measured["rollout/reference_kl"] = self._subtract_kl(rewards, sequences, scores)
+            measured["rollout/reference_kl"] = self._subtract_kl(rewards, trajectories, sequences, scores)
         centre = self._centre(rewards)
-        uncentred = [s.where_written(v).astype(np.float64) + centre for s, v in zip(sequences, values)]
+        known = by_trajectory(sequences, values, trajectories)
+        uncentred = [
+            t.where_written(known[number]).astype(np.float64) + centre for number, t in enumerate(trajectories)
+        ]
         credit = token_credit(rewards, uncentred, self.config.ppo)
-        for s, old, advantages, returns in zip(sequences, values, credit.advantages, credit.returns, strict=True):
+        for s, old in zip(sequences, values, strict=True):
+            advantages, returns = credit.advantages[s.trajectory], credit.returns[s.trajectory]
             s.old_values = old
             s.returns = old
             if advantages is not None and returns is not None:
-                s.advantage = _at_policy_tokens(s, advantages)
-                s.returns = _at_policy_tokens(s, returns - centre)
+                t = trajectories[s.trajectory]
+                s.advantage = _at_policy_tokens(t, advantages)[s.indices]
+                s.returns = _at_policy_tokens(t, returns - centre)[s.indices]
         if np.isfinite(credit.mean_reward_to_go):
             self.centre = centre + _NEWEST_WEIGHT * (credit.mean_reward_to_go - centre)
         measured["value/mean"] = centre  # ``metrics`` adds the mean output of the value head.
-        known = {"value/explained_variance": credit.explained_variance, "value/return": credit.mean_return}
-        return measured | {name: value for name, value in known.items() if np.isfinite(value)}
+        means = {"value/explained_variance": credit.explained_variance, "value/return": credit.mean_return}
+        return measured | {name: value for name, value in means.items() if np.isfinite(value)}
 
     def _centre(self, rewards: Sequence[np.ndarray | None]) -> float:
         """Return the running mean of the earlier steps. In the first step, return the mean of this step."""
@@ -121,7 +135,11 @@ class PPO(GDPO):
         self.centre = state.get("value_centre")
 
     def _subtract_kl(
-        self, rewards: list[np.ndarray | None], sequences: list[TrainSequence], scores: TokenScores
+        self,
+        rewards: list[np.ndarray | None],
+        trajectories: Sequence[Trajectory],
+        sequences: list[TrainSequence],
+        scores: TokenScores,
     ) -> float:
         """Subtract beta (log policy - log initial model) from the reward of every action, in place (TRL's estimator
         k1).
@@ -132,13 +150,13 @@ class PPO(GDPO):
             Mean over the trajectories of the summed log-ratio, in nats.
         """
         beta = self.config.gdpo.kl_in_reward or 0.0
+        now, start = scores.logprobs(sequences), self.policy.logprobs(sequences, reference=True)
+        gaps = by_trajectory(sequences, [a - b for a, b in zip(now, start, strict=True)], trajectories)
         sums = []
-        for index, (s, now, start) in enumerate(
-            zip(sequences, scores.logprobs(sequences), self.policy.logprobs(sequences, reference=True))
-        ):
+        for index, t in enumerate(trajectories):
             reward = rewards[index]
             if reward is not None:
-                gap = s.where_written(now - start).astype(np.float64)
+                gap = t.where_written(gaps[index]).astype(np.float64)
                 rewards[index] = reward - beta * gap
                 sums.append(gap.sum())
         return float(np.mean(sums)) if sums else 0.0
@@ -155,18 +173,17 @@ class PPO(GDPO):
 
     def record(self, row: Mapping[str, Any], prepared: PreparedRollout) -> None:
         """Log the metrics and samples of a step. The advantage of a sample is the mean over its tokens."""
-        sequences = [s for update in prepared.updates for s in update]
-        means = np.array([s.where_written(s.token_advantages()).sum() / max(s.num_policy_tokens, 1) for s in sequences])
+        means = self._mean_advantages(prepared)
         self.log.step(row, prepared.rollout.groups, means, prepared.trainer_logprobs, entropies=prepared.entropies)
 
 
-def _at_policy_tokens(sequence: TrainSequence, values: np.ndarray) -> np.ndarray:
+def _at_policy_tokens(trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
     """Expand action values to all completion tokens: float32 [completion tokens], 0 for tokens that the policy did not
     generate."""
-    if sequence.loss_mask is None:
+    if trajectory.loss_mask is None:
         return values.astype(np.float32)
-    placed = np.zeros(len(sequence.completion_ids), np.float32)
-    placed[sequence.loss_mask] = values
+    placed = np.zeros(len(trajectory.completion_ids), np.float32)
+    placed[trajectory.loss_mask] = values
     return placed
 
 

@@ -106,6 +106,20 @@ def first_updates(place, folder, batch, settings) -> dict[str, np.ndarray]:
     return {name: train(build_policy(place, folder), batch, assignment, 1, loss) for name, loss in settings.items()}
 
 
+def in_contexts(place, folder, contexts, turns, settings) -> dict[str, list]:
+    """By the name of ``settings``: (steps, weights on rank 0) of an update of the sequences ``contexts``, and of
+    ``turns``, the same turns as separate sequences. All sequences of a trajectory are in one micro-batch."""
+    found: dict[str, list] = {}
+    for name, loss in settings.items():
+        for batch, sharing in ((contexts, None), (contexts, True), (turns, False)):
+            _, mine, layout = share_of_units(place, batch, sharing)
+            policy = build_policy(place, folder)
+            steps = train(policy, batch, mine, 1, loss, layout.shared)
+            weights = exported(policy)
+            found.setdefault(name, []).append((steps, weights if place.rank == 0 else None))
+    return found
+
+
 def packed_and_alone(place, folder, batch):
     """``updates``, and the steps of the first of them with every sequence in a micro-batch of its own, padded by
     itself."""
@@ -167,14 +181,15 @@ def in_groups(place, folder, batch, sharing, budget=200, count=1, settings=None,
     return Measured(values, steps, sum(layout.shared))
 
 
-def share_of_pairs(place, batch, sharing, budget=120):
-    """The share of a batch of pairs that the driver would send here, its micro-batches as places, and the layout."""
+def share_of_units(place, batch, sharing, budget=120):
+    """The share of a batch of pairs or trajectories that the driver would send here, its micro-batches as places, and
+    the layout."""
     from megatron.core import parallel_state
 
-    from gdpo_nemo.data.prefixes import pair_layout
+    from gdpo_nemo.data.prefixes import whole_layout
 
     given = place.layout
-    layout = pair_layout(
+    layout = whole_layout(
         sharing,
         batch,
         parallel_state.get_data_parallel_world_size(),
@@ -208,7 +223,7 @@ def of_scores(place, folder, batch, told, out, sharing=False) -> Scored:
     from gdpo_nemo.megatron.conversion import write_classifier
 
     policy = build_policy(place, folder, scores=True)
-    share, mine, _ = share_of_pairs(place, batch, sharing)
+    share, mine, _ = share_of_units(place, batch, sharing)
 
     def write(name):
         tensors = [(key, tensor.clone()) for key, tensor in policy.weights()]
@@ -287,7 +302,7 @@ def of_pairs(place, folder, batch, told, sharing, budget=120, count=2):
     starting weights as those of the reference: (steps as ``train`` returns them, sums of the first update, rank's
     micro-batches as places, tokens not computed)."""
     policy = build_policy(place, folder)
-    share, mine, layout = share_of_pairs(place, batch, sharing, budget)
+    share, mine, layout = share_of_units(place, batch, sharing, budget)
     results = [policy.train(share.sequences(), share.micro_batches, told) for _ in range(count)]
     steps = np.array([(r.loss, r.grad_norm, r.sums["entropy"] / r.sums["tokens"]) for r in results])
     return steps, results[0].sums, mine, sum(layout.shared)

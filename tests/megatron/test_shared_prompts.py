@@ -12,7 +12,7 @@ from layouts import in_turn
 
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.packing import TrainSequence, has_split_trajectory
 from gdpo_nemo.data.prefixes import shared_prefixes
 
 LAYOUTS = ["TP2", "TP2+SP", "DP2", "DP2+DIST", "PP2", "PP2xVPP2", "CP2", "TP1+FULL", "TP1+SELECTIVE", "CP2+SELECTIVE"]
@@ -135,3 +135,55 @@ def random_tree(draw) -> tuple[list[TrainSequence], list[int]]:
         prompts[-1] = 1
     batch = grouped.weighted([grouped.sample(draw, row[:p], row[p:]) for p, row in zip(prompts, rows)])
     return batch, shared_prefixes(batch, least=0)
+
+
+CONTEXT_LAYOUTS = [*LAYOUTS, "TP2xCP2", "TP2xPP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2+DIST", "CP2xEP2+DIST"]
+
+
+def contexts_and_turns(seed: int = 1) -> tuple[list[TrainSequence], list[TrainSequence]]:
+    """Trajectories whose turns form trees, and each turn as a separate sequence after the tokens of its path."""
+    draw = np.random.default_rng(seed)
+    contexts, turns = [], []
+
+    def tokens(count):
+        return draw.integers(0, tiny_models.VOCABULARY, count)
+
+    def sequence(number, prompt, parts, trained):
+        ids = np.concatenate(parts)
+        masked = [k for k in range(len(ids)) if not trained[np.searchsorted(np.cumsum([*map(len, parts)]), k, "right")]]
+        made = grouped.sample(draw, prompt, ids, masked)
+        made.trajectory, made.advantage = number, 0.5 + number
+        contexts.append(made)
+        ends = np.cumsum([0, *map(len, parts)])
+        for start, end, is_trained in zip(ends, ends[1:], trained):
+            if is_trained:
+                turn = grouped.sample(draw, np.concatenate([prompt, ids[:start]]), ids[start:end])
+                turn.sampler_logprobs, turn.old_logprobs = (
+                    made.sampler_logprobs[start:end],
+                    made.old_logprobs[start:end],
+                )
+                turn.trajectory, turn.advantage = number, made.advantage
+                turns.append(turn)
+
+    for number in range(3):
+        prompt, first, heard, second, third = tokens(9), tokens(6), tokens(3), tokens(5), tokens(4)
+        sequence(number, prompt, [first, heard, second], [True, False, True])
+        sequence(number, prompt, [first, heard, third], [False, False, True])  # returns to the first turn
+        sequence(number, tokens(7), [tokens(5 + number)], [True])  # a context of its own
+    return grouped.weighted(contexts), grouped.weighted(turns)
+
+
+@pytest.mark.parametrize("layout, model", in_turn(CONTEXT_LAYOUTS, ["qwen3", "llama"], 1))
+def test_layouts_train_contexts_of_trajectories_like_separate_turns(on_ranks, model_folder, layout, model):
+    """Also losses over whole trajectories, and with the common prefix of two contexts computed once."""
+    contexts, turns = contexts_and_turns()
+    assert len(contexts) == 9 and len(turns) == 12 and has_split_trajectory(contexts)
+    chosen = {"clipped": LossSettings(), **{name: LOSSES[name] for name in ("gspo", "sequence importance")}}
+    model = "qwen3-moe" if "EP2" in layout else model
+    found = on_ranks(layout, rank_cases.in_contexts, model_folder(model), contexts, turns, chosen)[0]
+    for name in chosen:
+        *both, (steps, weights) = found[name]
+        for ours, of_contexts in both:
+            assert relative_error(ours, steps) < 1e-6, name
+            for key, expected in weights.items():
+                np.testing.assert_allclose(of_contexts[key], expected, rtol=0, atol=1e-6, err_msg=key)

@@ -21,8 +21,8 @@ TRAINING = (
     ),
     mutant(
         "training/distillation.py",
-        "np.where(_policy_tokens(t), values - before, 0.0)",
-        "np.where(_policy_tokens(t), before - values, 0.0)",
+        "np.where(_policy_tokens(t), gaps[number], 0.0)",
+        "np.where(_policy_tokens(t), -gaps[number], 0.0)",
         "training/test_distillation.py::test_the_advantage_of_a_token_is_how_much_more_the_teacher_likes_it",
         "sign of the teacher's advantage",
     ),

@@ -235,10 +235,10 @@ def test_the_kl_in_the_reward_is_policy_over_reference_and_not_the_other_way_rou
 
 
 def test_a_trajectory_without_log_probs_has_no_kl_rather_than_one_of_0():
-    (sequence,) = updates_of([trajectory(group("a", {}).prompt, 0, {})], np.ones(1), config())[0]
-    known = log_ratios([sequence], [np.array([-1.0, np.nan, -1, -1, -1], np.float32)])
+    sampled = trajectory(group("a", {}).prompt, 0, {})
+    known = log_ratios([sampled], [np.array([-1.0, np.nan, -1, -1, -1], np.float32)])
     np.testing.assert_allclose(known, [2.0], rtol=1e-6)
-    assert np.isnan(log_ratios([sequence], [np.full(5, np.nan, np.float32)])).all()
+    assert np.isnan(log_ratios([sampled], [np.full(5, np.nan, np.float32)])).all()
 
 
 # -- dynamic sampling -----------------------------------------------------------------------------------------------
@@ -342,7 +342,8 @@ def test_the_sampler_gives_the_old_log_probs_when_samples_may_be_stale():
     assert all(s.old_logprobs is None for s in updates_of(trajectories, values, config())[0])
     for override in ("rollout.max_staleness=1", "loss_fn.old_logprobs=sampler"):
         (update,) = updates_of(trajectories, values, config(override))
-        assert all(s.old_logprobs is t.logprobs for s, t in zip(update, trajectories))
+        assert all(s.old_logprobs is s.sampler_logprobs for s in update)
+        assert all(np.shares_memory(s.old_logprobs, t.logprobs) for s, t in zip(update, trajectories))
 
 
 def test_target_po_aims_every_update_by_its_own_whole_groups():

@@ -72,7 +72,7 @@ def groups() -> list[Group]:
     for index, (ids, mask, outcome) in enumerate(
         [([3, 4], None, Outcome.OK), ([5, 6, 7], [True, False, True], Outcome.OK), ([9], None, Outcome.ABORTED)]
     ):
-        logprobs = np.where(True if mask is None else mask, -0.25, np.nan).astype(np.float32)
+        logprobs = np.where(np.ones(len(ids), bool) if mask is None else mask, -0.25, np.nan).astype(np.float32)
         rewards = {"correctness": float(index), "format": 1.0, "length": 0.0} if outcome is Outcome.OK else {}
         made.append(
             Trajectory(

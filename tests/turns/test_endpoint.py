@@ -10,12 +10,14 @@ import httpx
 import numpy as np
 import pytest
 
+from gdpo_nemo.algorithms import LossSettings
+from gdpo_nemo.data.contexts import to_score
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.data.records import NOT_CONTIGUOUS, Prompt
+from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.agents import BrokenEpisode, follow
-from gdpo_nemo.rollouts.context import Transcript
+from gdpo_nemo.rollouts.context import Transcript, check_trajectory
 from gdpo_nemo.rollouts.endpoint import server
 from gdpo_nemo.rollouts.endpoint.server import Endpoint
 from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
@@ -129,15 +131,31 @@ def test_a_template_that_rewrites_history_would_drift_and_does_not(stage):
 
 
 @pytest.mark.parametrize("place, what", [(0, "another question"), (1, "words that were not sampled")])
-def test_the_trajectory_of_an_agent_that_edits_its_history_is_not_trained(endpoint, place, what):
+def test_an_agent_that_edits_its_history_begins_a_context_and_log_probs_are_megatrons(endpoint, stage, place, what):
+    """A side conversation follows the edited turn; then the agent returns to the unedited history."""
     messages, answers = converse(endpoint, 2)
-    messages[place] = {**messages[place], "content": what}
-    answers.append(said(endpoint, messages))
+    edited = [*messages]
+    edited[place] = {**messages[place], "content": what}
+    answers.append(said(endpoint, edited))
     assert endpoint.service.counts["edited"] == 1  # rendered anew: the model reads what the client means
+    answers.append(said(endpoint, [{"role": "user", "content": "summarise"}]))
+    answers.append(said(endpoint, messages))
     t = transcript()
-    with pytest.raises(BrokenEpisode, match=f"{NOT_CONTIGUOUS}: turn 3 differs from the earlier turns at token"):
-        follow(t, response_of(answers), endpoint.service.history)
-    assert t.turns == 2  # what is left is the part that holds together, for the record
+    follow(t, response_of([*answers, answers[0]]), endpoint.service.history)  # a turn that comes twice counts once
+    made = t.trajectory(stage.conversation, 0)
+    assert (made.turns, made.num_contexts, made.turn_parents) == (5, 3, (-1, 0, -1, -1, 1))
+    check_trajectory(made, t.prompt, stage.config.policy.max_total_sequence_length, "agents")
+    sequences = to_score([made])
+    assert sum(s.num_policy_tokens for s in sequences) == sum(len(a["generation_token_ids"]) for a in answers)
+    for s, found, gap in zip(sequences, stage.policy.logprobs(sequences), (0.02, 0.08, 0.14)):
+        assert np.abs(found - s.sampler_logprobs)[s.loss_mask].max() < 1e-4
+        s.advantage, s.weight, s.old_logprobs = 1.0, 0.1, s.sampler_logprobs - np.float32(gap)
+    # A loss over whole sequences gets all contexts, even if they exceed the budget of a micro-batch.
+    losses = []
+    for budget in (1, 8192):
+        stage.policy.config.micro_batch_tokens = budget
+        losses.append(stage.policy.train(sequences, LossSettings(type="gspo")).loss)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 def test_tokens_that_were_not_sampled_here_are_refused_and_never_read_as_a_turn(endpoint):

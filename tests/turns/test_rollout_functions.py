@@ -137,3 +137,23 @@ def test_two_turns_train_three_steps_and_sampler_and_trainer_agree(digit_model, 
             assert len(s["loss_mask"]) == len(s["completion_ids"]) == len(s["logprobs"])
             assert [value is None for value in s["logprobs"]] == [not written for written in s["loss_mask"]]
             assert s["loss_mask"].count(0) == 2 and s["turns"] == 2  # the hint: a digit (or +) and =
+    check_a_step_of_several_contexts(tmp_path / "run", [*command, *settings])
+
+
+def check_a_step_of_several_contexts(run_dir: Path, command: list[str]) -> None:
+    """The run continues with an agent that compacts its history and has a sub-agent."""
+    changed = [f"rollout.function={OWN}:compacts", "gdpo.max_num_steps=5", "rollout.save_trainer_logprobs=true"]
+    done = subprocess.run([*command, *changed], capture_output=True, text=True, cwd=REPOSITORY, timeout=1800)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert unknown_metrics(rows) == []
+    steps = [row for row in rows if "loss" in row and row["step"] > 3]
+    assert [row["step"] for row in steps] == [4, 5]
+    for row in steps:
+        assert row["parity/max_abs"] < 1e-4 and row["grad_norm"] > 0
+        assert (row["rollout/contexts"], row["rollout/turns"], row["rollout/not_contiguous"]) == (2.5, 3.0, 0.0)
+        for s in read_rollouts(rollout_path(run_dir, row["step"])):
+            assert s["turn_parents"] == ([-1, -1, 0] if s["sample_index"] % 2 else [-1, -1, -1])
+            assert [value is None for value in s["trainer_logprobs"]] == [not written for written in s["loss_mask"]]
+            gaps = [abs(a - b) for a, b in zip(s["trainer_logprobs"], s["logprobs"]) if a is not None]
+            assert max(gaps) < 1e-4 and len(gaps) == sum(s["turn_tokens"])
