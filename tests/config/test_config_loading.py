@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 
 import pytest
@@ -240,3 +241,11 @@ def test_overrides_of_one_load_do_not_reach_the_next_and_a_changed_file_is_read_
     assert again.gdpo.rewards == {"correctness": 1.0, "format": 0.5} and again.gdpo.max_num_steps != 3
     minimal.write_text(minimal.read_text().replace("format: 0.5", "format: 0.25"))
     assert load_config(minimal).gdpo.rewards == {"correctness": 1.0, "format": 0.25}
+
+
+def test_a_mapping_with_a_value_that_cannot_be_pickled_is_refused_in_one_line():
+    with pytest.raises(ConfigError) as caught:
+        load_config({"gdpo": {"rewards": {"a": threading.Lock()}}})
+    assert str(caught.value).startswith("gdpo.rewards.a: expected a number, got <unlocked") and "\n" not in str(
+        caught.value
+    )
