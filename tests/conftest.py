@@ -77,22 +77,28 @@ _QUICK_ALL_THE_SAME = (
 )
 
 _SLOW_TESTS = (
+    "tests/commands/test_dry_run.py::test_prompts_are_tokenised_if_the_tokenizer_is_local_and_long_ones_counted",
+    "tests/commands/test_first_minutes.py::test_what_a_run_reads_before_its_processes_needs_no_torch",
+    "tests/commands/test_first_minutes.py::test_without_a_terminal_or_quietly_the_error_is_all_there_is",
+    "tests/docker/test_wheel.py",
     "tests/environments/test_nemo_gym_real.py",
     "tests/environments/test_nemo_gym_training.py",
-    "tests/examples/test_fetch_smollm2.py::test_a_disk_that_is_full_is_one_sentence_and_nothing_is_left",
-    "tests/examples/test_fetch_smollm2.py::test_a_killed_fetch_leaves_no_model_and_the_next_one_cleans_up",
-    "tests/examples/test_fetch_smollm2.py::test_two_runs_that_start_together_fetch_the_model_once",
+    "tests/environments/test_reward_model.py::test_it_is_a_reward_beside_others_and_loads_before_the_time_limit_runs",
+    "tests/examples/test_fetch_smollm2.py",
     "tests/examples/test_tiny_models.py::test_a_killed_making_leaves_no_model_under_the_name",
     "tests/examples/test_tiny_models.py::test_the_same_seed_gives_the_same_files_bit_for_bit",
-    "tests/models/test_sources_of_a_run.py::test_a_gguf_file_is_converted_once_and_again_when_it_changes",
-    "tests/models/test_sources_of_a_run.py::test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices",
     "tests/examples/test_tiny_models.py::test_the_warmed_up_model_is_the_architecture_that_was_announced",
     "tests/examples/test_tiny_models.py::test_warm_up_lowers_the_loss_and_says_where_it_is",
     "tests/examples/test_tiny_models.py::test_warm_up_moves_every_matrix_away_from_its_start",
     "tests/gpu/test_first_hour.py::test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits",
-    "tests/docker/test_wheel.py::test_the_factory_of_the_demo_makes_its_model",
+    "tests/models/test_sources_of_a_run.py::test_a_gguf_file_is_converted_once_and_again_when_it_changes",
+    "tests/models/test_sources_of_a_run.py::test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices",
+    "tests/planning/test_simulation.py::test_a_thousand_gpus_are_simulated_in_seconds_and_near_the_earlier_table",
+    "tests/utils/test_import_trial.py::test_code_that_computes_for_longer_than_a_hang_is_waited_for",
+    "tests/utils/test_progress.py::test_vllm_is_imported_without_the_lowerings_of_the_compiler_only_on_cpus",
+    "tests/weights/test_streams.py::test_neither_end_holds_a_copy_of_the_model",
 )
-"""Tests elsewhere of more than five CPU seconds: they make models or start several processes."""
+"""Tests elsewhere of more than three CPU seconds: they make models, import vLLM or start several processes."""
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -72,15 +72,21 @@ class Stage:
             self.sync_check.limit = limit
 
 
+@pytest.fixture(scope="module")
+def ray_session():
+    with session(load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml").cluster):
+        yield
+
+
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def stage(request, digit_model):
+def stage(request, ray_session, digit_model):
     overrides = [f"policy.model_name={digit_model}", f"policy.precision={request.param}"]
     overrides.append(f"policy.megatron_cfg.optimizer.lr={LEARNING_RATE}")
     config = load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", overrides)
-    with session(config.cluster):
-        stage = Stage(config, digit_model)
-        yield stage
-        stage.fleet.close()
+    stage = Stage(config, digit_model)
+    yield stage
+    stage.fleet.close()
+    stage.policy.close()
 
 
 def _layers_swapped(new: Weights, old: Weights) -> Weights:

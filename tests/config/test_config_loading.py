@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from pathlib import Path
 
 import pytest
@@ -232,3 +233,19 @@ def test_a_run_of_before_prompts_were_shared_is_read_as_one_that_shared_none(tmp
     lines = (tmp_path / "config.yaml").read_text().splitlines(keepends=True)
     (tmp_path / "older.yaml").write_text("".join(line for line in lines if "share_prompts" not in line))
     assert load_saved_config(tmp_path / "older.yaml").policy.share_prompts is False
+
+
+def test_overrides_of_one_load_do_not_reach_the_next_and_a_changed_file_is_read_again(minimal):
+    assert load_config(minimal, ["gdpo.max_num_steps=3", "gdpo.rewards={format: 2}"]).gdpo.rewards == {"format": 2.0}
+    again = load_config(minimal)
+    assert again.gdpo.rewards == {"correctness": 1.0, "format": 0.5} and again.gdpo.max_num_steps != 3
+    minimal.write_text(minimal.read_text().replace("format: 0.5", "format: 0.25"))
+    assert load_config(minimal).gdpo.rewards == {"correctness": 1.0, "format": 0.25}
+
+
+def test_a_mapping_with_a_value_that_cannot_be_pickled_is_refused_in_one_line():
+    with pytest.raises(ConfigError) as caught:
+        load_config({"gdpo": {"rewards": {"a": threading.Lock()}}})
+    assert str(caught.value).startswith("gdpo.rewards.a: expected a number, got <unlocked") and "\n" not in str(
+        caught.value
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ensurepip
 import json
 import os
 import subprocess
@@ -20,10 +21,11 @@ def installed(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
     subprocess.run(build, cwd=REPOSITORY, check=True, capture_output=True)
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
     [wheel] = folder.glob("gdpo_nemo-*.whl")
-    pip = [str(folder / "venv" / "bin" / "python"), "-m", "pip", "--isolated", "install", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--no-index", str(wheel)], check=True)
+    [pip] = (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl")  # runs without being installed
+    command = [str(folder / "venv" / "bin" / "python"), f"{pip}/pip", "--isolated", "install", "--quiet", "--no-deps"]
+    subprocess.run([*command, "--no-index", "--no-compile", str(wheel)], check=True)
     # A line in a .pth file is a folder of sys.path; .pth files inside of that folder, such as the checkout's, are not
     # read.
     [packages] = (folder / "venv" / "lib").glob("python3*/site-packages")

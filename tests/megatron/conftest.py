@@ -15,10 +15,21 @@ from rank_pool import RankPool
 
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory):
-    """Rank processes that live as long as the session."""
+    """Rank processes that live as long as the session has tests of this folder."""
     pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    _pools.append(pool)
     yield pool
     pool.close()
+
+
+_pools: list[RankPool] = []
+
+
+def pytest_runtest_teardown(nextitem):
+    """End the ranks after the last test of this folder: their groups poll while they wait, 3 s of CPU a minute."""
+    if nextitem is None or nextitem.path.parent != Path(__file__).parent:
+        for pool in _pools:
+            pool.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from gdpo_nemo.megatron import runtime
 TORCH_BEFORE = torch_names()
 RUNTIME = runtime.prepare()
 
-import gdpo_nemo.megatron.policy  # noqa: E402, F401 - with what it imports
+import gdpo_nemo.megatron.checkpoint  # noqa: E402, F401 - as the next one, with what it imports
+import gdpo_nemo.megatron.policy  # noqa: E402, F401
 
 gc.freeze()  # Collections between cases need not look at a million objects of imported modules.

@@ -53,9 +53,9 @@ SETTINGS = {
 
 
 def off_policy_batch():
-    """The standard batch with log-probs of an older policy and of a reference, some sequences left out of the loss."""
+    """Nine sequences with log-probs of an older policy and of a reference, some sequences left out of the loss."""
     rng = np.random.default_rng(3)
-    batch = tiny_models.make_batch()
+    batch = tiny_models.make_batch(9)
     for s in batch:
         s.old_logprobs = (s.sampler_logprobs + rng.normal(0, 0.1, len(s.completion_ids))).astype(np.float32)
         s.reference_logprobs = (s.sampler_logprobs + rng.normal(0, 0.1, len(s.completion_ids))).astype(np.float32)

@@ -79,7 +79,7 @@ def write_model(name: str, folder: Path, seed: int = 7, **fields: object) -> Pat
     return folder
 
 
-def make_batch(count: int = 9, seed: int = 0, longest: int = 30) -> list[TrainSequence]:
+def make_batch(count: int = 6, seed: int = 0, longest: int = 30) -> list[TrainSequence]:
     """``count`` sequences of varied lengths whose token weights form the mean over all completion tokens."""
     rng = np.random.default_rng(seed)
     batch = []
