@@ -113,7 +113,7 @@ class Conversation:
             return None
         closing = self._tokens(end).tolist()
         special = [index for index, token in enumerate(closing) if token in self.replies.special]
-        if last_token in closing:
+        if last_token in self.replies.special and last_token in closing:
             first = len(closing) - closing[::-1].index(last_token)
         else:  # a truncated turn
             first = special[-1] if special else len(closing)

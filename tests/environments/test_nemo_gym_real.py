@@ -10,6 +10,7 @@ from gdpo_nemo.algorithms import compute_advantages
 from gdpo_nemo.commands.gym.trial import recorded_answers, verify_rows
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.data.replies import Reply
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.rows import ROW
 from gdpo_nemo.utils.errors import ConfigError
@@ -74,15 +75,12 @@ def test_wrong_city_and_right_call_plus_prose_differ_under_gdpo_and_not_under_gr
     assert grpo[1] == grpo[2] and abs(gdpo[1] - gdpo[2]) > 0.3 and gdpo[1] == gdpo[3]
 
 
-def text_of(output):
-    """A recorded response as the text that a policy would have written."""
-    pieces = []
-    for item in output:
-        if item["type"] == "message":
-            pieces += [part["text"] for part in item["content"] if part["type"] == "output_text"]
-        elif item["type"] == "function_call":
-            pieces.append(f'<tool_call>{{"name": "{item["name"]}", "arguments": {item["arguments"]}}}</tool_call>')
-    return "\n".join(pieces)
+def reply_of(output) -> Reply:
+    """A recorded response, which may be of several turns, as one parsed turn."""
+    messages = [item for item in output if item["type"] == "message"]
+    texts = [part["text"] for item in messages for part in item["content"] if part["type"] == "output_text"]
+    calls = [(item["name"], item["arguments"]) for item in output if item["type"] == "function_call"]
+    return Reply("\n".join(texts), calls=tuple(calls))
 
 
 @pytest.mark.parametrize("server", [TOOLS, "mcqa", "format_verification", *COMPILED])
@@ -92,7 +90,9 @@ def test_recorded_responses_earn_what_was_recorded(real_gym, gym_of, server):
 
     rows = {asked(row): row for row in real_gym.rows(server)}
     recorded = real_gym.rows(server, "example_rollouts")
-    batch = [sample(rows[asked(r)], text_of(r["response"]["output"]), f"p{i}") for i, r in enumerate(recorded)]
+    batch = [sample(rows[asked(r)], "", f"p{i}") for i, r in enumerate(recorded)]
+    for made, record in zip(batch, recorded):
+        made.reply = reply_of(record["response"]["output"])
     verdicts = gym_of(server).verify(batch)
     assert len(recorded) == 5 and {v.outcome for v in verdicts} == {Outcome.OK}, verdicts
     assert [v.rewards["reward"] for v in verdicts] == [r["reward"] for r in recorded]
