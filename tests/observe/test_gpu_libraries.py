@@ -96,6 +96,7 @@ def test_import_is_killed_with_its_children_at_the_deadline(monkeypatch, tmp_pat
 
     def wait_after_start(child, timeout=None):
         if timeout is not None:
+            assert timeout == 0.0
             assert select.select([alive], [], [], 60)[0] and os.read(alive, 1) == b"1"
         return wait(child, timeout)
 
