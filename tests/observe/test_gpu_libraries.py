@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import select
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -36,7 +37,7 @@ def machine(monkeypatch, tmp_path):
 
 def test_transformer_engine_without_its_bindings_says_what_their_build_lacks(machine):
     machine({"transformer-engine": "2.20.2", "transformer-engine-cu13": "2.20.2", "torch": "2.13.0", "pip": "26"})
-    found = installation.transformer_engine(False)
+    found = installation.transformer_engine()
     assert found.usable is False
     for name in ("C++ compiler", "setuptools", "wheel", "cudnn.h (nvidia-cudnn-cu13)", "nccl.h", "crt/host_config.h"):
         assert name in found.text
@@ -58,16 +59,51 @@ def test_transformer_engine_without_its_bindings_says_what_their_build_lacks(mac
 )
 def test_transformer_engine_is_whole_absent_or_named(machine, packages, usable, text):
     machine(packages)
-    found = installation.transformer_engine(False)
+    found = installation.transformer_engine()
     assert found.usable is usable and text in found.text
 
 
-def test_an_import_that_fails_on_a_gpu_machine_gives_its_last_line(machine, monkeypatch):
-    machine(WHOLE)
-    failed = SimpleNamespace(returncode=1, stderr="Traceback\nOSError: libcudnn.so.9: cannot open shared object file\n")
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: failed)
-    found = installation.transformer_engine(True)
-    assert found.usable is False and found.text.endswith("OSError: libcudnn.so.9: cannot open shared object file")
+FAILING = {
+    "raises": ("raise AttributeError('no attribute cudaLibrary_t\\nhint')", "AttributeError: no attribute"),
+    "ends": ("raise SystemExit(3)", "SystemExit: 3"),
+    "crashes": ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "the import was killed by SIGSEGV"),
+    "leaves": ("import os; os._exit(4)", "the import exited with status 4"),
+}  # fmt: skip
+
+
+def test_imports_report_one_line_for_each_module_that_fails(monkeypatch, tmp_path):
+    for name, (code, _) in FAILING.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = installation.import_errors([*FAILING, "json"])
+    assert {name: reason.startswith(FAILING[name][1]) for name, reason in found.items()} == dict.fromkeys(FAILING, True)
+    assert all("\n" not in reason for reason in found.values())
+
+
+def test_import_is_killed_with_its_children_at_the_deadline(monkeypatch, tmp_path):
+    os.mkfifo(tmp_path / "alive")
+    alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "stuck.py").write_text(
+        "import subprocess, sys, time\n"
+        f"pipe = open({str(tmp_path / 'alive')!r}, 'wb', buffering=0)\n"
+        "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(1000)'], pass_fds=[pipe.fileno()])\n"
+        "pipe.write(b'1')\n"
+        "time.sleep(1000)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(installation, "_IMPORT_S", 0.0)
+    wait = subprocess.Popen.wait
+
+    def wait_after_start(child, timeout=None):
+        if timeout is not None:
+            assert timeout == 0.0
+            assert select.select([alive], [], [], 60)[0] and os.read(alive, 1) == b"1"
+        return wait(child, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait_after_start)
+    assert installation.import_errors(["stuck"]) == {"stuck": "the import did not finish within 0 s"}
+    assert select.select([alive], [], [], 60)[0] and os.read(alive, 1) == b""  # the end: both processes are dead
+    os.close(alive)
 
 
 def test_flashinfer_needs_nvcc_and_ninja_for_its_kernels(machine, monkeypatch):
@@ -95,10 +131,22 @@ def test_the_doctor_prints_a_line_for_each_and_fails_where_one_is_broken(machine
     machine({"transformer-engine": "2.20.2", **dict.fromkeys(("torch", "megatron-core", "ray", "vllm"), "1")})
     gpu = installation.Check("GPUs", True, "1 x H100")
     monkeypatch.setattr(installation, "_gpus", lambda: (gpu, "2.29.7"))
+    monkeypatch.setattr(installation, "import_errors", lambda modules: {"megatron.core": "OSError: libcuda.so.1"})
     assert cli.main(["doctor", "--environment", str(tmp_path)]) == 1
     lines = {line[7:25].strip(): line for line in capsys.readouterr().out.splitlines()}
     assert lines["TransformerEngine"].startswith("FAILED") and lines["NCCL"].startswith("ok")
     assert lines["FlashInfer"].startswith("-")
+    assert lines["imports"] == "FAILED imports           import megatron.core: OSError: libcuda.so.1"
+
+
+def test_modules_that_require_the_driver_are_imported_only_on_a_gpu(machine, monkeypatch):
+    machine(WHOLE | {"vllm": "0.32.0", "flashinfer-python": "0.7.0", "megatron-core": "0.19.2"})
+    asked = []
+    monkeypatch.setattr(installation, "import_errors", lambda modules: asked.append(modules) or {})
+    (without,), (with_gpu,) = installation.check_imports(on_gpu=False), installation.check_imports(on_gpu=True)
+    assert asked[0] == ["megatron.core", "flashinfer"] and without.passed
+    assert asked[1] == [*asked[0], "vllm.v1.worker.gpu_worker", "transformer_engine.pytorch"]
+    assert with_gpu.text.endswith("flashinfer, vllm.v1.worker.gpu_worker, transformer_engine.pytorch")
 
 
 def test_nothing_but_the_standard_library_is_imported():
