@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -167,6 +168,16 @@ def train_here(run_dir: Path, model: Path, *overrides: str) -> None:
     assert unknown_metrics(rows(run_dir)) == []
     _, alive = psutil.wait_procs(_children() - before, timeout=120)
     assert not alive
+
+
+def command_here(*words: str) -> str:
+    """Run a command in this process, with success and without a process left. Returns its stdout."""
+    before = _children()
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main(list(words)) == 0, shown.getvalue()
+    _, alive = psutil.wait_procs(_children() - before, timeout=120)
+    assert not alive
+    return shown.getvalue()
 
 
 def _children() -> set[psutil.Process]:
