@@ -278,8 +278,9 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step
 
 @pytest.fixture(scope="module")
 def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, list[str]]:
-    """A run with KL to the starting model as a reward. Its checkpoints go to a file system of their own with room for
-    one of them (13 MB each): the launch, its status, stderr, and what the file system held in the end."""
+    """A run of two turns with KL to the starting model as a reward. Its checkpoints go to a file system of their own
+    with room for one of them (13 MB each): the launch, its status, stderr, and what the file system held in the
+    end."""
     scratch = tmp_path_factory.mktemp("small_disk")
     folder = scratch / "run" / "checkpoints"
     folder.mkdir(parents=True)
@@ -288,6 +289,7 @@ def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, li
     launch = Launch(
         scratch / "run",
         digit_model,
+        *("--config", "configs/gdpo_turns_cpu.yaml"),
         "gdpo.kl_in_reward=0.1",
         "checkpointing.save_period=1",
         *QUICK,
@@ -303,6 +305,22 @@ def test_full_disk_on_a_checkpoint_ends_the_run_and_keeps_the_last_good_one(on_a
     assert "checkpoint of step 2 could not be written" in err and "No space left" in err and "step 1 is the last" in err
     assert kept == ["step_1"]
     assert launch.left_behind() == []
+
+
+def test_two_turns_are_trained_and_sampler_and_trainer_agree(on_a_small_disk):
+    run_dir = on_a_small_disk[0].run_dir
+    steps = [row for row in rows(run_dir) if "loss" in row]
+    assert len(steps) == 2 and all(row["parity/max_abs"] < 1e-4 for row in steps)
+    assert all(row["rollout/turns"] == 2.0 and row["rollout/not_contiguous"] == 0.0 for row in steps)
+    assert len({row["grad_norm"] for row in steps}) == 2 and steps[0]["reward/first/std"] > 0
+    assert any("validation/second" in row for row in rows(run_dir))
+    for row in steps:
+        samples = read_rollouts(rollout_path(run_dir, row["step"]))
+        assert row["rollout/tokens"] == sum(sum(s["loss_mask"]) for s in samples)
+        for s in samples:
+            assert len(s["loss_mask"]) == len(s["completion_ids"]) == len(s["logprobs"])
+            assert [value is None for value in s["logprobs"]] == [not written for written in s["loss_mask"]]
+            assert s["loss_mask"].count(0) == 2 and s["turns"] == 2  # the hint: a digit (or +) and =
 
 
 def test_kl_to_the_starting_model_can_be_part_of_the_reward(on_a_small_disk, digit_model):
@@ -327,7 +345,8 @@ def _log_ratio(run_dir: Path, step: int, model: Path) -> float:
         with torch.no_grad():
             logits = reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         own = torch.log_softmax(logits.double(), -1)[torch.arange(len(completion)), torch.tensor(completion)]
-        found.append(sum(record["logprobs"]) - float(own.sum()))
+        written = [value for value in record["logprobs"] if value is not None]
+        found.append(sum(written) - float(own[torch.tensor(record["loss_mask"]).bool()].sum()))
     return sum(found) / len(found)
 
 

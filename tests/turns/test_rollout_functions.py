@@ -1,10 +1,7 @@
-"""``rollout.function``, and a run over the built-in environment with turns as a user starts it."""
+"""``rollout.function``; a run over the built-in environment with turns is in `end_to_end/test_run.py`."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,8 +13,6 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.generation.requests import Sampling
-from gdpo_nemo.observe.metric_registry import unknown_metrics
-from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 from gdpo_nemo.rollouts.batches import sample_seed
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict, rollout_methods
 from gdpo_nemo.utils.errors import ConfigError, RunError
@@ -106,34 +101,3 @@ def test_settings_of_turns_that_cannot_work_are_refused_before_anything_starts(o
     assert message in str(refused.value)
     with pytest.raises(ConfigError, match="rollout.turns: has no effect"):
         rollout_methods(load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", ["rollout.turns.max_turns=2"]))
-
-
-def test_two_turns_train_three_steps_and_sampler_and_trainer_agree(digit_model, tmp_path):
-    command = [sys.executable, "-W", "ignore", "examples/run_gdpo.py", "--config", "configs/gdpo_turns_cpu.yaml"]
-    command += [f"run.dir={tmp_path}/run", f"policy.model_name={digit_model}", "logger.console=plain"]
-    settings = [
-        "gdpo.max_num_steps=3",
-        "gdpo.val_prompts=8",
-        "gdpo.num_prompts_per_step=4",
-        "data.train.size=256",
-        "data.validation.size=64",
-        "logger.plot=false",
-        "logger.tensorboard.enabled=false",
-        "checkpointing.export_hf=false",
-    ]
-    done = subprocess.run([*command, *settings], capture_output=True, text=True, cwd=REPOSITORY, timeout=1800)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert unknown_metrics(rows) == []
-    steps = [row for row in rows if "loss" in row]
-    assert len(steps) == 3 and all(row["parity/max_abs"] < 1e-4 for row in steps)
-    assert all(row["rollout/turns"] == 2.0 and row["rollout/not_contiguous"] == 0.0 for row in steps)
-    assert len({row["grad_norm"] for row in steps}) == 3 and steps[0]["reward/first/std"] > 0
-    assert any("validation/second" in row for row in rows)
-    for row in steps:
-        samples = read_rollouts(rollout_path(tmp_path / "run", row["step"]))
-        assert row["rollout/tokens"] == sum(sum(s["loss_mask"]) for s in samples)
-        for s in samples:
-            assert len(s["loss_mask"]) == len(s["completion_ids"]) == len(s["logprobs"])
-            assert [value is None for value in s["logprobs"]] == [not written for written in s["loss_mask"]]
-            assert s["loss_mask"].count(0) == 2 and s["turns"] == 2  # the hint: a digit (or +) and =
