@@ -55,6 +55,9 @@ if __name__ == "__main__":
         print(ray.get(actor.variable.remote()), len(attempts), attempts[-1])
 """
 
+WATCHED = """
+        print(sorted(local_ray._servers(ray._private.worker._global_node)))
+"""
 LATE_CALLS = """
 calls = (lambda: ray.put(1), lambda: ray.remote(Actor).remote(), lambda: actor.variable.remote())
 for call in calls:
@@ -117,8 +120,10 @@ def test_the_port_of_an_agent_is_never_given_to_a_connection():
 
 @pytest.fixture(scope="module")
 def lines(tmp_path_factory) -> list[str]:
-    """Output of a session of a user without a home: its processes, its sockets, and calls after its end."""
-    return _session(tmp_path_factory.mktemp("session"), after=OWN_PROCESSES + SOCKETS + LATE_CALLS, HOME=NO_HOME)
+    """Output of a session of a user without a home: its processes, its sockets, the servers whose loss is reported, and
+    calls after its end."""
+    after = OWN_PROCESSES + SOCKETS + WATCHED + LATE_CALLS
+    return _session(tmp_path_factory.mktemp("session"), after=after, HOME=NO_HOME)
 
 
 def test_session_of_a_user_without_a_home_has_no_dashboard_autoscaler_or_copier_of_logs(lines):
@@ -131,9 +136,14 @@ def test_a_session_of_this_machine_listens_on_loopback_alone(lines):
     assert int(count) >= 6 and exposed == "[]", lines
 
 
+def test_a_session_reports_the_loss_of_either_of_its_servers(lines):
+    """`end_to_end/test_run.py` kills one in a run."""
+    assert lines[3] == "['gcs_server', 'raylet']"
+
+
 def test_a_call_after_the_session_starts_no_cluster(lines):
     """By default Ray starts one, for example for a thread that did not notice the end of the session."""
-    assert lines[3:] == ["refused False"] * 3
+    assert lines[4:] == ["refused False"] * 3
 
 
 @pytest.mark.parametrize("home", [None, NO_HOME])

@@ -19,6 +19,6 @@ def no_run_outlives_its_test():
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory, digit_model) -> tuple[Launch, int, str, str]:
-    """``STEPS`` steps with validation: the launch, its exit status, stdout, stderr."""
+    """``UNDISTURBED_STEPS`` steps with validation: the launch, its exit status, stdout, stderr."""
     launch = Launch(tmp_path_factory.mktemp("runs") / "undisturbed", digit_model, *UNDISTURBED)
     return launch, *launch.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -22,8 +23,10 @@ from gdpo_nemo.observe.metric_registry import unknown_metrics
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_S = 1200
 STEPS = 6
-LR = 1e-3
+UNDISTURBED_STEPS = 12
+LR = 2e-4
 UNDISTURBED = (
+    f"gdpo.max_num_steps={UNDISTURBED_STEPS}",
     "gdpo.val_at_start=true",
     f"policy.megatron_cfg={{optimizer: {{lr: {LR}}}, scheduler: {{lr_decay_style: cosine}}}}",
 )
@@ -157,16 +160,24 @@ class OnATerminal(Launch):
         self._look = super()._look
 
 
-def train_here(run_dir: Path, model: Path, *overrides: str) -> None:
-    """Train to the end in this process, which saves the imports of another one, and leaves no process.
+def train_here(run_dir: Path, model: Path, *overrides: str) -> str:
+    """Train to the end in this process, which saves the imports of another one, and leaves no process. Returns stdout.
 
     Who looks at a run's processes, signals or supervisor starts a ``Launch``.
     """
-    before = _children()
-    assert main(["train", *arguments(run_dir, model, overrides)]) == 0
+    shown = command_here("train", *arguments(run_dir, model, overrides))
     assert unknown_metrics(rows(run_dir)) == []
+    return shown
+
+
+def command_here(*words: str) -> str:
+    """Run a command in this process, with success and without a process left. Returns its stdout."""
+    before = _children()
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        assert main(list(words)) == 0, shown.getvalue()
     _, alive = psutil.wait_procs(_children() - before, timeout=120)
     assert not alive
+    return shown.getvalue()
 
 
 def _children() -> set[psutil.Process]:

@@ -9,10 +9,17 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
+import pytest
 from launch import START_S, rows, timeless
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM
+
+from gdpo_nemo.commands.cli import main
+from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
 SCRIPT = """
-import json, os, random, signal, sys, threading
+import json, os, random, shutil, signal, sys, threading
 
 import psutil
 
@@ -33,12 +40,12 @@ def short(completions):
     return [1.0 - len(text) / longest for text in completions]
 
 
-def steps(number):
-    small = {"gdpo.num_prompts_per_step": 4, "gdpo.num_generations_per_prompt": 4, "checkpointing.save_period": 1,
-             "policy.generation.engines": 2}
-    named = {"run.name": "five", "policy.model_name": sys.argv[1], "logger.console": "plain", "logger.plot": False,
-             "policy.precision": "bfloat16"}
-    return {**small, **named, "gdpo.max_num_steps": number}
+overrides = {
+    "run.name": "five", "policy.model_name": sys.argv[1], "policy.precision": "bfloat16", "algorithm.type": "ppo",
+    "policy.generation.engines": 2, "gdpo.num_prompts_per_step": 16, "gdpo.num_generations_per_prompt": 1,
+    "gdpo.num_iterations": 2, "gdpo.max_num_steps": 3, "ppo.vf_coef": 0.1, "checkpointing.save_period": 1,
+    "logger.console": "plain", "logger.plot": False,
+}
 
 
 def left():
@@ -48,14 +55,18 @@ def left():
 
 handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 first = train(rewards={"correct": correct, "short": (lambda completions, **_: short(completions), 0.5)}, data=data,
-              overrides=steps(2))
+              overrides=overrides)
 found = {"left": left(), "temporary": os.environ["TMPDIR"], "step": first.metrics["step"], "model": str(first.model)}
 found["handlers"] = handlers == [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
 
+os.unlink(__file__)
+again = first.run_dir.with_name("again")
+shutil.copytree(first.run_dir, again)
+shutil.rmtree(again / "checkpoints" / "step_3")
+
 
 def in_a_thread():
-    result = train(first.run_dir / "config.yaml", rewards={"correct": correct, "short": (short, 0.5)}, data=data,
-                   overrides=steps(3))
+    result = train(first.run_dir / "config.yaml", overrides={"run.dir": str(again), "policy.generation.engines": 1})
     found.update(again=result.metrics["step"], rows=len(result.history()))
 
 
@@ -79,28 +90,56 @@ def _run(folder: Path, *command: str) -> subprocess.CompletedProcess:
     return done
 
 
-def test_a_script_and_a_thread_train_with_two_engines_what_the_cli_repeats_bit_for_bit(tmp_path, digit_model):
-    """Functions of the script and lambdas verify in other processes, which do not run the script again. Two steps are
-    trained at the top level, a third one in a thread. From the config and the files that this leaves, the command line
-    trains three steps at once in another folder, with engines that answer in their own order."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    done = _run(tmp_path, sys.executable, "script.py", str(digit_model))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, digit_model) -> Path:
+    """The folder of the script, which has trained PPO in ``results/five``, and its third step once more in
+    ``results/again``."""
+    folder = tmp_path_factory.mktemp("script")
+    (folder / "script.py").write_text(SCRIPT)
+    done = _run(folder, sys.executable, "script.py", str(digit_model))
     assert done.stdout.count("the script runs in") == 1
     found = json.loads(done.stdout.splitlines()[-1])
-    run_dir = tmp_path / "results" / "five"
-    assert (found["step"], found["again"], found["rows"]) == (2, 3, 3)
+    assert (found["step"], found["again"], found["rows"]) == (3, 3, 3)
     assert found["left"] == found["left_after_all"] == [] and found["handlers"]
-    assert found["temporary"] == str(tmp_path / "scratch") and found["model"] == str(run_dir / "model")
-    (tmp_path / "script.py").unlink()
-    command = (sys.executable, "-m", "gdpo_nemo", "train", "--config", "results/five/config.yaml")
-    _run(tmp_path, *command, "run.dir=results/repeated")
-    repeated = tmp_path / "results" / "repeated"
+    run_dir = folder / "results" / "five"
+    assert found["temporary"] == str(folder / "scratch") and found["model"] == str(run_dir / "model")
+    return folder
+
+
+def test_a_thread_resumes_what_a_script_trained_with_two_engines_bit_for_bit(folder, monkeypatch):
+    """Functions of the script and lambdas verify in other processes, which do not run the script again. The thread has
+    the config and the files that are left, the value head and its optimizer from the checkpoint, and one engine."""
+    run_dir, again = (folder / "results" / name for name in ("five", "again"))
     trained = rows(run_dir)
     assert [row["step"] for row in trained] == [1, 2, 3]
     assert all({"reward/correct/mean", "reward/short/mean"} <= row.keys() for row in trained)
     # Engine and trainer round to bfloat16 at different places, by far less than what ends a run.
     assert all(0 < row["parity/mean_abs"] < 0.1 and row["parity/max_prob"] < 0.5 for row in trained)
-    assert [timeless(row) for row in trained] == [timeless(row) for row in rows(repeated)]
-    weights = [folder / "model" / "model.safetensors" for folder in (run_dir, repeated)]
+    assert trained[-1]["time/step"] != rows(again)[-1]["time/step"], "the third step is trained again"
+    assert [timeless(row) for row in trained] == [timeless(row) for row in rows(again)]
+    weights = [folder / "model" / "model.safetensors" for folder in (run_dir, again)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert all(row["grad_norm"] > 0 for row in trained)
+    monkeypatch.chdir(folder)
+    assert main(["train", "--config", "results/five/config.yaml", "run.dir=results/repeated", "--dry-run"]) == 0
+
+
+def test_every_step_of_ppo_measures_the_values(folder):
+    run_dir = folder / "results" / "five"
+    first, *_, last = trained = rows(run_dir)
+    names = {f"value/{name}" for name in ("loss", "mean", "return", "clip_fraction", "explained_variance")}
+    assert all(names <= row.keys() for row in trained)
+    # The head starts at 0. The ratio of a step's second update refers to the weights before the first.
+    assert first["value/explained_variance"] == pytest.approx(0, abs=1e-9)
+    assert last["value/mean"] > first["value/mean"]
+    assert all(abs(row["policy/ratio_mean"] - 1) < 0.2 and row["policy/ratio_max"] != 1 for row in trained)
+    samples = read_rollouts(rollout_path(run_dir, 1))
+    assert len(samples) == 16 and np.isfinite([sample["advantage"] for sample in samples]).all()
+
+
+def test_the_exported_model_of_ppo_is_the_policy_alone(folder):
+    model = folder / "results" / "again" / "model"
+    _, found = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    with safe_open(model / "model.safetensors", "np") as file:
+        assert not [name for name in file.keys() if "value" in name or "score" in name]

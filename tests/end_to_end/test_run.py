@@ -4,22 +4,40 @@ own."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Callable, TypeVar
 
 import numpy as np
 import psutil
 import pytest
-from launch import START_S, STEPS, UNDISTURBED, Launch, OnATerminal, rows, timeless, train_here
+from launch import (
+    START_S,
+    UNDISTURBED,
+    UNDISTURBED_STEPS as STEPS,
+    Launch,
+    OnATerminal,
+    arguments,
+    rows,
+    timeless,
+    train_here,
+)
 from safetensors.torch import load_file
 from starting_points import LR, TARGETS, gdpo, write_adapter
 
 from gdpo_nemo.commands.cli import main
+from gdpo_nemo.commands.drill.faults import FAULTS, RANK, SUPERVISOR, Target
+from gdpo_nemo.commands.drill.run import DrilledRun
 from gdpo_nemo.config.model_checks import resolve
+from gdpo_nemo.observe.run_files import read_alerts
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
+from gdpo_nemo.training.replay import audit_run
 
+T = TypeVar("T")
 QUICK = ("logger.plot=false", "logger.tensorboard.enabled=false")
 
 
@@ -34,7 +52,7 @@ def test_run_folder_holds_what_the_contract_names(undisturbed):
     model = ("model/model.safetensors", "model/README.md", "model/rewards.png")
     for name in ("config.yaml", "metrics.jsonl", "rewards.png", "report.html", "trace.json", *model):
         assert (run_dir / name).stat().st_size > 0, name
-    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_4", "step_6"]
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_10", "step_12"]
     samples = read_rollouts(rollout_path(run_dir, STEPS))
     assert len(samples) == 4 * 8 and {"rewards", "advantage", "policy_version"} <= samples[0].keys()
 
@@ -108,51 +126,89 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
     assert ids.shape == (1, 6) and model(ids).logits.shape[-1] == model.config.vocab_size
 
 
-def test_interrupted_run_resumes_bit_for_bit(undisturbed, tmp_path, digit_model, capfd):
-    """The policy is killed while it saves step 4, the terminal of the resumed run closes after step 3, and a bit of the
-    newest checkpoint flips on the disk. The third start trains to the end.
+def test_a_run_through_lost_processes_a_hang_up_and_a_flipped_bit_is_the_undisturbed_run_bit_for_bit(
+    undisturbed, tmp_path, digit_model
+):
+    """The first start is colocated: its engines sleep while the policy trains. Its terminal closes after step 3, and a
+    bit of the newest checkpoint flips on the disk. In the second start, a policy rank dies while it saves, then an
+    engine, then Ray, which starts the run a third time.
 
-    Checkpoints are saved asynchronously. The first start is colocated: its engines sleep while the policy trains.
-    SIGKILL of the driver is in the drill, SIGTERM of a stage of a chain is in `test_supervised_runs.py`.
+    Checkpoints are saved asynchronously. SIGKILL of the driver is in `chaos/test_drill.py`, SIGTERM of a stage of a
+    chain is in `test_supervised_runs.py`, and lost hosts and verifiers are in `test_two_hosts.py`.
     """
+    run_dir = tmp_path / "run"
     options = (*UNDISTURBED, "checkpointing.async_save=true", *QUICK)
-    torn = Launch(tmp_path / "run", digit_model, "cluster.placement=colocated", "run.max_restarts=0", *options)
-    torn.wait_for_step(3)
-    writing = tmp_path / "run" / "checkpoints" / ".writing_step_4"
-    while not writing.exists():
-        assert torn.process.poll() is None, torn.process.communicate()
-    _process_of(torn, "ray::PolicyRank").kill()
-    status, out, err = torn.finish()
-    assert status == 1, (out, err)
-    assert "checkpoint of step 4 could not be written" in err and "step 2 is the last complete checkpoint" in err, err
-    assert "Traceback" not in err and torn.left_behind() == []
-    assert [p.name for p in writing.parent.iterdir()] == ["step_2"]
-    straight = undisturbed[0].run_dir
-    colocated = [row for row in rows(tmp_path / "run") if "loss" in row]
-    assert len(colocated) >= 3 and all("time/sleep" in row and "time/wake" in row for row in colocated)
-    assert not any("time/sleep" in row for row in rows(straight))
-    assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(straight)][
-        : len(rows(tmp_path / "run"))
-    ]
-
-    dropped = OnATerminal(tmp_path / "run", digit_model, *options)
-    dropped.wait_until(lambda done: done == 2, "what came after the checkpoint was not taken back")
+    dropped = OnATerminal(run_dir, digit_model, "cluster.placement=colocated", *options)
     dropped.wait_for_step(3)
     dropped.hang_up()
     assert dropped.finish()[0] == 128 + signal.SIGHUP, dropped.shown
-    assert b"resuming" in dropped.shown and dropped.left_behind() == []
-    done = max(row["step"] for row in rows(tmp_path / "run"))
-    *_, before, newest = sorted((tmp_path / "run" / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
-    assert newest.name == f"step_{done}"
-    assert (newest / "files.json").is_file()
+    assert dropped.left_behind() == []
+    straight = [timeless(row) for row in rows(undisturbed[0].run_dir)]
+    colocated = rows(run_dir)
+    assert all("time/sleep" in row and "time/wake" in row for row in colocated if "loss" in row)
+    assert not any("time/sleep" in row for row in rows(undisturbed[0].run_dir))
+    assert [timeless(row) for row in colocated] == straight[: len(colocated)]
+    *_, before, newest = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
+    assert newest.name == f"step_{max(row['step'] for row in colocated)}"
     _flip_a_byte(max(newest.rglob("*.distcp"), key=lambda file: file.stat().st_size))
 
-    train_here(tmp_path / "run", digit_model, *options)
-    out = capfd.readouterr().out
-    assert re.search(rf"{newest.name}.*is skipped", out) and f"resuming from {before} " in out, out
-    assert [timeless(r) for r in rows(tmp_path / "run")] == [timeless(r) for r in rows(straight)]
-    weights = [d / "model" / "model.safetensors" for d in (straight, tmp_path / "run")]
+    run = DrilledRun(run_dir, arguments(run_dir, digit_model, options), START_S)
+    run.log.touch()  # a fault looks at its end, and the first line is still to come
+    try:
+        run.start()
+        outcomes = [run.disturb(fault) for fault in (RANK_IN_A_SAVE, FAULTS["engine-kill"], RAYLET)]
+        assert run.finish() == 0 and run.left_behind() == []
+    finally:
+        run.close()
+    log = run.log.read_text()
+    assert not any(outcome.wrong or "None" in outcome.victim for outcome in outcomes), (outcomes, log)
+    assert re.search(rf"{newest.name}.*is skipped", log), log
+    assert log.count(f"resuming from {before} ") == 2, "what the rank died in is no checkpoint"
+    assert not list((run_dir / "checkpoints").glob(".*")), log
+    _check_account_of_restarts(run_dir, log)
+    assert [timeless(row) for row in rows(run_dir)] == straight
+    weights = [d / "model" / "model.safetensors" for d in (undisturbed[0].run_dir, run_dir)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert audit_run(run_dir) == []
+
+
+def _kill_a_rank_in_a_save(target: Target) -> str:
+    """As soon as the folder of an unfinished checkpoint is there."""
+    (rank,) = _when_there(target, lambda: target.processes.of(RANK))
+    _when_there(target, lambda: list((target.run_dir / "checkpoints").glob(".writing_*")), 0.001)
+    os.kill(rank, signal.SIGKILL)
+    return f"policy rank {rank}"
+
+
+def _kill_raylet_beside_a_stopped_engine(target: Target) -> str:
+    """The run trains no further step, and cleanup meets a process that heeds no signal but SIGKILL."""
+    return f"{_when_there(target, lambda: FAULTS['engine-stop'].act(target))}, {FAULTS['raylet-kill'].act(target)}"
+
+
+def _when_there(target: Target, look: Callable[[], T], pause_s: float = 0.1) -> T:
+    """What ``look`` finds, once it does; it is called every ``pause_s``."""
+    while not (found := look()):
+        assert target.processes.of(SUPERVISOR), "the run has ended"
+        time.sleep(pause_s)
+    return found
+
+
+RANK_IN_A_SAVE = replace(FAULTS["rank-kill"], act=_kill_a_rank_in_a_save)
+RAYLET = replace(FAULTS["raylet-kill"], act=_kill_raylet_beside_a_stopped_engine)
+
+
+def _check_account_of_restarts(run_dir: Path, log: str) -> None:
+    """Alerts and terminal agree on what was lost, and on how often the run was started again, in whole and in part."""
+    alerts = [alert["text"] for alert in read_alerts(run_dir)]
+    assert any(text.startswith("engine 0: a worker process") for text in alerts), alerts
+    restarts = [text for text in alerts if "run.max_restarts" in text]
+    rebuilds = [text for text in alerts if "the policy is restarted" in text]
+    assert len(restarts) == 1 and [line for line in log.splitlines() if line.startswith("supervisor:")] == [
+        f"supervisor: {text}" for text in restarts
+    ]
+    assert len(rebuilds) == 1, rebuilds
+    assert log.count("complete after step") == 1 and "restarting after" not in log, "a single summary, at the end"
+    assert "(raylet)" not in log and "state-dump" not in log, "what Ray says of lost processes stays in its own logs"
 
 
 def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step(undisturbed, tmp_path, capfd):
@@ -222,8 +278,9 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step
 
 @pytest.fixture(scope="module")
 def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, list[str]]:
-    """A run with KL to the starting model as a reward. Its checkpoints go to a file system of their own with room for
-    one of them (13 MB each): the launch, its status, stderr, and what the file system held in the end."""
+    """A run of two turns with KL to the starting model as a reward. Its checkpoints go to a file system of their own
+    with room for one of them (13 MB each): the launch, its status, stderr, and what the file system held in the
+    end."""
     scratch = tmp_path_factory.mktemp("small_disk")
     folder = scratch / "run" / "checkpoints"
     folder.mkdir(parents=True)
@@ -232,6 +289,7 @@ def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, li
     launch = Launch(
         scratch / "run",
         digit_model,
+        *("--config", "configs/gdpo_turns_cpu.yaml"),
         "gdpo.kl_in_reward=0.1",
         "checkpointing.save_period=1",
         *QUICK,
@@ -247,6 +305,22 @@ def test_full_disk_on_a_checkpoint_ends_the_run_and_keeps_the_last_good_one(on_a
     assert "checkpoint of step 2 could not be written" in err and "No space left" in err and "step 1 is the last" in err
     assert kept == ["step_1"]
     assert launch.left_behind() == []
+
+
+def test_two_turns_are_trained_and_sampler_and_trainer_agree(on_a_small_disk):
+    run_dir = on_a_small_disk[0].run_dir
+    steps = [row for row in rows(run_dir) if "loss" in row]
+    assert len(steps) == 2 and all(row["parity/max_abs"] < 1e-4 for row in steps)
+    assert all(row["rollout/turns"] == 2.0 and row["rollout/not_contiguous"] == 0.0 for row in steps)
+    assert len({row["grad_norm"] for row in steps}) == 2 and steps[0]["reward/first/std"] > 0
+    assert any("validation/second" in row for row in rows(run_dir))
+    for row in steps:
+        samples = read_rollouts(rollout_path(run_dir, row["step"]))
+        assert row["rollout/tokens"] == sum(sum(s["loss_mask"]) for s in samples)
+        for s in samples:
+            assert len(s["loss_mask"]) == len(s["completion_ids"]) == len(s["logprobs"])
+            assert [value is None for value in s["logprobs"]] == [not written for written in s["loss_mask"]]
+            assert s["loss_mask"].count(0) == 2 and s["turns"] == 2  # the hint: a digit (or +) and =
 
 
 def test_kl_to_the_starting_model_can_be_part_of_the_reward(on_a_small_disk, digit_model):
@@ -271,7 +345,8 @@ def _log_ratio(run_dir: Path, step: int, model: Path) -> float:
         with torch.no_grad():
             logits = reference(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
         own = torch.log_softmax(logits.double(), -1)[torch.arange(len(completion)), torch.tensor(completion)]
-        found.append(sum(record["logprobs"]) - float(own.sum()))
+        written = [value for value in record["logprobs"] if value is not None]
+        found.append(sum(written) - float(own[torch.tensor(record["loss_mask"]).bool()].sum()))
     return sum(found) / len(found)
 
 

@@ -1,5 +1,5 @@
-"""Supervised and preference training through the real program: a chain of stages, each from the last one's weights,
-that learns, resumes exactly, and starts no engine before it samples."""
+"""Supervised, preference and on-policy distillation training through the real program: a chain of stages, each from the
+last one's weights, that learns, resumes exactly, and starts no engine before it samples."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import json
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from launch import Launch, rows, timeless, train_here
+from launch import Launch, command_here, rows, timeless, train_here
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.examples import ExampleSource
 from gdpo_nemo.data.records import Prompt
+from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 from gdpo_nemo.training.checkpoints import model_fingerprint
 
 QUIET = ("logger.plot=false", "logger.tensorboard.enabled=false", "gdpo.num_prompts_per_step=16")
-STEPS = {"sft": 6, "dpo": 9, "gdpo": 2}
+STEPS = {"sft": 6, "dpo": 9, "distillation": 6}
 OF_PAIRS = (f"gdpo.max_num_steps={STEPS['dpo']}", "gdpo.val_prompts=48")
 KTO = (*QUIET, *OF_PAIRS, "--config", "configs/dpo_tiny_cpu.yaml", "algorithm.type=kto")
 
 
 class Chain(Launch):
-    """``gdpo-nemo chain`` of supervised training, preferences and GDPO; ``run_dir`` is the second stage's."""
+    """``gdpo-nemo chain`` of supervised training, preferences and distillation; ``run_dir`` is the second stage's. The
+    teacher is the model that the chain starts from, and its pupil is on two tensor-parallel ranks."""
 
     def command(self, run_dir: Path, model: Path, overrides: tuple[str, ...]) -> list[str]:
         folders = [run_dir.with_name(name) for name in STEPS]
@@ -36,10 +39,11 @@ class Chain(Launch):
             f"1:gdpo.max_num_steps={STEPS['sft']}",
             "1:gdpo.val_prompts=8",
             *(f"2:{override}" for override in OF_PAIRS),
-            f"3:gdpo.max_num_steps={STEPS['gdpo']}",
-            "3:gdpo.num_prompts_per_step=4",
-            "3:gdpo.val_at_start=false",
-            "3:checkpointing.metric_name=null",
+            f"3:gdpo.max_num_steps={STEPS['distillation']}",
+            "3:gdpo.num_prompts_per_step=8",
+            "3:gdpo.val_prompts=8",
+            f"3:teacher.model_name={model}",
+            "3:policy.megatron_cfg.tensor_model_parallel_size=2",
             "gdpo.val_period=3",
             "checkpointing.save_period=1",
             "logger.console=plain",
@@ -63,13 +67,10 @@ def chain(tmp_path_factory, digit_model) -> Path:
     trained = (folder / "sft" / "metrics.jsonl").read_bytes()
     begun = rows(folder / "dpo")
     assert max(row["step"] for row in begun) < STEPS["dpo"], "it was stopped in its second stage"
-    assert not (folder / "gdpo").exists() and first.left_behind() == []
+    assert not (folder / "distillation").exists() and first.left_behind() == []
 
-    second = Chain(folder / "dpo", digit_model)
-    status, out, err = second.finish()
-    assert status == 0, (out, err)
-    assert f"{folder / 'sft'}, finished" in out and (folder / "sft" / "metrics.jsonl").read_bytes() == trained
-    assert second.left_behind() == []
+    shown = command_here(*first.command(folder / "dpo", digit_model, ())[2:])
+    assert f"{folder / 'sft'}, finished" in shown and (folder / "sft" / "metrics.jsonl").read_bytes() == trained
     return folder
 
 
@@ -120,14 +121,14 @@ def started_from(run_dir: Path) -> str:
 
 
 def test_a_stage_of_a_chain_starts_from_the_weights_of_the_one_before(chain, digit_model):
-    sft, dpo, gdpo = (chain / name for name in STEPS)
-    for folder in (sft, dpo, gdpo):
+    sft, dpo, distillation = (chain / name for name in STEPS)
+    for folder in (sft, dpo, distillation):
         trained = [row["step"] for row in rows(folder) if "loss" in row]
         assert trained == list(range(1, STEPS[folder.name] + 1))
     assert started_from(sft) == model_fingerprint(digit_model)
     assert started_from(dpo) == model_fingerprint(sft / "model") != started_from(sft)
-    assert started_from(gdpo) == model_fingerprint(dpo / "model") != started_from(dpo)
-    assert (gdpo / "model" / "model.safetensors").stat().st_size
+    assert started_from(distillation) == model_fingerprint(dpo / "model") != started_from(dpo)
+    assert (distillation / "model" / "model.safetensors").stat().st_size
 
 
 def test_supervised_training_has_the_curves_of_a_loop_of_transformers(chain, digit_model):
@@ -164,3 +165,26 @@ def test_kto_raises_desirable_answers_above_undesirable_ones(tmp_path, digit_mod
     assert apart[max(apart)] > apart[min(apart)] + 0.01
     losses = held_out(run_dir, "loss")
     assert losses[9] < losses[0]
+
+
+def test_the_kl_to_the_teacher_falls_on_held_out_prompts(chain):
+    found = held_out(chain / "distillation", "teacher_kl")
+    assert list(found) == [0, 3, 6]
+    assert found[0] > 0.1 and found[6] < 0.7 * found[0]
+
+
+def test_a_token_is_trained_with_what_the_teacher_would_have_given_it(chain, digit_model):
+    """The recorded samples of the first step, under the teacher of transformers."""
+    teacher = AutoModelForCausalLM.from_pretrained(digit_model, dtype=torch.float32)
+    gaps = []
+    for sample in read_rollouts(rollout_path(chain / "distillation", 1)):
+        ids = torch.tensor([[*sample["prompt_ids"], *sample["completion_ids"]]])
+        written = len(sample["completion_ids"])
+        with torch.no_grad():
+            scores = teacher(ids).logits[0].log_softmax(-1)[-written - 1 : -1]
+        taught = scores.gather(1, ids[0, -written:, None]).squeeze(1).numpy()
+        gaps.append(taught - np.array(sample["logprobs"], np.float32))
+        assert sample["advantage"] == pytest.approx(float(gaps[-1].mean()), abs=1e-4)
+    first = next(row for row in rows(chain / "distillation") if "loss" in row)
+    assert first["teacher/kl"] == pytest.approx(-float(np.concatenate(gaps).mean()), abs=1e-4)
+    assert not [key for key in first if key.startswith("advantage/")] and "reward/correctness/mean" in first

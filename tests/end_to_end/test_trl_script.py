@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from launch import rows
+from launch import REPOSITORY, rows
 
+from gdpo_nemo.commands.cli import main
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "tests" / "interop" / "trl" / "stranger.py"
-LIMIT_S = 1200
-
-
-def gdpo_nemo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "gdpo_nemo", *arguments]
-    return subprocess.run(command, cwd=cwd, text=True, capture_output=True, timeout=LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def byte_model(tmp_path_factory) -> Path:
     """A random model over bytes with a chat template."""
+    sys.path.insert(0, str(REPOSITORY / "examples"))
+    import make_tiny_model
+
     folder = tmp_path_factory.mktemp("models") / "bytes"
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import make_tiny_model as m; m.make_random_model(sys.argv[2], 0)"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code, str(REPOSITORY / "examples"), str(folder)], check=True)
+    make_tiny_model.make_random_model(str(folder), 0)
     return folder
 
 
-def test_a_trl_script_is_translated_and_trains_its_two_steps(tmp_path, byte_model):
+def test_a_trl_script_is_translated_and_trains_its_two_steps(tmp_path, byte_model, monkeypatch, capfd):
+    """In the folder of the script, to which all names are relative."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "stranger.py").write_text(SCRIPT.read_text().replace('"MODEL"', f'"{byte_model}"'))
-    translated = gdpo_nemo("config", "from-trl", "stranger.py", "--out", "ours.yaml", cwd=tmp_path)
-    assert (translated.returncode, translated.stderr) == (0, "")
-    assert translated.stdout.startswith("same: every key that affects the result behaves as in TRL")
+    assert main(["config", "from-trl", "stranger.py", "--out", "ours.yaml"]) == 0
+    translated = capfd.readouterr()
+    assert translated.err == ""
+    assert translated.out.startswith("same: every key that affects the result behaves as in TRL")
     small = ["policy.max_total_sequence_length=256", "policy.micro_batch_tokens=2048", "logger.console=plain"]
-    trained = gdpo_nemo("train", "--config", "ours.yaml", *small, cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    assert main(["train", "--config", "ours.yaml", *small]) == 0
     run = tmp_path / "results" / "stranger"
     made = [row for row in rows(run) if "loss" in row]
     assert [row["step"] for row in made] == [1, 2]

@@ -49,10 +49,18 @@ class Host:
         self.name = f"{network.name}-{number}"
         self.address = f"{network.subnet}.{number}"
         self.prefix = network.attach(self.name, self.address)
-        role = ["--head", f"--port={PORT}", f"--temp-dir={network.folder}", "--include-dashboard=false"]
+        role = ["--head", f"--port={PORT}", f"--temp-dir={network.folder}", "--include-dashboard=false", "--no-monitor"]
         if head is not None:
             role = [f"--address={head.address}:{PORT}"]
-        command = [str(RAY), "start", "--block", f"--node-ip-address={self.address}", "--num-cpus=2", *role]
+        command = [
+            str(RAY),
+            "start",
+            "--block",
+            f"--node-ip-address={self.address}",
+            "--num-cpus=2",
+            "--include-log-monitor=false",
+            *role,
+        ]
         self.log = open(network.folder / f"{self.name}.log", "w")
         # Whoever ends the tests ends the hosts.
         command = ["setpriv", "--pdeathsig", "TERM", *self.prefix, *command]

@@ -105,6 +105,13 @@ ENGINES = (
     ),
     mutant(
         "cluster/local_ray.py",
+        "names = (ray_constants.PROCESS_TYPE_GCS_SERVER, ",
+        "names = (",
+        "cluster/test_local_ray.py::test_a_session_reports_the_loss_of_either_of_its_servers",
+        "a session watches its GCS as well as its raylet",
+    ),
+    mutant(
+        "cluster/local_ray.py",
         'f"={interface}"',
         'f"{interface}"',
         "cluster/test_network.py::test_on_one_machine_all_libraries_stay_on_the_loopback_interface",
