@@ -1,5 +1,7 @@
-"""``rollout.function``, and a run whose agent has several contexts. A run over the built-in environment with turns is in
-`end_to_end/test_run.py`."""
+"""``rollout.function``, and a run whose agent has several contexts.
+
+A run over the built-in environment with turns is in `end_to_end/test_run.py`.
+"""
 
 from __future__ import annotations
 
