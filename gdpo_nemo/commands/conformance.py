@@ -96,7 +96,7 @@ def _compare(estimator: Estimator, name: str, cases: list[Case], rule: str) -> i
 
 
 def _cell(outcome: Outcome, expected: Outcome) -> str:
-    """Describe the difference of an outcome from the expected outcome in at most two words."""
+    """Describe the difference of an outcome from the expected outcome briefly."""
     from gdpo_nemo.algorithms.conformance import TOLERANCE, difference
 
     gap = difference(outcome, expected)
@@ -105,5 +105,5 @@ def _cell(outcome: Outcome, expected: Outcome) -> str:
     if isinstance(outcome, str):
         return "error"
     if None in outcome:
-        return "not a number"
+        return "nan"
     return f"{gap:.2g}" if gap < float("inf") else "no error"

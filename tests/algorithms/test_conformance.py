@@ -98,11 +98,12 @@ def test_the_command_names_the_rule_that_a_function_follows(tmp_path, capsys):
     assert "paper equals paper in 17 of 17 batches" in capsys.readouterr().out
 
 
-def test_the_command_without_a_function_shows_each_recorded_implementation(capsys):
+def test_the_command_without_a_function_shows_each_recorded_implementation(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     assert cli.main(["conformance"]) == 0
     out = capsys.readouterr().out
     assert all(f"{name}: " in out for name in IMPLEMENTATIONS)
-    assert "not a number" in out and "error" in out
+    assert "nan" in out and "error" in out
 
 
 @pytest.mark.parametrize(

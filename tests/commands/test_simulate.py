@@ -96,7 +96,8 @@ def test_the_command_prints_a_table_draws_and_gives_json(tmp_path, capsys):
 
 
 def test_rates_that_are_given_one_by_one_need_no_model(tmp_path, capsys):
-    options = ["policy.model_name=nobody/unknown", "policy.generation.engines=2", "gdpo.num_prompts_per_step=4"]
+    unknown = ["policy.model_name=nobody/unknown", "policy.model_factory=null"]
+    options = [*unknown, "policy.generation.engines=2", "gdpo.num_prompts_per_step=4"]
     rates = ["--decode-ms", "10", "--per-sequence-ms", "0", "--train-s", "1", "--publish-s", "0.5", "--mean", "100",
              "--sigma", "0", "--cap", "200", "--prompt", "0", "--steps", "4", "--staleness", "0", "--json"]  # fmt: skip
     assert cli.main(["simulate", *rates, *options]) == 0

@@ -1,15 +1,15 @@
 """Hand-made trajectories for the environment tests."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
-from character_tokenizer import character_tokenizer
 
 from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.data.replies import ReplyParser
 from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row
 
-REPLIES = ReplyParser(character_tokenizer())
+REPLIES = ReplyParser(cast(Any, object()), "hermes")
 """Reads calls in the format of Hermes."""
 
 HOSTILE = str(Path(__file__).with_name("hostile_environments.py"))

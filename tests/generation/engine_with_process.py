@@ -38,15 +38,10 @@ def across_update(engine, model: str, kv: str, version: int) -> list[dict]:
     prompt = np.random.default_rng(version).integers(2, 250, 60).astype(np.int32)
     # Only those that the update finds under way have to be long.
     under_way, others = Sampling(1.0, 1.0, -1, 24 if kv == "drain" else 100), Sampling(1.0, 1.0, -1, 8)
-    engine.submit(
-        {f"{kv} {seed}": (SampleRequest(prompt, seed), under_way if seed < 8 else others) for seed in range(16)}
+    drawn = submit_and_meet_running(
+        engine,
+        {f"{kv} {seed}": (SampleRequest(prompt, seed), under_way if 0 < seed < 8 else others) for seed in range(16)},
     )
-    drawn = {}
-    running = 0
-    while running < 4:
-        report = engine.poll(0.001)
-        running = report.running
-        drawn |= dict(report.finished)
     load(engine, newer, kv)
     engine.submit({f"{kv} {seed}": (SampleRequest(prompt, seed), others) for seed in range(16, 20)})
     end = time.monotonic() + 120
@@ -68,6 +63,22 @@ def across_update(engine, model: str, kv: str, version: int) -> list[dict]:
         spans = [(drawn_by - version, tokens) for drawn_by, tokens in completion.spans]
         rows.append({"name": name, "tokens": len(completion.token_ids), "spans": spans, "off": off})
     return rows
+
+
+def submit_and_meet_running(engine, requests: dict) -> dict:
+    """Return what had finished when at least four requests were running.
+
+    The engine counts them when one finishes, so the first must be shorter than the others.
+    """
+    while True:
+        engine.submit(requests)
+        drawn = {}
+        while len(drawn) < len(requests):
+            report = engine.poll(0.001)
+            drawn |= dict(report.finished)
+            if report.running >= 4:
+                return drawn
+        # On a busy machine, all may finish before this process reads the count.
 
 
 def weights(model: str, version: int, factor: float):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from character_tokenizer import character_tokenizer
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings
@@ -16,6 +17,7 @@ from gdpo_nemo.algorithms.policy_loss import policy_loss
 from gdpo_nemo.commands.parity import _read_record
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.contexts import by_trajectory, contexts_of, to_score
+from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.packing import TrainSequence, has_split_trajectory, pack_rows, with_gradient
 from gdpo_nemo.data.prefixes import whole_layout
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
@@ -37,7 +39,7 @@ from gdpo_nemo.utils.errors import RunError
 
 DEMO = "configs/gdpo_turns_cpu.yaml"
 VOCABULARY = 11
-TALK = SimpleNamespace(text=lambda ids: "")
+TALK = Conversation(character_tokenizer(), chat=False)
 
 
 def config(*overrides: str):

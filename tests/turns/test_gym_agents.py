@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -127,10 +128,13 @@ def wait_until_refused(port: int) -> None:
 
 
 def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in held]
-    for one in held:
-        one.close()
+    """Ports below those that the kernel gives to outgoing connections, which could take them at any moment."""
+    ports: list[int] = []
+    for port in range(15_000 + os.getpid() % 10_000, 32_768):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+        if len(ports) == count:
+            break
     return ports
 
 

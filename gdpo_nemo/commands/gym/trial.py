@@ -8,13 +8,14 @@ import math
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator, Mapping, cast
 
 import numpy as np
 
 from gdpo_nemo.commands.gym.processes import address
 from gdpo_nemo.commands.gym.up import Source, start
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
+from gdpo_nemo.data.replies import ReplyParser
 from gdpo_nemo.data.server_replies import printable
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.rows import read_row
@@ -124,8 +125,12 @@ def _samples(name: str, row: Mapping[str, Any], answers: list[str]) -> Iterator[
     columns = read_row(row)
     prompt = Prompt(name, np.zeros(1, np.int32), "", "nemo_gym", columns, columns["messages"])
     empty = np.zeros(0, np.int32)
+    tools = columns.get("tools")
     for number, text in enumerate(dict.fromkeys(answers)):
-        yield Trajectory(prompt, number, empty, empty.astype(np.float32), 0, text, "stop")
+        sample = Trajectory(prompt, number, empty, empty.astype(np.float32), 0, text, "stop")
+        if isinstance(tools, list) and tools:
+            sample.reply = ReplyParser(cast(Any, object()), "hermes").parse(text, tools)
+        yield sample
 
 
 def _expected(row: Mapping[str, Any]) -> Iterator[str]:
