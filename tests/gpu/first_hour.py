@@ -106,6 +106,7 @@ def run_step(step: Step, out: Path) -> Outcome:
     with log.open("w") as file, _scratch() as folder, _adopting_orphans():
         environment = {
             **os.environ, "FINDINGS": str(findings), "PYTHONPATH": _path(), "PYTHONWARNINGS": "ignore",
+            "PYTHONUNBUFFERED": "1",  # what a step prints comes before its error
             "TMPDIR": folder, "RAY_TMPDIR": os.environ.get("RAY_TMPDIR", tempfile.gettempdir()),
         }  # fmt: skip
         process = subprocess.Popen(

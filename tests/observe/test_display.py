@@ -176,7 +176,7 @@ def test_the_line_of_the_start_adds_phases_up_and_leaves_later_and_short_ones_ou
 
 @pytest.mark.parametrize("term, redrawn", [("xterm", True), ("dumb", False), (None, True)])
 def test_a_dumb_terminal_gets_plain_lines(term, redrawn, terminal, monkeypatch):
-    monkeypatch.delenv("TERM") if term is None else monkeypatch.setenv("TERM", term)
+    monkeypatch.delenv("TERM", raising=False) if term is None else monkeypatch.setenv("TERM", term)
     assert can_redraw(terminal.stream) is redrawn and not can_redraw(io.StringIO())
     text = io.StringIO()
     rich = Console(file=text, force_terminal=True, width=100)
