@@ -35,7 +35,7 @@ _TAIL_BYTES = 1 << 18
 _TIMEOUT_S = 60.0
 _CONNECTIONS = 8
 _RETRIES = 5
-"""Further attempts to connect, for example after a failed name resolution."""
+"""Further attempts of a request, for example after a failed name resolution."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RangeFile(io.RawIOBase):
         """Request the end of the file."""
         self._client = client
         self._url = wheel.url
-        self._size = wheel.size or int(client.head(wheel.url).raise_for_status().headers["Content-Length"])
+        self._size = wheel.size or int(self._request("HEAD").headers["Content-Length"])
         self._position = 0
         self._start = max(0, self._size - _TAIL_BYTES)
         self._tail = self._fetch(self._start, self._size)
@@ -89,11 +89,20 @@ class RangeFile(io.RawIOBase):
         return self._fetch(start, stop)
 
     def _fetch(self, start: int, stop: int) -> bytes:
-        answer = self._client.get(self._url, headers={"Range": f"bytes={start}-{stop - 1}"})
-        answer.raise_for_status()
+        answer = self._request("GET", {"Range": f"bytes={start}-{stop - 1}"})
         if answer.status_code != httpx.codes.PARTIAL_CONTENT:
             raise SystemExit(f"{self._url}: the package index does not serve ranges")
         return answer.content
+
+    def _request(self, method: str, headers: dict[str, str] | None = None) -> httpx.Response:
+        """Send a request. Repeat it if the connection or the server fails."""
+        for left in range(_RETRIES, -1, -1):
+            try:
+                return self._client.request(method, self._url, headers=headers).raise_for_status()
+            except httpx.HTTPError:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
 
 
 def resolved(folder: Path, group: str = "gpu") -> tuple[list[Wheel], list[str]]:
