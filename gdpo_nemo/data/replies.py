@@ -15,7 +15,7 @@ import re
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence, cast
 
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.progress import importing, quiet_torch
@@ -91,6 +91,11 @@ def reply_parser(config: Config, tokenizer: Tokenizer) -> ReplyParser:
     options = [value for rule in config.gdpo.shaping for value in rule.values() if isinstance(value, Mapping)]
     made.counts_thinking = any(value.get("thinking", True) is False for value in options)
     return made
+
+
+def parse_hermes(text: str, tools: list[Any]) -> Reply:
+    """Parse a turn with tool calls in the format of Hermes, whose parser needs no tokenizer."""
+    return ReplyParser(cast(Any, object()), "hermes").parse(text, tools)
 
 
 def message_of(reply: Reply) -> dict[str, Any]:

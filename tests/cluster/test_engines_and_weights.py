@@ -392,7 +392,7 @@ def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(par
 
 
 def test_the_death_of_vllms_own_process_is_the_death_of_its_engine(parts, apart):
-    """Killed while it draws and an update is on its way to it: nobody waits for ever, nothing is lost."""
+    """The process is killed while it samples and receives an update. No call hangs and no request is lost."""
     sync = WeightSync(parts.policy, apart, parts.sync_check)
     sync.publish(60)
     wanted = requests(16)

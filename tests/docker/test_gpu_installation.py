@@ -60,7 +60,7 @@ def project(tmp_path) -> Path:
 
 
 def _uv(command: str, folder: Path) -> str:
-    """What uv writes to stderr."""
+    """Run uv and return its stderr."""
     environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT")}
     done = subprocess.run(command.split(), cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -163,7 +163,7 @@ def test_a_run_through_lost_processes_a_hang_up_and_a_flipped_bit_is_the_undistu
     log = run.log.read_text()
     assert not any(outcome.wrong or "None" in outcome.victim for outcome in outcomes), (outcomes, log)
     assert re.search(rf"{newest.name}.*is skipped", log), log
-    assert log.count(f"resuming from {before} ") == 2, "what the rank died in is no checkpoint"
+    assert log.count(f"resuming from {before} ") == 2, "an unfinished checkpoint was used"
     assert not list((run_dir / "checkpoints").glob(".*")), log
     _check_account_of_restarts(run_dir, log)
     assert [timeless(row) for row in rows(run_dir)] == straight
@@ -173,7 +173,7 @@ def test_a_run_through_lost_processes_a_hang_up_and_a_flipped_bit_is_the_undistu
 
 
 def _kill_a_rank_in_a_save(target: Target) -> str:
-    """As soon as the folder of an unfinished checkpoint is there."""
+    """Kill a rank once the folder of an unfinished checkpoint exists."""
     (rank,) = _when_there(target, lambda: target.processes.of(RANK))
     _when_there(target, lambda: list((target.run_dir / "checkpoints").glob(".writing_*")), 0.001)
     os.kill(rank, signal.SIGKILL)
@@ -186,7 +186,7 @@ def _kill_raylet_beside_a_stopped_engine(target: Target) -> str:
 
 
 def _when_there(target: Target, look: Callable[[], T], pause_s: float = 0.1) -> T:
-    """What ``look`` finds, once it does; it is called every ``pause_s``."""
+    """Call ``look`` every ``pause_s`` seconds until it finds something, and return that."""
     while not (found := look()):
         assert target.processes.of(SUPERVISOR), "the run has ended"
         time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""What ``measure.py engine|ipc`` looks at: vLLM beside a policy of one rank, without Ray.
+"""Measurements of ``measure.py engine|ipc``: vLLM and a policy of one rank, without Ray.
 
 ``engine`` starts vLLM as a run does, puts it to sleep and reloads its weights. ``ipc`` hands it the weights of a
 policy in this process, into the process of vLLM's own that GPUs have (and that ``VLLM_ENABLE_V1_MULTIPROCESSING`` gives
@@ -178,7 +178,7 @@ def ipc(arguments: argparse.Namespace) -> None:
 
 
 def _hand_over(policy: Any, made: Any, version: int, stand: Stand) -> None:
-    """As ``IpcTransport`` does, with this process as the rank and the engine's actor in one."""
+    """Send weights like ``IpcTransport``. This process is both the rank and the engine's actor."""
     from gdpo_nemo.weights.transports.ipc import IpcReceiver, IpcSender
 
     bucket = 256 << 20

@@ -35,7 +35,7 @@ _END_S = 5.0
 """What a process that is told to end has for it before it is killed."""
 _CPU_LIMIT_S = 1200.0
 _SET_CHILD_SUBREAPER = 36
-"""Of prctl(2): orphans among a process's descendants become its children."""
+"""Option of prctl(2): orphaned descendants become children of the process."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def _descendants() -> dict[int, bool]:
-    """Whether each process below this one lives, or is only to be waited for."""
+    """Map each descendant to True if it is alive, or False if it is a zombie."""
     children: dict[int, dict[int, bool]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended

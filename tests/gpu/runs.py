@@ -1,4 +1,4 @@
-"""What ``measure.py colocated|eight`` looks at: whole runs of a one-GPU recipe, and a policy of several ranks."""
+"""Measurements of ``measure.py colocated|eight``: whole runs of a one-GPU recipe, and a policy of several ranks."""
 
 from __future__ import annotations
 

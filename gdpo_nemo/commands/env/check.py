@@ -9,12 +9,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Mapping, Sequence, cast
+from typing import Any, Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.data.replies import Reply, ReplyParser, message_of
+from gdpo_nemo.data.replies import Reply, message_of, parse_hermes
 from gdpo_nemo.data.rows import PROMPT_KEYS
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
@@ -141,10 +141,10 @@ def check_environment(
 
 
 def _parsed(sample: Trajectory, offers_tools: bool) -> Trajectory:
-    """Parse tool calls in the format of Hermes, whose parser needs no tokenizer, if the prompt has tools."""
+    """Parse tool calls in the format of Hermes if the prompt has tools."""
     tools = sample.prompt.fields.get("tools") or ([_ANY_TOOL] if offers_tools else None)
     if isinstance(tools, list) and tools:
-        sample.reply = ReplyParser(cast(Any, object()), "hermes").parse(sample.text, tools)
+        sample.reply = parse_hermes(sample.text, tools)
     return sample
 
 

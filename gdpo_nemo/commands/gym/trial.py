@@ -8,14 +8,14 @@ import math
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, Iterator, Mapping, cast
+from typing import Any, Iterator, Mapping
 
 import numpy as np
 
 from gdpo_nemo.commands.gym.processes import address
 from gdpo_nemo.commands.gym.up import Source, start
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.data.replies import ReplyParser
+from gdpo_nemo.data.replies import parse_hermes
 from gdpo_nemo.data.server_replies import printable
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.rows import read_row
@@ -129,7 +129,7 @@ def _samples(name: str, row: Mapping[str, Any], answers: list[str]) -> Iterator[
     for number, text in enumerate(dict.fromkeys(answers)):
         sample = Trajectory(prompt, number, empty, empty.astype(np.float32), 0, text, "stop")
         if isinstance(tools, list) and tools:
-            sample.reply = ReplyParser(cast(Any, object()), "hermes").parse(text, tools)
+            sample.reply = parse_hermes(text, tools)
         yield sample
 
 

@@ -220,8 +220,12 @@ def _private(value: Any) -> list[Any]:
         return []
     try:
         return list(json.loads(value) if isinstance(value, str) else value)
-    except ValueError:
-        pass
+    except ValueError:  # not JSON
+        return _compressed(value)
+
+
+def _compressed(value: Any) -> list[Any]:
+    """Return the private test cases in a compressed text. Raises ConfigError."""
     try:
         packed = zlib.decompressobj().decompress(base64.b64decode(value), 2**28)
         return list(json.loads(_TextOnly(io.BytesIO(packed)).load()))
