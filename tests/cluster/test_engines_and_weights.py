@@ -371,6 +371,7 @@ def apart(parts, digit_model):
     """An engine whose vLLM has a process of its own, as on GPUs, where what is sent to it crosses a border."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(engine_actor.CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        patch.setitem(engine_actor.CPU_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND", "0")
         config = copy.deepcopy(parts.config)
         config.policy.generation.engines = 1
         fleet = EngineFleet(config, str(digit_model))

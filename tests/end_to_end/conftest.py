@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
-from launch import START_S, UNDISTURBED, Launch
+from filelock import FileLock
+from launch import START_S, UNDISTURBED, Ended, Launch
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +21,14 @@ def no_run_outlives_its_test():
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory, digit_model) -> tuple[Launch, int, str, str]:
-    """``UNDISTURBED_STEPS`` steps with validation: the launch, its exit status, stdout, stderr."""
-    launch = Launch(tmp_path_factory.mktemp("runs") / "undisturbed", digit_model, *UNDISTURBED)
-    return launch, *launch.finish()
+def undisturbed(tmp_path_factory, worker_id, digit_model) -> Ended:
+    """``UNDISTURBED_STEPS`` steps with validation, made once for all processes of the tests."""
+    folder = tmp_path_factory.getbasetemp()
+    if worker_id != "master":
+        folder = folder.parent  # of all processes of the tests
+    run_dir, record = folder / "undisturbed", folder / "undisturbed.json"
+    with FileLock(f"{record}.lock"):
+        if not record.exists():
+            launch = Launch(run_dir, digit_model, *UNDISTURBED)
+            record.write_text(json.dumps([*launch.finish(), launch.left_behind()]))
+    return Ended(run_dir, *json.loads(record.read_text()))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, ClassVar
 
@@ -33,6 +34,18 @@ UNDISTURBED = (
 """Overrides of the undisturbed run, which others repeat or go on with."""
 _LOOK_S = 2.0
 """How often the processes of a run are listed, which takes longer than to see whether a step is done."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A launch that has ended."""
+
+    run_dir: Path
+    status: int
+    out: str
+    err: str
+    left_behind: list[str]
+    """Processes and temporary files that outlived the run."""
 
 
 class Launch:

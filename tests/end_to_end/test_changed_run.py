@@ -20,7 +20,7 @@ def changed(tmp_path_factory, undisturbed):
     """A copy of the undisturbed run takes two more steps with a longer cosine, another estimator, batch, weight decay
     and KL penalty, and without one of its rewards: its folder, and what was printed."""
     folder = tmp_path_factory.mktemp("changed") / "run"
-    shutil.copytree(undisturbed[0].run_dir, folder)
+    shutil.copytree(undisturbed.run_dir, folder)
     model = load_config(folder / "config.yaml").policy.model_name
     shown = train_here(
         folder,

@@ -42,13 +42,12 @@ QUICK = ("logger.plot=false", "logger.tensorboard.enabled=false")
 
 
 def test_run_ends_with_status_0_and_leaves_nothing_beside_its_folder(undisturbed):
-    launch, status, out, err = undisturbed
-    assert status == 0, (out, err)
-    assert launch.left_behind() == []
+    assert undisturbed.status == 0, (undisturbed.out, undisturbed.err)
+    assert undisturbed.left_behind == []
 
 
 def test_run_folder_holds_what_the_contract_names(undisturbed):
-    run_dir = undisturbed[0].run_dir
+    run_dir = undisturbed.run_dir
     model = ("model/model.safetensors", "model/README.md", "model/rewards.png")
     for name in ("config.yaml", "metrics.jsonl", "rewards.png", "report.html", "trace.json", *model):
         assert (run_dir / name).stat().st_size > 0, name
@@ -58,7 +57,7 @@ def test_run_folder_holds_what_the_contract_names(undisturbed):
 
 
 def test_every_step_reports_the_contracted_metrics(undisturbed):
-    trained = [row for row in rows(undisturbed[0].run_dir) if "loss" in row]
+    trained = [row for row in rows(undisturbed.run_dir) if "loss" in row]
     assert [row["step"] for row in trained] == list(range(1, STEPS + 1))
     expected = {"loss", "grad_norm", "lr", "skipped_steps", "reward/total/mean", "throughput/tokens_per_second"}
     expected |= {f"reward/{c}/{s}" for c in ("correctness", "format", "length") for s in ("mean", "std", "missing")}
@@ -78,7 +77,7 @@ def test_the_plans_batch_arithmetic_is_what_the_run_did(undisturbed):
     from gdpo_nemo.planning.hardware import CPU_RATES, host
     from gdpo_nemo.planning.report import batch_arithmetic
 
-    run_dir = undisturbed[0].run_dir
+    run_dir = undisturbed.run_dir
     config = load_config(run_dir / "config.yaml")
     first = next(row for row in rows(run_dir) if "loss" in row)
     samples = read_rollouts(rollout_path(run_dir, 1))
@@ -99,14 +98,14 @@ def test_the_plans_batch_arithmetic_is_what_the_run_did(undisturbed):
 
 
 def test_trainer_and_sampler_agree_at_every_step(undisturbed):
-    trained = [row for row in rows(undisturbed[0].run_dir) if "loss" in row]
+    trained = [row for row in rows(undisturbed.run_dir) if "loss" in row]
     assert max(row["parity/max_abs"] for row in trained) < 1e-4
     assert max(row["parity/probe"] for row in trained) < 1e-4
     assert {row["staleness/max"] for row in trained} == {0.0}
 
 
 def test_three_rewards_are_normalised_in_their_groups_and_then_over_the_batch(undisturbed):
-    run_dir = undisturbed[0].run_dir
+    run_dir = undisturbed.run_dir
     samples = read_rollouts(rollout_path(run_dir, 1))
     advantages = [sample["advantage"] for sample in samples]
     expected = gdpo(samples, ["correctness", "format", "length"], batch_norm=True)
@@ -119,7 +118,7 @@ def test_three_rewards_are_normalised_in_their_groups_and_then_over_the_batch(un
 def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads_it(undisturbed):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = undisturbed[0].run_dir / "model"
+    folder = undisturbed.run_dir / "model"
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = tokenizer("31524=", return_tensors="pt").input_ids
@@ -143,10 +142,10 @@ def test_a_run_through_lost_processes_a_hang_up_and_a_flipped_bit_is_the_undistu
     dropped.hang_up()
     assert dropped.finish()[0] == 128 + signal.SIGHUP, dropped.shown
     assert dropped.left_behind() == []
-    straight = [timeless(row) for row in rows(undisturbed[0].run_dir)]
+    straight = [timeless(row) for row in rows(undisturbed.run_dir)]
     colocated = rows(run_dir)
     assert all("time/sleep" in row and "time/wake" in row for row in colocated if "loss" in row)
-    assert not any("time/sleep" in row for row in rows(undisturbed[0].run_dir))
+    assert not any("time/sleep" in row for row in rows(undisturbed.run_dir))
     assert [timeless(row) for row in colocated] == straight[: len(colocated)]
     *_, before, newest = sorted((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name[5:]))
     assert newest.name == f"step_{max(row['step'] for row in colocated)}"
@@ -167,7 +166,7 @@ def test_a_run_through_lost_processes_a_hang_up_and_a_flipped_bit_is_the_undistu
     assert not list((run_dir / "checkpoints").glob(".*")), log
     _check_account_of_restarts(run_dir, log)
     assert [timeless(row) for row in rows(run_dir)] == straight
-    weights = [d / "model" / "model.safetensors" for d in (undisturbed[0].run_dir, run_dir)]
+    weights = [d / "model" / "model.safetensors" for d in (undisturbed.run_dir, run_dir)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     assert audit_run(run_dir) == []
 
@@ -213,7 +212,7 @@ def _check_account_of_restarts(run_dir: Path, log: str) -> None:
 
 def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step(undisturbed, tmp_path, capfd):
     """Through a Hugging Face folder and another engine, bit for bit."""
-    run_dir = undisturbed[0].run_dir
+    run_dir = undisturbed.run_dir
     out = tmp_path / "eval"
     assert main(["eval", str(run_dir), "--step", str(STEPS), "--out", str(out)]) == 0
     shown = capfd.readouterr().out
@@ -392,7 +391,7 @@ def test_data_and_context_ranks_make_the_same_first_update_and_a_blocking_rank_i
     )
     launch.wait_for_step(1)
     _listens_to_this_host(launch)
-    _same_first_update(rows(undisturbed[0].run_dir), rows(launch.run_dir))
+    _same_first_update(rows(undisturbed.run_dir), rows(launch.run_dir))
     flag = tmp_path / "mine.hang"
     flag.touch()
     found = _diagnosis_when(launch, "environments", 2.0)

@@ -218,7 +218,7 @@ def test_a_run_over_two_hosts_that_loses_one_equals_the_one_host_run_bit_for_bit
     assert len(told) == 1 and f"node {second.address} is no longer in the cluster" in told[0], err
     (noticed,) = [alert["time"] for alert in read_alerts(run.run_dir) if "run.max_restarts" in alert["text"]]
     assert noticed - lost < 200  # far below any time limit of the run
-    straight = undisturbed[0].run_dir
+    straight = undisturbed.run_dir
     assert [timeless(row) for row in rows(tmp_path / "run")] == [timeless(row) for row in rows(straight)]
     weights = [folder / "model" / "model.safetensors" for folder in (straight, tmp_path / "run")]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -19,7 +19,7 @@ def main(model: str, out: str) -> None:
     from gdpo_nemo.config.schema import VllmConfig
     from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1"}
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "0"}
     os.environ.update(ENVIRONMENT | CPU_ENVIRONMENT | own)
     engine = Engine(model, VllmConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=8), "float32", 256, 0, on_cpu=True)
     found = {

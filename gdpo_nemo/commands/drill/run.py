@@ -94,6 +94,7 @@ class DrilledRun:
         variables["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get(
             "TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_drill"
         )
+        self.log.touch()  # a fault can come before the thread below has opened it
         # The log is written through a pipe, so that a run that cannot write files can still report the error.
         self._process = subprocess.Popen(
             self._command(),
