@@ -216,7 +216,7 @@ class PolicyRank:
         Under LoRA, the adapters are merged into these weights, and also written to the PEFT folder ``adapter`` next to
         ``folder``.
         """
-        from gdpo_nemo.megatron.conversion import write_classifier
+        from gdpo_nemo.megatron.classifier import write_classifier
         from gdpo_nemo.models.hf_folder import write_model
         from gdpo_nemo.weights.adapters import write_adapter
 

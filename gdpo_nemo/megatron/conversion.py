@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
+from itertools import groupby
 from typing import Any, Callable, Iterable, Iterator
 
 import torch
@@ -17,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gdpo_nemo.models import architectures
 from gdpo_nemo.models.architectures import FAMILIES, Family, check_family
-from gdpo_nemo.models.hf_folder import write_model
+from gdpo_nemo.weights.manifest import Entry, Manifest, divide, weight_metadata
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
@@ -192,49 +191,97 @@ def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterat
     if stages.size() == 1:
         yield from _export_stage(chunks, config)
         return
+    entries = weight_metadata(_export_stage(chunks, config, shapes_only=True), 0).entries
+    by_stage: list[tuple[Entry, ...]] = [()] * stages.size()
+    dist.all_gather_object(by_stage, entries, group=stages)
+    device = next(chunks[0].parameters()).device
     seen: set[str] = set()
-    for stage in range(stages.size()):
-        source = dist.get_global_rank(stages, stage)
+    for stage, entries in enumerate(by_stage):
         exported = _export_stage(chunks, config) if stages.rank() == stage else None
-        while True:
-            item = next(exported, None) if exported is not None else None
-            meta = [None if item is None else (item[0], tuple(item[1].shape), item[1].dtype, item[1].device.type)]
-            dist.broadcast_object_list(meta, source, group=stages)
-            if meta[0] is None:
-                break
-            name, shape, dtype, device = meta[0]
-            tensor = item[1].contiguous() if item else torch.empty(shape, dtype=dtype, device=device)
-            dist.broadcast(tensor, source, group=stages)
-            if name not in seen:  # a tied embedding is on the first and the last stage
-                seen.add(name)
-                yield name, tensor
+        for bucket in divide(Manifest(0, entries), _BATCH_BYTES):
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
+            if exported is not None:
+                bucket.copy_from(exported, buffer)
+            dist.broadcast(buffer, dist.get_global_rank(stages, stage), group=stages)
+            for name, tensor in bucket.views(buffer):
+                if name not in seen:  # a tied embedding is on the first and the last stage
+                    seen.add(name)
+                    yield name, tensor
 
 
-def _export_stage(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    experts = num_experts(config)
+_BATCH_BYTES = 256 << 20
+"""Maximum bytes that one collective transfers for several tensors. A larger tensor is transferred separately."""
+
+
+def _export_stage(
+    chunks: list[torch.nn.Module], config: PretrainedConfig, shapes_only: bool = False
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, full tensor) of the Hugging Face weights of this pipeline stage.
+
+    Args:
+        shapes_only: True to yield tensors without memory, on the device ``meta``, without communication.
+    """
     head = top_weights(family_of(config).model_type)["output_layer.weight"]
-    for parameter, weight in local_weights(chunks, config):
-        if weight == head and config.tie_word_embeddings:
-            continue
-        tensor = parameter.detach()
-        if weight.split != REPLICATED:
-            tensor = _assemble(_gather(tensor, _split_group(weight)), weight.split)
-        if weight.expert is None:
-            named = [(weight.sources, tensor)]
-        else:
-            by_rank = _gather(tensor, parallel_state.get_expert_model_parallel_group())
-            named = [(_expert_sources(weight.sources, e), t) for e, t in zip(_experts(weight, experts), by_rank)]
-        for sources, tensor in named:
+    weights = (
+        (parameter.detach().to("meta") if shapes_only else parameter.detach(), weight)
+        for parameter, weight in local_weights(chunks, config)
+        if not (weight == head and config.tie_word_embeddings)
+    )
+    for batch in _batches(weights):
+        for sources, tensor, weight in _gather_batch(batch, config):
             for name, part in zip(sources, separate(tensor, weight, config)):
                 yield name, part[: config.vocab_size] if weight.vocabulary else part
 
 
-def _gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    if group.size() == 1:
-        return [tensor]
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return parts
+def _batches(
+    weights: Iterable[tuple[torch.Tensor, Weight]],
+) -> Iterator[list[tuple[torch.Tensor, Weight]]]:
+    """Group consecutive expert matrices of one data type that are gathered together. Other weights are not grouped."""
+    ranks = parallel_state.get_expert_model_parallel_group().size()
+    ranks *= parallel_state.get_expert_tensor_parallel_group().size()
+    for expert, several in groupby(weights, key=lambda pair: pair[1].expert is not None and pair[0].dtype):
+        size = 0
+        batch: list[tuple[torch.Tensor, Weight]] = []
+        for tensor, weight in several:
+            nbytes = tensor.nbytes * ranks
+            if batch and (not expert or size + nbytes > _BATCH_BYTES):
+                yield batch
+                batch = []
+                size = 0
+            batch.append((tensor, weight))
+            size += nbytes
+        yield batch
+
+
+def _gather_batch(
+    batch: list[tuple[torch.Tensor, Weight]], config: PretrainedConfig
+) -> Iterator[tuple[tuple[str, ...], torch.Tensor, Weight]]:
+    """Yield (Hugging Face names, unsharded Megatron tensor, weight) of a batch, with the experts of all ranks."""
+    tensors = [tensor for tensor, _ in batch]
+    first = batch[0][1]
+    if first.expert is None:
+        parts = [tensors] if first.split == REPLICATED else _gather(tensors, _split_group(first))
+        yield first.sources, _assemble([part for (part,) in parts], first.split), first
+        return
+    sharded = _gather(tensors, _split_group(first))
+    by_rank = _gather([tensor for part in sharded for tensor in part], parallel_state.get_expert_model_parallel_group())
+    experts = num_experts(config)
+    for index, (_, weight) in enumerate(batch):
+        for expert, gathered in zip(_experts(weight, experts), by_rank):
+            tensor = _assemble(gathered[index :: len(batch)], weight.split)
+            yield _expert_sources(weight.sources, expert), tensor, weight
+
+
+def _gather(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[list[torch.Tensor]]:
+    """Return the tensors of each rank of ``group``, gathered in one call. All ranks have tensors of the same shapes."""
+    if group.size() == 1 or tensors[0].is_meta:
+        return [tensors] * group.size()
+    own = torch.cat([tensor.flatten() for tensor in tensors])
+    gathered = own.new_empty(group.size() * own.numel())
+    dist.all_gather_into_tensor(gathered, own, group=group)
+    sizes = [tensor.numel() for tensor in tensors]
+    ranks = gathered.split(own.numel())
+    return [[part.view(tensor.shape) for part, tensor in zip(rank.split(sizes), tensors)] for rank in ranks]
 
 
 # Ways to split a weight over tensor-parallel ranks. The last two also define the order of the rows in Megatron.
@@ -436,42 +483,3 @@ def with_score_head(
         return torch.randn(1, config.hidden_size, generator=generator) * config.initializer_range
 
     return read_or_sample
-
-
-def classifier_config(config: PretrainedConfig, pad_token_id: int | None) -> PretrainedConfig:
-    """Convert a reward model's configuration to that of transformers' sequence classifier with one label."""
-    classifier = copy.deepcopy(config)
-    classifier.architectures = [family_of(config).architecture.replace("ForCausalLM", "ForSequenceClassification")]
-    classifier.num_labels = 1
-    classifier.pad_token_id = pad_token_id
-    return classifier
-
-
-def write_classifier(
-    folder: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], config: PretrainedConfig, source: str | Path
-) -> None:
-    """Write a reward model to a folder that transformers can load as a sequence classifier.
-
-    For the arguments, see ``hf_folder.write_model``.
-    """
-    tokenizer = _tokenizer_with_padding(Path(source))
-    write_model(folder, tensors, classifier_config(config, tokenizer and tokenizer.pad_token_id), source)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-
-
-def _tokenizer_with_padding(folder: Path) -> Any:
-    """Return the folder's tokenizer with a padding token other than the EOS token, or None if it has no tokenizer.
-
-    transformers reads the score at the last token that is not padding. If the EOS token were also the padding token,
-    transformers would read the score before the end of the answer. If the tokenizer has no other special token, no
-    padding token is set, and the classifier accepts only one text at a time.
-    """
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return None
-    from transformers import AutoTokenizer  # loads torch's compiler, which a training rank does not need
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    candidates = (tokenizer.pad_token, tokenizer.unk_token, tokenizer.bos_token)
-    tokenizer.pad_token = next((t for t in candidates if t is not None and t != tokenizer.eos_token), None)
-    return tokenizer

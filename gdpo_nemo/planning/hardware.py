@@ -88,8 +88,8 @@ class Rates:
 
     generation: Phase = Phase(0.003, 1.7)
     """Time model of generation. The default is 3 ms per decoding step and 60 % of the memory bandwidth."""
-    training: Phase = Phase(0.05, 2.9)
-    """Time model of training. The default is 50 ms per micro-batch and 35 % of the peak FLOP/s."""
+    training: Phase = Phase(0.005, 1.1)
+    """Time model of training. The default is 5 ms per micro-batch and 10 % more than the sum of the kernels."""
     sync: Phase = Phase(0.5, 2.0)
     """Time model of weight updates. The default is 0.5 s per update and half of the link's bandwidth."""
     verify: float = 0.0
@@ -117,7 +117,7 @@ class Rates:
         )
 
 
-CPU_RATES = Rates(generation=Phase(0.006, 3.0), training=Phase(0.03, 3.0), sync=Phase(0.05, 2.0))
+CPU_RATES = Rates(generation=Phase(0.006, 3.0), training=Phase(0.03, 2.1), sync=Phase(0.05, 2.0))
 """Assumed rates for a CPU."""
 
 

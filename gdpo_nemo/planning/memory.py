@@ -281,7 +281,7 @@ def _layer_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> tuple[f
     norms = 2 * (2 if gpu else _norm_floats(policy)) * shape.hidden / sharded
     query = shape.query / layout.tensor
     keys_values = shape.key_value / layout.tensor
-    ffn = _ffn_floats(shape, layout)
+    ffn = _ffn_floats(policy, shape, layout)
     if gpu:  # the fused kernel saves rotated queries, keys and values, and its output
         return norms, query + keys_values, query + ffn
     # Queries and the output are padded to rectangles. Keys and values are repeated for every head, and context
@@ -305,13 +305,15 @@ def transformer_engine(policy: PolicyConfig, layout: Layout) -> bool:
     return layout.gpus > 0 and megatron.transformer_engine is not False and megatron.attention_backend != "sdpa"
 
 
-def _ffn_floats(shape: Shape, layout: Layout) -> float:
+def _ffn_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
     """Return the floats per token that an MLP saves."""
     dense = _dense_floats(shape, layout)
     if not shape.moe_layers:
         return dense
     # Each token is copied to active_experts experts. On average, the copies are balanced over the ranks.
     routed = shape.active_experts * (_mlp_parts(layout) * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
+    # The router saves logits, scores and probabilities of all experts in float32.
+    routed += 12 / BYTES[policy.precision] * shape.experts
     moe_fraction = len(shape.moe_layers) / shape.layers
     return moe_fraction * routed + (1 - moe_fraction) * dense
 

@@ -98,20 +98,25 @@ def recomputed_share(megatron: MegatronConfig, shape: Shape) -> float:
 
 
 def training_work(resolved: Resolved, shape: Shape, device: Device, lengths: Lengths) -> Work:
-    """Return the work of a step's updates and preceding log-prob passes, with micro-batches of a rank as units."""
+    """Return the work of a step's updates and preceding log-prob passes, with micro-batches of a rank as units.
+
+    The ideal time is the time of all micro-batches by ``micro_batch``, of the optimizer steps, and of the communication
+    between ranks.
+    """
     config = resolved.config
     layout = resolved.layout
     saving = expected_saving(resolved, *lengths.parts)
     tokens = resolved.samples_per_step * lengths.total * saving.tokens
     # Attention cost is proportional to token pairs, so skipped prompt tokens change the mean length per computed token.
     attention_length = lengths.total * saving.pairs / saving.tokens
-    update = 3 + recomputed_share(config.policy.megatron_cfg, shape)
-    passes = update * config.gdpo.num_iterations + evaluations(resolved)
-    flops_per_token = passes * _forward_flops(shape, attention_length)
-    if teacher := teacher_shape(resolved):
-        flops_per_token += _forward_flops(teacher, attention_length)
-    compute = flops_per_token * tokens / (layout.policy_ranks * device.compute)
     batches = micro_batches(resolved, layout, lengths)
+    each = max(1, round(tokens / layout.data / batches))
+    iterations = config.gdpo.num_iterations
+    update = micro_batch(resolved, shape, device, each, attention_length)
+    forward = micro_batch(resolved, shape, device, each, attention_length, backward=False)
+    compute = batches * (iterations * update.seconds + evaluations(resolved) * forward.seconds)
+    if teacher := teacher_shape(resolved):
+        compute += batches * micro_batch(resolved, teacher, device, each, attention_length, backward=False).seconds
     per_update = max(1, batches // resolved.updates_per_step)
     bubble = (layout.pipeline - 1) / (
         per_update * (config.policy.megatron_cfg.virtual_pipeline_model_parallel_size or 1)
@@ -119,15 +124,11 @@ def training_work(resolved: Resolved, shape: Shape, device: Device, lengths: Len
     return Work(
         batches,
         compute * (1 + bubble)
+        + resolved.updates_per_step * optimizer_seconds(resolved, shape, device)
         + _tensor_traffic(config, shape, device, layout, tokens)
         + _gradients(resolved, shape, device, layout)
-        + _host_traffic(resolved, shape, device, layout),
+        + _reference_traffic(resolved, shape, device, layout),
     )
-
-
-def _forward_flops(shape: Shape, length: float) -> float:
-    """Return the FLOPs per token of a forward pass with causal attention over sequences of ``length`` tokens."""
-    return 2 * shape.active_parameters + 2 * shape.layers * shape.query * length
 
 
 def evaluations(resolved: Resolved) -> int:
@@ -177,22 +178,13 @@ def _gradients(resolved: Resolved, shape: Shape, device: Device, layout: Layout)
     return seconds / 2 if config.policy.megatron_cfg.overlap_grad_reduce else seconds
 
 
-def _host_traffic(resolved: Resolved, shape: Shape, device: Device, layout: Layout) -> float:
-    """Return the seconds of copies between GPU and host memory.
-
-    An offloaded optimizer is copied to the GPU and back for each update. Before each log-prob pass of an offloaded
-    reference, its weights are copied to the GPU. The policy's weights remain there.
-    """
+def _reference_traffic(resolved: Resolved, shape: Shape, device: Device, layout: Layout) -> float:
+    """Return the seconds of copying an offloaded reference's weights to the GPU, before each of its log-prob passes."""
     config = resolved.config
-    if not layout.gpus:
+    if not layout.gpus or config.policy.lora.rank or not reference_is_offloaded(config):
         return 0.0
-    moved = 0.0
-    if config.policy.megatron_cfg.optimizer.offload:
-        moved += 2 * resolved.updates_per_step * optimizer_bytes(config.policy, shape, layout)
     passes = bool(config.loss_fn.reference_policy_kl_penalty) + kl_in_reward(config.gdpo)
-    if not config.policy.lora.rank and reference_is_offloaded(config):
-        moved += passes * sum(shape.on_rank(layout, 0)) * BYTES[config.policy.precision]
-    return moved / device.host_link
+    return passes * sum(shape.on_rank(layout, 0)) * BYTES[config.policy.precision] / device.host_link
 
 
 def sync_work(resolved: Resolved, shape: Shape, device: Device) -> Work:
@@ -277,6 +269,14 @@ LAUNCH_S = 4.5e-6
 """Assumed host seconds to launch a kernel from Python through autograd."""
 _LAYER_LAUNCHES = (14, 28)
 """Kernels per layer (forward, backward) with TransformerEngine's fused norms, activation and rotary embedding."""
+_ROUTER_LAUNCHES = (24, 28)
+"""Additional kernels per MoE layer (forward, backward): router, top-k, permutation, all-to-all and combination."""
+_EXPERT_LAUNCHES = (2, 4)
+"""Matrix products of an expert (forward, backward). A grouped product launches a kernel for each local expert."""
+_TILE = 128
+"""Rows of a tile of a matrix product. On average, half of the last tile of each expert's tokens is empty."""
+_WAIT_S = 3.0e-5
+"""Assumed seconds that a GPU is idle after the host has waited for the numbers of tokens of the experts."""
 _ROTARY_LAUNCHES = 24
 """Kernels of Megatron's rotary embedding per sequence, in forward and backward pass, for queries or for keys."""
 _LOGIT_BYTES = (54, 102)
@@ -310,6 +310,8 @@ class MicroBatch:
     gradients: float
     launches: int
     """Number of kernels."""
+    routing: float = 0.0
+    """All-to-all exchanges between expert-parallel ranks, and waits of the host for the experts' token counts."""
 
     @property
     def host(self) -> float:
@@ -319,7 +321,7 @@ class MicroBatch:
     @property
     def seconds(self) -> float:
         """Seconds of the micro-batch: the larger of device time and host time."""
-        return max(self.products + self.moves + self.logprobs + self.gradients, self.host)
+        return max(self.products + self.moves + self.logprobs + self.gradients + self.routing, self.host)
 
 
 def model_flops(shape: Shape, tokens: float, length: float, *, backward: bool) -> float:
@@ -343,17 +345,40 @@ def micro_batch(
     again = recomputed_share(config.policy.megatron_cfg, shape) * backward
     flops = model_flops(shape, tokens, length, backward=backward)
     flops += again * model_flops(shape, tokens, length, backward=False)
+    flops *= 1 + _empty_tiles(shape, layout, tokens)
     flops += 2 * shape.hidden * shape.vocabulary * tokens * backward  # the backward pass recomputes chunks of logits
     size = BYTES[config.policy.precision]
     moved = _layer_floats(shape) * ((0.5 + again / 2 if backward else 0) + 0.5) * shape.layers * tokens * size / share
+    weights = sum(shape.on_rank(layout, 0)) if shape.moe_layers else shape.active_parameters / share
     forward_bytes, backward_bytes = _FUSED_LOGIT_BYTES if fused_logprobs(config.policy, layout) else _LOGIT_BYTES
     return MicroBatch(
         products=flops / share / (PRODUCT_SHARE * device.compute),
         moves=moved / bandwidth,
         logprobs=(forward_bytes + backward_bytes * backward) * vocabulary / bandwidth,
-        gradients=_GRADIENT_BYTES * shape.active_parameters / share / bandwidth * backward,
+        gradients=_GRADIENT_BYTES * weights / bandwidth * backward,
         launches=_launches(config.policy, shape, layout, tokens / length, backward),
+        routing=_routing(config, shape, device, layout, tokens) * (1 + backward + again),
     )
+
+
+def _empty_tiles(shape: Shape, layout: Layout, tokens: int) -> float:
+    """Return the work on empty rows of the experts' matrix products, as a fraction of all products."""
+    if not shape.moe_layers:
+        return 0.0
+    ranks = layout.expert * layout.expert_tensor  # their tokens are in the products of each of their experts
+    routed = tokens / (layout.context * layout.tensor) * ranks * shape.active_experts / shape.experts
+    experts = len(shape.moe_layers) * shape.active_experts * 3 * shape.hidden * shape.expert_ffn
+    return experts / shape.active_parameters * _TILE / 2 / max(1.0, routed)
+
+
+def _routing(config: Config, shape: Shape, device: Device, layout: Layout, tokens: int) -> float:
+    """Return the seconds of the MoE layers' two all-to-all exchanges and of the host's wait, for one forward pass."""
+    layers = len(shape.moe_layers) / layout.pipeline
+    size = BYTES[config.policy.precision]
+    sent = shape.active_experts * shape.hidden * size * tokens / (layout.context * layout.tensor)
+    inside = layout.expert * layout.expert_tensor <= (config.cluster.gpus_per_node or layout.policy_ranks)
+    exchange = 2 * sent * (layout.expert - 1) / layout.expert / (device.nvlink if inside else device.network)
+    return layers * (exchange + _WAIT_S)
 
 
 def _layer_floats(shape: Shape) -> float:
@@ -371,6 +396,10 @@ def _layer_floats(shape: Shape) -> float:
 def _launches(policy: PolicyConfig, shape: Shape, layout: Layout, sequences: float, backward: bool) -> int:
     layers = shape.layers // layout.pipeline
     count = layers * (_LAYER_LAUNCHES[0] + _LAYER_LAUNCHES[1] * backward)
+    moe_layers = len(shape.moe_layers) // layout.pipeline
+    experts = shape.experts // layout.expert
+    count += moe_layers * (_ROUTER_LAUNCHES[0] + experts * _EXPERT_LAUNCHES[0])
+    count += moe_layers * (_ROUTER_LAUNCHES[1] + experts * _EXPERT_LAUNCHES[1]) * backward
     if not transformer_engine(policy, layout):
         count += layers * ceil(sequences) * _ROTARY_LAUNCHES * 2 // (1 if backward else 2)
     return count
@@ -412,9 +441,12 @@ def utilisation(resolved: Resolved, shape: Shape, device: Device, rates: Rates) 
     each = resolved.samples_per_update / layout.data * lengths.total
     per_update = max(1.0, each / tokens)
     optimizer = optimizer_seconds(resolved, shape, device)
+    seconds = rates.training.seconds(1, batch.seconds + optimizer / per_update)
     return Utilisation(
-        training=model_flops(shape, tokens, length, backward=True) / (batch.seconds + optimizer / per_update) / peak,
-        evaluation=model_flops(shape, tokens, length, backward=False) / forward.seconds / peak,
+        training=model_flops(shape, tokens, length, backward=True) / seconds / peak,
+        evaluation=model_flops(shape, tokens, length, backward=False)
+        / rates.training.seconds(1, forward.seconds)
+        / peak,
         generation=_generation(resolved, shape, device, rates, layout, lengths),
         batch=batch,
         optimizer=optimizer,

@@ -6,9 +6,12 @@ Importing this module registers the backend with vLLM. vLLM imports the module i
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import pickle
+import sys
 from dataclasses import dataclass
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator
 
 import torch
 from vllm.distributed.weight_transfer.base import (
@@ -70,7 +73,8 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
         error from another process would also arrive only as text.
         """
         try:
-            self.model.load_weights(self._tensors(*update_info.unpickled()))
+            with experts_loaded_together(self.model):
+                self.model.load_weights(self._tensors(*update_info.unpickled()))
         except GdpoError as error:
             _ERRORS.append(error)
 
@@ -96,6 +100,63 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
 
     def shutdown(self) -> None:
         """Do nothing, because the backend has no resources."""
+
+
+@contextlib.contextmanager
+def experts_loaded_together(model: torch.nn.Module) -> Iterator[None]:
+    """In the block, load a matrix of all experts of a layer with one call of vLLM's weight loader.
+
+    vLLM calls the loader for each matrix of each expert, and its layer-wise reload calls the loader twice. The loader
+    also accepts the stacked matrices of all experts. Layers with quantisation or redundant experts, and layers whose
+    experts are distributed over processes, are loaded as usual.
+    """
+    # vLLM imports this module only for models with experts.
+    imported = sys.modules.get("vllm.model_executor.layers.fused_moe.routed_experts")
+    experts = [m for m in model.modules() if imported is not None and isinstance(m, imported.RoutedExperts)]
+    layers = [layer for layer in experts if _loads_together(layer)]
+    for layer in layers:
+        layer.load_weights = functools.partial(_load_experts, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.load_weights
+
+
+def _loads_together(layer: Any) -> bool:
+    sizes = layer.moe_config
+    complete = sizes.num_experts == sizes.num_local_experts == sizes.num_logical_experts
+    return complete and layer.quant_config is None and not layer.expert_map_manager.num_fused_shared_experts
+
+
+def _load_experts(layer: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
+    """Load the weights of a layer's experts. Yield the names of the loaded parameters, as ``load_weights`` of vLLM.
+
+    Args:
+        weights: (name relative to the layer, for example ``7.up_proj.weight``; matrix).
+    """
+    projections = {
+        f"{layer.ckpt_gate_proj_name}.weight": ("w13_weight", "w1"),
+        f"{layer.ckpt_up_proj_name}.weight": ("w13_weight", "w3"),
+        f"{layer.ckpt_down_proj_name}.weight": ("w2_weight", "w2"),
+    }
+    count = layer.moe_config.num_experts
+    received: dict[str, dict[int, torch.Tensor]] = {projection: {} for projection in projections}
+    for name, tensor in weights:
+        index, _, projection = name.partition(".")
+        if projection not in projections or not index.isdecimal():
+            yield from type(layer).load_weights(layer, [(name, tensor)])
+            continue
+        matrices = received[projection]
+        matrices[int(index)] = tensor
+        if len(matrices) == count:
+            parameter, shard = projections[projection]
+            loader = getattr(layer, parameter).weight_loader
+            stacked = torch.stack([matrices.pop(expert) for expert in range(count)])
+            loader(getattr(layer, parameter), stacked, f"{layer.layer_name}.{parameter}", shard, 0, return_success=True)
+            yield parameter
+    rest = [(f"{index}.{name}", tensor) for name, several in received.items() for index, tensor in several.items()]
+    yield from type(layer).load_weights(layer, rest)
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:

@@ -1,8 +1,9 @@
 """Run as a program: what vLLM's CUDA platform makes of an engine's arguments, on a machine without a GPU.
 
-``cuda_platform.py OUT``: for every tiny model of ``tiny_models``, what vLLM decided goes to OUT, JSON. vLLM's own code
-decides. In place of what the CPU build lacks there are: an NVML that knows one H100, and empty modules for the C
-extensions, of which nothing is called but the questions whether a kernel exists.
+``cuda_platform.py OUT``: for every tiny model of ``tiny_models``, what vLLM decided goes to OUT, JSON, and for every
+mixture, how its weights were reloaded. vLLM's own code decides and loads. In place of what the CPU build lacks there
+are: an NVML that knows one H100, and empty modules for the C extensions, of which nothing is called but the questions
+whether a kernel exists.
 """
 
 from __future__ import annotations
@@ -77,14 +78,20 @@ def arguments_of(folder: Path) -> dict[str, Any]:
     raise AssertionError("VllmCore did not start vLLM")
 
 
+def engine_config(folder: Path) -> Any:
+    """vLLM's config of an engine."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    return EngineArgs(**arguments_of(folder), skip_tokenizer_init=True).create_engine_config(UsageContext.LLM_CLASS)
+
+
 def decided(folder: Path) -> dict[str, Any]:
     """vLLM's decisions for the model in a folder."""
     from vllm.config import set_current_vllm_config
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.attention.selector import get_attn_backend
 
-    config = EngineArgs(**arguments_of(folder), skip_tokenizer_init=True).create_engine_config(UsageContext.LLM_CLASS)
+    config = engine_config(folder)
     model = config.model_config
     with set_current_vllm_config(config):
         attention = get_attn_backend(model.get_head_size(), model.dtype, config.cache_config.cache_dtype)
@@ -101,6 +108,78 @@ def decided(folder: Path) -> dict[str, Any]:
         "executor": str(config.parallel_config.distributed_executor_backend),
         "transfer": config.weight_transfer_config.backend,
     }
+
+
+def reloaded(folder: Path) -> dict[str, Any]:
+    """What vLLM's reload does with CPU tensors, as usual and with ``experts_loaded_together``: the tensor operations,
+    the CPU seconds, and whether all parameters are equal and have kept their memory."""
+    import time
+    from contextlib import nullcontext
+
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from vllm.config import CompilationMode, set_current_vllm_config
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    from gdpo_nemo.models.hf_folder import open_weights, weight_names
+    from gdpo_nemo.weights import vllm_receiver
+
+    class Operations(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), named=None):
+            self.count += not function.is_view
+            return function(*arguments, **(named or {}))
+
+    read = open_weights(str(folder))
+    weights = [(name, read(name).bfloat16()) for name in weight_names(str(folder))]
+    config = engine_config(folder)
+    config.compilation_config.mode = CompilationMode.NONE  # the CPU build lacks the kernels that fusions ask for
+    found: dict[str, Any] = {"tensors": len(weights)}
+    with set_current_vllm_config(config):
+        with set_default_torch_dtype(torch.bfloat16):
+            model = initialize_model(config, model_config=config.model_config)
+        record_metadata_for_reloading(model)
+        together = getattr(vllm_receiver, "experts_loaded_together", nullcontext)  # older checkouts have none
+        ways = {"usual": nullcontext(), "together": together(model)}
+        memory = [p.data_ptr() for p in model.parameters()]
+        loaded = []
+        for name, way in ways.items():
+            for p in model.parameters():
+                p.data.zero_()
+            initialize_layerwise_reload(model)
+            start = time.process_time()
+            with Operations() as operations, way:
+                model.load_weights(iter(weights))
+            found[name] = {"operations": operations.count, "cpu_s": time.process_time() - start}
+            finalize_layerwise_reload(model, config.model_config)
+            loaded.append([p.detach().clone() for p in model.parameters()])
+        found["equal"] = all(map(torch.equal, *loaded)) and all(bool(p.any()) for p in loaded[0])
+        found["memory kept"] = memory == [p.data_ptr() for p in model.parameters()]
+    return found
+
+
+def join_group(scratch: str) -> None:
+    """Make this process the only one of vLLM's groups."""
+    import torch
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    # The kernels' own layout of the experts is made by a CUDA kernel.
+    UnquantizedFusedMoEMethod.process_weights_after_loading = lambda self, layer: None
+    torch.library.define("_C::silu_and_mul", "(Tensor(a!) out, Tensor input) -> ()")  # looked up, and not called
+    store = f"file://{scratch}/store"
+    with set_current_vllm_config(VllmConfig()):
+        parallel_state.init_distributed_environment(1, 0, store, 0, backend="gloo")
+        parallel_state.initialize_model_parallel(1, 1, backend="gloo")
+    torch.manual_seed(0)
 
 
 def main(out: str) -> None:
@@ -122,6 +201,10 @@ def main(out: str) -> None:
             config.save_pretrained(folder)
             _register_model(str(folder))  # or vLLM would look at each class in a process of its own
             found[name] = {**decided(folder), "family": config.model_type}
+        join_group(scratch)
+        for name in tiny_models.MIXTURES:
+            folder = tiny_models.write_model(name, Path(scratch) / name)
+            found[name]["reload"] = reloaded(folder)
     Path(out).write_text(json.dumps(found))
 
 

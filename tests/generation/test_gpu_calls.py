@@ -15,6 +15,7 @@ from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
+from tiny_models import MIXTURES
 
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation import vllm_core
@@ -81,8 +82,13 @@ def test_vllms_cuda_platform_decides_the_same_for_every_family(tmp_path):
         "chunked prefill": True, "asynchronous scheduling": True, "prefix cache": True, "head": "torch.float32",
         "executor": "uni", "transfer": "gdpo_nemo",
     }  # fmt: skip
+    reloads = {name: decided.pop("reload") for name, decided in found.items() if "reload" in decided}
     assert {decided.pop("family") for decided in found.values()} == {*FAMILIES}
     assert [(name, decided) for name, decided in found.items() if decided != expected] == []
+    assert reloads.keys() == {*MIXTURES}
+    for name, reload in reloads.items():  # a layer of four experts has 12 matrices, which become three
+        assert reload["equal"] and reload["memory kept"], name
+        assert reload["together"]["operations"] < 0.9 * reload["usual"]["operations"], name
 
 
 @pytest.mark.parametrize(

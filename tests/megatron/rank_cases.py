@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import numpy as np
 
@@ -220,7 +221,7 @@ def of_scores(place, folder, batch, told, out, sharing=False) -> Scored:
     import torch.distributed as dist
 
     from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
-    from gdpo_nemo.megatron.conversion import write_classifier
+    from gdpo_nemo.megatron.classifier import write_classifier
 
     policy = build_policy(place, folder, scores=True)
     share, mine, _ = share_of_units(place, batch, sharing)
@@ -349,7 +350,7 @@ def _rate(policy, batch, assignment) -> float:
     return policy.train(batch, assignment, LossSettings()).lr
 
 
-def round_trips(place, folders) -> dict:
+def round_trips(place, folders, batch_bytes=256 << 20) -> dict:
     """Load and export every model in ``folders``: {model: {Hugging Face name: array}} (rank 0)."""
     import torch
     from transformers import AutoConfig
@@ -363,7 +364,8 @@ def round_trips(place, folders) -> dict:
         hf = AutoConfig.from_pretrained(folder)
         _, chunks = build_chunks(hf, place.layout, torch.float32)
         load_hf(chunks, open_weights(folder), hf)
-        out[name] = [(key, tensor.detach().numpy().copy()) for key, tensor in export_hf(chunks, hf)]
+        with patch("gdpo_nemo.megatron.conversion._BATCH_BYTES", batch_bytes):
+            out[name] = [(key, tensor.detach().numpy().copy()) for key, tensor in export_hf(chunks, hf)]
     return out if place.rank == 0 else {}
 
 
@@ -383,9 +385,10 @@ def exported_at_once(place, folder) -> int:
     gc.collect()
     seen = []
     most = 0
-    for _, tensor in export_hf(chunks, hf):
-        seen.append(weakref.ref(tensor))
-        most = max(most, sum(ref() is not None for ref in seen))
+    with patch("gdpo_nemo.megatron.conversion._BATCH_BYTES", 1):
+        for _, tensor in export_hf(chunks, hf):
+            seen.append(weakref.ref(tensor))
+            most = max(most, sum(ref() is not None for ref in seen))
     return most
 
 

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
 
-from gdpo_nemo.megatron.conversion import write_classifier
+from gdpo_nemo.megatron.classifier import write_classifier
 from gdpo_nemo.training.supervised import _scored
 
 CENTERING = 0.1

@@ -29,7 +29,7 @@ from gdpo_nemo.planning.hardware import CPU_RATES, Phase, Rates, device, host, l
 from gdpo_nemo.planning.memory import checkpoint_bytes, engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.report import batch_arithmetic, dry_run_lines, plan_lines
 from gdpo_nemo.planning.shape import KNOWN, expected_saving, model_shape, shape_from
-from gdpo_nemo.planning.speed import Lengths, Work, refit_bytes, step_time, training_work
+from gdpo_nemo.planning.speed import PRODUCT_SHARE, Lengths, Work, refit_bytes, step_time, training_work
 from gdpo_nemo.utils.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +121,8 @@ def test_a_teacher_takes_its_weights_on_every_rank_and_one_forward_pass():
     seconds = [training_work(resolve(c), shape, gpu, lengths).ideal for c in (alone, taught)]
     tokens = resolve(alone).samples_per_step * 200 * expected_saving(resolve(alone), 100, 100).tokens
     arithmetic = 2 * teacher.active_parameters * tokens / (resolve_layout(alone).policy_ranks * gpu.compute)
-    assert seconds[1] - seconds[0] == pytest.approx(arithmetic, rel=0.05)  # attention to short contexts besides
+    # Norms and activations of short contexts besides.
+    assert seconds[1] - seconds[0] == pytest.approx(arithmetic / PRODUCT_SHARE, rel=0.15)
     forgotten = config_of("teacher.model_name=Qwen/Qwen2.5-7B")
     assert policy_memory(resolve(forgotten), shape) == policy_memory(resolve(alone), shape)
 

@@ -113,9 +113,9 @@ def test_what_is_off_loaded_travels_at_the_link_to_the_host():
     bare = training_work(resolve(plain), shape, gpu, lengths).ideal
     offloaded = changed(plain, megatron_cfg__optimizer__offload=True)
     more = training_work(resolve(offloaded), shape, gpu, lengths).ideal - bare
-    assert more == pytest.approx(2 * host_memory(resolve(offloaded), shape) / 64e9)
+    assert more == pytest.approx(2 * host_memory(resolve(offloaded), shape) / (BANDWIDTH_SHARE * 64e9))
     way = optimizer_seconds(resolve(offloaded), shape, gpu) - optimizer_seconds(resolve(plain), shape, gpu)
-    assert way == pytest.approx(more / BANDWIDTH_SHARE)
+    assert way == pytest.approx(more / resolve(offloaded).updates_per_step)
     assert device("a100").host_link == 32e9
 
 
@@ -148,6 +148,50 @@ def test_moves_and_launches_of_a_micro_batch_by_hand(size):
     unfused = config_of(size, "policy.megatron_cfg.transformer_engine=false")
     rotary = micro_batch(resolve(unfused), shape_of(size), NOTED, 16384, 1024).launches - 42 * layers
     assert rotary == 24 * 16 * 2 * layers
+
+
+def mixture(experts: int):
+    """Qwen3-30B-A3B on four nodes with ``experts`` expert-parallel ranks: (resolved config, shape)."""
+    keys = (f"policy.megatron_cfg.expert_model_parallel_size={experts}", "policy.generation.engines=16",
+            "cluster.num_nodes=4", "policy.megatron_cfg.recompute=none")  # fmt: skip
+    config = load_config(GPU_CONFIG, ["policy.model_name=Qwen/Qwen3-30B-A3B", *keys])
+    return resolve(config), shape_from(KNOWN["Qwen/Qwen3-30B-A3B"])
+
+
+@pytest.mark.parametrize("experts, link", [(1, 1.0), (8, 450e9), (16, 50e9)])
+def test_a_mixture_launches_a_product_an_expert_and_exchanges_tokens(experts, link):
+    """Twice to the experts and twice back, at the speed of the network as soon as a node is too small."""
+    resolved, shape = mixture(experts)
+    batch = micro_batch(resolved, shape, device("h100"), 8192, 1024)
+    assert batch.launches == 48 * (42 + 24 + 28 + 128 // experts * 6)
+    sent = 8 * 2048 * 2 * 8192 * (experts - 1) / experts
+    assert batch.routing == pytest.approx(48 * (4 * sent / link + 2 * 30e-6))
+    dense = micro_batch(resolve(config_of("1.5B")), shape_of("1.5B"), device("h100"), 8192, 1024)
+    assert dense.routing == 0
+
+
+def test_the_products_of_a_mixture_fill_their_tiles_with_more_tokens_an_expert():
+    """512 tokens an expert with its own rank's tokens alone: a tile of 128 rows is half empty on average."""
+    resolved, shape = mixture(1)
+    few = micro_batch(resolved, shape, device("h100"), 8192, 1e-9).products
+    many = micro_batch(mixture(8)[0], shape, device("h100"), 8192, 1e-9).products
+    experts = 48 * 8 * 3 * 2048 * 768
+    wasted = experts / shape.active_parameters * 64 / 512
+    assert few / many == pytest.approx((1 + wasted) / (1 + wasted / 8), rel=5e-3)  # the head besides
+
+
+def test_the_time_of_a_step_is_that_of_its_micro_batches():
+    """The same model as for the MFU: a micro-batch, the optimizer and what the ranks exchange."""
+    config = config_of("7B", "loss_fn.reference_policy_kl_penalty=0", "policy.megatron_cfg.overlap_grad_reduce=false")
+    resolved, shape, gpu = resolve(config), shape_of("7B"), device("h100")
+    lengths = expected_lengths(config.policy, Rates())
+    work = training_work(resolved, shape, gpu, lengths)
+    each = round(resolved.samples_per_step * lengths.total / resolved.layout.data / work.units)
+    batch = micro_batch(resolved, shape, gpu, each, lengths.total)
+    replicas = resolved.layout.data * resolved.layout.context
+    reduced = 4 * sum(shape.on_rank(resolved.layout, 0)) * 2 * (replicas - 1) / replicas / gpu.nvlink
+    rest = resolved.updates_per_step * (optimizer_seconds(resolved, shape, gpu) + reduced)
+    assert work.ideal == pytest.approx(work.units * batch.seconds + rest)
 
 
 def test_rotary_embedding_sequence_by_sequence_is_waited_for_at_small_models():

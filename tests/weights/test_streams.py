@@ -31,7 +31,8 @@ def model(seed: int = 0) -> list[tuple[str, torch.Tensor]]:
     draw = torch.Generator().manual_seed(seed)
     shapes = ((7,), (64, 3), (1,), (129, 17), (5, 5, 5), (33,))
     made = [(f"layer.{i}", torch.randn(shape, generator=draw).to(DTYPES[i % 3])) for i, shape in enumerate(shapes)]
-    return [*made, ("part", torch.randn(9, generator=draw).to(torch.bfloat16)[1:4])]
+    alike = [(f"expert.{i}", torch.randn(33, generator=draw).to(torch.bfloat16)) for i in range(3)]
+    return [*made, *alike, ("part", torch.randn(9, generator=draw).to(torch.bfloat16)[1:4])]
 
 
 def same(received, sent) -> bool:
@@ -110,6 +111,30 @@ def test_the_checksums_of_7b_are_some_thousand_launches():
             checksum(weight)
     print(f"{launches.count} launches for {sum(weight.numel() for weight in weights) / 1e9:.1f} G elements")
     assert launches.count < 6500
+
+
+def test_an_expert_shares_the_launches_of_its_layer():
+    """A layer of Qwen3-30B-A3B on a device without memory: 16 launches for each matrix with a matrix at a time."""
+    shapes = {"gate": (768, 2048), "up": (768, 2048), "down": (2048, 768)}
+    layer = [
+        (f"{expert}.{name}", torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+        for expert in range(128)
+        for name, shape in shapes.items()
+    ]
+    manifest = weight_metadata(layer, 0)
+    with Launches() as launches:
+        sent = sum(buffer.nbytes for buffer in filled(manifest, iter(layer), 256 << 20, torch.device("meta")))
+    assert sent == 384 * (2 * 768 * 2048 + 8)
+    assert launches.count < len(layer) // 2, launches.count
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("words", [0, 5, _BLOCK + 7])
+def test_rows_of_a_table_have_the_checksums_of_single_tensors(words, on_cpu, monkeypatch):
+    rows = torch.randint(-(2**15), 2**15, (19, words), dtype=torch.int16, generator=torch.Generator().manual_seed(0))
+    alone = [int(checksum(row)) for row in rows]
+    monkeypatch.setattr(checksums, "_is_on_cpu", lambda words: on_cpu)
+    assert checksums.row_checksums(rows).tolist() == alone and len(set(alone)) == (19 if words else 1)
 
 
 def test_blocks_that_change_places_and_lengths_that_differ_change_the_checksum():
