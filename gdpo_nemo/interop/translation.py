@@ -239,7 +239,8 @@ def _loaded(content: dict[str, Any]) -> Config:
 
 
 def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy in which missing files are replaced by Hub names, so that the checks do not fail."""
+    """Return a copy for the checks, in which missing files are replaced by Hub names and settings of NeMo Gym's servers
+    are absent."""
     copy: dict[str, Any] = yaml.safe_load(yaml.safe_dump(content))
     sections = [copy.get("policy", {}), *(copy.get("data", {}).get(split) or {} for split in ("train", "validation"))]
     for section in sections:
@@ -250,6 +251,7 @@ def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
         if _is_absent(section.get("type")):
             del section["type"]
     for options in copy.get("env", {}).values():
+        (options or {}).pop("global_config", None)  # environment variables in it need not be set here
         functions = (options or {}).get("functions", {})
         functions |= {name: "length" for name, import_path in functions.items() if _is_absent(import_path)}
     if isinstance(copy.get("run", {}).get("dir"), str) and "${" in copy["run"]["dir"]:

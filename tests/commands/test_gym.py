@@ -120,7 +120,7 @@ def dry(checkout: Path, env: dict, capsys) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
-def test_dry_run_finds_files_references_ports_and_requirements(checkout, capsys):
+def test_dry_run_finds_files_references_ports_and_requirements(checkout, capsys, monkeypatch):
     folder = server(checkout, "adds")
     (folder / "requirements.txt").write_text("-e nemo-gym[dev] @ ../../\n")
     held = socket.create_server(("127.0.0.1", 0))
@@ -142,7 +142,10 @@ def test_dry_run_finds_files_references_ports_and_requirements(checkout, capsys)
     text = json.dumps({"player": {"responses_api_agents": {"loops": entry}}})
     (checkout / "agents.yaml").write_text(text)
     assert "main.py was not found" in dry(checkout, agents, capsys)[1]
-    (checkout / "agents.yaml").write_text(text.replace("main.py", "app.py"))
+    (checkout / "agents.yaml").unlink()
+    (checkout / "work").mkdir()
+    monkeypatch.chdir(checkout / "work")
+    Path("agents.yaml").write_text(text.replace("main.py", "app.py"))
     status, said = dry(checkout, agents, capsys)
     assert "resources_server names the server gone, which no file" in said and "key is not set" in said
 

@@ -34,6 +34,63 @@ MISTRAL = (
 )
 
 
+def own_template(user: str, tool: str, assistant: str, end: str, call: str, again: str | None = None) -> str:
+    """A template in the form of a family of which TRL has none. ``call`` is one call, with its list around it.
+
+    Args:
+        again: what begins the answer after a tool's result, if that is not ``assistant``.
+    """
+    said = f"{{% if m.tool_calls %}}{call}{{% else %}}{{{{ m.content }}}}{{% endif %}}{end}"
+    after_tool = assistant if again is None else again
+    last = f"{{% if messages[-1].role == 'tool' %}}{after_tool}{{% else %}}{assistant}{{% endif %}}"
+    return (
+        f"{{% for m in messages %}}{{% if m.role == 'user' %}}{user}{{% elif m.role == 'tool' %}}{tool}{{% else %}}"
+        f"{assistant}{said}{{% endif %}}{{% endfor %}}{{% if add_generation_prompt %}}{last}{{% endif %}}"
+    )
+
+
+JSON = "{{ m.tool_calls[0].function.arguments | tojson }}"
+XML_PARAMETERS = (
+    "{% for name, value in m.tool_calls[0].function.arguments.items() %}<parameterEQUALS>{{ value }}</parameter>\n"
+    "{% endfor %}"
+)
+KIMI = own_template(
+    "<|im_user|>user<|im_middle|>{{ m.content }}<|im_end|>",
+    "<|im_system|>tool<|im_middle|>## Return of functions.warm:0\n{{ m.content }}<|im_end|>",
+    "<|im_assistant|>assistant<|im_middle|>",
+    "<|im_end|>",
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.{{ m.tool_calls[0].function.name }}:0"
+    f"<|tool_call_argument_begin|>{JSON}<|tool_call_end|><|tool_calls_section_end|>",
+)
+MINIMAX = own_template(
+    "]~b]user\n{{ m.content }}[e~[\n",
+    "]~b]tool\n<response>{{ m.content }}</response>[e~[\n",
+    "]~b]ai\n",
+    "[e~[\n",
+    '<minimax:tool_call>\n<invoke name="{{ m.tool_calls[0].function.name }}">\n'
+    + XML_PARAMETERS.replace("EQUALS", ' name="{{ name }}"')
+    + "</invoke>\n</minimax:tool_call>",
+)
+SEED = own_template(
+    "<seed:bos>user\n{{ m.content }}<seed:eos>",
+    "<seed:bos>tool\n{{ m.content }}<seed:eos>",
+    "<seed:bos>assistant\n",
+    "<seed:eos>",
+    "<seed:tool_call>\n<function={{ m.tool_calls[0].function.name }}>\n"
+    + XML_PARAMETERS.replace("EQUALS", "={{ name }}")
+    + "</function>\n</seed:tool_call>",
+)
+DEEPSEEK_31 = own_template(
+    "<｜User｜>{{ m.content }}",
+    "<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>",
+    "<｜Assistant｜></think>",
+    "<｜end▁of▁sentence｜>",
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ m.tool_calls[0].function.name }}<｜tool▁sep｜>"
+    f"{JSON}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    again="",
+)
+
+
 @dataclass(frozen=True)
 class Family:
     """A chat template with the tokens of its models, and the text of one call."""
@@ -111,6 +168,41 @@ FAMILIES = {
         "<|tool_call_start|>[warm(city='Oslo')]<|tool_call_end|>",
         f"{CHATML} <|tool_call_start|> <|tool_call_end|> <|tool_response_start|> <|tool_response_end|>",
     ),
+    "deepseek-v3.1": Family(
+        DEEPSEEK_31,
+        "deepseek_v31",
+        "<｜end▁of▁sentence｜>",
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>warm<｜tool▁sep｜>{"city": "Oslo"}'
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜>",
+        f"{DEEPSEEK} <｜User｜> <｜Assistant｜> </think> <｜tool▁output▁begin｜> <｜tool▁output▁end｜>",
+    ),
+    "kimi-k2": Family(
+        KIMI,
+        "kimi_k2",
+        "<|im_end|>",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.warm:0<|tool_call_argument_begin|>"
+        '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>',
+        "<|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|im_end|> <|tool_calls_section_begin|> "
+        "<|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>",
+    ),
+    "minimax-m2": Family(
+        MINIMAX,
+        "minimax_m2",
+        "[e~[",
+        '<minimax:tool_call>\n<invoke name="warm">\n<parameter name="city">Oslo</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        "]~b] [e~[ ]~!b[",
+        "<minimax:tool_call> </minimax:tool_call> <think> </think>",
+    ),
+    "seed-oss": Family(
+        SEED,
+        "seed_oss",
+        "<seed:eos>",
+        "<seed:tool_call>\n<function=warm>\n<parameter=city>Oslo</parameter>\n</function>\n</seed:tool_call>",
+        "<seed:bos> <seed:eos>",
+        "<seed:tool_call> </seed:tool_call> <seed:think> </seed:think>",
+    ),
     "qwen3-2507": Family("qwen3_instruct_2507", "hermes", "<|im_end|>", HERMES, CHATML, QWEN),
 }
 TOOL = {
@@ -143,7 +235,9 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     letters.decoder = decoders.ByteLevel()
     special = [AddedToken(token, special=True, normalized=False) for token in family.special.split()]
-    ends = {"<|eot_id|>", "<|im_end|>", "</s>", "<｜end▁of▁sentence｜>"} & set(family.special.split())
+    ends = {"<|eot_id|>", "<|im_end|>", "</s>", "<｜end▁of▁sentence｜>", "[e~[", "<seed:eos>"} & set(
+        family.special.split()
+    )
     made = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token=min(ends, default=None))
     made.add_tokens(special, special_tokens=True)
     made.add_tokens([AddedToken(token, special=False, normalized=False) for token in family.plain.split()])

@@ -158,6 +158,24 @@ def test_other_estimators_train_the_scalar_reward_within_the_agents_turns(tmp_pa
     assert translation.content["rollout"]["turns"]["max_turns"] == 6
 
 
+def test_unset_variables_of_servers_and_disabled_validation_do_not_prevent_a_run(tmp_path, monkeypatch):
+    """Keys of NeMo Gym's own launcher are not written, and NeMo-RL validates only if the period is above 0."""
+    monkeypatch.delenv("GYM_ABSENT", raising=False)
+    recipe = make_recipe(tmp_path, "grpo: {val_period: -1}")
+    judge = "judge: {responses_api_models: {vllm_model: {api_key: '${oc.env:GYM_ABSENT}'}}}"
+    text = recipe.read_text().replace(
+        "port_range_low",
+        f"uv_venv_dir: '${{oc.env:GYM_ABSENT}}/x', skip_venv_if_present: true, {judge}, port_range_low",
+    )
+    validation = f"validation: {{data_path: {SUBMODULE}/resources_servers/weather/data/example.jsonl}}"
+    recipe.write_text(text.replace("data: {", f"data: {{{validation}, "))
+    translation = translate(recipe, make_checkout(tmp_path / "Gym"))
+    assert translation.status == SAME, translation.summary()
+    assert translation.content["gdpo"].get("val_period") == 0 and translation.variables == ["GYM_ABSENT"]
+    content = translation.content["env"]["nemo_gym"]["global_config"]
+    assert set(content) == {"config_paths", "judge"}
+
+
 @pytest.mark.parametrize(
     "content, reason",
     [

@@ -274,6 +274,13 @@ ROLLOUTS = (
     ),
     mutant(
         "data/replies.py",
+        '(("<｜tool▁calls▁begin｜>",), "deepseek_v31"',
+        '(("<｜tool▁calls▁begin｜>",), "deepseek_v3"',
+        "data/test_replies.py::test_tokens_masks_and_calls_of_two_turns_match_the_chat_template",
+        "DeepSeek-V3.1 writes calls without a code block",
+    ),
+    mutant(
+        "data/replies.py",
         "is_malformed = has_tools and not calls and self.opening in text",
         "is_malformed = False",
         "data/test_replies.py::test_a_call_that_cannot_be_parsed_is_reported_and_stays_in_the_text",

@@ -156,14 +156,19 @@ def start(label: str, name: str, addressed: Addressed, source: Source, logs: Pat
 def _address(name: str, wanted: Wanted, source: Source) -> Addressed:
     content = wanted.content
     if "config_paths" in content:
-        given = [(path, source.folder / path if source.folder else None) for path in content["config_paths"]]
-        content["config_paths"] = [str(file) if file and file.is_file() else path for path, file in given]
+        content["config_paths"] = _files(content["config_paths"], source.folder)
         content = resolve(content, source.base(), source.path)
     for server, (kind, implementation, settings) in served_instances(content).items():
         place = settings | wanted.places.get(server, {})
         if kind == "responses_api_models" and wanted.endpoint and wanted.endpoint.items() <= place.items():
             del content[server][kind][implementation]["entrypoint"]
     return address(content, wanted.places)
+
+
+def _files(paths: list[str], folder: Path | None) -> list[str]:
+    """Return the paths in the checkout ``folder``, or in the working directory if the checkout has no such file."""
+    found = [next((f for f in (folder and folder / path, Path(path)) if f and f.is_file()), None) for path in paths]
+    return [path if file is None else str(file.absolute()) for path, file in zip(paths, found)]
 
 
 def to_serve(config: Config, name: str, options: Mapping[str, Any] | None) -> Wanted | None:
@@ -248,7 +253,8 @@ def _dry_run(wanted: Mapping[str, Wanted], source: Source) -> int:
     for name, one in wanted.items():
         say(f"env.{name}:")
         try:
-            instances = instances_of((*config_contents(one.content.get("config_paths", []), folder), one.content))
+            files = _files(one.content.get("config_paths", []), folder)
+            instances = instances_of((*config_contents(files, folder), one.content))
         except (Unknown, ConfigError) as error:
             say(f"  config_paths: {error}")
             problems += 1

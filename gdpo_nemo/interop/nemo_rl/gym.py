@@ -22,8 +22,9 @@ SUBMODULE = "3rdparty/Gym-workspace/Gym"
 """Folder of NeMo Gym in a checkout of NeMo-RL. Recipes use it in the paths of their rows."""
 _SECTION = "env.nemo_gym."
 _OF_NEMO_RL = ("port_range_low", "port_range_high", "is_trajectory_collection", "num_gpu_nodes", "effort_levels",
-               "pad_dynamic_image_shapes", "thinking_tags", "invalid_tool_call_patterns")  # fmt: skip
-"""Keys of ``env.nemo_gym`` that NeMo-RL reads and that do not describe servers."""
+               "pad_dynamic_image_shapes", "thinking_tags", "invalid_tool_call_patterns", "uv_venv_dir", "uv_cache_dir",
+           "skip_venv_if_present")  # fmt: skip
+"""Keys of ``env.nemo_gym`` that do not describe servers: NeMo-RL or NeMo Gym's own launcher reads them."""
 _THINKING = "policy_model.responses_api_models.vllm_model.extra_body.chat_template_kwargs"
 _FIRST_PORT = 5000
 _SHORTEST_TURN = 16

@@ -109,7 +109,7 @@ GRPO = [
     ("grpo.adv_estimator.*", where(_reads_groups, required("gdpo.estimator"), idle(
         "does not apply to the estimator reinforce_plus_plus"))),
     ("grpo.adv_estimator", required("gdpo.estimator")),
-    ("grpo.val_period", _validation(to("gdpo.val_period"))),
+    ("grpo.val_period", _validation(to("gdpo.val_period", lambda steps: max(0, steps)))),
     ("grpo.val_at_start", _validation(to("gdpo.val_at_start"))),
     ("grpo.val_at_end", idle("the last step is always validated if gdpo.val_period is set")),
     ("grpo.val_start_at", _validation(missing("validation cannot be delayed to a later step", 0, -1))),

@@ -186,6 +186,8 @@ REST = [
     ("env.nemo_gym.port_range_*", idle("the translated config contains the ports")),
     ("env.nemo_gym.is_trajectory_collection", fixed(False, "samples are trained")),
     ("env.nemo_gym.num_gpu_nodes", idle("NeMo Gym's servers are started separately")),
+    ("env.nemo_gym.uv_*_dir", idle("gdpo-nemo gym up has the option --venvs")),
+    ("env.nemo_gym.skip_venv_if_present", idle("gdpo-nemo gym up reuses environments")),
     ("env.nemo_gym.*chat_template_kwargs*", required("data.train.chat_template_kwargs")),
     ("env.nemo_gym*", where(uses_gym, required("env"), idle("the recipe does not use NeMo Gym"))),
     ("env.math.*", where(_verifies, missing("options of this environment are not supported"), idle(
