@@ -191,6 +191,8 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
         (
             "gdpo.estimator",
             "gdpo.preset",
+            "gdpo.constraints",
+            "gdpo.schedules",
             "gdpo.shaping",
             "gdpo.batch_norm",
             "gdpo.kl_in_reward",

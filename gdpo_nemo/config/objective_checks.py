@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
+from gdpo_nemo.algorithms.component_weights import check_component_weights
 from gdpo_nemo.algorithms.loss_selection import (
     Functions,
     check_loss,
@@ -47,6 +48,7 @@ def check_learning(config: Config, algorithm: AlgorithmSpec) -> None:
     _check_shaping_rules(config.gdpo)
     check_reward_weights(config)
     check_estimator(config.gdpo)
+    _check_component_weights(config)
     _check_credit(config, algorithm)
     _check_dynamic_sampling(config)
 
@@ -165,6 +167,29 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
         if function is None:
             raise
         raise ConfigError(f"gdpo.estimator: {gdpo.estimator} raised {type(error).__name__}: {error}") from error
+
+
+def _check_component_weights(config: Config) -> None:
+    """Check ``gdpo.constraints`` and ``gdpo.schedules``. Raises ConfigError."""
+    gdpo = config.gdpo
+    try:
+        check_component_weights(gdpo.rewards, gdpo.constraints, gdpo.schedules)
+    except ValueError as error:
+        raise ConfigError(f"gdpo.{error}") from None
+    # A weight may reach 0, so the estimator must also accept the weights without it.
+    changed = {*gdpo.constraints, *gdpo.schedules}
+    if changed:
+        check_estimator(replace(gdpo, rewards={name: w * (name not in changed) for name, w in gdpo.rewards.items()}))
+    biased = {
+        "gdpo.dynamic_sampling.enabled": gdpo.dynamic_sampling.enabled,
+        "rollout.replay_buffer.groups": config.rollout.replay_buffer.groups,
+    }
+    for key, is_set in biased.items():
+        if gdpo.constraints and is_set:
+            raise ConfigError(
+                f"{key}: conflicts with gdpo.constraints, because the mean of the trained samples would not be the "
+                "mean of all samples"
+            )
 
 
 def _check_loss(config: Config, algorithm: AlgorithmSpec) -> None:

@@ -44,6 +44,8 @@ class Rollout:
     spans: list[Span] = field(default_factory=list)
     version: int | None = None
     """Version of the weights that the step starts from. None if unknown."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weights of the components with a constraint or schedule, which ``GDPO.prepare`` sets for the journal."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
