@@ -224,20 +224,24 @@ def check_skipping(config: Config, functions: Functions | None = None) -> None:
 
 
 def _check_credit(config: Config, algorithm: AlgorithmSpec) -> None:
-    """Check that ``gdpo.credit: turn`` is not combined with settings that need a reward of the whole trajectory. Raises
-    ConfigError."""
+    """Check that ``gdpo.credit: turn`` or span is not combined with settings that need one reward or advantage of the
+    whole trajectory. Raises ConfigError."""
     gdpo = config.gdpo
-    if gdpo.credit != "turn":
+    if gdpo.credit == "sequence":
         return
+    by_turn = gdpo.credit == "turn"
+    if not by_turn and algorithm.head == "value":
+        raise ConfigError(f"gdpo.credit: span conflicts with algorithm {config.algorithm.type}; use sequence or turn")
     whole = {
-        "gdpo.shaping": bool(gdpo.shaping),
-        "gdpo.kl_in_reward": kl_in_reward(config.gdpo) and algorithm.head != "value",
+        "gdpo.shaping": by_turn and bool(gdpo.shaping),
+        "gdpo.kl_in_reward": by_turn and kl_in_reward(config.gdpo) and algorithm.head != "value",
         f"loss_fn.type {config.loss_fn.type}": loss_entry(config.loss_fn.type).by_group,
         "loss_fn.off_policy.sequence_mask_threshold": config.loss_fn.off_policy.sequence_mask_threshold is not None,
     }
     for what, is_set in whole.items():
         if is_set:
-            raise ConfigError(f"gdpo.credit: turn has no rewards of whole trajectories, which {what} requires")
+            unit = "rewards" if by_turn else "single advantages"
+            raise ConfigError(f"gdpo.credit: {gdpo.credit} has no {unit} of whole trajectories, which {what} requires")
 
 
 def _check_dynamic_sampling(config: Config) -> None:

@@ -138,8 +138,9 @@ class GdpoConfig:
     `preset: paper` use all sequences. Null: as published, which is on for gdpo, gd2po, sa_mrpo and dara, and off for
     the other estimators."""
     credit: str = "sequence"
-    """Unit that gets its own advantage: sequence or turn. With turn, the advantage of a turn is computed from the
-    rewards of this turn and of later turns (MT-GRPO). With algorithm ppo, this selects the token that receives a
+    """Unit that gets its own advantage: sequence, turn or span. With turn, the advantage of a turn is computed from the
+    rewards of this turn and of later turns (MT-GRPO). With span, the term of a component acts only on the tokens that
+    the verifier names for this component. With algorithm ppo, this selects the token that receives a
     reward: the last token of the sequence, or of the turn that earned the reward."""
     discount: Annotated[float, Range(0, 1)] = 1.0
     """Discount factor for the return of the next turn, with credit: turn. 0 uses only the rewards of the turn itself; 1

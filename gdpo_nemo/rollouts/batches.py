@@ -110,18 +110,27 @@ def decode(trajectories: Sequence[Trajectory], replies: ReplyParser) -> None:
 
 
 def apply_verdicts(
-    trajectories: Sequence[Trajectory], pool: EnvironmentExecutor, state: TrainerState | None = None
+    trajectories: Sequence[Trajectory],
+    pool: EnvironmentExecutor,
+    state: TrainerState | None = None,
+    replies: ReplyParser | None = None,
 ) -> None:
     """Verify the trajectories and store their rewards and outcomes. An environment failure never becomes a reward.
 
     Args:
         state: training progress, which the environments receive with the trajectories.
+        replies: parser that decoded the completions. If the argument is None, ``Verdict.reward_spans`` is ignored.
     """
     for trajectory in trajectories:
         trajectory.trainer_state = state
     for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
         trajectory.rewards = dict(verdict.rewards)
         trajectory.turn_rewards = tuple(dict(rewards) for rewards in verdict.turn_rewards)
+        if replies is not None:
+            trajectory.reward_tokens = {
+                name: replies.token_ranges(trajectory.completion_ids, trajectory.text, spans)
+                for name, spans in verdict.reward_spans.items()
+            }
         trajectory.detail = verdict.detail
         trajectory.extra = dict(verdict.extra)
         trajectory.metrics = dict(verdict.metrics)
@@ -394,6 +403,10 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         thinking_tokens=record.get("thinking_tokens", 0),
         turn_rewards=tuple(dict(rewards) for rewards in record.get("turn_rewards", ())),
         turn_parents=tuple(record.get("turn_parents", ())),
+        reward_tokens={
+            name: tuple((start, end) for start, end in ranges)
+            for name, ranges in record.get("reward_tokens", {}).items()
+        },
         spans=tuple(spans),
     )
     if not len(ids) == len(logprobs) == len(ids if mask is None else mask):

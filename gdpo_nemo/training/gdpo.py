@@ -22,6 +22,7 @@ from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.rollouts.credit import (
     TurnAdvantages,
     advantages_of,
+    by_span,
     choose_by_covariance,
     log_ratios,
     reward_columns,
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
     from gdpo_nemo.rollouts.batches import Rollout
 
 METRICS = {
-    "reward/total/mean": ("reward", "Weighted sum of the components' means, which is the reward in GRPO"),
+    "reward/total/mean": (
+        "reward",
+        "Sum of the components' means with the weights in gdpo.rewards, which is the reward in GRPO",
+    ),
     "rollout/dropped_groups": ("groups", "Groups that gdpo.dynamic_sampling sampled and dropped from the step"),
     "rollout/reference_kl": (
         "nats",
@@ -218,6 +222,8 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             measured["rollout/reference_kl"] = float(np.nanmean(divergence))
         if isinstance(advantages, TurnAdvantages):
             return advantages, advantages.of_sequences(batch.trajectories), measured
+        if self.config.gdpo.credit == "span":
+            return advantages, by_span(advantages, batch.trajectories), measured
         return advantages, advantages.values.numpy(), measured
 
     def _weighted(self, batch: Rollout) -> Config:
@@ -277,9 +283,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         return {
             **update_metrics(results, on_policy and old_logprobs_source(self.config) == "trainer"),
             **diagnostics.metrics(),
-            "reward/total/mean": _weighted_mean(
-                diagnostics, self.config.gdpo.rewards if self.weights is None else self.weights.values
-            ),
+            "reward/total/mean": _weighted_mean(diagnostics, self.config.gdpo.rewards),
             **({} if self.weights is None else self.weights.metrics),
             **rollout_metrics(rollout.trajectories, version),
             "rollout/dropped_groups": float(rollout.dropped_groups),

@@ -382,7 +382,8 @@ def test_a_constraint_moves_the_weight_before_each_update_and_resumes_from_the_c
     fixed = Recorder(f"gdpo.rewards.b={weights[2]}")
     fixed.trainer.step()
     np.testing.assert_array_equal(recorder.rows[2][2], fixed.rows[0][2])
-    assert recorder.rows[2][0]["reward/total/mean"] == fixed.rows[0][0]["reward/total/mean"]
+    totals = [row["reward/total/mean"] for row, *_ in recorder.rows]
+    assert totals == [0.25 + 0.5] * 3, "comparable between steps"
     resumed = Recorder(goal)
     resumed.trainer.algorithm.load_state(states[1])
     resumed.trainer.step()
