@@ -37,7 +37,12 @@ if TYPE_CHECKING:
         Verdict as Verdict,
     )
     from gdpo_nemo.data.tokenizer import Tokenizer as Tokenizer
-    from gdpo_nemo.environments.base import Environment as Environment, Failure as Failure, read_options as read_options
+    from gdpo_nemo.environments.base import (
+        Environment as Environment,
+        Failure as Failure,
+        SpanReward as SpanReward,
+        read_options as read_options,
+    )
     from gdpo_nemo.environments.episodes import EpisodeFailed as EpisodeFailed
     from gdpo_nemo.environments.registry import load_environment as load_environment
     from gdpo_nemo.generation.requests import SampleRequest as SampleRequest
@@ -90,6 +95,7 @@ _HOMES = {
     "environments.base": (
         "Environment",
         "Failure",
+        "SpanReward",
         "read_options",
     ),
     "environments.episodes": ("EpisodeFailed",),

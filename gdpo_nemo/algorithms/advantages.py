@@ -37,6 +37,8 @@ class Advantages:
     """Component names, in column order."""
     has_signal: torch.Tensor
     """bool [sequences]. True for rows with a weighted component that is present and varies within the group."""
+    scale: float
+    """Factor of the batch norm, by which the terms in `components` are multiplied in `values`."""
     _table: RewardTable = field(repr=False, compare=False)
     _epsilon: float | None = field(repr=False, compare=False, default=None)
     """Epsilon in the components' z-scores. None if the sum of the rewards was normalised instead."""
@@ -105,18 +107,20 @@ def compute_advantages(
         table = table.with_kl(kl, kl_coefficient)
     terms = run_estimator(entry, table, settings, estimator_options, estimator)
     as_grpo = settings.single_reward == "grpo" and np.count_nonzero(table.weights) == 1
+    scale = 1.0
     if not settings.batch_norm or as_grpo:
         values = terms.values - _penalty(table, terms)
     elif _cancelled(table, terms, settings, partial(entry.function, **estimator_options)):
-        values = np.zeros_like(terms.values)
+        values, scale = np.zeros_like(terms.values), 0.0
     else:
-        values = _batch_scale(table, terms, settings)
+        values, scale = _batch_scale(table, terms, settings)
     put = table.groups.put
     return Advantages(
         values=torch.from_numpy(put(values)),
         components=torch.from_numpy(put(terms.components).T),
         names=table.names,
         has_signal=torch.from_numpy(put(terms.has_signal)),
+        scale=scale,
         _table=table,
         _epsilon=None if terms.total is not None else settings.epsilon,
     )
@@ -139,8 +143,9 @@ def _penalty(table: RewardTable, terms: Terms) -> np.ndarray:
     return table.kl_penalty
 
 
-def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> np.ndarray:
-    """Return (A - mean) / (std + epsilon) over the rows of the batch statistics: [sequences]. Other rows stay 0."""
+def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> tuple[np.ndarray, float]:
+    """Return (A - mean) / (std + epsilon) over the rows of the batch statistics, [sequences], and 1 / (std + epsilon).
+    Other rows stay 0."""
     rows, unit = _counted(table, terms, settings)
     penalty = _penalty(table, terms)
     values = (terms.values - penalty)[rows]
@@ -152,7 +157,7 @@ def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> np.nda
     # A row with KL but without a signal is divided but not shifted, because the mean is over rows with a signal.
     scaled: np.ndarray = 0.0 - penalty / divisor
     scaled[rows] = (values - mean) / divisor
-    return scaled
+    return scaled, 1.0 / float(divisor)
 
 
 def _counted(table: RewardTable, terms: Terms, settings: Settings) -> tuple[np.ndarray, np.ndarray]:

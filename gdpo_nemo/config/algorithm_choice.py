@@ -120,6 +120,8 @@ ALGORITHMS = {
                 (
                     "gdpo.estimator",
                     "gdpo.preset",
+                    "gdpo.constraints",
+                    "gdpo.schedules",
                     "gdpo.batch_norm",
                     "gdpo.epsilon",
                     "gdpo.options",

@@ -46,7 +46,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss_fn.off_policy.mode": tuple(CORRECTIONS),
     "loss_fn.off_policy.level": tuple(LEVELS),
     "gdpo.group_by": ("row", "prompt"),
-    "gdpo.credit": ("sequence", "turn"),
+    "gdpo.credit": ("sequence", "turn", "span"),
     "gdpo.turn_baseline": ("turn", "group"),
     "policy.lora.init": ("uniform", "xavier"),
     "policy.precision": ("float32", "bfloat16"),

@@ -191,6 +191,8 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
         (
             "gdpo.estimator",
             "gdpo.preset",
+            "gdpo.constraints",
+            "gdpo.schedules",
             "gdpo.shaping",
             "gdpo.batch_norm",
             "gdpo.kl_in_reward",
@@ -236,7 +238,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
     Effect(("gdpo.discount", "gdpo.turn_baseline"), lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),
     Effect(
         ("gdpo.credit",),
-        lambda c: c.rollout.turns.max_turns > 1 or c.rollout.function is not None,
+        lambda c: c.gdpo.credit == "span" or c.rollout.turns.max_turns > 1 or c.rollout.function is not None,
         "while rollout.turns.max_turns is 1",
     ),
     Effect(

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
+from gdpo_nemo.algorithms.component_weights import check_component_weights
 from gdpo_nemo.algorithms.loss_selection import (
     Functions,
     check_loss,
@@ -47,6 +48,7 @@ def check_learning(config: Config, algorithm: AlgorithmSpec) -> None:
     _check_shaping_rules(config.gdpo)
     check_reward_weights(config)
     check_estimator(config.gdpo)
+    _check_component_weights(config)
     _check_credit(config, algorithm)
     _check_dynamic_sampling(config)
 
@@ -167,6 +169,29 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
         raise ConfigError(f"gdpo.estimator: {gdpo.estimator} raised {type(error).__name__}: {error}") from error
 
 
+def _check_component_weights(config: Config) -> None:
+    """Check ``gdpo.constraints`` and ``gdpo.schedules``. Raises ConfigError."""
+    gdpo = config.gdpo
+    try:
+        check_component_weights(gdpo.rewards, gdpo.constraints, gdpo.schedules)
+    except ValueError as error:
+        raise ConfigError(f"gdpo.{error}") from None
+    # A weight may reach 0, so the estimator must also accept the weights without it.
+    changed = {*gdpo.constraints, *gdpo.schedules}
+    if changed:
+        check_estimator(replace(gdpo, rewards={name: w * (name not in changed) for name, w in gdpo.rewards.items()}))
+    biased = {
+        "gdpo.dynamic_sampling.enabled": gdpo.dynamic_sampling.enabled,
+        "rollout.replay_buffer.groups": config.rollout.replay_buffer.groups,
+    }
+    for key, is_set in biased.items():
+        if gdpo.constraints and is_set:
+            raise ConfigError(
+                f"{key}: conflicts with gdpo.constraints, because the mean of the trained samples would not be the "
+                "mean of all samples"
+            )
+
+
 def _check_loss(config: Config, algorithm: AlgorithmSpec) -> None:
     loss = config.loss_fn
     size = config.policy.train_global_batch_size
@@ -199,20 +224,24 @@ def check_skipping(config: Config, functions: Functions | None = None) -> None:
 
 
 def _check_credit(config: Config, algorithm: AlgorithmSpec) -> None:
-    """Check that ``gdpo.credit: turn`` is not combined with settings that need a reward of the whole trajectory. Raises
-    ConfigError."""
+    """Check that ``gdpo.credit: turn`` or span is not combined with settings that need one reward or advantage of the
+    whole trajectory. Raises ConfigError."""
     gdpo = config.gdpo
-    if gdpo.credit != "turn":
+    if gdpo.credit == "sequence":
         return
+    by_turn = gdpo.credit == "turn"
+    if not by_turn and algorithm.head == "value":
+        raise ConfigError(f"gdpo.credit: span conflicts with algorithm {config.algorithm.type}; use sequence or turn")
     whole = {
-        "gdpo.shaping": bool(gdpo.shaping),
-        "gdpo.kl_in_reward": kl_in_reward(config.gdpo) and algorithm.head != "value",
+        "gdpo.shaping": by_turn and bool(gdpo.shaping),
+        "gdpo.kl_in_reward": by_turn and kl_in_reward(config.gdpo) and algorithm.head != "value",
         f"loss_fn.type {config.loss_fn.type}": loss_entry(config.loss_fn.type).by_group,
         "loss_fn.off_policy.sequence_mask_threshold": config.loss_fn.off_policy.sequence_mask_threshold is not None,
     }
     for what, is_set in whole.items():
         if is_set:
-            raise ConfigError(f"gdpo.credit: turn has no rewards of whole trajectories, which {what} requires")
+            unit = "rewards" if by_turn else "single advantages"
+            raise ConfigError(f"gdpo.credit: {gdpo.credit} has no {unit} of whole trajectories, which {what} requires")
 
 
 def _check_dynamic_sampling(config: Config) -> None:

@@ -121,6 +121,14 @@ class GdpoConfig:
     rewards: Annotated[Dict[str, float], Range(-(10**12), 10**12)] = MISSING
     """Weight of each reward component used for training, by name: `{correctness: 1.0, format: 1.0}`. Optional if the
     environments provide their own rewards and weights (nemo_gym)."""
+    constraints: Dict[str, Any] = field(default_factory=dict)
+    """Bounds on the mean of reward components over the batch: `{length: {at_least: 0.95}}`, or `at_most`. Each step
+    moves the component's weight by `lr` (0.1) times the difference between bound and mean, from its weight in `rewards`
+    to at most `max_weight` (10) and at least 0. With `at_most`, the weight is from -`max_weight` to 0."""
+    schedules: Dict[str, Any] = field(default_factory=dict)
+    """Weights of reward components by step, as lists of [step, weight]: `{format: [[50, 1.0], [100, 0.2]]}`. The weight
+    is linear between the points, starts at step 1 with the weight in `rewards`, and is constant after the last
+    point."""
     shaping: List[Dict[str, Any]] = field(default_factory=list)
     """Transformations of reward components, applied in this order before the advantages are computed: clip, scale,
     linear, condition, length, overlong, truncated. Example: `{component: length, condition: {on: correctness, ge:
@@ -130,8 +138,9 @@ class GdpoConfig:
     `preset: paper` use all sequences. Null: as published, which is on for gdpo, gd2po, sa_mrpo and dara, and off for
     the other estimators."""
     credit: str = "sequence"
-    """Unit that gets its own advantage: sequence or turn. With turn, the advantage of a turn is computed from the
-    rewards of this turn and of later turns (MT-GRPO). With algorithm ppo, this selects the token that receives a
+    """Unit that gets its own advantage: sequence, turn or span. With turn, the advantage of a turn is computed from the
+    rewards of this turn and of later turns (MT-GRPO). With span, the term of a component acts only on the tokens that
+    the verifier names for this component. With algorithm ppo, this selects the token that receives a
     reward: the last token of the sequence, or of the turn that earned the reward."""
     discount: Annotated[float, Range(0, 1)] = 1.0
     """Discount factor for the return of the next turn, with credit: turn. 0 uses only the rewards of the turn itself; 1

@@ -354,7 +354,8 @@ def _notes(config: Config, layout: Layout, updates: int) -> list[str]:
 
 
 def _reward_notes(gdpo: GdpoConfig) -> list[str]:
-    unset = [name for name, weight in gdpo.rewards.items() if weight == 0]
+    changed = {*gdpo.constraints, *gdpo.schedules}
+    unset = [name for name, weight in gdpo.rewards.items() if weight == 0 and name not in changed]
     return [f"gdpo.rewards: components with weight 0 are only measured: {', '.join(unset)}"] if unset else []
 
 

@@ -107,6 +107,9 @@ class Trajectory:
     """For each turn, the index of the turn that it continues, or -1. The first turn has -1 and continues the prompt.
     A later turn with -1 begins a new context, which consists of the environment's tokens before it. If the tuple is
     empty, every turn continues the previous one. See ``data.contexts``."""
+    reward_tokens: dict[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """Completion tokens that a component is about, as ranges [start, end). A component without an entry is about the
+    whole completion."""
     spans: tuple[tuple[int, int], ...] = ()
     """Version spans ((version, number of tokens), ...) of the policy's tokens, in order. Empty if all tokens have
     ``policy_version``."""
@@ -164,6 +167,9 @@ class Verdict:
     turn_rewards: Sequence[Mapping[str, float | None]] = ()
     """Part of ``rewards`` that each turn of the policy earned, for ``gdpo.credit: turn``. If the tuple is empty, the
     last turn earned all rewards."""
+    reward_spans: Mapping[str, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    """Characters of ``Trajectory.text`` that a component is about, as ranges [start, end), for ``gdpo.credit: span``. A
+    component without an entry is about the whole text."""
 
 
 @dataclass

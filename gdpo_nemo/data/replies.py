@@ -14,7 +14,8 @@ import os
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence, cast
 
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
@@ -169,6 +170,48 @@ class ReplyParser:
             return [self.text(ids) for ids in sequences]
         return self._tokenizer.batch_decode([list(ids) for ids in sequences], skip_special_tokens=True)
 
+    def token_ranges(
+        self, token_ids: Iterable[int], text: str, spans: Iterable[tuple[int, int]]
+    ) -> tuple[tuple[int, int], ...]:
+        """Return the tokens that each range of characters was decoded from, as ranges [start, end) of tokens.
+
+        A character whose bytes are split between several tokens belongs to all of them. Special tokens that ``text``
+        drops belong to no character, so they may divide a range.
+
+        Args:
+            token_ids: tokens as sampled.
+            text: result of ``text``.
+            spans: ranges [start, end) of characters in ``text``.
+
+        Raises:
+            RunError: if ``text`` was not decoded from the tokens.
+        """
+        every = [int(token) for token in token_ids]
+        places = [n for n, token in enumerate(every) if self.special.get(token, "") in ("", *self.markers)]
+        ids = [every[place] for place in places]
+        if self.text(ids) != text:
+            raise RunError("reward_spans: the text of the completion was not decoded from its tokens")
+
+        @cache
+        def decoded(count: int) -> tuple[int, bool]:
+            """Return how many characters the first tokens determine, and True if bytes of another one follow."""
+            begin = self.text(ids[:count])
+            common = len(commonprefix([begin, text]))
+            return common, common < len(begin)
+
+        def tokens_for(characters: int) -> int:
+            return bisect_left(range(len(ids) + 1), characters, key=lambda count: decoded(count)[0])
+
+        found: list[tuple[int, int]] = []
+        for start, end in spans:
+            if start < end:
+                first = tokens_for(start + 1) - 1  # the token with the last byte of the first character
+                if decoded(first)[0] == start:
+                    first = tokens_for(start)
+                    first -= decoded(first)[1]
+                found += _runs(places[first : tokens_for(end)])
+        return tuple(found)
+
     @cached_property
     def markers(self) -> frozenset[str]:
         """Special tokens that remain in decoded text, because a parser or a verifier needs them.
@@ -314,6 +357,13 @@ class ReplyParser:
             return request(messages=[_ASKED], **given)
         except ValueError as error:
             raise RunError(f"the tools of a prompt are invalid: {first_line(error)}") from None
+
+
+def _runs(places: Sequence[int]) -> list[tuple[int, int]]:
+    """Return ascending indices as ranges [start, end)."""
+    breaks = [n for n in range(1, len(places)) if places[n] != places[n - 1] + 1]
+    edges = [0, *breaks, len(places)]
+    return [(places[a], places[b - 1] + 1) for a, b in zip(edges, edges[1:]) if a < b]
 
 
 def _parser_for(tokenizer: Tokenizer) -> str:

@@ -195,6 +195,16 @@ class Failure:
     """Reason in one line, for the log."""
 
 
+@dataclass(frozen=True)
+class SpanReward:
+    """Result of a reward function for one completion: a reward, and the characters that the reward is about."""
+
+    value: float | None
+    """Reward, or None if the reward does not apply."""
+    spans: Sequence[tuple[int, int]]
+    """Ranges [start, end) of characters of the completion."""
+
+
 def checked_verdicts(reward_names: Sequence[str], trajectories: Sequence[Trajectory], verdicts: Any) -> list[Verdict]:
     """Check the return value of ``verify``, and convert rewards to float and NaN to None.
 
@@ -246,7 +256,35 @@ def _checked(reward_names: Sequence[str], trajectory: Trajectory, verdict: Verdi
                 f"verify returned turn_rewards of {component!r} for {sample}, but the rewards do not contain this "
                 "component"
             )
-    return replace(verdict, rewards=rewards, turn_rewards=tuple(turn_rewards))
+    spans = {}
+    for component, ranges in verdict.reward_spans.items():
+        if component not in rewards:
+            raise RunError(
+                f"verify returned reward_spans of {component!r} for {sample}, but no reward of this component"
+            )
+        spans[component] = character_spans(ranges, len(trajectory.text), f"reward_spans of {component!r} for {sample}")
+    return replace(verdict, rewards=rewards, turn_rewards=tuple(turn_rewards), reward_spans=spans)
+
+
+def character_spans(value: Any, characters: int, subject: str) -> tuple[tuple[int, int], ...]:
+    """Check ranges of characters, and return them as tuples.
+
+    Args:
+        value: list of pairs [start, end).
+        characters: number of characters in the text.
+        subject: begin of the message.
+
+    Raises:
+        RunError: if the value is not a list of ranges within the text.
+    """
+    try:
+        ranges = tuple((start, end) for start, end in value)
+    except (TypeError, ValueError):
+        raise RunError(f"{subject}: expected a list of [start, end], got {str(value)[:40]}") from None
+    for pair in ranges:
+        if not all(type(place) is int for place in pair) or not 0 <= pair[0] <= pair[1] <= characters:
+            raise RunError(f"{subject}: [{pair[0]}, {pair[1]}] is not a range of the {characters} characters")
+    return ranges
 
 
 def _checked_rewards(

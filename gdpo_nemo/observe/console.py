@@ -85,6 +85,8 @@ class PlainConsole:
         left = f"ETA {eta(self._history, self._steps)}"
         parts = [rewards, "  ".join(health(row)), speed(row), time_split(self._history, 1), left]
         self._print(f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  " + " | ".join(p for p in parts if p))
+        if lines := weight_lines(self._history):
+            self._print("  weights  " + "; ".join(lines))
 
     def validation(self, row: Mapping[str, Any]) -> None:
         """Print one line for the validation."""
@@ -218,7 +220,14 @@ def _footer(history: History) -> Sequence[RenderableType]:
         return []
     row = history.training[-1]
     split = "   ".join(f"{phase} {_bar(share)} {share:.0%}" for phase, share in history.time_split(10).items())
-    return [Text(speed(row)), Text(split), Text("  ".join(health(row)), style="dim")]
+    weights = [Text(f"weight of {line}") for line in weight_lines(history)]
+    return [*weights, Text(speed(row)), Text(split), Text("  ".join(health(row)), style="dim")]
+
+
+def weight_lines(history: History) -> list[str]:
+    """Return one line for each weight that ``gdpo.constraints`` or ``gdpo.schedules`` changes, with the reason for its
+    value."""
+    return [f"{name} {weight:.3g}: {reason}" for name, weight, reason in history.weights()]
 
 
 def health(row: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any, Iterable, Sequence
 
-from gdpo_nemo.observe.console import facts, reward_rows
+from gdpo_nemo.observe.console import facts, number, reward_rows
 from gdpo_nemo.observe.metric_registry import about_of, title_of
 from gdpo_nemo.observe.metrics import WINDOW, History, read_metrics
 from gdpo_nemo.observe.plot import diagnostics_png, measured_diagnostics, rewards_png
@@ -55,6 +55,7 @@ def _page(run_dir: Path, history: History) -> str:
     body = [
         f"<h1>{name}</h1><p class=dim>{steps} steps</p>",
         *section("Rewards", rewards),
+        *section("Weights", _weights(history)),
         *section("Facts", [f"<pre>{html.escape(chr(10).join(facts(history)))}</pre>"] if facts(history) else []),
         *section("Alerts and notes", _alerts(run_dir)),
         *section("Diagnostics", _diagnostics(history)),
@@ -79,6 +80,15 @@ def _diagnostics(history: History) -> list[str]:
 def _reward_table(history: History) -> str:
     heads = ("reward", f"first {WINDOW} steps", f"last {WINDOW} steps", "change", "validation start", "validation end")
     return table(heads, reward_rows(history))
+
+
+def _weights(history: History) -> list[str]:
+    """Return a table of the weights that change during the run, with the reason for the weight of the last step."""
+    rows = [
+        (name, number(history.curve(f"reward/{name}/weight")[1][0]), number(weight), reason)
+        for name, weight, reason in history.weights()
+    ]
+    return [table(("reward", "first weight", "last weight", "reason"), rows)] if rows else []
 
 
 def _alerts(run_dir: Path) -> list[str]:

@@ -30,6 +30,7 @@ class TrainedBatch(Protocol):
     dropped: list[tuple[int, str]]
     next_position: int
     again: list[int]
+    weights: dict[str, float]
 
 
 @dataclass
@@ -44,6 +45,8 @@ class JournalEntry:
     total_updates: int
     again: list[int] = field(default_factory=list)
     """Prompt indices in ``groups`` that an earlier step also trained (``rollout.replay_buffer``)."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weights of the reward components that ``gdpo.constraints`` or ``gdpo.schedules`` changes, in this step."""
 
     @property
     def samples(self) -> list[tuple[str, int]]:
@@ -71,6 +74,7 @@ class Journal:
         published: int | None,
         total_updates: int,
         again: Sequence[int] = (),
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         """Write the line of a trained step.
 
@@ -79,6 +83,7 @@ class Journal:
             published: version of the weights that the engines used during the step.
             total_updates: number of optimizer updates in the whole run.
             again: prompt indices in ``groups`` that an earlier step also trained.
+            weights: weights of the reward components that change during the run.
 
         Raises:
             RunError: if the line cannot be written.
@@ -91,6 +96,7 @@ class Journal:
             published,
             total_updates,
             list(again),
+            dict(weights or {}),
         )
         try:
             with open(self.path, "a", encoding="utf-8") as file:

@@ -100,6 +100,7 @@ class RunLog:
             published=published,
             total_updates=total_updates,
             again=batch.again,
+            weights=batch.weights,
         )
 
     def step(

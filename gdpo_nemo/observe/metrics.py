@@ -186,6 +186,23 @@ class History:
         best = max(means) if highest is None else max(highest, *means)
         return min(means[-window:]) >= best - 1e-6 * abs(best)
 
+    def weights(self) -> list[tuple[str, float, str]]:
+        """Return (component, weight, reason) for each component whose weight changes during the run, in the last
+        step."""
+        row = self.training[-1] if self.training else {}
+        found = []
+        for name in self.components:
+            key = f"reward/{name}/"
+            if key + "weight" not in row:
+                continue
+            kind = next((kind for kind in ("at_least", "at_most") if key + kind in row), None)
+            reason = f"schedule, step {row['step']}"
+            if kind:
+                mean = f"mean {row[key + 'mean']:.3g} over" if key + "mean" in row else "mean of"
+                reason = f"constraint {kind} {row[key + kind]:g}, {mean} {row[key + 'samples']:g} samples"
+            found.append((name, row[key + "weight"], reason))
+        return found
+
     def time_split(self, window: int | None = None) -> dict[str, float]:
         """Return the fraction of wall time of each phase. Asynchronous phases can overlap.
 

@@ -108,6 +108,10 @@ def _lists_of(*checks: Check) -> Check:
     )
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_number, value.values()))
+
+
 def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_count, value))
 
@@ -121,7 +125,7 @@ JOURNAL_STEP: Mapping[str, Check] = {
     "published": _optional(is_count),
     "total_updates": is_count,
 }
-JOURNAL_MORE: Mapping[str, Check] = {"again": _are_counts}
+JOURNAL_MORE: Mapping[str, Check] = {"again": _are_counts, "weights": _are_numbers}
 LEDGER: Mapping[str, Check] = {"position": is_count, "retired": _are_counts}
 LEDGER_MORE: Mapping[str, Check] = {"dropped": _lists_of(is_count, _is_text)}
 

@@ -38,6 +38,7 @@ SCHEMA = pa.schema(
         "turn_rewards": pa.string(),
         "turn_advantages": pa.list_(pa.float64()),
         "turn_parents": pa.list_(pa.int32()),
+        "reward_tokens": pa.string(),
         "thinking_tokens": pa.int32(),
         "position": pa.int64(),
         "spans": pa.list_(pa.struct({"version": pa.int64(), "tokens": pa.int64()})),
@@ -60,6 +61,8 @@ SCHEMA = pa.schema(
   the turns' advantages over the tokens.
 * ``turn_parents`` is set only if a turn does not continue the previous one. It lists the index of the turn that each
   turn continues, or -1 for the first turn of a context.
+* ``reward_tokens`` (JSON, a list of [start, end) by component) lists the tokens that a component is about. It is set
+  only if the verifier returned spans.
 * ``thinking_tokens`` is set only if a rule of ``gdpo.shaping`` has ``thinking: false``.
 * ``not_utf8`` is JSON with the original texts that contain an unpaired surrogate, by column. UTF-8 cannot encode
   surrogates, so the columns themselves contain question marks instead.
@@ -70,7 +73,15 @@ TOKEN_FLOATS = ("logprobs", "trainer_logprobs", "entropies")
 _TEXTS = ("prompt_id", "prompt", "completion", "detail")
 _DEFAULTS = {"detail": "", "turns": 1, "loss_mask": None, "position": -1, "spans": (), "extra": None, "advantage": None}
 _DEFAULTS |= {"terms": None, "trainer_logprobs": None, "not_utf8": None}
-LATER = ("turn_tokens", "turn_rewards", "turn_advantages", "turn_parents", "thinking_tokens", "entropies")
+LATER = (
+    "turn_tokens",
+    "turn_rewards",
+    "turn_advantages",
+    "turn_parents",
+    "reward_tokens",
+    "thinking_tokens",
+    "entropies",
+)
 """Columns that Parquet files of older runs lack. Readers fill these columns with nulls."""
 _DEFAULTS |= dict.fromkeys(LATER)
 """Default values of keys that older JSONL files lack."""
@@ -124,6 +135,7 @@ def table_of(
         "turn_rewards": _json([t.turn_rewards if t.turns > 1 else None for t in samples]),
         "turn_advantages": _lists(unknown if turn_advantages is None else turn_advantages, np.float64),
         "turn_parents": _lists([t.turn_parents or None for t in samples], np.int32),
+        "reward_tokens": _json([t.reward_tokens for t in samples]),
         "thinking_tokens": pa.array([t.thinking_tokens or None for t in samples], pa.int32()),
         "position": pa.array(positions, pa.int64()),
         "spans": _span_lists([t.spans for t in samples]),
@@ -305,7 +317,7 @@ _FROM_JSON: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
     **dict.fromkeys(("prompt_ids", "completion_ids", "turn_tokens", "turn_parents"), _int_lists),
     **dict.fromkeys(TOKEN_FLOATS, _float_lists),
     **dict.fromkeys(("rewards", "terms"), _maps),
-    **dict.fromkeys(("turn_rewards", "extra"), _json),
+    **dict.fromkeys(("turn_rewards", "reward_tokens", "extra"), _json),
     "loss_mask": lambda rows: _lists(rows, np.bool_),
     "spans": _span_lists,
     "turn_advantages": lambda rows: _lists(rows, np.float64),
@@ -324,8 +336,9 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
     mask = record["loss_mask"]
     record["loss_mask"] = None if mask is None else mask.astype(int).tolist()
     record["spans"] = [[span["version"], span["tokens"]] for span in record["spans"]]
-    if record.get("turn_rewards"):
-        record["turn_rewards"] = json.loads(record["turn_rewards"])
+    for name in ("turn_rewards", "reward_tokens"):
+        if record.get(name):
+            record[name] = json.loads(record[name])
     unset = [name for name in _DROPPED if record.get(name) is None]
     for name in ("prompt_ids", "completion_ids", *TOKEN_FLOATS, "turn_tokens", "turn_advantages", "turn_parents"):
         record[name] = _finite_list(record.get(name))

@@ -7,6 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import Sequence
 
+from gdpo_nemo.algorithms.component_weights import describe_weights
 from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.placement import describe_places
 from gdpo_nemo.config.rollout_checks import (
@@ -447,7 +448,7 @@ def _rewards(resolved: Resolved) -> str:
     config = resolved.config
     if not resolved.algorithm.samples:
         return f"none, {config.algorithm.type} does not sample"
-    weights = " + ".join(f"{weight:g} {name}" for name, weight in config.gdpo.rewards.items())
+    weights = describe_weights(config.gdpo.rewards, config.gdpo.constraints, config.gdpo.schedules)
     preset = f", preset {config.gdpo.preset}" if config.gdpo.preset else ""
     estimator = config.algorithm.type if resolved.algorithm.head == "value" else config.gdpo.estimator
     return f"{weights} by {estimator}{preset}, loss {config.loss_fn.type} ({config.loss_fn.aggregation})"
@@ -466,8 +467,7 @@ def _staleness(config: Config) -> str:
     if buffer.groups:
         parts.append(
             f"{buffer.groups} of the {config.gdpo.num_prompts_per_step} groups of a step come from earlier steps, "
-            "each used "
-            f"at most {_count(buffer.reuse, 'time')} and at most {_count(buffer.max_age, 'step')} old"
+            f"each used at most {_count(buffer.reuse, 'time')} and at most {_count(buffer.max_age, 'step')} old"
         )
     return "; ".join(parts)
 

@@ -44,6 +44,8 @@ class Rollout:
     spans: list[Span] = field(default_factory=list)
     version: int | None = None
     """Version of the weights that the step starts from. None if unknown."""
+    weights: dict[str, float] = field(default_factory=dict)
+    """Weights of the components with a constraint or schedule, which ``GDPO.prepare`` sets for the journal."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -108,18 +110,27 @@ def decode(trajectories: Sequence[Trajectory], replies: ReplyParser) -> None:
 
 
 def apply_verdicts(
-    trajectories: Sequence[Trajectory], pool: EnvironmentExecutor, state: TrainerState | None = None
+    trajectories: Sequence[Trajectory],
+    pool: EnvironmentExecutor,
+    state: TrainerState | None = None,
+    replies: ReplyParser | None = None,
 ) -> None:
     """Verify the trajectories and store their rewards and outcomes. An environment failure never becomes a reward.
 
     Args:
         state: training progress, which the environments receive with the trajectories.
+        replies: parser that decoded the completions. If the argument is None, ``Verdict.reward_spans`` is ignored.
     """
     for trajectory in trajectories:
         trajectory.trainer_state = state
     for trajectory, verdict in zip(trajectories, pool.verify(trajectories)):
         trajectory.rewards = dict(verdict.rewards)
         trajectory.turn_rewards = tuple(dict(rewards) for rewards in verdict.turn_rewards)
+        if replies is not None:
+            trajectory.reward_tokens = {
+                name: replies.token_ranges(trajectory.completion_ids, trajectory.text, spans)
+                for name, spans in verdict.reward_spans.items()
+            }
         trajectory.detail = verdict.detail
         trajectory.extra = dict(verdict.extra)
         trajectory.metrics = dict(verdict.metrics)
@@ -392,6 +403,10 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
         thinking_tokens=record.get("thinking_tokens", 0),
         turn_rewards=tuple(dict(rewards) for rewards in record.get("turn_rewards", ())),
         turn_parents=tuple(record.get("turn_parents", ())),
+        reward_tokens={
+            name: tuple((start, end) for start, end in ranges)
+            for name, ranges in record.get("reward_tokens", {}).items()
+        },
         spans=tuple(spans),
     )
     if not len(ids) == len(logprobs) == len(ids if mask is None else mask):

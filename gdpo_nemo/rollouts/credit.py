@@ -295,6 +295,42 @@ def _weighted(
     return sequences
 
 
+_REST = 1e-12
+"""Remainder of an advantage without its terms, relative to the largest term, below which it is rounding noise."""
+
+
+def by_span(advantages: Advantages, trajectories: Sequence[Trajectory]) -> list[float | np.ndarray]:
+    """Return ``TrainSequence.advantage`` of each trajectory with ``gdpo.credit: span``.
+
+    The advantage of a token is the advantage of its trajectory without the terms of the components that are about other
+    tokens. The factor of the batch norm is that of whole trajectories. If the reward of a component depends only on its
+    span, the expected gradient is therefore the same as with ``credit: sequence``.
+
+    Returns:
+        A single number for a trajectory without spans, otherwise float32 [completion tokens].
+    """
+    values = advantages.values.numpy()
+    terms = advantages.components.numpy() * advantages.scale
+    noise = _REST * np.abs(terms).max(initial=0.0)
+    found: list[float | np.ndarray] = []
+    for trajectory, value, row in zip(trajectories, values, terms, strict=True):
+        if not trajectory.reward_tokens:
+            found.append(float(value))
+            continue
+        rest = value - row.sum()  # of the KL in the reward and the mean of the batch
+        tokens = np.full(len(trajectory.completion_ids), 0.0 if abs(rest) <= noise else rest)
+        for name, term in zip(advantages.names, row):
+            ranges = trajectory.reward_tokens.get(name, ((0, len(tokens)),))
+            about = np.zeros(len(tokens), bool)
+            for start, end in ranges:
+                about[start:end] = True
+            tokens[about] += term
+        if trajectory.loss_mask is not None:
+            tokens[~trajectory.loss_mask] = 0.0
+        found.append(tokens.astype(np.float32))
+    return found
+
+
 def longest_completion(config: Config) -> int:
     """Return the maximum number of tokens that the policy may write in one trajectory, over all turns."""
     per_turn = config.policy.generation.max_new_tokens

@@ -233,7 +233,7 @@ class GroupMaker:
     def _apply_verdicts(self, made: Sequence[Trajectory], state: TrainerState, decoded: bool) -> None:
         if not decoded:
             decode([t for t in made if not t.text], self._replies)
-        apply_verdicts(made, self._pool, state)
+        apply_verdicts(made, self._pool, state, self._replies)
 
     def _seed(self, job: GroupJob, sample: int, turn: int = 0) -> int:
         return sample_seed(self._config.run.seed, job.position, sample, turn)

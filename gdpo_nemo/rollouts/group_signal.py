@@ -54,7 +54,9 @@ def has_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> 
 
 
 def _weighted_columns(members: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
-    return {name: column for name, column in reward_columns(members, config).items() if config.gdpo.rewards.get(name)}
+    # A scheduled component also counts while its weight is 0, because this check does not depend on the step.
+    weighted = {name for name, weight in config.gdpo.rewards.items() if weight or name in config.gdpo.schedules}
+    return {name: column for name, column in reward_columns(members, config).items() if name in weighted}
 
 
 def _varies(columns: Mapping[str, np.ndarray], ids: np.ndarray, rows: np.ndarray, raw: bool) -> bool:

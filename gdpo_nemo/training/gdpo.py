@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.algorithms.entropy import AdaptiveEntropy
 from gdpo_nemo.algorithms.loss_selection import loss_entry
 from gdpo_nemo.config.algorithm_choice import old_logprobs_source, spec_of
@@ -18,7 +19,15 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.contexts import by_trajectory, to_score
 from gdpo_nemo.data.packing import TrainSequence, with_gradient
 from gdpo_nemo.data.records import UpdateResult
-from gdpo_nemo.rollouts.credit import TurnAdvantages, advantages_of, choose_by_covariance, log_ratios, updates_of
+from gdpo_nemo.rollouts.credit import (
+    TurnAdvantages,
+    advantages_of,
+    by_span,
+    choose_by_covariance,
+    log_ratios,
+    reward_columns,
+    updates_of,
+)
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 from gdpo_nemo.training.algorithm import Algorithm
 
@@ -30,7 +39,10 @@ if TYPE_CHECKING:
     from gdpo_nemo.rollouts.batches import Rollout
 
 METRICS = {
-    "reward/total/mean": ("reward", "Weighted sum of the components' means, which is the reward in GRPO"),
+    "reward/total/mean": (
+        "reward",
+        "Sum of the components' means with the weights in gdpo.rewards, which is the reward in GRPO",
+    ),
     "rollout/dropped_groups": ("groups", "Groups that gdpo.dynamic_sampling sampled and dropped from the step"),
     "rollout/reference_kl": (
         "nats",
@@ -143,6 +155,9 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         self.component_alerts = ComponentAlerts(log)
         adapts = config.loss_fn.use_adaptive_entropy
         self.entropy = AdaptiveEntropy(config.loss_fn.entropy_bonus) if adapts else None
+        gdpo = config.gdpo
+        changes = gdpo.constraints or gdpo.schedules
+        self.weights = ComponentWeights(gdpo.rewards, gdpo.constraints, gdpo.schedules) if changes else None
 
     @classmethod
     def needs_reference(cls, config: Config) -> bool:
@@ -201,13 +216,27 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         """Return the advantages, the value of ``TrainSequence.advantage`` for each trajectory, and metrics."""
         divergence = self._kl(batch)
         start = time.time()
-        advantages = advantages_of(batch.groups, self.config, divergence)
+        advantages = advantages_of(batch.groups, self._weighted(batch), divergence)
         measured = {"time/advantages": time.time() - start}
         if divergence is not None and not np.isnan(divergence).all():
             measured["rollout/reference_kl"] = float(np.nanmean(divergence))
         if isinstance(advantages, TurnAdvantages):
             return advantages, advantages.of_sequences(batch.trajectories), measured
+        if self.config.gdpo.credit == "span":
+            return advantages, by_span(advantages, batch.trajectories), measured
         return advantages, advantages.values.numpy(), measured
+
+    def _weighted(self, batch: Rollout) -> Config:
+        """Return the config with the step's weights in ``gdpo.rewards``, after constraints and schedules.
+
+        Call this method once per step, because it moves the weights of the constraints.
+        """
+        if self.weights is None:
+            return self.config
+        trained = [t for t in batch.trajectories if t.trains]
+        self.weights.update(1 + (batch.version or 0), reward_columns(trained, self.config) if trained else {})
+        batch.weights = self.weights.changed
+        return replace(self.config, gdpo=replace(self.config.gdpo, rewards=dict(self.weights.values)))
 
     def updates(self, prepared: PreparedRollout) -> Iterator[list[TrainSequence]]:
         """Yield the sequences of each update: ``policy.train_global_batch_size`` at a time, repeated
@@ -232,13 +261,16 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             self.entropy.update(result.sums["entropy"] / result.sums["tokens"], self.loss)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the adaptive entropy coefficient, if it is enabled."""
-        return {} if self.entropy is None else {"entropy": asdict(self.entropy)}
+        """Return the state of the adaptive entropy coefficient and the weights of the constraints, if there are any."""
+        entropy = {} if self.entropy is None else {"entropy": asdict(self.entropy)}
+        return entropy | ({} if self.weights is None else {"weights": self.weights.state()})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the adaptive entropy coefficient from a checkpoint."""
+        """Restore the adaptive entropy coefficient and the weights of the constraints from a checkpoint."""
         if self.entropy is not None and "entropy" in state:
             self.entropy = AdaptiveEntropy(**state["entropy"])
+        if self.weights is not None:
+            self.weights.load_state(state.get("weights", {}))
 
     def metrics(self, prepared: PreparedRollout, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
         """Return the metrics of loss, rewards, advantages, rollouts and staleness.
@@ -252,6 +284,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             **update_metrics(results, on_policy and old_logprobs_source(self.config) == "trainer"),
             **diagnostics.metrics(),
             "reward/total/mean": _weighted_mean(diagnostics, self.config.gdpo.rewards),
+            **({} if self.weights is None else self.weights.metrics),
             **rollout_metrics(rollout.trajectories, version),
             "rollout/dropped_groups": float(rollout.dropped_groups),
             **rollout.measured,

@@ -68,9 +68,10 @@ class PPO(GDPO):
         """
         check_failures(batch.trajectories, self.config.rollout.max_env_failure_share)
         # Components are used for diagnostics only.
-        diagnosed = replace(self.config, gdpo=replace(self.config.gdpo, kl_in_reward=None))
+        config = self._weighted(batch)
+        diagnosed = replace(config, gdpo=replace(config.gdpo, kl_in_reward=None))
         rewards_by_component = advantages_of(batch.groups, diagnosed)
-        rewards = action_rewards(batch.trajectories, self.config)
+        rewards = action_rewards(batch.trajectories, config)
         no_advantages = np.zeros(len(batch.trajectories))
         trained = [reward is not None for reward in rewards]
         updates = updates_of(batch.trajectories, no_advantages, self.config, batch.version, trained)

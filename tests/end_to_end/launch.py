@@ -29,6 +29,7 @@ LR = 2e-4
 UNDISTURBED = (
     f"gdpo.max_num_steps={UNDISTURBED_STEPS}",
     "gdpo.val_at_start=true",
+    "gdpo.constraints={length: {at_least: 0.9, lr: 2.0}}",
     f"policy.megatron_cfg={{optimizer: {{lr: {LR}}}, scheduler: {{lr_decay_style: cosine}}}}",
 )
 """Overrides of the undisturbed run, which others repeat or go on with."""

@@ -32,18 +32,18 @@ def write_adapter(folder: Path, base: Path) -> dict[str, torch.Tensor]:
     return matrices
 
 
-def gdpo(samples: list[dict], names: list[str], batch_norm: bool) -> np.ndarray:
+def gdpo(samples: list[dict], weights: dict[str, float], batch_norm: bool) -> np.ndarray:
     """Equations 4 to 6 of arXiv 2601.05242, group by group and reward by reward, on recorded samples; [samples]."""
     total = np.zeros(len(samples))
     live = np.zeros(len(samples), bool)
     prompts = [sample["prompt_id"] for sample in samples]
     for prompt in dict.fromkeys(prompts):
         members = [index for index, name in enumerate(prompts) if name == prompt]
-        for name in names:
+        for name, weight in weights.items():
             reward = np.array([samples[index]["rewards"][name] for index in members], np.float64)
             if np.ptp(reward):
                 live[members] = True
-                total[members] += (reward - reward.mean()) / (reward.std(ddof=1) + _EPSILON)
+                total[members] += weight * (reward - reward.mean()) / (reward.std(ddof=1) + _EPSILON)
     if not batch_norm:
         return total
     return np.where(live, (total - total[live].mean()) / (total[live].std(ddof=1) + _EPSILON), 0.0)

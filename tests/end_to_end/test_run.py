@@ -104,14 +104,17 @@ def test_trainer_and_sampler_agree_at_every_step(undisturbed):
     assert {row["staleness/max"] for row in trained} == {0.0}
 
 
-def test_three_rewards_are_normalised_in_their_groups_and_then_over_the_batch(undisturbed):
+def test_three_rewards_are_normalised_in_their_groups_weighted_and_then_over_the_batch(undisturbed):
     run_dir = undisturbed.run_dir
     samples = read_rollouts(rollout_path(run_dir, 1))
     advantages = [sample["advantage"] for sample in samples]
-    expected = gdpo(samples, ["correctness", "format", "length"], batch_norm=True)
-    np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
-    assert np.abs(expected - gdpo(samples, ["correctness", "format", "length"], batch_norm=False)).max() > 0.1
     row = next(row for row in rows(run_dir) if "loss" in row)
+    length = 1 + 2.0 * (0.9 - row["reward/length/mean"])  # the constraint has moved the weight before the first update
+    assert row["reward/length/weight"] == length != 1
+    weights = {"correctness": 1.0, "format": 1.0, "length": length}
+    expected = gdpo(samples, weights, batch_norm=True)
+    np.testing.assert_allclose(advantages, expected, rtol=1e-5, atol=1e-6)
+    assert np.abs(expected - gdpo(samples, weights, batch_norm=False)).max() > 0.1
     assert row["advantage/std"] == pytest.approx(1, abs=1e-3)
 
 
@@ -259,7 +262,7 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step
     assert first["reward/format/dead_groups"] == second["reward/format/dead_groups"] == 0.0
     samples = read_rollouts(rollout_path(run_dir, 1))
     advantages = [sample["advantage"] for sample in samples]
-    np.testing.assert_allclose(advantages, gdpo(samples, ["format"], batch_norm=False), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(advantages, gdpo(samples, {"format": 1.0}, batch_norm=False), rtol=1e-5, atol=1e-6)
     assert first["policy/reference_kl"] > 1e-4 and first["policy/ratio_max"] > 1.0
     assert first["time/advantages"] < 0.01 * first["time/step"]
     assert max(first["parity/probe"], second["parity/probe"]) < 1e-5

@@ -233,6 +233,9 @@ async def _answer(app: FastAPI, row: dict, request: Request, elsewhere: str):
         "booleans": '{"reward": 1, "reward_components": {"correctness": true, "format": false}}',
         "nan_beside": json.dumps({**honest, "debug": float("nan")}),
         "extra": json.dumps({**honest, "reward_components": {**honest["reward_components"], "surprise": 5.0}}),
+        "spans": json.dumps({**honest, "reward_spans": {"format": [[1, 3]], "surprise": "unread"}}),
+        "spans_outside": json.dumps({**honest, "reward_spans": {"format": [[0, 5]]}}),
+        "spans_list": json.dumps({**honest, "reward_spans": [[0, 1]]}),
         "mask_sample": json.dumps({**honest, "mask_sample": True}),
         "judge_0_5": json.dumps({**honest, "_ng_failure_class": "judge_failed", "_ng_failure_judge_error": "no key"}),
         "judge_0_7": json.dumps(

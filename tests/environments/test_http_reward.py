@@ -53,6 +53,10 @@ MISDEEDS = {
     "raw [true]": "bad_reply: a reward in the reply must be a number or null, not True",
     "raw [Infinity]": "bad_reply: a reward in the reply is infinite (inf)",
     "raw [[[[[[[[[[1]]]]]]]]]]": "bad_reply: the reply is nested more than 8 levels deep",
+    'raw {"rewards": [1], "spans": []}': "bad_reply: spans must be a list with one entry for each of 1 completions",
+    'raw {"rewards": [1], "spans": [[[0, 900]]]}': "bad_reply: spans: [0, 900] is not a range of the 43 characters",
+    'raw {"rewards": [1], "spans": [[[2, 1]]]}': "bad_reply: spans: [2, 1] is not a range of the 41 characters",
+    'raw {"rewards": [1], "spans": [3]}': "bad_reply: spans: expected a list of [start, end], got 3",
     "huge": "too_large: the reply has 10000000 bytes, more than max_reply_bytes (1048576)",
     "redirect": "redirect: HTTP 307 to",
     "status 401": "rejected: HTTP 401: completions: unwanted",
@@ -69,6 +73,11 @@ def test_whatever_goes_wrong_masks_the_samples_and_is_never_a_zero(server, misde
     [failed] = verdicts(server, [misdeed], time_limit_s=limit, max_retries=2)
     assert failed.outcome is Outcome.ENV_FAILED and failed.rewards == {}
     assert failed.detail.startswith("helpful: " + MISDEEDS[misdeed])
+
+
+def test_the_spans_of_a_reply_become_those_of_the_verdict(server):
+    [verdict] = verdicts(server, ['raw {"rewards": [0.5], "spans": [[[0, 3], [5, 5]]]}'])
+    assert verdict.rewards == {"helpful": 0.5} and verdict.reward_spans == {"helpful": ((0, 3), (5, 5))}
 
 
 def test_one_request_that_fails_costs_its_own_batch_only(server):

@@ -63,6 +63,9 @@ MISDEEDS = {
     "nan_beside": (None, "", 0, 1.0),
     "extra": (None, "", 0, 1.0),
     "fine_0_7": (None, "", 0, 1.0),
+    "spans": (None, "", 0, 1.0),
+    "spans_outside": ("bad_reply", "reward_spans: [0, 5] is not a range of the 4 characters", 0, 1.0),
+    "spans_list": ("bad_reply", "expected an object of components as reward_spans, got list", 0, 1.0),
     "mask_sample": ("verifier", "mask_sample", 0, 1.0),
     "judge_0_5": ("verifier", "judge_failed: no key", 0, 1.0),
     "judge_0_7": ("verifier", "session_lost: restarted", 0, 1.0),
@@ -125,6 +128,7 @@ def test_a_misdeed_has_one_outcome_in_bounded_time_and_changes_no_other_trajecto
     others = [0, 1, 3, 4]
     assert [verdicts[i].rewards for i in others] == [{"correctness": 0.1 * i, "format": 1.0} for i in others]
     assert all(verdicts[i].outcome is Outcome.OK for i in others)
+    assert dict(verdicts[2].reward_spans) == ({"format": ((1, 3),)} if misdeed == "spans" else {})
     if kind is None:
         assert (verdicts[2].outcome, dict(verdicts[2].rewards)) == (Outcome.OK, {"correctness": 0.7, "format": 1.0})
     else:

@@ -17,7 +17,7 @@ from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.data.server_replies import Failure, check_measurement, depth_exceeds, parse_json, retry_after_s
 from gdpo_nemo.environments.http_client import Cookies, api_key
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
-from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row, request_body, routes_of
+from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row, request_body, reward_spans_of, routes_of
 from gdpo_nemo.environments.nemo_gym.settings import read_rules, read_settings, rewards_of
 from gdpo_nemo.environments.registry import announced_components, load_environment
 from gdpo_nemo.rollouts.metrics import rollout_metrics
@@ -57,6 +57,15 @@ def test_a_row_becomes_a_chat_with_tools_and_stays_itself():
     assert body["id"] == 3 and "temperature" not in body["responses_create_params"]
     assert body["response"]["tools"] == [TOOL] and body["response"]["output"][0]["content"][0]["text"] == "hello"
     assert {"id", "created_at", "model", "object", "parallel_tool_calls", "tool_choice"} <= body["response"].keys()
+
+
+def test_the_spans_of_a_reply_count_from_the_begin_of_the_text_with_its_reasoning():
+    sample = trajectory("<think>so</think>1 or 2", **read_row({"responses_create_params": {"input": "a"}}))
+    reply = {"reward_spans": {"reward": [[0, 1], [5, 6]]}}
+    body = json.loads(request_body(sample, split_reasoning=True))
+    message = body["response"]["output"][1]["content"][0]["text"]
+    found = reward_spans_of(reply, sample, {"reward": 1.0}, split_reasoning=True)
+    assert [sample.text[start:end] for start, end in found["reward"]] == [message[0], message[5]] == ["1", "2"]
 
 
 def test_rows_are_read_by_their_environment_and_a_bad_one_is_named(tmp_path):

@@ -52,6 +52,7 @@ def test_a_line_names_groups_in_order_spans_outcomes_drops_and_versions(tmp_path
         "published": 4,
         "total_updates": 9,
         "again": [],
+        "weights": {},
     }
     assert read_journal(tmp_path)[0].samples == [("row 7", 0), ("row 7", 1), ("row 5", 0)]
 

@@ -144,6 +144,21 @@ def test_the_report_is_one_page_without_anything_active_in_it(config, run_dir):
     assert page.count("data:image/png;base64,") == 2 and "http" not in page
 
 
+def test_console_and_report_say_why_a_weight_is_what_it_is(config, capsys, run_dir):
+    run = RunLog(config, run_dir)
+    for step, weight in ((1, 0.5), (2, 0.3149)):
+        goal = {"reward/length/at_least": 0.95, "reward/length/samples": 64.0, "reward/length/weight": weight}
+        schedule = {"reward/correctness/weight": 0.1 * step}
+        run.step({**demo_row(step), **goal, **schedule, "reward/length/mean": 0.91})
+    run.close("complete")
+    shown = capsys.readouterr().out
+    why = "constraint at_least 0.95, mean 0.91 over 64 samples"
+    assert f"weights  correctness 0.2: schedule, step 2; length 0.315: {why}\n" in shown
+    assert shown.count("  weights  ") == 2
+    row = f"<td>length</td><td>0.500</td><td>0.315</td><td>{why}</td>"
+    assert row in (run_dir / "report.html").read_text()
+
+
 def test_the_report_command_redraws_a_run_from_its_files(config, run_dir, capsys):
     play(config)
     (run_dir / "report.html").unlink()

@@ -3,6 +3,7 @@ tests/end_to_end."""
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -358,11 +359,35 @@ def test_updates_that_were_not_finite_are_counted_and_too_many_in_a_row_end_the_
 
 def test_a_step_writes_every_metric_that_the_trainer_describes_and_no_other():
     rows = []
-    for overrides in (["gdpo.kl_in_reward=0.1"], ["loss_fn.type=kl_cov", "loss_fn.use_adaptive_entropy=true"]):
+    bounds = "gdpo.constraints={b: {at_least: 0.5}}"
+    for overrides in (["gdpo.kl_in_reward=0.1"], ["loss_fn.type=kl_cov", "loss_fn.use_adaptive_entropy=true", bounds]):
         recorder = Recorder(*overrides)
         recorder.trainer.step()
         rows.append(recorder.rows[0][0])
     assert {*METRICS, *gdpo.METRICS} <= rows[0].keys() | rows[1].keys() and unknown_metrics(rows) == []
+
+
+def test_a_constraint_moves_the_weight_before_each_update_and_resumes_from_the_checkpoint():
+    """The mean of b is 0.5 in every step. b alone varies in the second group, so its weight decides between groups."""
+    goal = "gdpo.constraints={b: {at_least: 0.75, lr: 0.4}}"
+    recorder = Recorder(goal)
+    states = []
+    for _ in range(3):
+        recorder.trainer.step()
+        states.append(json.loads(json.dumps(recorder.trainer.algorithm.state())))
+    start = recorder.config.gdpo.rewards["b"]
+    weights = [start + 0.4 * 0.25, start + 0.4 * 0.25 + 0.4 * 0.25, start + 0.4 * 0.25 + 0.4 * 0.25 + 0.4 * 0.25]
+    assert [row["reward/b/weight"] for row, *_ in recorder.rows] == weights
+    assert [batch.weights for _, batch, *_ in recorder.trained] == [{"b": weight} for weight in weights]
+    fixed = Recorder(f"gdpo.rewards.b={weights[2]}")
+    fixed.trainer.step()
+    np.testing.assert_array_equal(recorder.rows[2][2], fixed.rows[0][2])
+    totals = [row["reward/total/mean"] for row, *_ in recorder.rows]
+    assert totals == [0.25 + 0.5] * 3, "comparable between steps"
+    resumed = Recorder(goal)
+    resumed.trainer.algorithm.load_state(states[1])
+    resumed.trainer.step()
+    assert resumed.rows[0][0]["reward/b/weight"] == weights[2] and resumed.trainer.algorithm.state() == states[2]
 
 
 class Halving(Algorithm):

@@ -12,7 +12,7 @@ import numpy as np
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.data.server_replies import Failure, FailureKind, check_measurement
 from gdpo_nemo.environments.http_client import Cookies, HttpClient, with_retries
-from gdpo_nemo.environments.nemo_gym.rows import ROW, Routes, request_body, seed_body
+from gdpo_nemo.environments.nemo_gym.rows import ROW, Routes, request_body, reward_spans_of, seed_body
 from gdpo_nemo.environments.nemo_gym.settings import Settings, rewards_of
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
@@ -85,10 +85,8 @@ class Verifier:
             for task in tasks:
                 task.cancel()
 
-    async def rewards(
-        self, trajectory: Trajectory, server: str, started: Callable[[], None] = lambda: None
-    ) -> dict[str, float | None]:
-        """Request the rewards of one trajectory, with retries within the limits. Raises Failure.
+    async def verdict(self, trajectory: Trajectory, server: str, started: Callable[[], None] = lambda: None) -> Verdict:
+        """Request the verdict of one trajectory, with retries within the limits. Raises Failure.
 
         Args:
             started: called when the first attempt starts.
@@ -99,7 +97,7 @@ class Verifier:
         def time_left() -> float:
             return math.inf if deadline is None else deadline - loop.time()
 
-        async def attempt() -> dict[str, float | None]:
+        async def attempt() -> Verdict:
             nonlocal deadline
             async with self._slots[server]:
                 if deadline is None:
@@ -121,7 +119,7 @@ class Verifier:
             self._start(group)
 
         try:
-            rewards = await self.rewards(trajectory, server, started)
+            verdict = await self.verdict(trajectory, server, started)
         except Failure as failure:
             if failure.kind in _SERVER_FAILURES:
                 failures_in_a_row[server] += 1
@@ -132,9 +130,9 @@ class Verifier:
             return self._cancelled_verdict(group)
         failures_in_a_row[server] = 0
         self._count_valid(group)
-        return Verdict(rewards)
+        return verdict
 
-    async def _attempt(self, trajectory: Trajectory, server: str, deadline: float) -> dict[str, float | None]:
+    async def _attempt(self, trajectory: Trajectory, server: str, deadline: float) -> Verdict:
         """Seed a session and verify one trajectory, without retries. Cookies are not reused between attempts, because a
         failure may end the session."""
         settings = self._settings
@@ -146,7 +144,8 @@ class Verifier:
         body = request_body(trajectory, settings.split_reasoning)
         reply = await self._client.post(f"{url}/verify", body, cookies, self._time_left(deadline))
         check_measurement(reply)
-        return rewards_of(reply, settings.rules, server, settings.check_sum)
+        rewards = rewards_of(reply, settings.rules, server, settings.check_sum)
+        return Verdict(rewards, reward_spans=reward_spans_of(reply, trajectory, rewards, settings.split_reasoning))
 
     def _time_left(self, deadline: float) -> float:
         return min(self._limits.request_timeout_s, deadline - asyncio.get_running_loop().time())
@@ -211,7 +210,7 @@ async def _components(settings: Settings, verifier: Verifier, server: str, promp
     empty = np.zeros(0, np.int32)
     trajectory = Trajectory(prompt, 0, empty, empty.astype(np.float32), 0, _ANSWER, "stop")
     try:
-        rewards = await verifier.rewards(trajectory, server)
+        rewards = (await verifier.verdict(trajectory, server)).rewards
     except Failure as failure:
         message = f"server {server} at {verifier.routes.servers[server]}, row of prompt {prompt.id}: {failure}"
         raise (ConfigError if failure.kind in _CONFIG_FAILURES else RunError)(message) from None

@@ -13,9 +13,10 @@ from gdpo_nemo.data.conversation import output_items
 from gdpo_nemo.data.records import Trajectory
 from gdpo_nemo.data.replies import Reply
 from gdpo_nemo.data.server_replies import Failure, FailureKind, printable
+from gdpo_nemo.environments.base import character_spans
 from gdpo_nemo.environments.http_client import HttpClient, base_url
 from gdpo_nemo.environments.nemo_gym.settings import Settings
-from gdpo_nemo.utils.errors import ConfigError, nearest
+from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 from gdpo_nemo.utils.files import parse_yaml
 
 ROW = "nemo_gym_row"
@@ -92,6 +93,35 @@ def request_body(trajectory: Trajectory, split_reasoning: bool) -> bytes:
     if trajectory.finish_reason == "length":
         response["incomplete_details"] = {"reason": "max_output_tokens"}
     return json.dumps({**row, "responses_create_params": parameters, "response": response}).encode()
+
+
+def reward_spans_of(
+    reply: Mapping[str, Any], trajectory: Trajectory, rewards: Mapping[str, Any], split_reasoning: bool
+) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Return ``reward_spans`` of a reply: lists of [start, end) by component, in characters of the output message.
+
+    The result counts from the beginning of ``Trajectory.text``, which also contains reasoning. Spans of components that
+    are not in ``rewards`` are ignored.
+
+    Raises:
+        Failure: BAD_REPLY if the spans are invalid.
+    """
+    every = reply.get("reward_spans") or {}
+    if not isinstance(every, Mapping):
+        raise Failure(
+            FailureKind.BAD_REPLY, f"expected an object of components as reward_spans, got {type(every).__name__}"
+        )
+    items = output_items(trajectory.reply or Reply(trajectory.text), split_reasoning)
+    text = next((item["content"][0]["text"] for item in items if item["type"] == "message"), "")
+    offset = trajectory.text.rfind(text)
+    named = {name: every[name] for name in rewards if name in every}
+    if named and offset < 0:
+        raise Failure(FailureKind.BAD_REPLY, "reward_spans: the output message is not part of the completion")
+    try:
+        found = {name: character_spans(spans, len(text), "reward_spans") for name, spans in named.items()}
+    except RunError as error:
+        raise Failure(FailureKind.BAD_REPLY, str(error)) from None
+    return {name: tuple((a + offset, b + offset) for a, b in spans) for name, spans in found.items()}
 
 
 def seed_body(row: Mapping[str, Any]) -> bytes:

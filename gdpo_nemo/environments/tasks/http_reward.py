@@ -2,8 +2,9 @@
 
 The request is a POST of ``{"prompts": [...], "completions": [...], "columns": {name: [...]}, "trainer_state": {...}}``.
 The reply is a JSON list with one number per completion, or null if the reward does not apply. The reply may also be an
-object with this list, ``{"rewards": [...]}``. If a request fails, its samples get a ``Failure`` and are masked. Samples
-of a failed request never get a reward of 0.
+object with this list, ``{"rewards": [...]}``. A list ``spans`` in this object names the characters that each reward is
+about: null for the whole completion, or a list of [start, end]. If a request fails, its samples get a ``Failure`` and
+are masked. Samples of a failed request never get a reward of 0.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data import server_replies
 from gdpo_nemo.data.records import TrainerState
-from gdpo_nemo.environments.base import Failure, reward_value
+from gdpo_nemo.environments.base import Failure, SpanReward, character_spans, reward_value
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url, with_retries
 from gdpo_nemo.environments.tasks.reward_functions import plain
 from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
@@ -68,7 +69,7 @@ class HttpReward:
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], trainer_state: TrainerState, **columns: Any
-    ) -> list[float | Failure | None]:
+    ) -> list[float | Failure | SpanReward | None]:
         """Return one reward, None or ``Failure`` per completion, within ``time_limit_s``."""
         sent = self._columns_to_send(columns)
         sent |= {"prompts": list(prompts), "completions": list(completions)}
@@ -78,12 +79,12 @@ class HttpReward:
             self._body({name: values[start : start + size] for name, values in sent.items()}, trainer_state)
             for start in starts
         ]
-        counts = [len(completions[start : start + size]) for start in starts]
+        parts = [completions[start : start + size] for start in starts]
         deadline = asyncio.get_running_loop().time() + self._time_limit_s
         slots = asyncio.Semaphore(self._concurrency)
         client = HttpClient(self._concurrency, self._max_reply_bytes, _MAX_JSON_DEPTH, self._api_key)
         try:
-            requests = [self._rewards(client, slots, deadline, body, count) for body, count in zip(bodies, counts)]
+            requests = [self._rewards(client, slots, deadline, body, part) for body, part in zip(bodies, parts)]
             return [reward for part in await asyncio.gather(*requests) for reward in part]
         finally:
             await client.close()
@@ -104,8 +105,8 @@ class HttpReward:
         return json.dumps(plain({**body, "columns": columns, "trainer_state": asdict(state)})).encode()
 
     async def _rewards(
-        self, client: HttpClient, slots: asyncio.Semaphore, deadline: float, body: bytes, count: int
-    ) -> list[float | Failure | None]:
+        self, client: HttpClient, slots: asyncio.Semaphore, deadline: float, body: bytes, part: Sequence[Any]
+    ) -> list[float | Failure | SpanReward | None]:
         def time_left() -> float:
             return deadline - asyncio.get_running_loop().time()
 
@@ -115,16 +116,18 @@ class HttpReward:
                 reply = await with_retries(
                     lambda: client.ask(self._url, body, time_left()), self._max_retries, time_left, limit
                 )
-            return _read(reply, count)
+            return _read(reply, part)
         except server_replies.Failure as failure:
-            return [Failure(f"{failure.kind}: {failure.detail}")] * count
+            return [Failure(f"{failure.kind}: {failure.detail}")] * len(part)
 
 
-def _read(reply: Any, count: int) -> list[float | Failure | None]:
+def _read(reply: Any, completions: Sequence[Any]) -> list[float | Failure | SpanReward | None]:
     """Return the rewards in a reply.
 
-    Raises server_replies.Failure(BAD_REPLY) if the reply does not have one number or null per completion.
+    Raises server_replies.Failure(BAD_REPLY) if the reply does not have one number or null per completion, or its spans
+    are invalid.
     """
+    count = len(completions)
     values = reply.get("rewards") if isinstance(reply, dict) else reply
     if not isinstance(values, list):
         raise _bad("the reply must be a list of rewards or an object with the key rewards")
@@ -135,10 +138,24 @@ def _read(reply: Any, count: int) -> list[float | Failure | None]:
             raise _bad(
                 f"a reward in the reply must be a number or null, not {server_replies.printable(repr(value), 40)}"
             )
+    every = reply.get("spans") if isinstance(reply, dict) else None
+    if every is not None and (not isinstance(every, list) or len(every) != count):
+        raise _bad(f"spans must be a list with one entry for each of {count} completions")
     try:
-        return [reward_value(value, "a reward in the reply") for value in values]
+        rewards = [reward_value(value, "a reward in the reply") for value in values]
+        return [
+            reward if spans is None else SpanReward(reward, character_spans(spans, _characters(text), "spans"))
+            for reward, spans, text in zip(rewards, every or [None] * count, completions)
+        ]
     except RunError as error:  # the server, not the user's code, caused the infinite reward
         raise _bad(str(error)) from None
+
+
+def _characters(completion: Any) -> int:
+    """Return the length of a completion. Raises RunError if it is a conversation, whose text has no fixed form."""
+    if not isinstance(completion, str) and len(completion) > 1:
+        raise RunError("spans are not supported for completions of several messages")
+    return len(completion if isinstance(completion, str) else completion[0]["content"])
 
 
 def _bad(detail: str) -> server_replies.Failure:

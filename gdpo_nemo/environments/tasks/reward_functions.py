@@ -7,11 +7,11 @@ import copy
 import functools
 import inspect
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Mapping, Sequence
 
 from gdpo_nemo.data.records import Outcome, TrainerState, Trajectory, Verdict
-from gdpo_nemo.environments.base import Environment, Failure, read_options, reward_value
+from gdpo_nemo.environments.base import Environment, Failure, SpanReward, read_options, reward_value
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line, nearest
 from gdpo_nemo.utils.user_code import load_object
 
@@ -88,7 +88,8 @@ class Functions(Environment):
     row contains chat messages, and text otherwise. Functions without ``**kwargs`` get only the arguments that they
     declare. Async functions run concurrently.
 
-    A function may return a ``Failure`` instead of a reward, which masks the sample. Each call receives some of the
+    A function may return a ``Failure`` instead of a reward, which masks the sample, or a ``SpanReward`` with the
+    characters that the reward is about. Each call receives some of the
     step's completions, and always all samples of a prompt. However, the samples of a failed call are retried
     individually.
     """
@@ -127,14 +128,22 @@ class Functions(Environment):
         ]
 
     def _verdict(
-        self, rewards: Mapping[str, float | Failure | None], extra: Mapping[str, Any], metrics: Mapping[str, float]
+        self,
+        rewards: Mapping[str, float | Failure | SpanReward | None],
+        extra: Mapping[str, Any],
+        metrics: Mapping[str, float],
     ) -> Verdict:
         failures = {name: value for name, value in rewards.items() if isinstance(value, Failure)}
         failed = [f"{name}: {' '.join(str(value.detail).split())[:300]}" for name, value in failures.items()]
         if failed:
             return Verdict({}, Outcome.ENV_FAILED, "; ".join(failed), extra, metrics)
-        given = {name: value for name, value in rewards.items() if not isinstance(value, Failure)}
-        return Verdict(given, extra=extra, metrics=metrics)
+        spans = {name: value.spans for name, value in rewards.items() if isinstance(value, SpanReward)}
+        given = {
+            name: value.value if isinstance(value, SpanReward) else value
+            for name, value in rewards.items()
+            if not isinstance(value, Failure)
+        }
+        return Verdict(given, extra=extra, metrics=metrics, reward_spans=spans)
 
 
 def _load(name: str, entry: Any) -> _RewardFunction:
@@ -232,19 +241,21 @@ async def _call_all(functions: Sequence[_RewardFunction], batch: _Batch) -> dict
 
 def _values(
     function: _RewardFunction, returned: Any, trajectories: Sequence[Trajectory]
-) -> list[float | Failure | None]:
+) -> list[float | Failure | SpanReward | None]:
     try:
         values = list(returned)
     except Exception:
         raise RunError(f"{function} must return a list of rewards, not {type(returned).__name__}") from None
     if len(values) != len(trajectories):
         raise RunError(f"{function} returned {len(values)} rewards for {len(trajectories)} completions")
-    return [
-        value
-        if isinstance(value, Failure)
-        else reward_value(value, f"the value of {function} for sample {t.sample_index} of prompt {t.prompt.id}")
-        for value, t in zip(values, trajectories)
-    ]
+    found: list[float | Failure | SpanReward | None] = []
+    for value, t in zip(values, trajectories):
+        subject = f"the value of {function} for sample {t.sample_index} of prompt {t.prompt.id}"
+        if isinstance(value, SpanReward):
+            found.append(replace(value, value=reward_value(value.value, subject)))
+        else:
+            found.append(value if isinstance(value, Failure) else reward_value(value, subject))
+    return found
 
 
 REFUSED = {

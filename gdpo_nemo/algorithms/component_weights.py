@@ -1,0 +1,221 @@
+"""Weights of reward components that change during a run: constraints by dual ascent, and schedules by step.
+
+    constraints:
+      length: {at_least: 0.95}
+    schedules:
+      format: [[1, 0.0], [100, 1.0]]
+
+A constraint maximises the other rewards subject to a bound on the mean of its component. The component's weight w is
+the Lagrange multiplier of the constraint, with the sign of the direction in which the component is pushed. Each step
+moves the weight by projected dual ascent, before the advantages are computed::
+
+    w <- clip(w + lr (bound - mean), 0, max_weight)      at_least
+    w <- clip(w + lr (bound - mean), -max_weight, 0)     at_most
+
+mean is the component's mean over the batch, after shaping. A component that meets its bound therefore loses weight, and
+has no weight while the other rewards alone meet the bound.
+
+A schedule interpolates linearly between its points [step, weight]. The weight in `gdpo.rewards` is the first weight of
+both: the multiplier at the start of the run, and the weight at step 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from gdpo_nemo.algorithms.table import nearest
+
+METRICS = {
+    "reward/NAME/weight": (
+        "",
+        "Weight of component NAME in this step, if gdpo.constraints or gdpo.schedules changes it",
+    ),
+    "reward/NAME/at_least": ("reward", "Lower bound of component NAME's mean (gdpo.constraints)"),
+    "reward/NAME/at_most": ("reward", "Upper bound of component NAME's mean (gdpo.constraints)"),
+    "reward/NAME/samples": ("samples", "Samples with component NAME, whose mean is compared with the bound"),
+}
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Bound on the mean of a component. Exactly one of `at_least` and `at_most` is set."""
+
+    at_least: float | None = None
+    """Lower bound of the mean."""
+    at_most: float | None = None
+    """Upper bound of the mean."""
+    lr: float = 0.1
+    """Change of the weight per step and unit of reward by which the mean misses the bound."""
+    max_weight: float = 10.0
+    """Largest absolute value of the weight."""
+
+    def __post_init__(self) -> None:
+        for name in ("at_least", "at_most", "lr", "max_weight"):
+            value = getattr(self, name)
+            if value is not None and not (_is_number(value) and abs(value) < float("inf")):
+                raise ValueError(f"{name} must be a finite number, got {value!r}")
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError("write exactly one of at_least and at_most")
+        for name in ("lr", "max_weight"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def kind(self) -> str:
+        """Name of the bound: at_least or at_most."""
+        return "at_most" if self.at_least is None else "at_least"
+
+    @property
+    def bound(self) -> float:
+        """Value of the bound."""
+        return float(getattr(self, self.kind))
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        """Smallest and largest weight."""
+        return (0.0, self.max_weight) if self.kind == "at_least" else (-self.max_weight, 0.0)
+
+    def ascend(self, weight: float, mean: float) -> float:
+        """Return the weight after a step of projected dual ascent."""
+        return float(np.clip(weight + self.lr * (self.bound - mean), *self.limits))
+
+
+def read_constraint(name: str, options: Any) -> Constraint:
+    """Return the constraint of a component.
+
+    Raises:
+        ValueError: if an option is unknown or invalid. The message begins with the key within `gdpo`.
+    """
+    known = tuple(field.name for field in fields(Constraint))
+    if not isinstance(options, Mapping):
+        raise ValueError(f"constraints.{name}: must be a mapping such as {{at_least: 0.95}}, got {options!r}")
+    for key in options:
+        if key not in known:
+            raise ValueError(f"constraints.{name}.{key}: unknown option; {nearest(str(key), known)}")
+    try:
+        return Constraint(**options)
+    except ValueError as error:
+        raise ValueError(f"constraints.{name}: {error}") from None
+
+
+def read_schedule(name: str, points: Any) -> list[tuple[int, float]]:
+    """Return the points (step, weight) of a component's schedule.
+
+    Raises:
+        ValueError: if the points are not pairs with ascending steps. The message begins with the key within `gdpo`.
+    """
+    if not isinstance(points, Sequence) or isinstance(points, str) or not points or not all(map(_is_point, points)):
+        raise ValueError(f"schedules.{name}: must be a list of [step, weight] such as [[100, 1.0]], got {points!r}")
+    steps = [step for step, _ in points]
+    if steps[0] < 2 or any(later <= step for step, later in zip(steps, steps[1:])):
+        raise ValueError(f"schedules.{name}: steps must ascend from 2 or later, got {steps}; step 1 is in rewards")
+    return [(step, float(weight)) for step, weight in points]
+
+
+def check_component_weights(
+    rewards: Mapping[str, float], constraints: Mapping[str, Any], schedules: Mapping[str, Any]
+) -> None:
+    """Check the constraints and schedules of a config.
+
+    Raises:
+        ValueError: if one is invalid, or no component has a constant weight. The message begins with the key.
+    """
+    for section, changed in (("constraints", constraints), ("schedules", schedules)):
+        for name in changed:
+            if name not in rewards:
+                raise ValueError(
+                    f"{section}.{name}: the component must have its first weight in gdpo.rewards; "
+                    f"{nearest(str(name), tuple(rewards))}"
+                )
+    for name, options in constraints.items():
+        low, high = read_constraint(name, options).limits
+        if name in schedules:
+            raise ValueError(f"schedules.{name}: conflicts with constraints.{name}; remove one")
+        if not low <= rewards[name] <= high:
+            raise ValueError(f"rewards.{name}: must be from {low:g} to {high:g} with its constraint")
+    for name, points in schedules.items():
+        read_schedule(name, points)
+    if (constraints or schedules) and not any(rewards[n] for n in rewards if n not in {*constraints, *schedules}):
+        raise ValueError("rewards: at least one component without a constraint or schedule needs a weight")
+
+
+def describe_weights(rewards: Mapping[str, float], constraints: Mapping[str, Any], schedules: Mapping[str, Any]) -> str:
+    """Return the first weights as text, with constraints and schedules: `1 correctness + 0 length (at_least 0.95)`."""
+    changes = {name: read_constraint(name, options) for name, options in constraints.items()}
+    notes = {name: f" ({constraint.kind} {constraint.bound:g})" for name, constraint in changes.items()}
+    for name, points in schedules.items():
+        notes[name] = "".join(f", {weight:g} in step {step}" for step, weight in points).replace(", ", " (", 1) + ")"
+    return " + ".join(f"{weight:g} {name}{notes.get(name, '')}" for name, weight in rewards.items())
+
+
+class ComponentWeights:
+    """Current weights of all components of a run.
+
+    Args:
+        rewards, constraints, schedules: the keys of the section `gdpo`, valid by `check_component_weights`.
+    """
+
+    def __init__(
+        self, rewards: Mapping[str, float], constraints: Mapping[str, Any], schedules: Mapping[str, Any]
+    ) -> None:
+        self.values = dict(rewards)
+        """Weight of each component in the current step."""
+        self._constraints = {name: read_constraint(name, options) for name, options in constraints.items()}
+        self._schedules = {
+            name: [(1, rewards[name]), *read_schedule(name, points)] for name, points in schedules.items()
+        }
+        self.metrics: dict[str, float] = {}
+        """Metrics of the current step, which explain the weights."""
+
+    @property
+    def changed(self) -> dict[str, float]:
+        """Weights of the components with a constraint or schedule."""
+        return {name: self.values[name] for name in (*self._constraints, *self._schedules)}
+
+    def update(self, step: int, columns: Mapping[str, np.ndarray]) -> None:
+        """Set the weights of a step.
+
+        A constraint does not change the weight in a step without a reward of its component.
+
+        Args:
+            step: number of the step, counted from 1.
+            columns: rewards of the batch by component, [samples], NaN for a missing reward.
+        """
+        self.metrics = {}
+        for name, constraint in self._constraints.items():
+            given = columns[name][~np.isnan(columns[name])] if name in columns else np.zeros(0)
+            if len(given):
+                self.values[name] = constraint.ascend(self.values[name], float(given.mean()))
+            self.metrics[f"reward/{name}/{constraint.kind}"] = constraint.bound
+            self.metrics[f"reward/{name}/samples"] = float(len(given))
+        for name, points in self._schedules.items():
+            self.values[name] = float(np.interp(step, [at for at, _ in points], [weight for _, weight in points]))
+        self.metrics |= {f"reward/{name}/weight": weight for name, weight in self.changed.items()}
+
+    def state(self) -> dict[str, float]:
+        """Return the weights of the constraints, for a checkpoint."""
+        return {name: self.values[name] for name in self._constraints}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Restore the weights of the constraints that the run still has, within their current limits."""
+        for name, constraint in self._constraints.items():
+            if name in state:
+                self.values[name] = float(np.clip(state[name], *constraint.limits))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_point(point: Any) -> bool:
+    return (
+        isinstance(point, Sequence)
+        and len(point) == 2
+        and isinstance(point[0], int)
+        and all(map(_is_number, point))
+        and abs(point[1]) < float("inf")
+    )
