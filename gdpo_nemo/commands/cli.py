@@ -43,6 +43,7 @@ from gdpo_nemo.commands.drill import command as drill
 from gdpo_nemo.commands.env import command as env
 from gdpo_nemo.commands.gym import command as gym
 from gdpo_nemo.commands.inspect import command as inspect
+from gdpo_nemo.commands.profile import command as profile
 from gdpo_nemo.utils.errors import ConfigError, GdpoError
 from gdpo_nemo.utils.progress import quiet_torch
 from gdpo_nemo.utils.signals import answered_by, leave_lost_terminal
@@ -52,6 +53,7 @@ COMMANDS = (
     train,
     chain,
     plan,
+    profile,
     simulate,
     watch,
     doctor,

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING, Iterator, Sequence
 
 import numpy as np
 
@@ -28,7 +28,9 @@ from gdpo_nemo.data.records import Group, Outcome
 from gdpo_nemo.models.sources import Format, recognise
 from gdpo_nemo.observe.display import active, shown
 from gdpo_nemo.observe.installation import require_libraries
+from gdpo_nemo.rollouts.metrics import check_failures
 from gdpo_nemo.training.checkpoints import Checkpoints, check_whole, read_state
+from gdpo_nemo.training.inputs import Inputs, read_inputs
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import real_path
@@ -36,6 +38,9 @@ from gdpo_nemo.utils.progress import phase
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+
+    from gdpo_nemo.environments.execution.pools import EnvironmentPools
+    from gdpo_nemo.rollouts.scheduler import RolloutScheduler
 
 
 def add(commands: Commands) -> None:
@@ -221,7 +226,30 @@ def _run_config_file(run_dir: Path, config_file: str | Path | None) -> Path:
 
 
 def _sample(resolved: Resolved, subject: Subject) -> list[Group]:
-    """Sample and verify the held-out prompts. Engines may use the whole machine, or all GPUs of the Ray cluster."""
+    """Sample and verify the held-out prompts."""
+    config = resolved.config
+    inputs = read_inputs(resolved, ("validation",))
+    for line in inputs.refused:
+        say(line)
+    with sampler(resolved, inputs, "validation", subject.checkpoint) as (stream, _):
+        say(f"sampling {len(inputs.held_out)} held-out prompts x {config.gdpo.val_generations_per_prompt}")
+        with phase("samples", stream.progress):
+            groups = stream.evaluate(inputs.held_out).result()
+    check_failures([t for group in groups for t in group.trajectories], config.rollout.max_env_failure_share)
+    return groups
+
+
+@contextlib.contextmanager
+def sampler(
+    resolved: Resolved, inputs: Inputs, split: str, checkpoint: Path | None = None
+) -> Iterator[tuple[RolloutScheduler, EnvironmentPools]]:
+    """Start engines and environments without a policy, and yield the scheduler and the environment pools.
+
+    Engines may use the whole machine, or all GPUs of the Ray cluster.
+
+    Args:
+        checkpoint: checkpoint to sample with. None means the model in ``inputs``.
+    """
     with phase("imports"):
         from gdpo_nemo.cluster.fleet import EngineFleet
         from gdpo_nemo.cluster.reservation import Placement
@@ -229,32 +257,23 @@ def _sample(resolved: Resolved, subject: Subject) -> list[Group]:
         from gdpo_nemo.config.placement import Places
         from gdpo_nemo.environments.execution.pools import EnvironmentPools
         from gdpo_nemo.rollouts.ledger import RunPosition
-        from gdpo_nemo.rollouts.metrics import check_failures
         from gdpo_nemo.rollouts.scheduler import RolloutScheduler
-        from gdpo_nemo.training.inputs import read_inputs
 
     config = resolved.config
-    inputs = read_inputs(resolved, ("validation",))
-    for line in inputs.refused:
-        say(line)
     with session(config.cluster), contextlib.ExitStack() as stack:
-        folder = inputs.folder if subject.checkpoint is None else exported(subject.checkpoint, config, inputs.folder)
-        say(f"sampling {len(inputs.held_out)} held-out prompts x {config.gdpo.val_generations_per_prompt}")
+        folder = inputs.folder if checkpoint is None else exported(checkpoint, config, inputs.folder)
         pool = EnvironmentPools(config.env, config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed)
         stack.callback(pool.close)
         # Without policy ranks, Ray chooses the engines' devices on any node.
         places = Places((), (0,) * config.policy.generation.engines)
         fleet = EngineFleet(config, str(folder.absolute()), Placement(places))
         fleet.ready()
-        source = inputs.sources["validation"]
+        source = inputs.sources[split]
         stream = RolloutScheduler(
             config, RunPosition(), prompts=source, fleet=fleet, pool=pool, tokenizer=inputs.tokenizer
         )
         stack.callback(stream.close)
-        with phase("samples", stream.progress):
-            groups = stream.evaluate(inputs.held_out).result()
-    check_failures([t for group in groups for t in group.trajectories], config.rollout.max_env_failure_share)
-    return groups
+        yield stream, pool
 
 
 def exported(checkpoint: Path, config: Config, model: Path) -> Path:

@@ -22,6 +22,7 @@ from gdpo_nemo.algorithms.ranges import Range
 from gdpo_nemo.config.sections import (
     DataConfig as DataConfig,
     DatasetConfig as DatasetConfig,
+    DifficultyConfig as DifficultyConfig,
     GenerationConfig as GenerationConfig,
     LoraConfig as LoraConfig,
     MegatronConfig as MegatronConfig,

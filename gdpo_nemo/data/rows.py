@@ -98,7 +98,7 @@ def load_rows(
         rows = _read_by_environment(rows, dataset, environments, split)
     if not rows:
         raise ConfigError(f"data.{split}: {dataset.path or 'the environment'} has no rows")
-    return _identified(rows, split)
+    return _by_difficulty(_identified(rows, split), dataset, split)
 
 
 def _rows_of_environment(dataset: DatasetConfig, environments: Mapping[str, Any], split: str, seed: int) -> list[Row]:
@@ -306,6 +306,55 @@ def _identified(rows: list[Row], split: str) -> list[Row]:
             raise ConfigError(f"data.{split}: rows {seen[row['id']]} and {index} have the same id {row['id']!r}")
         seen[row["id"]] = index
     return rows
+
+
+def _by_difficulty(rows: list[Row], dataset: DatasetConfig, split: str) -> list[Row]:
+    """Select and sort the rows by the pass rates in ``dataset.difficulty``. Rows are matched by id.
+
+    Raises:
+        ConfigError: if the file or component does not exist, the order is invalid, or no row is selected.
+    """
+    chosen = dataset.difficulty
+    if chosen is None:
+        return rows
+    key = f"data.{split}.difficulty"
+    if chosen.order not in (None, "easy_first", "hard_first"):
+        raise ConfigError(f"{key}.order: must be easy_first or hard_first, got {chosen.order!r}")
+    if chosen.order is not None and dataset.shuffle:
+        raise ConfigError(f"{key}.order: conflicts with shuffle; set data.{split}.shuffle: false")
+    rates = {
+        row_id: rate
+        for row_id, rate in _pass_rates(Path(os.path.expanduser(chosen.path)), chosen.component, key).items()
+        if chosen.min <= rate <= chosen.max
+    }
+    selected = [row for row in rows if row["id"] in rates]
+    if not selected:
+        raise ConfigError(
+            f"{key}: no row has a pass rate from {chosen.min:g} to {chosen.max:g} in {chosen.path}; change min or max"
+        )
+    if chosen.order is not None:
+        sign = -1 if chosen.order == "easy_first" else 1
+        selected.sort(key=lambda row: sign * rates[row["id"]])
+    return selected
+
+
+def _pass_rates(path: Path, component: str | None, key: str) -> dict[str, float]:
+    """Return the pass rates by row id in the file ``rows.jsonl`` of a profile. Raises ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"{key}.path: {path} is not a file; create it with gdpo-nemo profile")
+    rates: dict[str, float] = {}
+    names: set[str] = set()
+    for record in _read_jsonl(path):
+        passes = record.get("passes")
+        if not isinstance(record.get("id"), str) or not isinstance(passes, dict):
+            raise ConfigError(f"{key}.path: {path} is not the file rows.jsonl of a profile")
+        names.update(passes)
+        rate = record.get("pass_rate") if component is None else passes.get(component)
+        if isinstance(rate, (int, float)):
+            rates[record["id"]] = rate
+    if component is not None and component not in names:
+        raise ConfigError(f"{key}.component: {path} has no component {component!r}{nearest(component, names)}")
+    return rates
 
 
 Transform = Callable[[Row], Mapping[str, Any]]

@@ -171,9 +171,9 @@ class GroupMaker:
             for task in done:
                 task.result()  # Raises the exception of a failed trajectory, which ends the run.
         except BaseException:
-            await _cancel_all(tasks)
+            await cancel_all(tasks)
             raise
-        await _cancel_all(unfinished)
+        await cancel_all(unfinished)
         version = self._fleet.version
         return [task.result() if task in done else self._timed_out(job, j, version) for j, task in enumerate(tasks)]
 
@@ -239,7 +239,8 @@ class GroupMaker:
         return sample_seed(self._config.run.seed, job.position, sample, turn)
 
 
-async def _cancel_all(tasks: Any) -> None:
+async def cancel_all(tasks: Any) -> None:
+    """Cancel the tasks and wait until they have ended. Exceptions of the tasks are ignored."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

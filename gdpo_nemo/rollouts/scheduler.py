@@ -30,6 +30,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Coroutine, Sequence
@@ -46,7 +47,7 @@ from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.batches import Rollout, first_samples, make_prompt_ids_unique, num_samples, read_trained_groups
 from gdpo_nemo.rollouts.depth import AutoDepth
 from gdpo_nemo.rollouts.functions import RolloutKind
-from gdpo_nemo.rollouts.group_maker import GroupJob, GroupMaker, MadeGroup, Rendezvous, rollout_of
+from gdpo_nemo.rollouts.group_maker import GroupJob, GroupMaker, MadeGroup, Rendezvous, cancel_all, rollout_of
 from gdpo_nemo.rollouts.group_signal import InFlight, is_late, split_groups
 from gdpo_nemo.rollouts.ledger import LATE, NO_SIGNAL, SURPLUS, PromptTracker, RunPosition, Stage
 from gdpo_nemo.utils.errors import GdpoError, RunError
@@ -153,12 +154,12 @@ class RolloutScheduler:
         with waiting(f"batch {step}", "rollouts"):
             return self._fleet.spawn(self._next_batch()).result()
 
-    def evaluate(self, prompts: Sequence[Prompt]) -> Future[list[Group]]:
-        """Start sampling and verifying held-out prompts with the published weights.
+    def evaluate(self, prompts: Sequence[Prompt], as_in_training: bool = False) -> Future[list[Group]]:
+        """Start sampling and verifying held-out prompts with the published weights, or with the training's sampling.
 
         The seeds are the same in every validation. The samples must be complete before the next weights are published.
         """
-        return self._fleet.spawn(self._evaluate(prompts))
+        return self._fleet.spawn(self._evaluate(prompts, as_in_training))
 
     def ledger(self) -> dict[str, Any]:
         """Return the prompt ledger for a checkpoint. The ledger includes all batches recorded by ``schedule``."""
@@ -473,10 +474,10 @@ class RolloutScheduler:
 
     # -- validation ------------------------------------------------------------------------------------------------
 
-    async def _evaluate(self, prompts: Sequence[Prompt]) -> list[Group]:
+    async def _evaluate(self, prompts: Sequence[Prompt], as_in_training: bool) -> list[Group]:
         gdpo = self._config.gdpo
-        generation = self._config.policy.generation
-        sampling = Sampling(gdpo.val_temperature, 1.0, -1, generation.max_new_tokens, tuple(generation.stop_strings))
+        validation = replace(self._sampling, temperature=gdpo.val_temperature, top_p=1.0, top_k=-1)
+        sampling = self._sampling if as_in_training else validation
         done, total = self._updates
         done += (self._step - self._first[0]) * self._updates_per_step
         state = TrainerState(done, total, self._tracker.consumed / len(self._prompts))
@@ -494,7 +495,4 @@ class RolloutScheduler:
         return [made[job.position] for job in jobs]
 
     async def _cancel(self) -> None:
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(list(self._tasks))

@@ -11,7 +11,7 @@ import pytest
 from gdpo_nemo.algorithms.ranges import Field, Range, check_numbers, fields_of
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.schema import Config, StridedConfig
+from gdpo_nemo.config.schema import Config, DifficultyConfig, StridedConfig
 from gdpo_nemo.config.validate import check_ranges
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -35,6 +35,7 @@ def config() -> Config:
     found = load_config()
     for dataset in (found.data.train, found.data.validation):
         dataset.strided = StridedConfig(stride=8, context_length=8, generate_max_len=8)
+        dataset.difficulty = DifficultyConfig(path="rows.jsonl")
     return found
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -116,7 +116,7 @@ def check_environment(
         raise ConfigError(f"{name}: its episodes require the model of a run, which this check does not load")
     groups = [
         [
-            _parsed(sample_of(row, text, name, index, key), environment.offers_tools)
+            parsed(sample_of(row, text, name, index, key), environment.offers_tools)
             for index, text in enumerate(_completions(environment, row, completions))
         ]
         for row in rows
@@ -127,7 +127,7 @@ def check_environment(
         finally:
             environment.close()
     with EnvironmentPools({name: options}, workers, timeout_s) as pool:
-        verify = partial(_episodes, pool, environment.verifies) if environment.has_turns else pool.verify
+        verify = verifier_of(environment, pool)
         begin = time.perf_counter()
         first = verify(groups[0])
         check = Check(tuple(environment.reward_names), time.perf_counter() - begin)
@@ -140,7 +140,12 @@ def check_environment(
     return check
 
 
-def _parsed(sample: Trajectory, offers_tools: bool) -> Trajectory:
+def verifier_of(environment: Environment, pool: EnvironmentPools) -> Callable[[Sequence[Trajectory]], list[Verdict]]:
+    """Return the function that verifies samples in the pool. In a multi-turn environment, it plays episodes."""
+    return partial(_episodes, pool, environment.verifies) if environment.has_turns else pool.verify
+
+
+def parsed(sample: Trajectory, offers_tools: bool) -> Trajectory:
     """Parse tool calls in the format of Hermes if the prompt has tools."""
     tools = sample.prompt.fields.get("tools") or ([_ANY_TOOL] if offers_tools else None)
     if isinstance(tools, list) and tools:
@@ -196,10 +201,18 @@ def _step(sample: Trajectory, state: bytes, turn: int) -> EpisodeStep:
 
 def _completions(environment: Environment, row: Mapping[str, Any], extra: Sequence[str]) -> list[str]:
     """Return the distinct completions to verify for a row."""
+    return list(dict.fromkeys([*candidates(environment, row), "", *extra]))
+
+
+def candidates(environment: Environment, row: Mapping[str, Any]) -> list[str]:
+    """Return the environment's examples for a row and the row's column ``answer``.
+
+    Raises:
+        RunError: if ``examples`` fails.
+    """
     try:
         examples = [str(text) for text in environment.examples(row)]
     except Exception as error:  # user-defined method
         raise RunError(f"{environment.__class__.__name__}.examples raised {first_line(error)}") from error
     answer = row.get("answer")
-    texts = [*examples, *([str(answer)] if isinstance(answer, (str, int, float)) else []), "", *extra]
-    return list(dict.fromkeys(texts))
+    return [*examples, *([str(answer)] if isinstance(answer, (str, int, float)) else [])]

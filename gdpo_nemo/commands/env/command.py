@@ -31,6 +31,10 @@ _SHOWN_CHARACTERS = 40
 _MOST_ROWS = 1_000_000
 
 
+_GOLD_ROWS = 10_000
+"""Maximum number of rows whose right answer ``--adversary`` verifies."""
+
+
 def add(commands: Commands) -> None:
     """Register ``env`` and its actions."""
     command = commands.add_parser("env", help="list and check environments, or create a new environment")
@@ -57,6 +61,11 @@ def add(commands: Commands) -> None:
         default=[],
         metavar="TEXT",
         help="additional completion to verify for each row; repeatable",
+    )
+    action.add_argument(
+        "--adversary",
+        action="store_true",
+        help="test the verifier: the right answer of every row, and forms of it and attacks on --rows rows",
     )
     add_overrides(action)
     action.set_defaults(command=check)
@@ -94,7 +103,9 @@ def check(arguments: argparse.Namespace) -> int:
 
     if arguments.rows < 1 or arguments.rows > _MOST_ROWS:
         raise ConfigError(f"--rows: must be between 1 and {_MOST_ROWS:,}, got {arguments.rows}")
-    options, environment, rows, key, rollout = _read_arguments(arguments)
+    if arguments.adversary:
+        return _check_adversary(arguments)
+    options, environment, rows, key, rollout = _read_arguments(arguments, arguments.rows)
     found = check_environment(
         arguments.name,
         options,
@@ -109,6 +120,27 @@ def check(arguments: argparse.Namespace) -> int:
     return 1 if found.failed else 0
 
 
+def _check_adversary(arguments: argparse.Namespace) -> int:
+    """Put the verifier on trial and print the result. The exit status is 1 if a verification fails."""
+    from gdpo_nemo.commands.env.adversary import findings, put_on_trial, table
+
+    if arguments.completion:
+        raise ConfigError("--completion: conflicts with --adversary, which makes its own completions")
+    options, environment, rows, key, rollout = _read_arguments(arguments, _GOLD_ROWS)
+    trial = put_on_trial(
+        arguments.name,
+        options,
+        environment,
+        rows[: arguments.rows] if environment.remote else rows,
+        arguments.rows,
+        workers=rollout.env_workers,
+        timeout_s=rollout.env_timeout_s,
+        key=key,
+    )
+    _print(table(arguments.name, trial), *findings(trial))
+    return 1 if trial.failed else 0
+
+
 def new(arguments: argparse.Namespace) -> int:
     """Create a plugin package and print the path of the README with the next steps."""
     from gdpo_nemo.commands.env.new import write_plugin
@@ -119,9 +151,9 @@ def new(arguments: argparse.Namespace) -> int:
 
 
 def _read_arguments(
-    arguments: argparse.Namespace,
+    arguments: argparse.Namespace, count: int
 ) -> tuple[Mapping[str, Any], Environment, list[Row], str | None, RolloutConfig]:
-    """Return options, environment, rows, prompt column and rollout settings for the check."""
+    """Return options, environment, at most ``count`` rows, prompt column and rollout settings for the check."""
     from gdpo_nemo.config.load import load_config
     from gdpo_nemo.config.schema import DatasetConfig, RolloutConfig
     from gdpo_nemo.config.validate import check_ranges
@@ -136,7 +168,7 @@ def _read_arguments(
         environment = load_environment(name)
         if not environment.makes_rows:
             raise ConfigError(f"{name} does not provide prompts; specify a config that contains data with --config")
-        dataset = DatasetConfig(environment=name, size=arguments.rows)
+        dataset = DatasetConfig(environment=name, size=count)
         return {}, environment, load_rows(dataset, {name: environment}, "train", 0), None, RolloutConfig()
     config = load_config(arguments.config, arguments.overrides)
     check_ranges(config)
@@ -149,7 +181,7 @@ def _read_arguments(
         ("validation", config.data.validation),
     )
     for split, data in splits:
-        rows = _rows(config, name, environment, split, data, arguments.rows) if data is not None else []
+        rows = _rows(config, name, environment, split, data, count) if data is not None else []
         if data is not None and rows:
             if data.strided is not None:
                 raise ConfigError(
@@ -159,9 +191,7 @@ def _read_arguments(
             return options, environment, rows, data.prompt_key, config.rollout
     if not environment.makes_rows:
         raise ConfigError(f"{name} does not provide prompts, and no row of data.train or data.validation uses it")
-    rows = load_rows(
-        DatasetConfig(environment=name, size=arguments.rows), {name: environment}, "train", config.run.seed
-    )
+    rows = load_rows(DatasetConfig(environment=name, size=count), {name: environment}, "train", config.run.seed)
     return options, environment, rows, None, config.rollout
 
 

@@ -1,0 +1,322 @@
+"""``gdpo-nemo env check --adversary``: metamorphic tests of a verifier.
+
+The right answer of every row is verified. For some rows, forms of the right answer and attacks are also verified.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import combinations, zip_longest
+from typing import Any, Callable, Mapping, Sequence
+
+from gdpo_nemo.commands.env.attacks import Probe, probes
+from gdpo_nemo.commands.env.check import candidates, sample_of, verifier_of
+from gdpo_nemo.data.records import Trajectory, Verdict
+from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.environments.execution.pools import EnvironmentPools
+from gdpo_nemo.utils.errors import ConfigError
+
+SUSPICIOUS = 20
+"""Maximum number of additional rows to attack: rows whose right answer does not win in every component."""
+_EPSILON = 1e-9
+_SHOWN_ROWS = 3
+
+type Rewards = Mapping[str, float | None]
+type Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A verified text."""
+
+    row: str
+    probe: Probe
+    rewards: Rewards
+    again: Rewards
+    """Rewards of a second verification, with another seed."""
+
+
+@dataclass
+class ComponentTrial:
+    """Result of the tests for one component."""
+
+    best: float
+    """Largest value of any text."""
+    reads_answer: bool | None = None
+    """True if the right answer of another row gets less than the row's own on at least half of the rows. None if no
+    right answer is known."""
+    gold_loses: dict[str, float | None] = field(default_factory=dict)
+    """Rows on which the right answer does not have the best value, with its value."""
+    flat: list[str] = field(default_factory=list)
+    """Attacked rows on which every text has the same value."""
+    hacked: dict[str, dict[str, str]] = field(default_factory=dict)
+    """First winning text by attack and row."""
+    forms: dict[str, list[str]] = field(default_factory=dict)
+    """Rows on which a form of the right answer loses although the right answer wins, by form."""
+    unstable: list[tuple[str, str]] = field(default_factory=list)
+    """(row, text) of texts whose reward changes in a second verification."""
+
+
+@dataclass
+class Trial:
+    """Result of ``put_on_trial``."""
+
+    rows: int
+    """Number of rows whose right answer was verified. 0 if no right answer is known."""
+    attacked: list[str]
+    texts: int
+    failed: int
+    """Number of texts whose verification failed, so that a run would mask them."""
+    components: dict[str, ComponentTrial]
+    exclusive: dict[tuple[str, str], list[str]]
+    """Attacked rows on which each of two components is won by a text, but no text wins both."""
+    split: dict[tuple[str, str], int] = field(default_factory=dict)
+    """Number of rows whose right answer wins only one of the two components."""
+
+    def hackability(self, component: str) -> float:
+        """Return the share of attacked rows on which an attack wins the component."""
+        hacked = {row for winners in self.components[component].hacked.values() for row in winners}
+        return len(hacked) / max(1, len(self.attacked))
+
+
+def put_on_trial(
+    name: str,
+    options: Mapping[str, Any],
+    environment: Environment,
+    rows: Sequence[Row],
+    attacked: int,
+    *,
+    workers: int = 1,
+    timeout_s: float = 30.0,
+    key: str | None = None,
+    expected: Callable[[Row], Sequence[str]] = lambda row: (),
+) -> Trial:
+    """Verify the right answers of all rows, and forms and attacks on ``attacked`` rows and on suspicious rows.
+
+    Args:
+        name, options, environment, workers, timeout_s, key: see ``check_environment``.
+        rows: rows from ``load_rows``.
+        attacked: number of rows to attack, spread over all rows.
+        expected: further candidates for right answers of a row. The candidate with the largest rewards is used.
+
+    Raises:
+        RunError: if the environment's code fails or its servers are not reachable.
+        ConfigError: if a row has no prompt, or the environment requires the model of a run.
+    """
+    if environment.plays_with_endpoint:
+        raise ConfigError(f"{name}: its episodes require the model of a run, which this check does not load")
+    make = partial(_sample, environment, name, key)
+    with (
+        EnvironmentPools({name: options}, workers, timeout_s) as first,
+        EnvironmentPools({name: options}, workers, timeout_s, seed=1) as second,
+    ):
+        verify, again = verifier_of(environment, first), verifier_of(environment, second)
+        answers = {str(row.get("id", i)): [*candidates(environment, row), *expected(row)] for i, row in enumerate(rows)}
+        samples = [make(row, text) for row, texts in zip(rows, answers.values()) for text in dict.fromkeys(texts)]
+        verdicts = verify(samples) if samples else []
+        gold = _best_answers(samples, verdicts)
+        chosen = _chosen_rows(rows, gold, attacked)
+        golds = [text for text, _ in gold.values()]
+        texts, tried = [], []
+        for row in chosen:
+            own = gold.get(str(row["id"]), (None, {}))[0]
+            other = next((text for text in golds[golds.index(own) + 1 :] + golds if text != own), None) if own else None
+            texts += [(make(row, probe.text), probe) for probe in probes(_last_message(row, key), own, other)]
+        results, repeated = (call([sample for sample, _ in texts]) for call in (verify, again))
+    for (sample, probe), verdict, other_verdict in zip(texts, results, repeated):
+        tried.append(Tried(sample.prompt.id, probe, verdict.rewards, other_verdict.rewards))
+    failed = sum(not verdict.rewards for verdict in [*verdicts, *results])
+    return judge(tried, {row: rewards for row, (_, rewards) in gold.items()}, failed)
+
+
+def _sample(environment: Environment, name: str, key: str | None, row: Row, text: str) -> Trajectory:
+    from gdpo_nemo.commands.env.check import parsed
+
+    return parsed(sample_of(row, text, name, 0, key), environment.offers_tools)
+
+
+def _last_message(row: Row, key: str | None) -> str:
+    sample = sample_of(row, "", "env", 0, key)
+    messages = sample.prompt.messages
+    return str(messages[-1].get("content")) if messages else sample.prompt.text
+
+
+def _best_answers(samples: Sequence[Trajectory], verdicts: Sequence[Verdict]) -> dict[str, tuple[str, Rewards]]:
+    """Return the candidate with the largest sum of rewards, and its rewards, by row."""
+    found: dict[str, tuple[str, Rewards]] = {}
+    for sample, verdict in zip(samples, verdicts):
+        row = sample.prompt.id
+        if row not in found or _total(verdict.rewards) > _total(found[row][1]):
+            found[row] = (sample.text, verdict.rewards)
+    return found
+
+
+def _total(rewards: Rewards) -> float:
+    return sum(value for value in rewards.values() if value is not None)
+
+
+def _chosen_rows(rows: Sequence[Row], gold: Mapping[str, tuple[str, Rewards]], count: int) -> list[Row]:
+    """Return ``count`` rows at regular distances, then rows whose right answer does not win every component."""
+    spread = {round(i * len(rows) / min(count, len(rows))) for i in range(min(count, len(rows)))}
+    best = _best(rewards for _, rewards in gold.values())
+    losing: dict[tuple[float | None, ...], list[int]] = {}
+    for i, row in enumerate(rows):
+        rewards = gold[str(row["id"])][1] if i not in spread and str(row["id"]) in gold else best
+        if any(not _wins(rewards, name, value) for name, value in best.items()):
+            losing.setdefault(tuple(rewards.get(name) for name in best), []).append(i)
+    mixed = [i for turn in zip_longest(*losing.values()) for i in turn if i is not None]  # each way to lose in turn
+    return [rows[i] for i in [*sorted(spread), *mixed[:SUSPICIOUS]]]
+
+
+def _best(rewards: Any) -> dict[str, float]:
+    """Return the largest value of each component."""
+    best: dict[str, float] = {}
+    for found in rewards:
+        for name, value in found.items():
+            if value is not None:
+                best[name] = max(value, best.get(name, value))
+    return best
+
+
+def _wins(rewards: Rewards, component: str, best: float) -> bool:
+    value = rewards.get(component)
+    return value is not None and value >= best - _EPSILON
+
+
+def judge(tried: Sequence[Tried], gold: Mapping[str, Rewards], failed: int = 0) -> Trial:
+    """Evaluate the verdicts.
+
+    A text wins a component if it has the largest value of any text on any row. On a row on which every text has the
+    same value, the component is not tested.
+
+    Args:
+        tried: verified texts of the attacked rows.
+        gold: rewards of the right answer by row, also for rows that are not attacked.
+        failed: number of texts whose verification failed.
+    """
+    best = _best([*(one.rewards for one in tried), *gold.values()])
+    by_row: dict[str, list[Tried]] = {}
+    for one in tried:
+        by_row.setdefault(one.row, []).append(one)
+    components = {name: _component(name, value, by_row, gold) for name, value in best.items()}
+    exclusive: dict[tuple[str, str], list[str]] = {}
+    for row, texts in by_row.items():
+        winning = {
+            name: {one.probe.text for one in texts if _wins(one.rewards, name, value)}
+            for name, value in best.items()
+            if row not in components[name].flat
+        }
+        for a, b in combinations(winning, 2):
+            if winning[a] and winning[b] and not winning[a] & winning[b]:
+                exclusive.setdefault((a, b), []).append(row)
+    split = {
+        (a, b): sum(_wins(rewards, a, best[a]) != _wins(rewards, b, best[b]) for rewards in gold.values())
+        for a, b in exclusive
+    }
+    return Trial(len(gold), list(by_row), len(tried), failed, components, exclusive, split)
+
+
+def _component(
+    name: str, best: float, by_row: Mapping[str, list[Tried]], gold: Mapping[str, Rewards]
+) -> ComponentTrial:
+    result = ComponentTrial(best)
+    result.gold_loses = {row: rewards.get(name) for row, rewards in gold.items() if not _wins(rewards, name, best)}
+    lost: dict[bool, Counter[bool]] = {True: Counter(), False: Counter()}
+    for row, texts in by_row.items():
+        result.unstable += [(row, one.probe.text) for one in texts if one.rewards.get(name) != one.again.get(name)]
+        if len({one.rewards.get(name) for one in texts}) == 1:
+            result.flat.append(row)
+            continue
+        won = {one.probe.text: _wins(one.rewards, name, best) for one in texts}
+        right = any(one.probe.kind == "gold" and won[one.probe.text] for one in texts)
+        values = {one.probe.kind: one.rewards.get(name) for one in texts}
+        own, wrong = values.get("gold"), values.get("wrong")
+        if own is not None and wrong is not None:
+            lost[right][own > wrong] += 1
+        hedges = Counter(one.probe.name for one in texts if one.probe.kind == "hedge" and won[one.probe.text])
+        for one in texts:
+            kind, label, text = one.probe
+            # A verifier may read the first or the last answer, but two answers must not win in both orders.
+            if won[text] and (kind == "attack" or (kind == "hedge" and hedges[label] == 2)):
+                result.hacked.setdefault(label, {}).setdefault(row, text)
+            if right and kind == "form" and not won[text]:
+                result.forms.setdefault(label, []).append(row)
+    counted = lost[True] or lost[False]  # rows on which the right answer loses say little
+    result.reads_answer = counted[True] >= counted[False] if counted else None
+    return result
+
+
+def findings(trial: Trial) -> list[str]:
+    """Return the results in words. Attacks and forms are reported for components that read the answer."""
+    lines = []
+    if not trial.rows:
+        lines.append("no right answer is known: examples(row) is empty and the rows have no column answer")
+    for name, one in trial.components.items():
+        if one.gold_loses and trial.rows:
+            lines.append(_gold_line(name, one, trial.rows))
+        if one.unstable:
+            row, text = one.unstable[0]
+            lines.append(
+                f"{name}: {len(one.unstable)} of {trial.texts} texts get another reward in a second verification, for "
+                f"example {_short(text)} on {row}"
+            )
+        if one.flat:
+            lines.append(
+                f"{name}: every text has the same value on {len(one.flat)} of {len(trial.attacked)} attacked rows "
+                f"({_some(one.flat)})"
+            )
+        for attack, winners in one.hacked.items() if one.reads_answer is not False else ():
+            row, text = min(winners.items(), key=lambda item: len(item[1]))
+            lines.append(
+                f"{name}: {attack} wins on {len(winners)} of {len(trial.attacked)} attacked rows, for example "
+                f"{_short(text)} on {row}"
+            )
+        if one.forms and one.reads_answer:
+            lines.append(f"{name}: these forms of the right answer lose: {', '.join(one.forms)}")
+    for (a, b), rows in trial.exclusive.items():
+        lines.append(
+            f"{a} and {b} exclude each other on {len(rows)} of {len(trial.attacked)} attacked rows ({_some(rows)}): no "
+            f"text wins both; the right answer wins only one of them on {trial.split[a, b]} of {trial.rows} rows"
+        )
+    if trial.failed:
+        lines.append(f"{trial.failed} verifications failed; a run would mask these samples")
+    return lines
+
+
+def _gold_line(name: str, one: ComponentTrial, rows: int) -> str:
+    by_value: dict[str, list[str]] = {}
+    for row, value in one.gold_loses.items():
+        by_value.setdefault("no verdict" if value is None else f"{value:.4g}", []).append(row)
+    common = sorted(by_value.items(), key=lambda item: -len(item[1]))[:3]
+    return (
+        f"{name}: the right answer does not get {one.best:.4g} on {len(one.gold_loses)} of {rows} rows: "
+        + ", ".join(f"{value} on {len(found)} ({_some(found)})" for value, found in common)
+    )
+
+
+def _some(rows: Sequence[str]) -> str:
+    return ", ".join(rows[:_SHOWN_ROWS]) + (", ..." if len(rows) > _SHOWN_ROWS else "")
+
+
+def _short(text: str) -> str:
+    shown = repr(text)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def table(name: str, trial: Trial) -> Any:
+    """Return a table with a row per component."""
+    from rich.table import Table
+    from rich.text import Text
+
+    result = Table(title=f"{name}: {trial.texts} texts on {len(trial.attacked)} rows", title_justify="left")
+    for head in ("component", "reads the answer", "right answer wins", "hackability", "winning attacks"):
+        result.add_column(head, overflow="fold")
+    for component, one in trial.components.items():
+        reads = {True: "yes", False: "no", None: "?"}[one.reads_answer]
+        wins = f"{trial.rows - len(one.gold_loses)} of {trial.rows}" if trial.rows else "?"
+        attacks = ", ".join(one.hacked) or "none"
+        cells = (component, reads, wins, f"{trial.hackability(component):.0%}", attacks)
+        result.add_row(*map(Text, cells))
+    return result

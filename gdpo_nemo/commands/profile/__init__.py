@@ -1,0 +1,1 @@
+"""``gdpo-nemo profile``: measure the rewards of a config before training."""

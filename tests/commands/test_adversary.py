@@ -1,0 +1,118 @@
+"""``env check --adversary`` finds planted weaknesses of a verifier, and none in a sound one."""
+
+import json
+import re
+
+import pytest
+
+from gdpo_nemo.commands import cli
+from gdpo_nemo.commands.env.adversary import Tried, findings, judge
+from gdpo_nemo.commands.env.attacks import Gold, probes
+
+QUESTIONS = {"r1": ("Which is larger, 22 or 72?", "72"), "r2": ("Which is larger, 35 or 19?", "35")}
+
+
+def last_number(text, gold):
+    return float(re.findall(r"\d+", text)[-1:] == [gold])
+
+
+def exact(text, gold):
+    return float(text.strip() == gold)
+
+
+def any_match(text, gold):
+    return float(gold in text)
+
+
+def everybody_wins(text, gold):
+    return 1.0
+
+
+def trial_of(verifier, **more):
+    """Judge a component ``it`` (and others) on two questions."""
+    tried = []
+    for row, (prompt, gold) in QUESTIONS.items():
+        other = next(answer for key, (_, answer) in QUESTIONS.items() if key != row)
+        for probe in probes(prompt, gold, other):
+            rewards = {"it": verifier(probe.text, gold)}
+            rewards |= {name: one(probe.text, gold) for name, one in more.items()}
+            tried.append(Tried(row, probe, rewards, dict(rewards)))
+    return judge(tried, {one.row: one.rewards for one in tried if one.probe.kind == "gold"})
+
+
+@pytest.mark.parametrize(
+    "verifier, attacks",
+    [
+        (exact, set()),
+        (last_number, {"all options", "prompt echo"}),
+        (any_match, {"all options", "prompt echo", "every number", "right and wrong answer", "right and wrong reply"}),
+    ],
+)
+def test_attacks_win_exactly_where_the_verifier_is_weak(verifier, attacks):
+    trial = trial_of(verifier)
+    assert set(trial.components["it"].hacked) == attacks and trial.components["it"].reads_answer
+    assert trial.hackability("it") == float(bool(attacks))
+    if attacks:
+        assert trial.components["it"].hacked["all options"]["r1"] == "22 > 72"
+
+
+def test_a_component_with_one_value_is_flat_and_not_hacked():
+    trial = trial_of(everybody_wins)
+    assert trial.components["it"].flat == ["r1", "r2"] and not trial.components["it"].hacked
+    assert trial.hackability("it") == 0
+
+
+def test_components_that_no_text_wins_together_are_named():
+    trial = trial_of(
+        exact, short=lambda text, gold: float(len(text) < 2), digits=lambda text, gold: float(text.isdigit())
+    )
+    assert trial.exclusive == {("it", "short"): ["r1", "r2"]}
+    assert trial.split == {("it", "short"): 2}
+
+
+def test_an_answer_without_verdict_and_an_unstable_verdict_are_reported():
+    gold = next(probe for probe in probes("q", "7", None) if probe.kind == "gold")
+    tried = [Tried("r1", gold, {"it": 1.0}, {"it": 0.0})]
+    lines = findings(judge(tried, {"r1": {"it": 1.0}, "r2": {"it": None}}))
+    assert any("does not get 1 on 1 of 2 rows: no verdict on 1 (r2)" in line for line in lines)
+    assert any(
+        "1 of 1 texts get another reward in a second verification, for example '7' on r1" in line for line in lines
+    )
+
+
+@pytest.mark.parametrize(
+    "text, content, other",
+    [
+        ("<think>a</think>\n<answer>12</answer>", "12", "<think>a</think>\n<answer>x</answer>"),
+        (r"so \boxed{12}.", "12", r"so \boxed{x}."),
+        ("12", "12", "x"),
+        ("a\nb", None, "x"),
+    ],
+)
+def test_gold_separates_the_answer_from_its_frame(text, content, other):
+    assert Gold(text).content == content and Gold(text).put("x") == other
+
+
+def test_no_attack_is_the_right_answer():
+    for gold in ("1", "<answer>yes</answer>", "A", r"\boxed{0}"):
+        answer = Gold(gold).content
+        texts = [probe.text for probe in probes("yes or no? (A) 1 (B) 0", gold, None) if probe.kind == "attack"]
+        assert gold not in texts and answer not in texts
+
+
+def test_command_names_rows_whose_components_exclude_each_other(tmp_path, capsys, monkeypatch):
+    """In strict GSM8K, 1,000 must keep its comma to be correct and lose it to be an integer."""
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = [{"question": f"{n} + 0?", "answer": f"#### {n:,}"} for n in (3, 1000, 14)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "strict.yaml"
+    config.write_text(
+        f"defaults: configs/gdpo_gsm8k_cpu.yaml\nenv: {{gsm8k: {{strict: true}}}}\n"
+        f"data: {{train: {{path: {tmp_path}/rows.jsonl}}, validation: null}}\ngdpo: {{val_period: 0}}\n"
+    )
+    command = ["env", "check", "gsm8k", "--config", str(config), "--adversary", "--rows", "1"]
+    assert cli.main(command) == 0
+    shown = capsys.readouterr().out
+    assert "correctness: the right answer does not get 1 on 1 of 3 rows: 0 on 1 (train/1)" in shown
+    assert "correctness and integer exclude each other on 1 of 2 attacked rows (train/1)" in shown
+    assert cli.main([*command, "--completion", "x"]) == 2
