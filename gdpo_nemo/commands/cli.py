@@ -44,6 +44,7 @@ from gdpo_nemo.commands.env import command as env
 from gdpo_nemo.commands.gym import command as gym
 from gdpo_nemo.commands.inspect import command as inspect
 from gdpo_nemo.commands.profile import command as profile
+from gdpo_nemo.commands.reproduce import command as reproduce
 from gdpo_nemo.utils.errors import ConfigError, GdpoError
 from gdpo_nemo.utils.progress import quiet_torch
 from gdpo_nemo.utils.signals import answered_by, leave_lost_terminal
@@ -67,6 +68,7 @@ COMMANDS = (
     report,
     inspect,
     compare,
+    reproduce,
     replay,
     evaluate,
     chat,

@@ -43,6 +43,39 @@ if TYPE_CHECKING:
     from gdpo_nemo.rollouts.scheduler import RolloutScheduler
 
 
+@dataclass(frozen=True)
+class Suite:
+    """Settings of a benchmark. The rows are those of the config's validation unless ``data.validation.path`` is set."""
+
+    environment: str
+    options: Sequence[str] = ()
+    """Options of the environment, as overrides."""
+    samples: int = 1
+    """Samples per prompt. One sample is greedy."""
+    pass_at: Sequence[int] = ()
+
+    @property
+    def overrides(self) -> list[str]:
+        """Config overrides of the suite."""
+        return [
+            f"data.validation.environment={self.environment}",
+            *(f"env.{self.environment}.{option}" for option in self.options),
+            "gdpo.val_prompts=null",
+            f"gdpo.val_generations_per_prompt={self.samples}",
+            f"gdpo.val_temperature={0.6 if self.samples > 1 else 0.0}",
+            f"gdpo.val_pass_at_k={list(self.pass_at)}",
+        ]
+
+
+SUITES = {
+    "tool_calling": Suite("tool_calling", ["ast=true"]),
+    "bfcl": Suite("bfcl", ["answers=null"]),
+    "gsm8k": Suite("gsm8k", ["strict=true", "math_verify=true"]),
+    "math_length": Suite("math", ["exceed=4000"], 16, (1, 4, 16)),
+}
+"""Benchmarks by name. ``math_length`` samples as the GDPO paper does, without its top_p of 0.95."""
+
+
 def add(commands: Commands) -> None:
     """Register the command."""
     command = commands.add_parser("eval", help="evaluate a run's weights or any model on held-out prompts")
@@ -55,6 +88,11 @@ def add(commands: Commands) -> None:
         "--config", metavar="FILE", help="config file (default: config.yaml of the run that contains SOURCE)"
     )
     command.add_argument("--step", type=int, metavar="N", help="step of the run's checkpoint (default: the newest)")
+    command.add_argument(
+        "--suite",
+        choices=tuple(SUITES),
+        help="benchmark that sets environment, components, samples and temperature (default: those of the config)",
+    )
     command.add_argument("--out", metavar="DIR", help="new folder for eval.json and samples.jsonl")
     command.add_argument("--json", action="store_true", help="print JSON")
     add_verbosity(command)
@@ -68,7 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict
 
     with shown(sys.stderr, verbosity(arguments)):
-        found = evaluate(arguments.source, arguments.config, arguments.step, arguments.overrides, arguments.out)
+        overrides = [*(SUITES[arguments.suite].overrides if arguments.suite else ()), *arguments.overrides]
+        found = evaluate(arguments.source, arguments.config, arguments.step, overrides, arguments.out)
     if arguments.json:
         print(json.dumps(asdict(found), indent=1))
     else:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
+from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import yaml
 from bad_input import EMBEDDING_ONLY, MODEL, TOKENIZER, write
 
 from gdpo_nemo.commands import cli, train
+from gdpo_nemo.config.changes import find_changes
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments.registry import load_environments
@@ -274,7 +279,27 @@ def test_gsm8k_recipe_has_the_settings_of_the_demo_it_is_taken_from():
     assert (loss.reference_policy_kl_gradient, loss.mask_truncated) == ("estimator", False)
 
 
-def test_tool_calling_recipe_has_the_weight_decay_of_its_script():
-    """NVlabs/GDPO at b080e63: fsdp_workers.py takes 0.01 where the script gives none."""
-    config = load_config(REPOSITORY / "configs" / "gdpo_tool_calling_qwen2.5_1.5b_8gpu.yaml")
-    assert config.policy.megatron_cfg.optimizer.weight_decay == 0.01
+def test_recipes_have_the_settings_of_the_table_in_the_docs():
+    """A value that differs from the authors' has the number of its explanation."""
+    page = (REPOSITORY / "docs" / "paper.md").read_text(encoding="utf-8")
+    names = ("tool_calling_qwen2.5_1.5b", "gsm8k_qwen2.5_1.5b", "math_length_r1_1.5b")
+    recipes = [load_config(REPOSITORY / "configs" / f"gdpo_{name}_8gpu.yaml") for name in names]
+    rows = re.findall(r"^\| `([\w.]+)` \|((?: [^|]+ \|){6})$", page, re.MULTILINE)
+    for key, cells in rows:
+        texts = [cell.strip() for cell in cells.strip().strip("|").split("|")]
+        for config, ours, theirs in zip(recipes, texts[::2], texts[1::2]):
+            value, mark, number = theirs.partition(" [")
+            assert yaml.safe_load(ours) == attrgetter(key)(config), (key, config.run.name)
+            assert value in (ours, "?") or mark, (key, config.run.name)
+            assert not mark or f"\n{number.rstrip(']')}. " in page
+    assert len(rows) == 25
+
+
+@pytest.mark.parametrize("name", ["tool_calling_qwen2.5_1.5b", "gsm8k_qwen2.5_1.5b", "math_length_r1_1.5b"])
+def test_control_differs_from_its_recipe_only_in_the_estimator(name):
+    ours, control = (load_config(REPOSITORY / "configs" / f"{kind}_{name}_8gpu.yaml") for kind in ("gdpo", "grpo"))
+    changed = {change.key for change in find_changes(asdict(ours), control)}
+    allowed = {"run.name", "run.dir", "gdpo.kl_in_reward", "gdpo.epsilon"}
+    assert changed - allowed == {"gdpo.preset", "gdpo.estimator"}
+    assert (ours.gdpo.estimator, control.gdpo.estimator) == ("gdpo", "grpo")
+    assert validate(control).layout.colocated

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
 
-from gdpo_nemo.commands.evaluate import evaluate, find_subject, scored, table, without_policy
+from gdpo_nemo.commands.evaluate import SUITES, evaluate, find_subject, scored, table, without_policy
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
+from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.training.checkpoints import Checkpoints, RunState
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
@@ -98,6 +99,22 @@ def test_a_machine_with_room_for_the_engines_alone_is_enough(recipe):
     without_policy(config)
     validate(config)
     assert resolve_layout(config).engines == config.policy.generation.engines
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_suite_selects_environment_components_and_sampling_for_any_config(name, tmp_path):
+    """Also for a config whose validation uses another environment; the last overrides, of the user, win."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}")
+    tiny = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
+    config = load_config(tiny, [*SUITES[name].overrides, f"data.validation.path={rows}", "gdpo.val_prompts=5"])
+    validate(config)
+    environment = config.data.validation.environment
+    offered = load_environment(environment, config.env[environment]).reward_names
+    extra = {"tool_calling": "ast", "bfcl": "ast", "gsm8k": "math_verify", "math_length": "exceed"}[name]
+    assert extra in offered and config.gdpo.val_prompts == 5
+    sampling = (config.gdpo.val_generations_per_prompt, config.gdpo.val_temperature, config.gdpo.val_pass_at_k)
+    assert sampling == ((16, 0.6, [1, 4, 16]) if name == "math_length" else (1, 0.0, []))
 
 
 def judged(rows: list[list[float | None]]) -> list[Group]:

@@ -22,11 +22,12 @@ from gdpo_nemo.planning.simulation.simulation import simulate
 from gdpo_nemo.planning.speed import Lengths, generation_work, step_time, sync_work
 
 GPU_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"
+SEPARATE = ("cluster.placement=separate", "policy.generation.engines=4")
 TAIL = Scenario(8, EngineRates(0.008, 0.00005), 64, 64, 8, LogNormal.from_mean(1000, 1.2, 8000), 11.2, max_staleness=1)
 
 
 def test_equal_lengths_take_the_time_that_the_plan_has_for_them():
-    config = load_config(GPU_CONFIG)
+    config = load_config(GPU_CONFIG, SEPARATE)
     shape, gpu, rates = model_shape(resolve(config)), device("h100"), Rates()
     scenario = scenario_from(resolve(config), shape, gpu, rates, Overrides(mean=500, sigma=0, cap=500, prompt=200))
     result = simulate(scenario.changed(steps=4))
@@ -41,7 +42,7 @@ def test_equal_lengths_take_the_time_that_the_plan_has_for_them():
 
 
 def test_more_gpus_keep_the_share_that_samples_and_whole_replicas():
-    config = load_config(GPU_CONFIG, ["policy.megatron_cfg.tensor_model_parallel_size=2"])
+    config = load_config(GPU_CONFIG, [*SEPARATE, "policy.megatron_cfg.tensor_model_parallel_size=2"])
     for gpus in (2 + 2, 8, 64, 512, 1024):
         layout = scaled(resolve(config), gpus, None).layout
         assert layout.engine_ranks == gpus / 2 and layout.gpus == gpus
@@ -82,7 +83,7 @@ def test_occupancy_over_time_adds_up_to_the_seconds_of_all_slots():
 
 def test_the_command_prints_a_table_draws_and_gives_json(tmp_path, capsys):
     figure = tmp_path / "simulation.png"
-    options = ["simulate", "--config", str(GPU_CONFIG), "--staleness", "0,2", "--steps", "6"]
+    options = ["simulate", "--config", str(GPU_CONFIG), *SEPARATE, "--staleness", "0,2", "--steps", "6"]
     assert cli.main([*options, "--scheduler", "continuous,barrier", "--png", str(figure)]) == 0
     shown = capsys.readouterr().out
     assert figure.read_bytes().startswith(b"\x89PNG") and f"figure     {figure}" in shown

@@ -1,7 +1,8 @@
 """Compare the rewards of gsm8k and tool_calling with the GDPO authors' own functions, on perturbed gold answers.
 
 ``python tests/compat/gdpo_rewards.py --gdpo CHECKOUT --gsm8k train.jsonl test.jsonl --rlla sft.json test.parquet``.
-The checkout is of NVlabs/GDPO; the figures are in ``docs/recipes.md``.
+The checkout is of NVlabs/GDPO; the figures are in ``docs/recipes.md``. With ``--freeze``, the script writes the
+authors' verdicts on hand-made gold answers to ``tests/environments/reward_vectors.json`` instead.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from gdpo_nemo.environments.tasks.tool_calling import ToolCalling
 
 GSM8K_CODE = "trl-GDPO/open-r1/src/open_r1/gsm8k.py"
 RLLA_CODE = "verl-GDPO/verl/utils/reward_score/rlla.py"
+FROZEN = Path(__file__).resolve().parents[1] / "environments" / "reward_vectors.json"
 STRICT_EVERY = 10
 LENIENT_EVERY = 200
 """One row in so many is compared; without ``strict`` fewer, because it parses mathematics and is slow."""
@@ -206,13 +208,55 @@ def rlla_pairs(files: Sequence[Path]) -> list[tuple[str, str]]:
     return [(gold, text) for gold in golds for text in perturbed_calls(gold)]
 
 
+def frozen_calls(*calls: tuple[str, dict[str, Any]], response: str = "") -> str:
+    """Return a gold answer of RLLA's form."""
+    lines = "\n".join(json.dumps({"name": name, "parameters": parameters}) for name, parameters in calls)
+    blocks = ["<think> The user asks for it. </think>"]
+    blocks += [f"<tool_call>\n{lines}\n</tool_call>"] * bool(calls) + [f"<response> {response} </response>"] * bool(
+        response
+    )
+    return "\n".join(blocks)
+
+
+FROZEN_CALLS = (
+    frozen_calls(("weather", {"city": "Oslo"})),
+    frozen_calls(("weather", {"city": "Oslo", "days": 3}), ("weather", {"city": "Rome", "days": 1})),
+    frozen_calls(
+        ("now", {}), ("add", {"x": 1, "y": 2.5, "exact": True}), ("find", {"tags": ["a", "b"], "by": {"k": 1}})
+    ),
+    frozen_calls(("book", {"id": "7", "name": "", "when": None}), response="It is booked."),
+    frozen_calls(response="Which city?"),
+    frozen_calls(),
+)
+
+
+def freeze(checkout: Path) -> None:
+    """Write the authors' verdicts: [gold, text, correctness, integer, format] and [gold, text, correctness, format]."""
+    solutions = ["18 * 4 = 72\n#### 72", "18 * 60\n#### 1,080", "3 - 8\n#### -5"]
+    texts = [
+        (gold, text) for gold in solutions for answer in spelled(gold.split("#### ")[1]) for text in wrapped(answer)
+    ]
+    pairs = {
+        "gsm8k": texts[::5],
+        "tool_calling": [(gold, text) for gold in FROZEN_CALLS for text in perturbed_calls(gold)],
+    }
+    judges = {"gsm8k": gsm8k_theirs(checkout), "tool_calling": rlla_theirs(checkout)}
+    content = {task: [[gold, text, *judges[task](gold, text).values()] for gold, text in pairs[task]] for task in pairs}
+    lines = [f'"{task}": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]" for task, rows in content.items()]
+    FROZEN.write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
+
+
 def main() -> None:
     """Print a comparison for each environment whose data is given."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--gdpo", type=Path, required=True, metavar="DIR", help="a checkout of NVlabs/GDPO")
     parser.add_argument("--gsm8k", type=Path, nargs="+", default=[], metavar="FILE", help="GSM8K's JSONL files")
     parser.add_argument("--rlla", type=Path, nargs="+", default=[], metavar="FILE", help="RLLA's JSON, Parquet files")
+    parser.add_argument("--freeze", action="store_true", help="only write the frozen verdicts")
     arguments = parser.parse_args()
+    if arguments.freeze:
+        freeze(arguments.gdpo)
+        return
     if arguments.gsm8k:
         theirs = gsm8k_theirs(arguments.gdpo)
         pairs = gsm8k_pairs(arguments.gsm8k, STRICT_EVERY)

@@ -1,4 +1,5 @@
 import contextlib
+import json
 import re
 import sys
 import time
@@ -18,6 +19,7 @@ from gdpo_nemo.environments.registry import environment_names, load_environment
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort, is_held_out
 from gdpo_nemo.environments.tasks.gsm8k import Gsm8k
 from gdpo_nemo.environments.tasks.math import Math
+from gdpo_nemo.environments.tasks.tool_calling import ToolCalling
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -106,6 +108,34 @@ def test_gsm8k_pays_each_of_its_three_rewards_for_itself(text, lenient, strict):
     assert gsm8k(text, strict=True) == strict
     correct, integer, formatted = gsm8k(text)
     assert (integer, formatted) == lenient[1:] and lenient[0] in (None, correct)
+
+
+VECTORS = json.loads(Path(__file__).with_name("reward_vectors.json").read_text())
+"""Verdicts of the GDPO authors' code (NVlabs/GDPO at b080e63), by ``tests/compat/gdpo_rewards.py --freeze``."""
+
+
+@pytest.mark.parametrize(
+    "task, environment, gold_key, cases",
+    [("gsm8k", Gsm8k({"strict": True}), "answer", 212), ("tool_calling", ToolCalling(), "ground_truth", 172)],
+)
+def test_rewards_equal_the_frozen_verdicts_of_the_authors_code(task, environment, gold_key, cases):
+    different = []
+    for gold, text, *verdict in VECTORS[task]:
+        found = rewards(environment, text, **{gold_key: gold})
+        if [found[name] for name in environment.reward_names] != pytest.approx(verdict, abs=1e-9):
+            different.append((gold, text, found, verdict))
+    assert different == [] and len(VECTORS[task]) == cases
+
+
+def test_components_for_evaluation_are_returned_only_if_asked():
+    text = "<think>x</think>\n<answer>1080.0</answer>"
+    strict = rewards(Gsm8k({"strict": True, "math_verify": True}), text, answer=GOLD)
+    assert strict == {"correctness": 0, "integer": 0, "format": 1, "math_verify": 1}
+    assert "math_verify" not in Gsm8k({"strict": True}).reward_names
+    for tokens, exceeds in ((4000, 0), (4001, 1)):
+        (verdict,) = Math({"exceed": 4000}).verify([trajectory(r"\boxed{7}", tokens=tokens, answer="7")])
+        assert verdict.rewards == {"correctness": 1, "format": 1, "exceed": exceeds}
+    assert "exceed" not in Math().reward_names
 
 
 def test_gsm8k_recipe_pays_as_the_demo_it_is_taken_from():

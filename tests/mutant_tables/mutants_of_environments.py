@@ -6,6 +6,41 @@ from mutant_tables.mutant import mutant
 
 ENVIRONMENTS = (
     mutant(
+        "environments/tasks/call_match.py",
+        "        del unused[index]\n",
+        "        pass\n",
+        "environments/test_call_match.py::test_calls_match_as_in_bfcl_on_hand_made_pairs",
+        "each call serves one answer",
+    ),
+    mutant(
+        "environments/tasks/call_match.py",
+        "type(item) is kind or type(item) is _first_kind(other)",
+        "isinstance(item, kind) or type(item) is _first_kind(other)",
+        "environments/test_call_match.py::test_calls_match_as_in_bfcl_on_hand_made_pairs",
+        "true is not an integer",
+    ),
+    mutant(
+        "environments/tasks/call_match.py",
+        'and all(key in parameters or "" in values for key, values in acceptable.items())',
+        "",
+        "environments/test_call_match.py::test_calls_match_as_in_bfcl_on_hand_made_pairs",
+        "a parameter is optional only if the answer accepts its absence",
+    ),
+    mutant(
+        "environments/tasks/tool_calling.py",
+        "call_match.calls_match(functions, made_calls(text) or [], answers)",
+        "call_match.calls_match(functions, made_calls(text) or expected, answers)",
+        "environments/test_call_match.py::test_ast_match_expects_no_call_without_calls_in_the_ground_truth",
+        "a completion without calls matches only a ground truth without calls",
+    ),
+    mutant(
+        "environments/tasks/math.py",
+        "trajectory.num_policy_tokens > self._exceed",
+        "trajectory.num_policy_tokens >= self._exceed",
+        "environments/test_environments.py::test_components_for_evaluation_are_returned_only_if_asked",
+        "an answer of exactly the limit does not exceed it",
+    ),
+    mutant(
         "rollouts/context.py",
         "total - math.fsum(values[:-1])",
         "total",

@@ -35,10 +35,15 @@ from gdpo_nemo.utils.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 GPU_CONFIG = ROOT / "configs" / "gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"
 CPU_CONFIG = ROOT / "configs" / "gdpo_tiny_cpu.yaml"
+SEPARATE = (
+    "cluster.placement=separate", "policy.generation.engines=4",
+    "policy.generation.vllm_cfg.gpu_memory_utilization=0.85",
+)  # fmt: skip
+"""Four GPUs that train and four that sample."""
 
 
 def config_of(*overrides: str):
-    return load_config(GPU_CONFIG, overrides)
+    return load_config(GPU_CONFIG, [*SEPARATE, *overrides])
 
 
 # Millions of parameters as the models' publishers give them.
@@ -306,7 +311,7 @@ def test_a_sweep_ranks_layouts_that_fit_up_to_1024_gpus():
 
 
 def test_the_command_prints_the_plan_draws_the_sweep_and_refuses_in_one_line(tmp_path, capsys):
-    assert cli.main(["plan", "--config", str(GPU_CONFIG), "--gpu", "b200"]) == 0
+    assert cli.main(["plan", "--config", str(GPU_CONFIG), "--gpu", "b200", *SEPARATE]) == 0
     shown = capsys.readouterr().out
     for subject in (
         "device",
@@ -322,7 +327,7 @@ def test_the_command_prints_the_plan_draws_the_sweep_and_refuses_in_one_line(tmp
     ):
         assert f"\n{subject} " in shown
     figure = tmp_path / "sweep.png"
-    assert cli.main(["plan", "--config", str(GPU_CONFIG), "--sweep", "16", "--out", str(figure)]) == 0
+    assert cli.main(["plan", "--config", str(GPU_CONFIG), "--sweep", "16", "--out", str(figure), *SEPARATE]) == 0
     assert figure.read_bytes().startswith(b"\x89PNG") and "16 GPUs" in capsys.readouterr().out
     for arguments, named in (
         (["--gpu", "h1000"], "did you mean h100?"),
@@ -331,13 +336,13 @@ def test_the_command_prints_the_plan_draws_the_sweep_and_refuses_in_one_line(tmp
         (["--calibration", str(tmp_path / "none.json")], "none.json not found"),
         (["--calibrate", str(tmp_path)], "is not a run folder"),
     ):
-        assert cli.main(["plan", "--config", str(GPU_CONFIG), *arguments]) == 2
+        assert cli.main(["plan", "--config", str(GPU_CONFIG), *SEPARATE, *arguments]) == 2
         error = capsys.readouterr().err
         assert named in error and error.count("\n") == 1
 
 
 def test_a_dry_run_shows_arithmetic_and_memory(capsys):
-    assert cli.main(["train", "--dry-run", "--config", str(GPU_CONFIG)]) == 0
+    assert cli.main(["train", "--dry-run", "--config", str(GPU_CONFIG), *SEPARATE]) == 0
     shown = capsys.readouterr().out
     for subject, words in dry_run_lines(resolve(config_of())):
         assert f"# {subject:<10} {words}" in shown

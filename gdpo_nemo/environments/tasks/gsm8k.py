@@ -34,6 +34,14 @@ _STRICT_PROMPT = (
 """System prompt that requests the format of the option ``strict``, including the line break."""
 
 
+def solved_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of GSM8K with a ``completion`` in the format of ``strict``, for supervised training."""
+    solution, _, gold = str(row["answer"]).rpartition("####")
+    prompt = [{"role": "system", "content": _STRICT_PROMPT}, {"role": "user", "content": row["question"]}]
+    answer = gold.strip().replace(",", "")
+    return {"prompt": prompt, "completion": f"<think>{solution.strip()}</think>\n<answer>{answer}</answer>"}
+
+
 class Gsm8k(Environment):
     """Environment for GSM8K.
 
@@ -41,6 +49,7 @@ class Gsm8k(Environment):
         correctness: the answer equals the gold answer, which follows ``####`` in the gold column.
         integer: the answer is an integer in digits, with an optional sign.
         format: the completion consists of one think block and one answer block.
+        math_verify, only with the option ``math_verify``: math-verify considers the answer equal to the gold answer.
 
     The answer is the text between the answer tags. Without tags, the answer is the whole completion.
 
@@ -51,23 +60,27 @@ class Gsm8k(Environment):
         strict (false): true to reproduce the original rewards. The answer must be identical to the gold answer,
             including commas. An integer must satisfy ``str.isdigit``. Exactly one line break must separate the blocks.
             The system prompt shows this format.
+        math_verify (false): also return the component ``math_verify``, for evaluation with ``strict``.
     """
 
     instant = True
 
-    reward_names = ("correctness", "integer", "format")
+    reward_names: tuple[str, ...] = ("correctness", "integer", "format")
     system_prompt = (
         "Solve the problem. First reason inside <think> and </think>. Then give the result inside <answer> and "
         "</answer>: one integer, written in digits, with no unit and no other text."
     )
 
     def __init__(self, options: Mapping[str, Any] | None = None):
-        chosen = read_options("gsm8k", options, gold_key="answer", strict=False, time_limit_s=2.0)
+        chosen = read_options("gsm8k", options, gold_key="answer", strict=False, time_limit_s=2.0, math_verify=False)
         self._gold_key = chosen.gold_key
         self._strict = chosen.strict
         self._limit = chosen.time_limit_s
+        self._math_verify = chosen.math_verify
         if self._strict:
             self.system_prompt = _STRICT_PROMPT
+        if self._math_verify:
+            self.reward_names = (*Gsm8k.reward_names, "math_verify")
 
     def prepare(self) -> None:
         """Import math-verify before the first time limit starts."""
@@ -81,7 +94,10 @@ class Gsm8k(Environment):
     def _verdict(self, compute_rewards: Callable[[str, str], dict[str, float]], trajectory: Trajectory) -> Verdict:
         gold = str(column(trajectory.prompt, self._gold_key)).rpartition("####")[2].strip()
         try:
-            return Verdict(compute_rewards(trajectory.text, gold))
+            rewards = compute_rewards(trajectory.text, gold)
+            if self._math_verify:
+                rewards["math_verify"] = self._is_equal(tagged_answer(trajectory.text), gold)
+            return Verdict(rewards)
         except Unfinished as unfinished:
             return Verdict({}, Outcome.ENV_FAILED, str(unfinished))
 
@@ -93,10 +109,13 @@ class Gsm8k(Environment):
     def _rewards(self, text: str, gold: str) -> dict[str, float]:
         answer = tagged_answer(text)
         return {
-            "correctness": float(same_mathematics(gold.replace(",", ""), answer, self._limit)),
+            "correctness": self._is_equal(answer, gold),
             "integer": float(_INTEGER.fullmatch(answer) is not None),
             "format": float(has_think_and_answer(text)),
         }
+
+    def _is_equal(self, answer: str, gold: str) -> float:
+        return float(same_mathematics(gold.replace(",", ""), answer, self._limit))
 
     def _strict_rewards(self, text: str, gold: str) -> dict[str, float]:
         answer = tagged_answer(text)

@@ -14,6 +14,7 @@ from typing import Any, Iterable, Mapping, Sequence
 
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, read_options
+from gdpo_nemo.environments.tasks import call_match
 from gdpo_nemo.environments.tasks.answers import column
 
 WORST = -3.0
@@ -26,24 +27,34 @@ Call = Mapping[str, Any]
 
 
 class ToolCalling(Environment):
-    """Environment for tool calling, for rows in the RLLA format: a chat prompt and a ``ground_truth``.
-
-    To read a Parquet file of RLLA, set ``columns: {messages: prompt, ground_truth: reward_model.ground_truth}``.
+    """Environment for tool calling: rows have a chat prompt and a ``ground_truth``, or are RLLA's rows (``rlla_row``).
 
     Components:
         correctness: agreement of the tool calls with the ground truth, from -3 to 3. See ``correctness``.
         format: 1 if the completion has the same blocks as the ground truth, in order and on separate lines, else 0.
 
+        ast, only with the option ``ast``: 1 if the calls match those of the ground truth by BFCL's rules, else 0. See
+            ``ast_match``.
+
     Options:
         gold_key (ground_truth): column with the ground truth.
+        ast (false): also return the component ``ast``, for evaluation.
     """
 
     instant = True
 
-    reward_names = ("correctness", "format")
+    reward_names: tuple[str, ...] = ("correctness", "format")
 
     def __init__(self, options: Mapping[str, Any] | None = None):
-        self._gold_key = read_options("tool_calling", options, gold_key="ground_truth").gold_key
+        chosen = read_options("tool_calling", options, gold_key="ground_truth", ast=False)
+        self._gold_key = chosen.gold_key
+        self._ast = chosen.ast
+        if self._ast:
+            self.reward_names = (*ToolCalling.reward_names, "ast")
+
+    def read_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Convert RLLA's rows. Other rows remain unchanged."""
+        return rlla_row(row) if self._gold_key not in row else row
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory. Raises RunError for a row without ground truth."""
@@ -51,12 +62,39 @@ class ToolCalling(Environment):
         for trajectory in trajectories:
             gold = str(column(trajectory.prompt, self._gold_key))
             text = trajectory.text.strip()
-            verdicts.append(Verdict({"correctness": correctness(gold, text), "format": formatted(gold, text)}))
+            rewards = {"correctness": correctness(gold, text), "format": formatted(gold, text)}
+            verdicts.append(Verdict(rewards | ({"ast": ast_match(gold, text)} if self._ast else {})))
         return verdicts
 
     def examples(self, row: Mapping[str, Any]) -> list[str]:
         """Return the ground truth as the example."""
         return [str(row.get(self._gold_key))]
+
+
+def rlla_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of RLLA's files as a row with ``prompt``, ``ground_truth`` and, for supervised training,
+    ``completion``.
+
+    ``rlla_sft.json`` has instructions, inputs and outputs. The Parquet files have chat prompts and the ground truth in
+    ``reward_model``. Other rows remain unchanged.
+    """
+    reward_model = row.get("reward_model")
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        prompt, gold = row.get("prompt"), reward_model["ground_truth"]
+    elif {"instruction", "input", "output"} <= row.keys():
+        turns = {"system": row["instruction"], "user": row["input"]}
+        prompt, gold = [{"role": role, "content": text} for role, text in turns.items()], row["output"]
+    else:
+        return row
+    return {"prompt": prompt, "ground_truth": gold, "completion": gold}
+
+
+def brief_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``rlla_row`` with only the last sentence of the reasoning in ``completion``, so that answers are short."""
+    converted = rlla_row(row)
+    thought = str(converted["completion"]).removeprefix("<think>").partition("</think>")[0].strip()
+    brief = re.split(r"(?<=[.!?])\s+", thought)[-1]
+    return {**converted, "completion": str(converted["completion"]).replace(thought, brief, 1)}
 
 
 def formatted(gold: str, text: str) -> float:
@@ -89,6 +127,29 @@ def correctness(gold: str, text: str) -> float | None:
         return BEST if made == expected else WORST + (BEST - WORST) * _score(expected, made) / highest
     except _Unreadable:
         return WORST
+
+
+def ast_match(gold: str, text: str) -> float | None:
+    """Return 1.0 if the calls in ``text`` match the calls in ``gold`` by BFCL's rules, else 0.0.
+
+    Types are those of the values in ``gold``. If ``gold`` has no calls, ``text`` must not contain readable calls. The
+    result is None if the calls in ``gold`` cannot be parsed.
+    """
+    expected = made_calls(gold)
+    if expected is None:
+        return None
+    functions, answers = call_match.exact_answers(expected)
+    return float(call_match.calls_match(functions, made_calls(text) or [], answers))
+
+
+def made_calls(text: str) -> list[call_match.Call] | None:
+    """Return the names and parameters of the calls in ``text``, or None if the calls cannot be parsed."""
+    if "<tool_call>" not in text:
+        return []
+    try:
+        return [(_name(call), _parameters(call)) for call in _read_calls(text)]
+    except _Unreadable:
+        return None
 
 
 class _Unreadable(Exception):

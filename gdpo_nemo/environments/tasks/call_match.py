@@ -1,0 +1,155 @@
+"""Exact match of function calls, with the rules of the Berkeley Function Calling Leaderboard (BFCL) for Python.
+
+The rules are those of ``ast_checker.py`` in ShishirPatil/gorilla at 6ea57973. An answer lists the acceptable values of
+each parameter, and ``""`` among these values makes the parameter optional. The calls are valid if there are as many
+calls as answers, and each answer, in order, finds an unused call with these properties:
+
+* the name is the same, all required parameters are present, and no other parameter than those of the answer is present;
+* each value has the described type, where only an integer for a float is converted, or the type of the first acceptable
+  value;
+* each value is acceptable. Strings are compared without case, spaces and the characters ``,./-_*^``, also as items of
+  lists and values of dictionaries.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Mapping, Sequence
+
+Call = tuple[str, Mapping[str, Any]]
+"""Name and parameters."""
+Answer = Mapping[str, Mapping[str, Sequence[Any]]]
+"""{name: {parameter: acceptable values}}, with one name."""
+
+_TYPES: dict[str, type] = {
+    "string": str, "integer": int, "float": float, "boolean": bool, "array": list, "tuple": list, "dict": dict,
+    "any": str, "number": float, "object": dict,
+}  # fmt: skip
+"""Types of BFCL's descriptions, and the two names of JSON schema that BFCL replaces."""
+_NAMES: dict[type, str] = {str: "string", int: "integer", float: "float", bool: "boolean", list: "array", dict: "dict"}
+_IGNORED = re.compile(r"[ ,./\-_*^]")
+
+
+def calls_match(functions: Sequence[Mapping[str, Any]], made: Sequence[Call], answers: Sequence[Answer]) -> bool:
+    """Return whether the calls are valid.
+
+    Args:
+        functions: descriptions, each with a name and a JSON schema ``parameters``, in which objects have the type dict.
+        made: the calls to check.
+        answers: the expected calls, in any order.
+    """
+    if len(made) != len(answers):
+        return False
+    unused = list(made)
+    for answer in answers:
+        ((name, acceptable),) = answer.items()
+        schema = next((f["parameters"] for f in functions if f["name"] == name), None)
+        if schema is None:
+            raise ValueError(f"the function {name!r} of the answer is not described")
+        found = (i for i, call in enumerate(unused) if call[0] == name and _call_matches(schema, call[1], acceptable))
+        index = next(found, None)
+        if index is None:
+            return False
+        del unused[index]
+    return True
+
+
+def exact_answers(calls: Sequence[Call]) -> tuple[list[dict[str, Any]], list[Answer]]:
+    """Return descriptions and answers that accept only the values of ``calls``, for data without descriptions.
+
+    Types are those of the values. Every parameter is required, except those with the value ``""``.
+    """
+    functions: dict[str, dict[str, Any]] = {}
+    answers: list[Answer] = []
+    for name, parameters in calls:
+        function = functions.setdefault(name, {"name": name, "parameters": {"properties": {}, "required": []}})
+        function["parameters"]["properties"] |= {key: _described(value) for key, value in parameters.items()}
+        answers.append({name: {key: [_as_answer(value)] for key, value in parameters.items()}})
+    return list(functions.values()), answers
+
+
+def _described(value: Any) -> dict[str, Any]:
+    described: dict[str, Any] = {"type": _NAMES.get(type(value), "any")}
+    kinds = {type(item) for item in value} if isinstance(value, list) else set()
+    if len(kinds) == 1 and (kind := kinds.pop()) in _NAMES:
+        described["items"] = {"type": _NAMES[kind]}
+    return described
+
+
+def _as_answer(value: Any) -> Any:
+    """Return an acceptable value: in dictionaries, and in lists of dictionaries, each value is a list."""
+    if isinstance(value, dict):
+        return {key: [item] for key, item in value.items()}
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return [_as_answer(item) for item in value]
+    return value
+
+
+def _call_matches(
+    schema: Mapping[str, Any], parameters: Mapping[str, Any], acceptable: Mapping[str, Sequence[Any]]
+) -> bool:
+    described = schema["properties"]
+    return (
+        all(key in parameters for key in schema.get("required", ()))
+        and all(key in described and key in acceptable for key in parameters)
+        and all(_value_matches(described[key], value, acceptable[key]) for key, value in parameters.items())
+        and all(key in parameters or "" in values for key, values in acceptable.items())
+    )
+
+
+def _value_matches(description: Mapping[str, Any], value: Any, acceptable: Sequence[Any]) -> bool:
+    kind = _TYPES[description["type"]]
+    item_type = description.get("items", {}).get("type") if kind is list else None
+    item_kind = None if item_type is None else _TYPES[item_type]
+    if kind is float and type(value) is int:
+        value = float(value)
+    answer_kind = _first_kind(acceptable)
+    described = type(value) is kind
+    if described and item_kind is not None and not _items_match(item_kind, value, acceptable):
+        return False
+    if not described or answer_kind not in (None, kind):
+        # The answer has another type than the description, such as the name of a variable.
+        return (described or type(value) is answer_kind) and value in acceptable
+    if kind is dict:
+        return any(_dict_matches(value, other) for other in acceptable if other != "")
+    if kind is list and item_kind is dict:
+        return any(
+            len(value) == len(other) and all(map(_dict_matches, value, other))  # the empty list equals ""
+            for other in acceptable
+        )
+    if kind is list:
+        return [_plain(item) for item in value] in [[_plain(item) for item in other] for other in acceptable]
+    return _plain(value) in [_plain(other) for other in acceptable]
+
+
+def _first_kind(acceptable: Sequence[Any]) -> type | None:
+    """Return the type of the first acceptable value other than ``""``, or None."""
+    return next((type(value) for value in acceptable if value != ""), None)
+
+
+def _items_match(kind: type, value: Sequence[Any], acceptable: Sequence[Any]) -> bool:
+    """Return whether the items have the described type or, for one acceptable list, the type of its first item.
+
+    As in BFCL, an acceptable value that is not a list allows items of any type.
+    """
+    return any(
+        not isinstance(other, list) or all(type(item) is kind or type(item) is _first_kind(other) for item in value)
+        for other in acceptable
+    )
+
+
+def _dict_matches(value: Any, acceptable: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and isinstance(acceptable, dict)
+        and all(
+            key in acceptable and _plain(item) in [_plain(other) for other in acceptable[key]]
+            for key, item in value.items()
+        )
+        and all(key in value or "" in values for key, values in acceptable.items())
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return a string without case and the ignored characters. Other values are unchanged."""
+    return _IGNORED.sub("", value).lower().replace("'", '"') if isinstance(value, str) else value
