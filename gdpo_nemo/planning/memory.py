@@ -37,6 +37,10 @@ GPU_RESERVE = 3 << 30
 """Assumed bytes for the CUDA context, NCCL buffers and allocator fragmentation on a GPU."""
 
 
+_ASLEEP = 2 << 30
+"""Assumed bytes of buffers and CUDA graphs that a sleeping engine rank copies to pinned host memory, at any level."""
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Peak memory of one policy rank, in bytes."""
@@ -343,14 +347,16 @@ def optimizer_bytes(policy: PolicyConfig, shape: Shape, layout: Layout) -> int:
 def host_memory(resolved: Resolved, shape: Shape) -> int:
     """Return the bytes of pinned host memory that the fullest policy rank uses.
 
-    The host holds the offloaded optimizer state and the KL penalty's offloaded reference weights. Colocated engines do
-    not use host memory, because they sleep without a copy of their weights.
+    The host holds the offloaded optimizer state and the KL penalty's offloaded reference weights. Colocated engines
+    sleep without a copy of their weights, but copy their buffers and CUDA graphs to the host.
     """
     config = resolved.config
     layout = resolved.layout
     if not layout.gpus:
         return 0
     held = optimizer_bytes(config.policy, shape, layout) if config.policy.megatron_cfg.optimizer.offload else 0
+    if layout.colocated:
+        held += _ASLEEP
     if reference_is_offloaded(config):
         held += max(_reference(config, shape, layout, stage) for stage in range(layout.pipeline))
     return held
@@ -381,12 +387,15 @@ def transport_memory(resolved: Resolved, shape: Shape) -> int:
     """Return the bytes of host memory that a weight update occupies until the next update.
 
     The transport ``memory`` holds two copies: the buffer packed by rank 0 and the object in Ray's object store. The
-    transport ``folder`` holds one copy. Other transports do not hold copies.
+    transport ``folder`` holds one copy. The transports ``nccl`` and ``gloo`` hold a copy, for engines that restart
+    while the policy trains. Other transports do not hold copies.
     """
     config = resolved.config
     if not resolved.layout.engines:
         return 0
-    return {"memory": 2, "folder": 1}.get(chosen_transport(config), 0) * refit_bytes(resolved, shape)
+    kept = int(config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled)
+    copies = {"memory": 2, "folder": 1, "nccl": kept, "gloo": kept}.get(chosen_transport(config), 0)
+    return copies * refit_bytes(resolved, shape)
 
 
 def reference_is_offloaded(config: Config) -> bool:
