@@ -135,21 +135,21 @@ def _stage_memory(resolved: Resolved, shape: Shape, layout: Layout, stage: int, 
     trainable = _trainable(config.policy, shape, layout, stage)
     if lora.rank:
         dense += trainable[0]
-    state = 8 if config.policy.precision == "float32" else 12  # two moments, and main weights in bfloat16
+    state = state_bytes(config.policy)
     last = stage == layout.pipeline - 1
     logits = _logits(config.policy, shape, layout, rows // layout.context, size) if last else 0
     table = -(-shape.vocabulary // layout.tensor) * shape.hidden * size
     largest = table if last or stage == 0 else 3 * shape.hidden * shape.ffn // layout.tensor * size
-    state_bytes = _optimizer_state(config.policy, shape, layout, stage, state)
+    held = _optimizer_state(config.policy, shape, layout, stage, state)
     activations = _activations(config.policy, shape, layout, stage, tokens, rows, size)
     # The backward pass starts after the logits are freed, so only its memory in excess of the logits is added.
     buffers = (0 if lora.rank else largest) + max(0, _backward(resolved, shape, layout, tokens, size) - logits)
     if megatron.optimizer.offload and layout.gpus:  # copied to the GPU after activations are freed
-        state_bytes = max(0, state_bytes - activations - logits - buffers)
+        held = max(0, held - activations - logits - buffers)
     return RankMemory(
         weights=(dense + experts) * size,
-        gradients=sum(trainable) * 4,
-        optimizer=state_bytes,
+        gradients=sum(trainable) * BYTES[megatron.optimizer.main_grads_dtype],
+        optimizer=held,
         activations=activations,
         logprobs=logits,
         buffers=buffers,
@@ -335,12 +335,19 @@ def _mlp_parts(layout: Layout) -> int:
     return 3 if layout.gpus else 5
 
 
+def state_bytes(policy: PolicyConfig) -> int:
+    """Return the bytes of optimizer state per parameter: two moments and, for bfloat16 models, float32 main weights."""
+    optimizer = policy.megatron_cfg.optimizer
+    main = 0 if policy.precision == "float32" else 4
+    return main + BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype]
+
+
 def optimizer_bytes(policy: PolicyConfig, shape: Shape, layout: Layout) -> int:
     """Return the bytes of optimizer state on the fullest rank, in GPU or host memory.
 
     The state consists of two moments and, in bfloat16, float32 main weights.
     """
-    state = 8 if policy.precision == "float32" else 12
+    state = state_bytes(policy)
     return max(_optimizer_state(policy, shape, layout, stage, state) for stage in range(layout.pipeline))
 
 
