@@ -16,6 +16,8 @@ from gdpo_nemo.config.transports import TRANSPORTS
 from gdpo_nemo.models.architectures import FAMILIES, linear_layers
 
 LORA_TARGETS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in linear_layers(family)))
+OPTIMIZER_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")
+"""Keys of the optimizer section that contain a data type."""
 ALIASED = ("nemo_rl", "trl")
 """Accepted values of `logger.aliases`: programs whose metric names are known."""
 
@@ -57,6 +59,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.megatron_cfg.fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),
     "policy.megatron_cfg.scheduler.lr_decay_style": ("constant", "linear", "cosine"),
     "policy.generation.backend": ("vllm",),
+    **{f"policy.megatron_cfg.optimizer.{key}": ("float32", "bfloat16") for key in OPTIMIZER_DTYPES},
     "policy.generation.vllm_cfg.head_dtype": ("float32", "model"),
     "cluster.placement": ("separate", "colocated"),
     "rollout.kv": ("recompute", "keep", "drain"),

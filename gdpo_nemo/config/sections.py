@@ -31,6 +31,15 @@ class OptimizerConfig:
     offload: bool = False
     """Keep main weights and Adam moments in host memory between updates (bfloat16 on GPUs). On CPU this has no effect.
     """
+    use_precision_aware_optimizer: bool = False
+    """Allow the three data types below to be bfloat16. Requires TransformerEngine's Adam (bfloat16 models on GPUs) and
+    use_distributed_optimizer."""
+    exp_avg_dtype: str = "float32"
+    """Data type of Adam's first moment: float32 or bfloat16."""
+    exp_avg_sq_dtype: str = "float32"
+    """Data type of Adam's second moment: float32 or bfloat16."""
+    main_grads_dtype: str = "float32"
+    """Data type in which gradients are accumulated over micro-batches and reduced over ranks: float32 or bfloat16."""
 
 
 @dataclass

@@ -13,7 +13,7 @@ import re
 
 from gdpo_nemo.algorithms.ranges import check_numbers
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
-from gdpo_nemo.config.allowed_values import ALIASED, LORA_TARGETS, RECOMPUTED_MODULES
+from gdpo_nemo.config.allowed_values import ALIASED, LORA_TARGETS, OPTIMIZER_DTYPES, RECOMPUTED_MODULES
 from gdpo_nemo.config.effects import SWITCHED_OFF, keys_without_effect, value_of
 from gdpo_nemo.config.health import read_checks
 from gdpo_nemo.config.layout import (
@@ -278,7 +278,28 @@ def check_parallelism(config: Config) -> None:
             f"{prefix}.optimizer.offload: requires policy.precision bfloat16; float32 models have no separate main "
             "weights"
         )
+    _check_precision_of_optimizer(config)
     _check_kernels(config)
+
+
+def _check_precision_of_optimizer(config: Config) -> None:
+    """Check the data types of the optimizer's state. Raises ConfigError."""
+    megatron = config.policy.megatron_cfg
+    prefix = "policy.megatron_cfg.optimizer"
+    key = f"{prefix}.use_precision_aware_optimizer"
+    if not megatron.optimizer.use_precision_aware_optimizer:
+        for name in OPTIMIZER_DTYPES:
+            if getattr(megatron.optimizer, name) != "float32":
+                raise ConfigError(f"{prefix}.{name}: requires use_precision_aware_optimizer: true")
+        return
+    if not megatron.use_distributed_optimizer:
+        raise ConfigError(f"{key}: requires policy.megatron_cfg.use_distributed_optimizer: true")
+    if config.policy.precision != "bfloat16":
+        raise ConfigError(f"{key}: requires policy.precision: bfloat16")
+    if not config.cluster.gpus_per_node or megatron.transformer_engine is False:
+        raise ConfigError(f"{key}: requires TransformerEngine's Adam, on GPUs with transformer_engine not false")
+    if megatron.optimizer.offload:
+        raise ConfigError(f"{key}: conflicts with {prefix}.offload; use only one of them")
 
 
 def _check_recomputed_modules(config: Config) -> None:

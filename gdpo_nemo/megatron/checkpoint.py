@@ -172,7 +172,13 @@ def _fill_moments(optimizer) -> None:
         if step is not None:
             group.setdefault("step", step)
     for part in parts:
-        part.init_state_fn(part.optimizer, part.config)
+        if part.config.use_precision_aware_optimizer:
+            # Megatron's function lacks an argument that TransformerEngine's method requires.
+            for p in (p for group in part.optimizer.param_groups for p in group["params"]):
+                if not part.optimizer.state[p]:
+                    part.optimizer.initialize_state(p, store_param_remainders=False)
+        else:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def load_weights(policy, folder: str | Path) -> None:

@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from gdpo_nemo.megatron.optimizer import host_memory_like
+from gdpo_nemo.weights.host_memory import host_memory_like
 
 _SHARED = "shared"
 """Key of the blocks of replicated tensors in the state that ``load_divided`` requests."""

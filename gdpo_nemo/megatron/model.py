@@ -359,7 +359,7 @@ def freeze_routers(chunks: list[PolicyModel]) -> None:
 def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronConfig) -> list[DistributedDataParallel]:
     """Wrap the chunks for mixed precision and data parallelism."""
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=layout.optimizer.main_grads_dtype == "float32",
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
@@ -413,6 +413,12 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=layout.use_distributed_optimizer,
         overlap_param_gather=layout.overlap_param_gather,
+        use_precision_aware_optimizer=o.use_precision_aware_optimizer,
+        # The 16-bit remainders of the main weights could not be loaded by an optimizer that stores the main weights.
+        store_param_remainders=False,
+        exp_avg_dtype=getattr(torch, o.exp_avg_dtype),
+        exp_avg_sq_dtype=getattr(torch, o.exp_avg_sq_dtype),
+        main_grads_dtype=getattr(torch, o.main_grads_dtype),
     )
     overrides = None
     if value_lr_mult is not None:

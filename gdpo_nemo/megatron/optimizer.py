@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from inspect import unwrap
-from typing import Any, Iterable, Iterator, Sequence
+from typing import Any, Iterable, Iterator
 
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -12,29 +12,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from gdpo_nemo.config.schema import MegatronConfig
-
-# Size of a block of pinned memory in bytes. torch rounds pinned allocations up to a power of two, so separate tensors
-# could waste half of the memory.
-_BLOCK = 1 << 30
-_ALIGNMENT = 256
-
-
-def host_memory_like(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
-    """Return uninitialised host tensors with the shapes and data types of ``tensors``, packed into a few blocks."""
-    sizes = [-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for t in tensors]
-    used: list[int] = []
-    locations = []
-    for size in sizes:
-        index = next((i for i, nbytes in enumerate(used) if nbytes + size <= _BLOCK), len(used))
-        if index == len(used):
-            used.append(0)
-        locations.append((index, used[index]))
-        used[index] += size
-    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in used]
-    return [
-        blocks[index][start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-        for (index, start), t in zip(locations, tensors)
-    ]
+from gdpo_nemo.weights.host_memory import host_memory_like
 
 
 class OptimizerOffload:

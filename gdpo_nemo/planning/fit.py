@@ -197,6 +197,15 @@ def _memory_savers(resolved: Resolved, shape: Shape) -> Iterator[dict[str, Any]]
         for share in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
             if share < policy.generation.vllm_cfg.gpu_memory_utilization:
                 yield {"generation__vllm_cfg__gpu_memory_utilization": share}
+    if not megatron.optimizer.use_precision_aware_optimizer and policy.precision == "bfloat16" and resolved.layout.gpus:
+        half = {
+            "megatron_cfg__optimizer__use_precision_aware_optimizer": True,
+            "megatron_cfg__use_distributed_optimizer": True,
+            "megatron_cfg__optimizer__exp_avg_dtype": "bfloat16",
+            "megatron_cfg__optimizer__exp_avg_sq_dtype": "bfloat16",
+        }
+        yield half
+        yield {**half, "megatron_cfg__optimizer__main_grads_dtype": "bfloat16"}
     if megatron.tensor_model_parallel_size > 1 and not megatron.sequence_parallel:
         yield {"megatron_cfg__sequence_parallel": True}
     uneven = megatron.num_layers_in_first_pipeline_stage or megatron.num_layers_in_last_pipeline_stage

@@ -37,6 +37,10 @@ GPU_RESERVE = 3 << 30
 """Assumed bytes for the CUDA context, NCCL buffers and allocator fragmentation on a GPU."""
 
 
+_ASLEEP = 2 << 30
+"""Assumed bytes of buffers and CUDA graphs that a sleeping engine rank copies to pinned host memory, at any level."""
+
+
 @dataclass(frozen=True)
 class RankMemory:
     """Peak memory of one policy rank, in bytes."""
@@ -131,21 +135,21 @@ def _stage_memory(resolved: Resolved, shape: Shape, layout: Layout, stage: int, 
     trainable = _trainable(config.policy, shape, layout, stage)
     if lora.rank:
         dense += trainable[0]
-    state = 8 if config.policy.precision == "float32" else 12  # two moments, and main weights in bfloat16
+    state = state_bytes(config.policy)
     last = stage == layout.pipeline - 1
     logits = _logits(config.policy, shape, layout, rows // layout.context, size) if last else 0
     table = -(-shape.vocabulary // layout.tensor) * shape.hidden * size
     largest = table if last or stage == 0 else 3 * shape.hidden * shape.ffn // layout.tensor * size
-    state_bytes = _optimizer_state(config.policy, shape, layout, stage, state)
+    held = _optimizer_state(config.policy, shape, layout, stage, state)
     activations = _activations(config.policy, shape, layout, stage, tokens, rows, size)
     # The backward pass starts after the logits are freed, so only its memory in excess of the logits is added.
     buffers = (0 if lora.rank else largest) + max(0, _backward(resolved, shape, layout, tokens, size) - logits)
     if megatron.optimizer.offload and layout.gpus:  # copied to the GPU after activations are freed
-        state_bytes = max(0, state_bytes - activations - logits - buffers)
+        held = max(0, held - activations - logits - buffers)
     return RankMemory(
         weights=(dense + experts) * size,
-        gradients=sum(trainable) * 4,
-        optimizer=state_bytes,
+        gradients=sum(trainable) * BYTES[megatron.optimizer.main_grads_dtype],
+        optimizer=held,
         activations=activations,
         logprobs=logits,
         buffers=buffers,
@@ -331,26 +335,35 @@ def _mlp_parts(layout: Layout) -> int:
     return 3 if layout.gpus else 5
 
 
+def state_bytes(policy: PolicyConfig) -> int:
+    """Return the bytes of optimizer state per parameter: two moments and, for bfloat16 models, float32 main weights."""
+    optimizer = policy.megatron_cfg.optimizer
+    main = 0 if policy.precision == "float32" else 4
+    return main + BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype]
+
+
 def optimizer_bytes(policy: PolicyConfig, shape: Shape, layout: Layout) -> int:
     """Return the bytes of optimizer state on the fullest rank, in GPU or host memory.
 
     The state consists of two moments and, in bfloat16, float32 main weights.
     """
-    state = 8 if policy.precision == "float32" else 12
+    state = state_bytes(policy)
     return max(_optimizer_state(policy, shape, layout, stage, state) for stage in range(layout.pipeline))
 
 
 def host_memory(resolved: Resolved, shape: Shape) -> int:
     """Return the bytes of pinned host memory that the fullest policy rank uses.
 
-    The host holds the offloaded optimizer state and the KL penalty's offloaded reference weights. Colocated engines do
-    not use host memory, because they sleep without a copy of their weights.
+    The host holds the offloaded optimizer state and the KL penalty's offloaded reference weights. Colocated engines
+    sleep without a copy of their weights, but copy their buffers and CUDA graphs to the host.
     """
     config = resolved.config
     layout = resolved.layout
     if not layout.gpus:
         return 0
     held = optimizer_bytes(config.policy, shape, layout) if config.policy.megatron_cfg.optimizer.offload else 0
+    if layout.colocated:
+        held += _ASLEEP
     if reference_is_offloaded(config):
         held += max(_reference(config, shape, layout, stage) for stage in range(layout.pipeline))
     return held
@@ -381,12 +394,15 @@ def transport_memory(resolved: Resolved, shape: Shape) -> int:
     """Return the bytes of host memory that a weight update occupies until the next update.
 
     The transport ``memory`` holds two copies: the buffer packed by rank 0 and the object in Ray's object store. The
-    transport ``folder`` holds one copy. Other transports do not hold copies.
+    transport ``folder`` holds one copy. The transports ``nccl`` and ``gloo`` hold a copy, for engines that restart
+    while the policy trains. Other transports do not hold copies.
     """
     config = resolved.config
     if not resolved.layout.engines:
         return 0
-    return {"memory": 2, "folder": 1}.get(chosen_transport(config), 0) * refit_bytes(resolved, shape)
+    kept = int(config.rollout.max_staleness > 0 or config.rollout.endpoint.enabled)
+    copies = {"memory": 2, "folder": 1, "nccl": kept, "gloo": kept}.get(chosen_transport(config), 0)
+    return copies * refit_bytes(resolved, shape)
 
 
 def reference_is_offloaded(config: Config) -> bool:

@@ -129,7 +129,7 @@ def plan_lines(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -
         (
             "refit",
             f"{size(refit_bytes(resolved, shape))} to each engine: {sync.ideal:.3g} s at the peak of "
-            f"{link if layout.gpus else 'shared memory'}",
+            f"{link if layout.gpus else 'shared memory'}{_occupies(resolved, shape)}",
         ),
         ("time", _time_line(resolved, shape, device, rates, layout)),
         *_samples_lines(resolved, "about", lengths.completion),
@@ -162,10 +162,12 @@ def size(number: float) -> str:
 
 
 def _refit_line(resolved: Resolved, shape: Shape) -> str:
-    line = f"{size(refit_bytes(resolved, shape))} to each engine after every step"
-    if buffers := transport_memory(resolved, shape):
-        line += f", which occupies {size(buffers)} of host memory"
-    return line
+    return f"{size(refit_bytes(resolved, shape))} to each engine after every step{_occupies(resolved, shape)}"
+
+
+def _occupies(resolved: Resolved, shape: Shape) -> str:
+    buffers = transport_memory(resolved, shape)
+    return f", which occupies {size(buffers)} of host memory" if buffers else ""
 
 
 def _samples_lines(resolved: Resolved, how: str, tokens: float) -> list[tuple[str, str]]:
@@ -306,8 +308,8 @@ def _mfu_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates, la
     mfu = utilisation(resolved, shape, device, rates)
     batch = mfu.batch
     parts = [("products", batch.products), ("norms and activations", batch.moves), ("log-probs", batch.logprobs),
-             ("gradients", batch.gradients)]  # fmt: skip
-    terms = " + ".join(f"{seconds * 1e3:.3g} ms {name}" for name, seconds in parts)
+             ("gradients", batch.gradients), ("routing and all-to-all", batch.routing)]  # fmt: skip
+    terms = " + ".join(f"{seconds * 1e3:.3g} ms {name}" for name, seconds in parts if seconds)
     waits = ", which takes longer" if batch.host >= batch.seconds else ""
     sampling = f", generation {mfu.generation:.1%}" if layout.engines else ""
     assumed = f"{PRODUCT_SHARE:.0%} of the peak in products, {BANDWIDTH_SHARE:.0%} of the bandwidth elsewhere"

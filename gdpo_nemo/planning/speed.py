@@ -173,7 +173,8 @@ def _gradients(resolved: Resolved, shape: Shape, device: Device, layout: Layout)
     if replicas == 1:
         return 0.0
     inside = not config.cluster.gpus_per_node or layout.policy_ranks <= config.cluster.gpus_per_node
-    bytes_ = 4 * sum(shape.on_rank(layout, 0)) * 2 * (replicas - 1) / replicas
+    size = BYTES[config.policy.megatron_cfg.optimizer.main_grads_dtype]
+    bytes_ = size * sum(shape.on_rank(layout, 0)) * 2 * (replicas - 1) / replicas
     seconds = resolved.updates_per_step * bytes_ / (device.nvlink if inside else device.network)
     return seconds / 2 if config.policy.megatron_cfg.overlap_grad_reduce else seconds
 
@@ -411,7 +412,10 @@ def optimizer_seconds(resolved: Resolved, shape: Shape, device: Device) -> float
     layout = resolved.layout
     held = sum(shape.on_rank(layout, 0))
     shards = layout.data * layout.context if config.policy.megatron_cfg.use_distributed_optimizer else 1
-    step = _OPTIMIZER_BYTES * held / shards / (BANDWIDTH_SHARE * device.bandwidth)
+    dtypes = config.policy.megatron_cfg.optimizer
+    moments = BYTES[dtypes.exp_avg_dtype] + BYTES[dtypes.exp_avg_sq_dtype]
+    moved = _OPTIMIZER_BYTES - 2 * (8 - moments) - (4 - BYTES[dtypes.main_grads_dtype])
+    step = moved * held / shards / (BANDWIDTH_SHARE * device.bandwidth)
     if not config.policy.megatron_cfg.optimizer.offload:
         return step
     return step + 2 * optimizer_bytes(config.policy, shape, layout) / (BANDWIDTH_SHARE * device.host_link)

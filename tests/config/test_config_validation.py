@@ -234,6 +234,9 @@ def test_expert_parallelism_that_does_not_fit_names_what_would(minimal):
     )
 
 
+_AWARE = "optimizer.use_precision_aware_optimizer=true"
+
+
 @pytest.mark.parametrize(
     "keys, expected",
     [
@@ -241,6 +244,10 @@ def test_expert_parallelism_that_does_not_fit_names_what_would(minimal):
         (["recompute_layers=2"], "requires recompute: full"),
         (["recompute=full", "recompute_layers=0"], "recompute_layers: must be at least 1"),
         (["optimizer.offload=true"], "requires policy.precision bfloat16"),
+        (["optimizer.exp_avg_dtype=bfloat16"], "exp_avg_dtype: requires use_precision_aware_optimizer: true"),
+        (["optimizer.main_grads_dtype=bfloat16"], "main_grads_dtype: requires use_precision_aware_optimizer: true"),
+        ([_AWARE], "use_precision_aware_optimizer: requires policy.megatron_cfg.use_distributed_optimizer: true"),
+        ([_AWARE, "use_distributed_optimizer=true"], "requires policy.precision: bfloat16"),
         (["recompute_modules=[mlp]"], "recompute_modules: requires recompute: selective"),
         (["recompute=full", "recompute_modules=[mlp]"], "recompute_modules: requires recompute: selective"),
         (["recompute=selective", "recompute_modules=[]"], "must not be empty; use recompute: none"),
@@ -249,6 +256,16 @@ def test_expert_parallelism_that_does_not_fit_names_what_would(minimal):
 )
 def test_switches_that_could_do_nothing_are_refused(minimal, keys, expected):
     assert expected in refused(minimal, "policy.precision=float32", *(f"{MEGATRON}.{key}" for key in keys))
+
+
+def test_an_optimizer_of_half_the_size_is_refused_where_it_cannot_act(minimal):
+    keys = [f"{MEGATRON}.{_AWARE}", f"{MEGATRON}.use_distributed_optimizer=true", "policy.precision=bfloat16"]
+    assert "requires TransformerEngine's Adam, on GPUs" in refused(minimal, *keys)
+    gpus = [*keys, "cluster.gpus_per_node=8"]
+    validate(load_config(minimal, gpus))
+    assert "requires TransformerEngine's" in refused(minimal, *gpus, f"{MEGATRON}.transformer_engine=false")
+    said = refused(minimal, *gpus, f"{MEGATRON}.optimizer.offload=true")
+    assert "use_precision_aware_optimizer: conflicts with policy.megatron_cfg.optimizer.offload" in said
 
 
 def test_the_chunks_of_an_interleaved_pipeline_divide_the_layers(minimal, model):

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Iterator
 
+import numpy as np
 from rank_cases import build_policy, spread, train
 
 import gdpo_nemo
@@ -221,3 +222,35 @@ def optimizer_methods(place, folder) -> dict[str, list[str]]:
         for part in parts
         for name in ("offload_to_cpu", "restore_from_cpu")
     }
+
+
+HALF = dict(
+    use_precision_aware_optimizer=True,
+    exp_avg_dtype="bfloat16",
+    exp_avg_sq_dtype="bfloat16",
+    main_grads_dtype="bfloat16",
+)
+
+
+def precision_aware(place, folder, batch, out) -> dict[str, Any]:
+    """Two updates in bfloat16 with and without the precision-aware optimizer, and two more from the checkpoint of the
+    other one: (loss, gradient norm, entropy) of each, and the types of what the optimizer holds."""
+    from gdpo_nemo.megatron.checkpoint import load_checkpoint, save
+
+    assignment = spread(place, batch)
+    found: dict[str, Any] = {}
+    for name, settings in (("plain", {}), ("half", HALF)):
+        policy = build_policy(place, folder, "bfloat16", optimizer=settings)
+        steps = train(policy, batch, assignment, 2)
+        save(policy, out / name)
+        found[name] = np.concatenate([steps, train(policy, batch, assignment, 2)])
+    optimizer = policy.built.optimizer
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for state in part.optimizer.state.values():
+            found |= {key: str(value.dtype) for key, value in state.items() if hasattr(value, "dtype")}
+    found["gradients"] = str(next(policy.chunks[0].parameters()).main_grad.dtype)
+    for name, other, settings in (("plain", "half", {}), ("half", "plain", HALF)):
+        policy = build_policy(place, folder, "bfloat16", optimizer=settings)
+        load_checkpoint(policy, out / other)
+        found[f"{name} from {other}"] = train(policy, batch, assignment, 2)
+    return found

@@ -69,6 +69,21 @@ def cost(recorder, what, batch) -> dict:
     }
 
 
+def kept(recorder) -> dict[str, int]:
+    """What it costs to keep a bucket of a weight update in host memory."""
+    import torch
+
+    from gdpo_nemo.weights.host_memory import HostCopies
+
+    copies = HostCopies(fake_cuda.DEVICE)
+    copies.begin([64])
+    bucket = torch.empty(64, dtype=torch.uint8, device=fake_cuda.DEVICE)
+    recorder.counts.clear()
+    copies.add(bucket)
+    waited = torch.cuda.current_stream() in copies._stream.waited_for
+    return {**recorder.counts, "after what fills it": int(waited)}
+
+
 def main() -> None:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -102,6 +117,7 @@ def main() -> None:
         found["resting"] = sorted({p.device.type for p in main_weights})
         with policy.optimizer_on_device():
             found["updating"] = sorted({p.device.type for p in main_weights})
+        found["kept"] = kept(recorder)
     print(json.dumps(found))
 
 

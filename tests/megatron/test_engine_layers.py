@@ -209,6 +209,18 @@ def test_the_optimizers_of_gpus_move_without_being_told_more(on_engine_ranks, mo
     assert methods and not any(methods.values())
 
 
+def test_moments_and_gradients_of_half_the_size_train_alike_and_go_on_from_each_others_checkpoints(
+    on_engine_ranks, model_folder, tmp_path
+):
+    arguments = (model_folder("qwen2"), tiny_models.make_batch(), tmp_path)
+    found = on_engine_ranks("TP1+DIST+TE", engine_layer_cases.precision_aware, *arguments)[0]
+    assert (found["exp_avg"], found["exp_avg_sq"], found["gradients"]) == ("torch.bfloat16",) * 3
+    assert found["master_param"] == "torch.float32"
+    assert 0 < relative_error(found["half"], found["plain"]) < 0.02
+    for name, other in (("plain", "half"), ("half", "plain")):
+        assert relative_error(found[f"{name} from {other}"], found[other][2:]) < 0.02
+
+
 def test_context_ranks_put_a_pack_in_order_without_reading_it_back(on_ranks, model_folder):
     for size in (2, 4):
         lengths = [2 * size, 8 * size, 6 * size]

@@ -39,3 +39,7 @@ def test_weights_of_the_reference_come_from_pinned_memory(step):
     copies = {what: step[what]["besides"]["copies"] for what in ("reference", "logprobs")}
     assert copies["reference"] > copies["logprobs"]
     assert step["reference"]["besides"]["blocking"] == step["logprobs"]["besides"]["blocking"] == 1
+
+
+def test_a_bucket_is_kept_in_host_memory_by_a_copy_that_nobody_waits_for(step):
+    assert step["kept"] == {"copies": 1, "after what fills it": 1}

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gdpo_nemo.megatron.optimizer import _ALIGNMENT, GroupStepAdam, OptimizerOffload, Reference, host_memory_like
+from gdpo_nemo.megatron.optimizer import GroupStepAdam, OptimizerOffload, Reference
+from gdpo_nemo.weights.host_memory import _ALIGNMENT, HostCopies, host_memory_like
 
 
 def test_tensors_in_host_memory_have_their_own_aligned_bytes():
@@ -19,6 +20,25 @@ def test_tensors_in_host_memory_have_their_own_aligned_bytes():
         host.fill_(number)
     assert [int(host.flatten()[0]) for host in memory] == list(range(6))
     assert len({host.untyped_storage()._cdata for host in memory}) == 1
+
+
+def test_copies_in_host_memory_are_of_the_last_buffers_and_reuse_the_memory():
+    copies = HostCopies(torch.device("cpu"))
+    places = []
+    for version in range(2):
+        buffers = [torch.full((size,), version, dtype=torch.uint8) for size in (5, 300)]
+        copies.begin([5, 300])
+        for buffer in buffers:
+            copies.add(buffer)
+        places.append([copy.data_ptr() for copy in copies.on_device()])
+        assert all(map(torch.equal, copies.on_device(), buffers))
+        assert not {buffer.data_ptr() for buffer in buffers} & {*places[-1]}
+        for buffer in buffers:
+            buffer.fill_(9)  # the sender uses the memory again
+        assert [int(copy.max()) for copy in copies.on_device()] == [version, version]
+    assert places[0] == places[1]
+    copies.begin([5])
+    assert list(copies.on_device()) == []
 
 
 @pytest.fixture

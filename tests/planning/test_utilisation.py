@@ -10,9 +10,9 @@ import pytest
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
-from gdpo_nemo.planning.fit import changed
+from gdpo_nemo.planning.fit import _memory_savers, changed
 from gdpo_nemo.planning.hardware import Rates, device
-from gdpo_nemo.planning.memory import host_memory, policy_memory, resting_memory
+from gdpo_nemo.planning.memory import host_memory, policy_memory, refit_bytes, resting_memory, transport_memory
 from gdpo_nemo.planning.report import plan_lines
 from gdpo_nemo.planning.shape import KNOWN, model_shape, shape_from
 from gdpo_nemo.planning.speed import (
@@ -87,6 +87,32 @@ def test_pinned_host_memory_is_what_is_off_loaded_and_the_reference(size):
         resting_memory(resolve(plain), shape) - resting_memory(resolve(offloaded), shape)
         == 12 * shape.parameters // ranks
     )
+
+
+def test_an_optimizer_of_half_the_size_is_counted_and_suggested():
+    shape, keys = shape_of("7B"), "policy.megatron_cfg.optimizer"
+    half = [f"{keys}.use_precision_aware_optimizer=true"]
+    half += [f"{keys}.{name}=bfloat16" for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")]
+    plain, less = (policy_memory(resolve(config_of("7B", *changes)), shape) for changes in ([], half))
+    assert less.gradients == plain.gradients / 2 and less.optimizer == pytest.approx(plain.optimizer * 8 / 12)
+    assert less.weights == plain.weights and less.activations == plain.activations
+    seconds = [optimizer_seconds(resolve(config_of("7B", *changes)), shape, device("h100")) for changes in ([], half)]
+    assert seconds[1] == pytest.approx(seconds[0] * 20 / 30)
+    suggested = list(_memory_savers(resolve(config_of("7B")), shape))
+    with_gradients = [change for change in suggested if "megatron_cfg__optimizer__main_grads_dtype" in change]
+    assert len(with_gradients) == 1
+    planned = policy_memory(resolve(changed(config_of("7B"), **with_gradients[0])), shape)
+    assert (planned.gradients, planned.optimizer) == (less.gradients, less.optimizer)
+
+
+def test_host_memory_counts_sleeping_engines_and_weights_that_are_kept_for_restarts():
+    shape = shape_of("1.5B")
+    shared = ("cluster.placement=colocated", "policy.generation.engines=8", "loss_fn.reference_policy_kl_penalty=0")
+    assert host_memory(resolve(config_of("1.5B", *shared)), shape) == 2 << 30
+    stale = resolve(config_of("1.5B", "rollout.max_staleness=1"))
+    assert transport_memory(stale, shape) == refit_bytes(stale, shape) == 2 * shape.parameters
+    assert transport_memory(resolve(config_of("1.5B", "rollout.max_staleness=0")), shape) == 0
+    assert "3.09 GB of host memory" in dict(plan_lines(stale, shape, device("h100"), Rates()))["refit"]
 
 
 def test_a_reference_that_stays_on_the_gpu_is_counted_there():

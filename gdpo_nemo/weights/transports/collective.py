@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Iterable, Iterator, Mapping
 import torch
 
 from gdpo_nemo.weights.broadcast_group import BroadcastGroup, BroadcastServer, Meeting, joined_group, leave
+from gdpo_nemo.weights.host_memory import HostCopies
 from gdpo_nemo.weights.manifest import Bucket, Manifest, PeerLost, divide, filled
 from gdpo_nemo.weights.transports.base import Receiver, Sender, StreamingTransport, Tensors
 
@@ -118,6 +119,8 @@ class CollectiveSender(Sender):
     """Server of the persistent group."""
     _members = ""
     """Identifier of the persistent group's receivers."""
+    _kept: HostCopies | None = None
+    """Weights of the last ``broadcast`` with ``keep``."""
 
     def open(self, backend: str, receivers: int, members: str) -> tuple[Meeting, bool]:
         """Prepare the next broadcast. Return the group's rendezvous, and True if the receivers must join the group.
@@ -148,14 +151,17 @@ class CollectiveSender(Sender):
         """
         with self.gathered() as tensors:
             if self.rank == 0:
-                self._kept: list[torch.Tensor] = []
                 buckets = filled(manifest, tensors, bucket_bytes, self._device())
-                self._send(self._keeping(buckets, keep))
+                if keep:
+                    self._kept = self._kept or HostCopies(torch.device(self._device()))
+                    self._kept.begin([bucket.nbytes for bucket in divide(manifest, bucket_bytes)])
+                    buckets = _copied(buckets, self._kept)
+                self._send(buckets)
 
     def broadcast_kept(self) -> None:
         """Broadcast the weights that ``broadcast`` has kept. Only rank 0 calls this method."""
-        device = self._device()
-        self._send(bucket.to(device) for bucket in self._kept)
+        assert self._kept is not None
+        self._send(self._kept.on_device())
 
     def close(self, members: str) -> None:
         """End the persistent group if its receivers are ``members``."""
@@ -166,12 +172,6 @@ class CollectiveSender(Sender):
     def _device(self) -> Any:
         return self.policy.runtime.device if self._server.meeting.backend == "nccl" else "cpu"
 
-    def _keeping(self, buckets: Iterable[torch.Tensor], keep: bool) -> Iterator[torch.Tensor]:
-        for bucket in buckets:
-            if keep:
-                self._kept.append(bucket.to("cpu", copy=True))
-            yield bucket
-
     def _send(self, buckets: Iterator[torch.Tensor]) -> None:
         server = self._server
         del self._server
@@ -180,6 +180,12 @@ class CollectiveSender(Sender):
         finally:
             for _ in buckets:  # keep all weights even after a failure
                 pass
+
+
+def _copied(buckets: Iterable[torch.Tensor], copies: HostCopies) -> Iterator[torch.Tensor]:
+    for bucket in buckets:
+        copies.add(bucket)
+        yield bucket
 
 
 @dataclass(frozen=True)

@@ -291,11 +291,13 @@ def multi_tensor_adam(
         w = target.float()
         if mode == 0:
             g = g + weight_decay * w
-        first.lerp_(g, 1 - beta1)
-        second.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        m = first.float().lerp_(g, 1 - beta1)
+        v = second.float().mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        first.copy_(m)
+        second.copy_(v)
         c1 = 1 - beta1**step if bias_correction else 1.0
         c2 = 1 - beta2**step if bias_correction else 1.0
-        update = (first / c1) / ((second / c2).sqrt() + eps)
+        update = (m / c1) / ((v / c2).sqrt() + eps)
         if mode == 1:
             update = update + weight_decay * w
         target.copy_(w - lr * update)
