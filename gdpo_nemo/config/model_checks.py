@@ -12,7 +12,7 @@ from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import is_transform, spec_of
 from gdpo_nemo.config.layout import Layout, Resolved, check_stages, resolve_layout
-from gdpo_nemo.config.schema import Config, DatasetConfig
+from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
 from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
@@ -348,7 +348,7 @@ def check_tokenizer(policy: PolicyConfig, model: ModelFacts) -> None:
 
 
 def check_data_file(key: str, data: DatasetConfig) -> None:
-    """Check the paths and the transform of a split. Raises ConfigError.
+    """Check the paths, the transform and the difficulty of a split. Raises ConfigError.
 
     A path may be a file with rows, a folder, a function, or the name of a dataset on the hub.
     """
@@ -356,6 +356,20 @@ def check_data_file(key: str, data: DatasetConfig) -> None:
         _check_data_path(f"{key}.path", path)
     if is_transform(data.type) and is_rows_function(data.type):
         find_function(f"{key}.type", data.type)
+    if data.difficulty is not None:
+        check_difficulty(f"{key}.difficulty", data.difficulty, data.shuffle)
+
+
+def check_difficulty(key: str, chosen: DifficultyConfig, shuffle: bool) -> None:
+    """Check the section ``difficulty`` of a split and that its file exists. Raises ConfigError."""
+    if chosen.order not in (None, "easy_first", "hard_first"):
+        raise ConfigError(f"{key}.order: must be easy_first or hard_first, got {chosen.order!r}")
+    if chosen.order is not None and shuffle:
+        raise ConfigError(f"{key}.order: conflicts with shuffle; set {key.removesuffix('difficulty')}shuffle: false")
+    if chosen.min > chosen.max:
+        raise ConfigError(f"{key}.min: must be at most max ({chosen.max:g}), got {chosen.min:g}")
+    if not Path(os.path.expanduser(chosen.path)).is_file():
+        raise ConfigError(f"{key}.path: {chosen.path} is not a file; create it with gdpo-nemo profile")
 
 
 def data_paths(key: str, data: DatasetConfig) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from gdpo_nemo.config.algorithm_choice import is_transform
-from gdpo_nemo.config.model_checks import DATA_SUFFIXES, check_data_file, data_paths, is_rows_function
+from gdpo_nemo.config.model_checks import DATA_SUFFIXES, check_data_file, check_difficulty, data_paths, is_rows_function
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
 from gdpo_nemo.utils.files import HalfPair, check_pairs, open_file, parse_json
@@ -312,16 +312,13 @@ def _by_difficulty(rows: list[Row], dataset: DatasetConfig, split: str) -> list[
     """Select and sort the rows by the pass rates in ``dataset.difficulty``. Rows are matched by id.
 
     Raises:
-        ConfigError: if the file or component does not exist, the order is invalid, or no row is selected.
+        ConfigError: if the file is not that of a profile, the component does not exist, or no row is selected.
     """
     chosen = dataset.difficulty
     if chosen is None:
         return rows
     key = f"data.{split}.difficulty"
-    if chosen.order not in (None, "easy_first", "hard_first"):
-        raise ConfigError(f"{key}.order: must be easy_first or hard_first, got {chosen.order!r}")
-    if chosen.order is not None and dataset.shuffle:
-        raise ConfigError(f"{key}.order: conflicts with shuffle; set data.{split}.shuffle: false")
+    check_difficulty(key, chosen, dataset.shuffle)
     rates = {
         row_id: rate
         for row_id, rate in _pass_rates(Path(os.path.expanduser(chosen.path)), chosen.component, key).items()
@@ -340,8 +337,6 @@ def _by_difficulty(rows: list[Row], dataset: DatasetConfig, split: str) -> list[
 
 def _pass_rates(path: Path, component: str | None, key: str) -> dict[str, float]:
     """Return the pass rates by row id in the file ``rows.jsonl`` of a profile. Raises ConfigError."""
-    if not path.is_file():
-        raise ConfigError(f"{key}.path: {path} is not a file; create it with gdpo-nemo profile")
     rates: dict[str, float] = {}
     names: set[str] = set()
     for record in _read_jsonl(path):

@@ -91,6 +91,7 @@ def test_rows_of_a_profile_select_and_order_the_data(profile):
         ({"component": "rigth"}, True, "difficulty.component: .* has no component 'rigth'; did you mean 'right'"),
         ({"order": "hard_first"}, True, "difficulty.order: conflicts with shuffle"),
         ({"order": "hardest"}, False, "difficulty.order: must be easy_first or hard_first, got 'hardest'"),
+        ({"min": 0.9, "max": 0.1}, True, "difficulty.min: must be at most max .0.1., got 0.9"),
         ({"path": "absent"}, True, "difficulty.path: absent is not a file; create it with gdpo-nemo profile"),
         ({"path": "ROWS"}, True, "difficulty.path: .* is not the file rows.jsonl of a profile"),
     ],

@@ -271,4 +271,25 @@ ALGORITHMS = (
         "training/test_iterations.py::test_the_weight_of_the_entropy_follows_trl_and_goes_on_after_a_resume",
         "largest coefficient of the entropy bonus",
     ),
+    mutant(
+        "algorithms/reward_profile.py",
+        "if one.live.value <= DEAD_SHARE:",
+        "if one.live.value < 0:",
+        "algorithms/test_reward_profile.py::test_profile_names_planted_defects_and_none_in_sound_rewards",
+        "a reward that never varies is named",
+    ),
+    mutant(
+        "algorithms/reward_profile.py",
+        "1.0 - float(np.mean(agreements))",
+        "float(np.mean(agreements))",
+        "algorithms/test_reward_profile.py::test_profile_names_planted_defects_and_none_in_sound_rewards",
+        "noise is what does not repeat",
+    ),
+    mutant(
+        "algorithms/reward_profile.py",
+        "/ squares.sum()\n",
+        "/ squares.sum() / 3\n",
+        "algorithms/test_reward_profile.py::test_effective_weights_of_a_sample_contain_those_of_the_population",
+        "standard error of an effective weight",
+    ),
 )

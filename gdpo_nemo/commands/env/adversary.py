@@ -9,13 +9,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import combinations, zip_longest
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.commands.env.attacks import Probe, probes
-from gdpo_nemo.commands.env.check import candidates, sample_of, verifier_of
+from gdpo_nemo.commands.env.check import candidates, parsed, sample_of, verifier_of
+from gdpo_nemo.commands.gym.trial import expected_answers
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
+from gdpo_nemo.environments.nemo_gym.rows import ROW
 from gdpo_nemo.utils.errors import ConfigError
 
 SUSPICIOUS = 20
@@ -91,7 +93,6 @@ def put_on_trial(
     workers: int = 1,
     timeout_s: float = 30.0,
     key: str | None = None,
-    expected: Callable[[Row], Sequence[str]] = lambda row: (),
 ) -> Trial:
     """Verify the right answers of all rows, and forms and attacks on ``attacked`` rows and on suspicious rows.
 
@@ -99,7 +100,9 @@ def put_on_trial(
         name, options, environment, workers, timeout_s, key: see ``check_environment``.
         rows: rows from ``load_rows``.
         attacked: number of rows to attack, spread over all rows.
-        expected: further candidates for right answers of a row. The candidate with the largest rewards is used.
+
+    The environment's examples, the column ``answer`` and the expected answers of NeMo Gym's rows are candidates for the
+    right answer of a row. The candidate with the largest rewards is used.
 
     Raises:
         RunError: if the environment's code fails or its servers are not reachable.
@@ -113,7 +116,10 @@ def put_on_trial(
         EnvironmentPools({name: options}, workers, timeout_s, seed=1) as second,
     ):
         verify, again = verifier_of(environment, first), verifier_of(environment, second)
-        answers = {str(row.get("id", i)): [*candidates(environment, row), *expected(row)] for i, row in enumerate(rows)}
+        answers = {
+            str(row.get("id", i)): [*candidates(environment, row), *expected_answers(row.get(ROW, {}))]
+            for i, row in enumerate(rows)
+        }
         samples = [make(row, text) for row, texts in zip(rows, answers.values()) for text in dict.fromkeys(texts)]
         verdicts = verify(samples) if samples else []
         gold = _best_answers(samples, verdicts)
@@ -132,8 +138,6 @@ def put_on_trial(
 
 
 def _sample(environment: Environment, name: str, key: str | None, row: Row, text: str) -> Trajectory:
-    from gdpo_nemo.commands.env.check import parsed
-
     return parsed(sample_of(row, text, name, 0, key), environment.offers_tools)
 
 
@@ -315,7 +319,8 @@ def table(name: str, trial: Trial) -> Any:
         result.add_column(head, overflow="fold")
     for component, one in trial.components.items():
         reads = {True: "yes", False: "no", None: "?"}[one.reads_answer]
-        wins = f"{trial.rows - len(one.gold_loses)} of {trial.rows}" if trial.rows else "?"
+        tested = trial.rows and len(one.flat) < len(trial.attacked)
+        wins = f"{trial.rows - len(one.gold_loses)} of {trial.rows}" if tested else "?"
         attacks = ", ".join(one.hacked) or "none"
         cells = (component, reads, wins, f"{trial.hackability(component):.0%}", attacks)
         result.add_row(*map(Text, cells))

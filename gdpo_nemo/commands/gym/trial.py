@@ -80,7 +80,7 @@ def verify_rows(
     environment = NemoGym(options)
     try:
         samples = [
-            sample for i, row in enumerate(rows) for sample in _samples(str(i), row, [_MINIMAL, *_expected(row)])
+            sample for i, row in enumerate(rows) for sample in _samples(str(i), row, [_MINIMAL, *expected_answers(row)])
         ]
         again = [sample for i, (row, text, _) in enumerate(recorded or ()) for sample in _samples(f"r{i}", row, [text])]
         verdicts = environment.verify([*samples, *again])
@@ -133,7 +133,7 @@ def _samples(name: str, row: Mapping[str, Any], answers: list[str]) -> Iterator[
         yield sample
 
 
-def _expected(row: Mapping[str, Any]) -> Iterator[str]:
+def expected_answers(row: Mapping[str, Any]) -> Iterator[str]:
     """Yield the expected answer as it is and in a box, or the expected tool calls."""
     details = row.get("verifier_metadata")
     for columns in (row, details if isinstance(details, Mapping) else {}):

@@ -59,14 +59,14 @@ def measure(config: Config, rows: int, group: int | None = None, repeat: int = 2
     Changes ``config`` in place, so that the engines run without a policy.
 
     Args:
-        group: samples per row. None means ``gdpo.num_generations_per_prompt``.
+        group: samples per row. None means ``gdpo.num_generations_per_prompt``, but at least 2.
         repeat: number of further verifications. See ``verify_again``.
 
     Raises:
         ConfigError: if the config is invalid, or its algorithm does not use rewards.
         RunError: if an engine or environment fails, or no sample has a reward.
     """
-    config.gdpo.val_generations_per_prompt = group or config.gdpo.num_generations_per_prompt
+    config.gdpo.val_generations_per_prompt = group or max(2, config.gdpo.num_generations_per_prompt)
     config.policy.lora = LoraConfig()  # new adapters do not change the model; an existing one is merged
     without_policy(config)
     resolved = validate(config)
@@ -152,11 +152,12 @@ def verify_again(
         if environment.has_turns or environment.plays_with_endpoint or not environment.verifies or not rows:
             continue
         chosen = [replace(samples[i], rewards={}, extra={}, metrics={}) for i in rows]
+        first = [t for t in chosen if t.prompt.id == chosen[0].prompt.id]
         for part in _parts(environment, options or {}):
             for number in range(repeat):
                 limits = config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed + 1 + number
                 with EnvironmentPools({name: part}, *limits) as pool:
-                    pool.verify(chosen[:1])  # starts the workers
+                    pool.verify(first)  # starts the workers
                     begin = time.perf_counter()
                     verdicts = pool.verify(chosen)
                     taken = (time.perf_counter() - begin) / len(chosen)

@@ -78,7 +78,7 @@ def component_rows(measured: Measured) -> list[list[str]]:
             _number(one.pass_rate, ".1%"),
             _percent(one.live),
             _number(one.saturation, ".1%"),
-            _percent(effective[name]),
+            _percent(effective[name]) if one.weight else "-",
             _number(one.noise, ".1%"),
             _number(one.length, "+.2f"),
             _number(measured.seconds.get(name, math.nan) * 1000, ".2g"),
