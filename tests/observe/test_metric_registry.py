@@ -16,8 +16,8 @@ import torch
 from demo_run import demo_row, demo_validation
 
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, compute_advantages
-from gdpo_nemo.algorithms.loss_selection import corrects_by_token
 from gdpo_nemo.algorithms.component_weights import ComponentWeights
+from gdpo_nemo.algorithms.loss_selection import corrects_by_token
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
 from gdpo_nemo.algorithms.policy_loss import policy_loss
