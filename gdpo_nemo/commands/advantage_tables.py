@@ -27,7 +27,7 @@ from gdpo_nemo.config.rollout_checks import saves_all_groups
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.interop.rollout_dumps import TRAINERS, read_dump
-from gdpo_nemo.observe.journal import read_journal
+from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.sample_columns import values_of
 from gdpo_nemo.observe.samples import read_columns, rollout_files
 from gdpo_nemo.rollouts.credit import TurnAdvantages, advantages_of, reward_columns
@@ -65,7 +65,9 @@ def explain_step(
     if config_path is None:
         _refuse_custom_code(config.gdpo, overrides, _run_config_path(path))
     if not any(override.startswith("gdpo.rewards") for override in overrides):
-        config = _with_recorded_weights(config, real_path(path))
+        run_dir = real_path(path).parent.parent
+        step = next((step for step, file in rollout_files(run_dir) if file.name == path.name), 0)
+        config = with_weights_of(run_dir, step, config)
     if kl_in_reward(config.gdpo):
         raise ConfigError("gdpo.kl_in_reward: requires log-probs of the initial model, which rollouts do not record")
     if spec_of(config).head == "value":
@@ -75,13 +77,11 @@ def explain_step(
     return _explanation(path, groups, recorded, config, shown)
 
 
-def _with_recorded_weights(config: Config, path: Path) -> Config:
-    """Replace the weights that a constraint or schedule changes by the weights of the step, from the run's journal."""
+def with_weights_of(run_dir: Path, step: int, config: Config) -> Config:
+    """Replace the weights that a constraint or schedule changes by the weights of a step, from the run's metrics."""
     changed = {*config.gdpo.constraints, *config.gdpo.schedules}
-    run_dir = path.parent.parent
-    steps = [step for step, file in rollout_files(run_dir) if file.name == path.name] if changed else []
-    recorded = {name: w for entry in read_journal(run_dir) if entry.step in steps for name, w in entry.weights.items()}
-    weights = {name: recorded.get(name, w) if name in changed else w for name, w in config.gdpo.rewards.items()}
+    row = next((row for row in read_metrics(run_dir) if row["step"] == step and "lr" in row), {}) if changed else {}
+    weights = {name: row.get(f"reward/{name}/weight", weight) for name, weight in config.gdpo.rewards.items()}
     return replace(config, gdpo=replace(config.gdpo, rewards=weights))
 
 

@@ -94,13 +94,15 @@ def _print_other_objective(plan: Plan) -> int:
     """Print how the advantages and gradients of each step differ under the other objective."""
     from rich.table import Table
 
+    from gdpo_nemo.commands.advantage_tables import with_weights_of
     from gdpo_nemo.observe.metrics import read_metrics
 
     before, now = ({row["step"]: row.get("grad_norm") for row in read_metrics(f)} for f in (plan.run_dir, plan.out))
     table = Table("step", "cosine of advantages", "samples with another sign", "grad_norm", "instead")
     for segment in plan.segments:
         for step in range(segment.first, segment.last + 1):
-            cosine, other_sign = _compare_advantages(plan.run_dir, step, segment.config)
+            config = with_weights_of(plan.out, step, segment.config)
+            cosine, other_sign = _compare_advantages(plan.run_dir, step, config)
             table.add_row(str(step), f"{cosine:.3f}", f"{other_sign:.1%}", f"{before[step]:.4g}", f"{now[step]:.4g}")
     terminal().print(table)
     first = plan.segments[0].first

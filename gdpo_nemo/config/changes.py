@@ -41,9 +41,13 @@ class Change:
     """Earlier value as readable text."""
     now: str
     """New value as readable text."""
+    is_ignored: bool = False
+    """True if the state in the checkpoint has priority: the weight of a constraint (``gdpo.constraints``)."""
 
     def sentence(self, step: int) -> str:
         """Describe the change and the first step to which it applies, with the consequence if it is not obvious."""
+        if self.is_ignored:
+            return f"{self.key}: {self.before} -> {self.now} has no effect; the checkpoint contains the current weight"
         consequence = _CONSEQUENCES.get(self.key)
         return f"{self.key}: {self.before} -> {self.now} from step {step} on" + (
             f"; {consequence}" if consequence else ""
@@ -60,13 +64,18 @@ def find_changes(before: Mapping[str, Any], config: Config) -> list[Change]:
     then = {key: mask_urls(value) if isinstance(value, str) else value for key, value in flattened(before).items()}
     now = flattened(recorded(config))
     defaults = flattened(config_to_dict(Config()))
+    restored = [f"gdpo.rewards.{name}" for name in config.gdpo.constraints if _has_constraint(before, name)]
     found = []
     for key in dict.fromkeys([*now, *then]):
         old = then.get(key, defaults.get(key, _ABSENT))
         new = now.get(key, _ABSENT)
         if old != new:
-            found.append(Change(key, _text(old), _text(new)))
+            found.append(Change(key, _text(old), _text(new), key in restored))
     return found
+
+
+def _has_constraint(content: Mapping[str, Any], name: str) -> bool:
+    return name in ((content.get("gdpo") or {}).get("constraints") or {})
 
 
 def check_changes(changes: list[Change], what: str) -> None:

@@ -11,7 +11,8 @@ from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.algorithms import compute_advantages
 from gdpo_nemo.algorithms.component_weights import ComponentWeights, describe_weights
-from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.changes import find_changes
+from gdpo_nemo.config.load import load_config, recorded
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -85,6 +86,17 @@ def test_a_changed_limit_applies_to_the_weight_of_a_checkpoint():
     weights = ComponentWeights({"a": 1.0, "b": 0.0}, {"b": {"at_least": 0.5, "max_weight": 2.0}}, {})
     weights.load_state({"b": 7.0, "removed": 1.0})
     assert weights.values == {"a": 1.0, "b": 2.0}
+
+
+def test_a_resume_says_that_the_weight_of_a_constraint_comes_from_the_checkpoint():
+    goal = "gdpo.constraints={length: {at_least: 0.95}}"
+    before = recorded(load_config(DEMO, [goal]))
+    [change] = find_changes(before, load_config(DEMO, [goal, "gdpo.rewards.length=0.5"]))
+    assert (
+        change.sentence(5) == "gdpo.rewards.length: 1 -> 0.5 has no effect; the checkpoint contains the current weight"
+    )
+    changes = find_changes(recorded(load_config(DEMO)), load_config(DEMO, [goal, "gdpo.rewards.length=0.5"]))
+    assert changes[0].sentence(5) == "gdpo.rewards.length: 1 -> 0.5 from step 5 on"
 
 
 def test_the_plan_describes_goals_behind_the_first_weights():

@@ -69,6 +69,14 @@ def test_a_recorded_step_reads_back_with_the_advantages_of_the_run(tmp_path, cap
     assert all(f"{value:+.4f}" in out for value in advantages)
 
 
+def test_a_step_is_explained_with_the_weight_that_a_constraint_had_then(tmp_path, capsys):
+    path = recorded(tmp_path, two_groups())
+    save_config(load_config(DEMO, ["gdpo.constraints={length: {at_least: 0.9}}"]), tmp_path / "config.yaml")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "lr": 0.1, "reward/length/weight": 0.25}\n')
+    assert "1 correctness + 1 format + 0.25 length by gdpo" in shown(capsys, path)
+    assert "1 correctness + 1 format + 2 length by gdpo" in shown(capsys, path, "gdpo.rewards.length=2")
+
+
 def test_it_names_the_samples_that_a_sum_would_not_have_told_apart(tmp_path, capsys):
     out = shown(capsys, recorded(tmp_path, two_groups()))
     assert "the same advantage to 2 pairs of samples that these advantages distinguish, in 1 of 2 groups" in out
@@ -164,9 +172,12 @@ def test_a_replay_with_another_objective_compares_the_advantages_of_each_step(tm
     other = load_config(tmp_path / "config.yaml", ["gdpo.estimator=grpo", "gdpo.rewards.length=-1"])
     groups, before = read_step(path)
     after = advantages_of(groups, other).values.numpy()
+    # A constraint had moved the weight from 0 in this step.
+    other.gdpo.rewards["length"], other.gdpo.constraints = 0.0, {"length": {"at_most": 0.1}}
     for folder, norm in ((tmp_path, 0.25), (tmp_path / "out", 0.5)):
         folder.mkdir(exist_ok=True)
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 7, "grad_norm": norm}) + "\n")
+        row = {"step": 7, "lr": 0.1, "grad_norm": norm, "reward/length/weight": -1.0}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     plan = SimpleNamespace(run_dir=tmp_path, out=tmp_path / "out", segments=[Segment(7, 7, other, 9)], last=7)
     assert _print_other_objective(plan) == 0
     row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("│ 7"))

@@ -6,6 +6,34 @@ from mutant_tables.mutant import mutant
 
 ALGORITHMS = (
     mutant(
+        "algorithms/component_weights.py",
+        "return float(np.clip(weight + self.lr * (self.bound - mean), *self.limits))",
+        "return float(np.clip(weight + self.lr * (mean - self.bound), *self.limits))",
+        "algorithms/test_component_weights.py::test_the_multiplier_converges_to_the_dual_that_the_estimator_defines",
+        "a constraint that is not met gains weight",
+    ),
+    mutant(
+        "algorithms/component_weights.py",
+        "return float(np.clip(weight + self.lr * (self.bound - mean), *self.limits))",
+        "return float(weight + self.lr * (self.bound - mean))",
+        "algorithms/test_component_weights.py::test_weights_equal_projected_ascent_and_resume_from_their_state_in_json",
+        "the weight of a constraint is projected",
+    ),
+    mutant(
+        "algorithms/component_weights.py",
+        "self.values[name] = float(np.clip(state[name], *constraint.limits))",
+        "self.values[name] = float(state[name])",
+        "algorithms/test_component_weights.py::test_a_changed_limit_applies_to_the_weight_of_a_checkpoint",
+        "the weight of a checkpoint is within the limits of the config",
+    ),
+    mutant(
+        "algorithms/advantages.py",
+        "values, scale = np.zeros_like(terms.values), 0.0",
+        "values, scale = np.zeros_like(terms.values), 1.0",
+        "rollouts/test_span_credit.py::test_rewards_that_cancel_have_no_advantage_in_their_spans",
+        "terms of a batch whose rewards cancel count nothing",
+    ),
+    mutant(
         "algorithms/advantages.py",
         "if not settings.batch_norm or as_grpo:",
         "if not settings.batch_norm:",

@@ -6,6 +6,35 @@ from mutant_tables.mutant import mutant
 
 ROLLOUTS = (
     mutant(
+        "rollouts/credit.py",
+        "tokens = np.full(len(trajectory.completion_ids), 0.0 if abs(rest) <= noise else rest)",
+        "tokens = np.full(len(trajectory.completion_ids), rest)",
+        "rollouts/test_span_credit.py::test_noise_of_rounding_and_tokens_of_the_environment_get_no_advantage",
+        "rounding noise outside of the spans is no advantage",
+    ),
+    mutant(
+        "rollouts/credit.py",
+        "terms = advantages.components.numpy() * advantages.scale",
+        "terms = advantages.components.numpy()",
+        "rollouts/test_span_credit.py::test_the_terms_of_a_component_act_on_its_tokens_and_the_others_on_all",
+        "terms of spans have the scale of the batch norm",
+    ),
+    mutant(
+        "data/replies.py",
+        "                    first -= decoded(first)[1]\n",
+        "",
+        "rollouts/test_span_credit.py::test_a_span_covers_the_tokens_that_contain_a_byte_of_its_characters",
+        "a span includes the token with the first byte of its first character",
+    ),
+    mutant(
+        "environments/nemo_gym/rows.py",
+        "tuple((a + offset, b + offset) for a, b in spans)",
+        "tuple((a, b) for a, b in spans)",
+        "environments/test_nemo_gym_parts.py::"
+        "test_the_spans_of_a_reply_count_from_the_begin_of_the_text_with_its_reasoning",
+        "spans of a NeMo Gym server count from the output message",
+    ),
+    mutant(
         "rollouts/group_signal.py",
         "varies = ~stats.constant | (stats.count == 1) if raw",
         "varies = ~stats.constant if raw",

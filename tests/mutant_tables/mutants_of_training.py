@@ -6,6 +6,21 @@ from mutant_tables.mutant import mutant
 
 TRAINING = (
     mutant(
+        "training/gdpo.py",
+        'return entropy | ({} if self.weights is None else {"weights": self.weights.state()})',
+        "return entropy",
+        "training/test_trainer.py::"
+        "test_a_constraint_moves_the_weight_before_each_update_and_resumes_from_the_checkpoint",
+        "a checkpoint contains the weights of constraints",
+    ),
+    mutant(
+        "training/gdpo.py",
+        "self.weights.update(1 + (batch.version or 0),",
+        "self.weights.update((batch.version or 0),",
+        "training/test_trainer.py::test_the_first_step_of_a_schedule_has_the_weight_of_the_config",
+        "a schedule counts steps from 1",
+    ),
+    mutant(
         "training/supervised.py",
         "return max(float(np.mean(gaps)), 0.0)",
         "return float(np.mean(gaps))",

@@ -16,6 +16,7 @@ import torch
 from demo_run import demo_row, demo_validation
 
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings, TokenFields, compute_advantages
+from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.algorithms.loss_selection import corrects_by_token
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
@@ -146,7 +147,10 @@ def rows_of_the_real_functions() -> list[dict[str, float]]:
     advantages = compute_advantages({"a": [0.0, 1.0, 1.0, 1.0], "b": [1.0, 0.0, 1.0, 1.0]}, [0] * 4)
     trajectories = [*samples(), *samples(outcome=Outcome.ENV_FAILED)]
     group = Group(trajectories[0].prompt, samples())
+    weights = ComponentWeights({"a": 0.0, "b": 0.0}, {"a": {"at_least": 1}, "b": {"at_most": 1}}, {})
+    weights.update(1, {})
     return [
+        weights.metrics,
         update_metrics([update], on_policy=True) | advantages.diagnostics.metrics() | rollout_metrics(trajectories, 1),
         validation_metrics([group], [1]),
     ]

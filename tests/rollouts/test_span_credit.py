@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +30,7 @@ DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 PROMPT = Prompt("p", np.arange(3, dtype=np.int32), "", "e")
 
 
+@cache
 def config(*overrides: str) -> Config:
     return load_config(DEMO, ["gdpo.rewards={a: 1, b: 2}", "gdpo.credit=span", *overrides])
 
@@ -162,6 +164,12 @@ def test_noise_of_rounding_and_tokens_of_the_environment_get_no_advantage():
         [False] * 6,  # the mean of its group
         [False, True, False, False, False, False],
     ]
+
+
+def test_rewards_that_cancel_have_no_advantage_in_their_spans():
+    members = [sample({"a": float(i), "b": -float(i)}, {"a": ((0, 2),)}, index=i) for i in range(3)]
+    found = by_span(advantages_of([Group(PROMPT, members)], config("gdpo.rewards={a: 1, b: 1}")), members)
+    assert not np.any(found)
 
 
 def test_the_sequences_of_an_update_carry_the_advantages_of_their_tokens():

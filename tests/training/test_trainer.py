@@ -101,7 +101,8 @@ class Recorder:
 
     def get_batch(self, step: int) -> Rollout:
         self.calls.append(f"get batch {step}")
-        return Rollout(self.groups(max(0, step - self.stale)), next_position=2 * step + 2, dropped_groups=5)
+        groups = self.groups(max(0, step - self.stale))
+        return Rollout(groups, next_position=2 * step + 2, dropped_groups=5, version=step)
 
     def train(self, update, loss) -> UpdateResult:
         self.calls.append("train")
@@ -388,6 +389,13 @@ def test_a_constraint_moves_the_weight_before_each_update_and_resumes_from_the_c
     resumed.trainer.algorithm.load_state(states[1])
     resumed.trainer.step()
     assert resumed.rows[0][0]["reward/b/weight"] == weights[2] and resumed.trainer.algorithm.state() == states[2]
+
+
+def test_the_first_step_of_a_schedule_has_the_weight_of_the_config():
+    recorder = Recorder("gdpo.schedules={b: [[3, 2.0]]}")
+    for _ in range(4):
+        recorder.trainer.step()
+    assert [row["reward/b/weight"] for row, *_ in recorder.rows] == [1.0, 1.5, 2.0, 2.0]
 
 
 class Halving(Algorithm):
