@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterable, Sequence
 
@@ -15,7 +16,8 @@ from gdpo_nemo.cluster.policy_rank import LOGPROBS, Columns, PolicyRank
 from gdpo_nemo.cluster.reservation import Placement, place_on_this_machine
 from gdpo_nemo.cluster.session import answered, cores, gather, one_has_ended, ray, thread_environment
 from gdpo_nemo.config.algorithm_choice import spec_of
-from gdpo_nemo.config.layout import prompt_sharing
+from gdpo_nemo.config.layout import has_flex_attention, prompt_sharing
+from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.data.packing import (
@@ -26,7 +28,14 @@ from gdpo_nemo.data.packing import (
     measure,
     with_gradient,
 )
-from gdpo_nemo.data.prefixes import Layout, choose_layout, whole_layout
+from gdpo_nemo.data.prefixes import (
+    NO_SAVING,
+    Layout,
+    choose_layout,
+    shared_attention_cost,
+    typical_saving,
+    whole_layout,
+)
 from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
 from gdpo_nemo.utils.progress import phase
@@ -99,14 +108,13 @@ class PolicyGroup:
     ):
         placement = placement or place_on_this_machine(config)
         nodes = placement.places.policy
-        self.config = config.policy
         self.layout = config.policy.megatron_cfg
         self.shared = placement.places.shared
         """For each engine, the ranks whose devices its processes share (see ``Places``)."""
         self.timeout_s = config.rollout.train_timeout_s
         self._patience = {method: Patience(self.timeout_s, _SHORTEST_DEADLINE_S) for method in _COMPUTES}
-        self._sharing = prompt_sharing(config)
         self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
+        self._choose_sharing(config)
         world = layout_ranks(self.layout)
         on_gpu = config.cluster.gpus_per_node > 0
         # All ranks get the number of threads that suits the node with the most ranks. The ranks run in lockstep, so
@@ -138,6 +146,19 @@ class PolicyGroup:
         """Data-parallel rank of each rank. The list is empty until the first call that needs it."""
         if not placement.places.shared:
             self._build()
+
+    def _choose_sharing(self, config: Config) -> None:
+        """Determine whether updates may share prompts.
+
+        With ``auto`` on GPUs, the decision is made before the layers are built, because only layers without shared
+        prompts use TransformerEngine's rotary kernel.
+        """
+        self._sharing = prompt_sharing(config)
+        self._shared_attention = shared_attention_cost(config)
+        if self._sharing is None and has_flex_attention(config):
+            saving = typical_saving(resolve(config), self._quadratic)
+            self._sharing = False if saving == NO_SAVING else None
+        self.config = replace(config.policy, share_prompts=self._sharing is not False)
 
     def _build(self) -> None:
         url = self.ranks[0].rendezvous.remote()
@@ -235,6 +256,7 @@ class PolicyGroup:
             self._chunks,
             self._quadratic,
             multiple,
+            self._shared_attention,
         )
 
     def _skips(self, settings: Objective) -> bool:
@@ -264,9 +286,8 @@ class PolicyGroup:
             total_multiple = parallel.context_parallel_size * parallel.tensor_model_parallel_size
         result.sequences = num_sequences
         result.skipped_sequences = num_sequences - len(sequences) if skips else None
-        result.packing = measure(
-            layout.assignment, lengths, self._multiple, total_multiple, self._quadratic, layout.shared
-        )
+        quadratic = self._quadratic * (self._shared_attention if any(layout.shared) else 1.0)
+        result.packing = measure(layout.assignment, lengths, self._multiple, total_multiple, quadratic, layout.shared)
         return result
 
     def logprobs(

@@ -53,7 +53,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "policy.lora.init": ("uniform", "xavier"),
     "policy.precision": ("float32", "bfloat16"),
     "policy.megatron_cfg.recompute": ("none", "selective", "full"),
-    "policy.megatron_cfg.attention_backend": ("auto", "sdpa", "flash", "fused", "unfused"),
+    "policy.megatron_cfg.attention_backend": ("auto", "sdpa", "flex", "flash", "fused", "unfused"),
     "policy.megatron_cfg.moe_router_dtype": ("float32", "float64", "fp32", "fp64"),
     "policy.megatron_cfg.fp8": ("e4m3", "hybrid"),
     "policy.megatron_cfg.fp8_recipe": ("delayed", "tensorwise", "blockwise", "mxfp8"),

@@ -337,23 +337,28 @@ def _check_even(layers: int, pipeline: int, virtual: int | None) -> None:
 def prompt_sharing(config: Config) -> bool | None:
     """Return whether prompts are shared: True (always), False (never), or None (only if it saves work).
 
-    ``auto`` never shares prompts on GPUs, because the gain was not measured there.
+    On GPUs without FlexAttention, ``auto`` never shares prompts, because masks make torch's SDPA slow there.
     """
     chosen = config.policy.share_prompts
     if chosen == "auto":
-        return False if config.cluster.gpus_per_node else None
+        return False if config.cluster.gpus_per_node and not has_flex_attention(config) else None
     return bool(chosen)
 
 
+def shares_with_flex_attention(config: Config) -> bool:
+    """Return whether packs with shared prompts use FlexAttention, and other packs TransformerEngine's attention."""
+    return has_flex_attention(config) and config.policy.megatron_cfg.attention_backend != "flex"
+
+
+def has_flex_attention(config: Config) -> bool:
+    """Return whether the policy can use FlexAttention: on GPUs, unless only torch's SDPA is allowed."""
+    megatron = config.policy.megatron_cfg
+    engine = megatron.attention_backend != "sdpa" and megatron.transformer_engine is not False
+    return config.cluster.gpus_per_node > 0 and (engine or megatron.attention_backend == "flex")
+
+
 def check_prompt_sharing(config: Config) -> None:
-    """Check that ``policy.share_prompts`` is valid and that the attention backend supports it. Raises ConfigError."""
+    """Check that ``policy.share_prompts`` is valid. Raises ConfigError."""
     chosen = config.policy.share_prompts
     if not isinstance(chosen, bool) and chosen != "auto":
         raise ConfigError(f"policy.share_prompts: {chosen!r} is not a valid value (accepted: auto, true, false)")
-    megatron = config.policy.megatron_cfg
-    engine = megatron.attention_backend != "sdpa" and megatron.transformer_engine is not False
-    if chosen is True and config.cluster.gpus_per_node and engine:
-        raise ConfigError(
-            "policy.share_prompts: true is not supported by TransformerEngine's attention; use auto, or "
-            "policy.megatron_cfg.attention_backend: sdpa"
-        )

@@ -102,8 +102,9 @@ class MegatronConfig:
     """Number of layers to recompute in each pipeline stage (or virtual stage), counted from its first layer, with
     `recompute: full`. Null: all layers."""
     attention_backend: str = "auto"
-    """Attention implementation: auto, sdpa (PyTorch, only in layers without TransformerEngine), or one of flash, fused
-    and unfused (TransformerEngine)."""
+    """Attention implementation: auto, sdpa (PyTorch, only in layers without TransformerEngine), flex (PyTorch's
+    FlexAttention, only on GPUs), or one of flash, fused and unfused (TransformerEngine). Except with sdpa, packs with
+    shared prompts use FlexAttention on GPUs."""
     transformer_engine: Optional[bool] = None
     """Use TransformerEngine layers. Null: use these layers if TransformerEngine can be imported and CUDA is available.
     """
@@ -231,8 +232,9 @@ class PolicyConfig:
     with a KL penalty, an entropy bonus, or a user-defined function that does not declare support."""
     share_prompts: Any = "auto"
     """Compute the common prefix of the samples of a prompt only once per micro-batch. The gradient does not change.
-    Accepted values: true, false, or auto. auto shares prompts only on CPU, and only if this saves at least a tenth of
-    an update. With shared prefixes, micro_batch_tokens counts only the computed tokens."""
+    Accepted values: true, false, or auto. auto shares prompts only if this saves at least a tenth of an update. On
+    GPUs, auto counts the slower attention of shared prompts. With shared prefixes, micro_batch_tokens counts only the
+    computed tokens."""
     offload_reference: bool = True
     """Keep the weights of the KL penalty's reference model in host memory and copy them to the GPU for each forward
     pass. False: keep these weights on the GPU next to the policy."""

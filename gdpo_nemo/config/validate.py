@@ -326,6 +326,11 @@ def _check_kernels(config: Config) -> None:
         raise ConfigError(f"{prefix}.fused_logprobs: requires GPUs (cluster.gpus_per_node is 0)")
     if megatron.attention_backend == "sdpa" and megatron.transformer_engine:
         raise ConfigError(f"{prefix}.attention_backend: sdpa (torch) conflicts with transformer_engine: true")
+    if megatron.attention_backend == "flex" and not gpus:
+        raise ConfigError(
+            f"{prefix}.attention_backend: flex requires GPUs, because torch cannot compute its gradient on CPUs; use "
+            "auto or sdpa"
+        )
     has_engine = gpus and megatron.transformer_engine is not False
     if megatron.fp8 and (not has_engine or megatron.attention_backend == "sdpa"):
         raise ConfigError(f"{prefix}.fp8: requires GPUs and the layers of TransformerEngine")

@@ -8,12 +8,15 @@ longest common prefix with its predecessor. This order also shares prefixes that
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import chain
 from typing import Sequence
 
 import numpy as np
 
+from gdpo_nemo.config.layout import Resolved, prompt_sharing, shares_with_flex_attention
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import Assignment, TrainSequence, assign, cost_of, rank_costs
 
 LEAST_SHARE = 1 / 8
@@ -21,6 +24,11 @@ LEAST_SHARE = 1 / 8
 costs about as much as sharing saves."""
 LEAST_GAIN = 0.1
 """Minimum relative reduction of the most expensive rank's cost for which ``auto`` shares prefixes."""
+FLEX_COST = 2.0
+"""Assumed time of FlexAttention per pair of tokens, relative to TransformerEngine's attention. Not measured on a GPU.
+``tests/gpu/first_hour.sh`` measures it."""
+TYPICAL_SHARE = 0.5
+"""Assumed mean length of prompts and completions, as a fraction of the config's limits."""
 _EVEN = 0.02
 """Imbalance above which groups are split further: cost of the most expensive rank divided by the mean, minus 1."""
 
@@ -37,6 +45,61 @@ class Layout:
     def cost(self, lengths: Sequence[int], quadratic: float) -> float:
         """Return the cost of the most expensive rank (see ``packing.cost_of``)."""
         return max(rank_costs(self.assignment, lengths, self.shared, quadratic))
+
+
+def shared_attention_cost(config: Config) -> float:
+    """Return the time per pair of tokens of the attention with shared prompts, relative to the time without."""
+    return FLEX_COST if shares_with_flex_attention(config) else 1.0
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Training cost with shared prompts relative to the cost without sharing."""
+
+    tokens: float = 1.0
+    """Ratio of computed tokens. The costs of matrix products and activations are proportional to this ratio."""
+    attention: float = 1.0
+    """Ratio of the time of attention, from its pairs of tokens and ``shared_attention_cost``."""
+
+
+NO_SAVING = Saving()
+
+
+def typical_saving(resolved: Resolved, quadratic: float) -> Saving:
+    """Return ``expected_saving`` for samples of the assumed mean length."""
+    policy = resolved.config.policy
+    new = policy.generation.max_new_tokens
+    prompt = TYPICAL_SHARE * (policy.max_total_sequence_length - new)
+    return expected_saving(resolved, max(1.0, prompt), max(1.0, TYPICAL_SHARE * new), quadratic)
+
+
+def expected_saving(resolved: Resolved, prompt: float, completion: float, quadratic: float) -> Saving:
+    """Return the savings of a step whose prompts and completions have these lengths, in tokens.
+
+    The driver splits each group into pieces. A piece contains one prompt and as many of its completions as fit into
+    ``micro_batch_tokens``.
+
+    Args:
+        quadratic: coefficient of the quadratic cost (see ``packing.attention_cost``).
+    """
+    config = resolved.config
+    sharing = prompt_sharing(config)
+    total = prompt + completion
+    samples = resolved.sequences_per_prompt
+    if sharing is False or samples == 1 or prompt < LEAST_SHARE * total:
+        return NO_SAVING
+    room = config.policy.micro_batch_tokens - prompt
+    # Completions can have length 0 after a user-specified median is rounded. All such completions fit.
+    completions_per_piece = samples if room >= samples * completion else max(1, int(room // completion))
+    groups = max(1.0, resolved.samples_per_update / samples)
+    # A rank without a complete group gets a piece of a group.
+    pieces = min(samples, max(math.ceil(samples / completions_per_piece), math.ceil(resolved.layout.data / groups)))
+    skipped = 1 - pieces / samples
+    slowdown = shared_attention_cost(config)
+    found = Saving(1 - skipped * prompt / total, slowdown * (1 - skipped * (prompt / total) ** 2))
+    attention = quadratic * total
+    cost = (found.tokens + attention * found.attention) / (1 + attention)
+    return NO_SAVING if sharing is None and cost > 1 - LEAST_GAIN else found
 
 
 def shared_prefixes(sequences: Sequence[TrainSequence], least: float = LEAST_SHARE) -> list[int]:
@@ -121,25 +184,33 @@ def choose_layout(
     multiple_of: int = 1,
     quadratic: float = 0.0,
     multiple: int = 1,
+    attention: float = 1.0,
 ) -> Layout:
     """Return the layout selected by ``policy.share_prompts``.
 
     Args:
         sharing: True for the shared layout, False for the unshared one. None shares prompts only if this reduces the
             cost by at least ``LEAST_GAIN``.
+        attention: cost of attention in the shared layout, relative to the unshared one (``shared_attention_cost``).
 
     For the other arguments, see ``shared_layout``.
     """
-    arguments = sequences, ranks, token_budget, multiple_of, quadratic, multiple
+    arguments = sequences, ranks, token_budget, multiple_of
     if sharing:
-        return shared_layout(*arguments)
-    plain = unshared(*arguments)
+        return shared_layout(*arguments, attention * quadratic, multiple)
+    plain = unshared(*arguments, quadratic, multiple)
     if sharing is False or all(len(group) == 1 for group in _by_prompt(sequences)):
         return plain
-    shared = shared_layout(*arguments)
+    shared = shared_layout(*arguments, attention * quadratic, multiple)
+    return shared if _pays(shared, plain, sequences, quadratic, attention) else plain
+
+
+def _pays(
+    shared: Layout, plain: Layout, sequences: Sequence[TrainSequence], quadratic: float, attention: float
+) -> bool:
+    """Return whether the shared layout reduces the cost by at least ``LEAST_GAIN``."""
     lengths = [len(s) for s in sequences]
-    pays = shared.cost(lengths, quadratic) <= (1 - LEAST_GAIN) * plain.cost(lengths, quadratic)
-    return shared if pays else plain
+    return shared.cost(lengths, attention * quadratic) <= (1 - LEAST_GAIN) * plain.cost(lengths, quadratic)
 
 
 def whole_layout(
@@ -150,6 +221,7 @@ def whole_layout(
     multiple_of: int = 1,
     quadratic: float = 0.0,
     multiple: int = 1,
+    attention: float = 1.0,
 ) -> Layout:
     """Return a layout in which pairs and trajectories are whole: both completions of a pair (``TrainSequence.pair``),
     and all sequences of a trajectory, are in the same micro-batch.
@@ -162,16 +234,15 @@ def whole_layout(
         alone = not s.pair and s.trajectory < 0
         units.setdefault((-1, index) if alone else (abs(s.pair), s.trajectory), []).append(index)
     pieces = list(units.values())
-    arguments = pieces, sequences, ranks, token_budget, multiple_of, quadratic, multiple
+    arguments = pieces, sequences, ranks, token_budget, multiple_of
     # As in groups, all sequences must have a prompt that is long enough to share (``LEAST_SHARE``).
     shares = [sharing is not False and len(_by_prompt([sequences[i] for i in piece])) == 1 for piece in pieces]
-    shared = _assign_units(shares, *arguments)
+    slowdown = attention if any(shares) else 1.0
+    shared = _assign_units(shares, *arguments, slowdown * quadratic, multiple)
     if sharing is not None or not any(shares):
         return shared
-    plain = _assign_units([False] * len(pieces), *arguments)
-    lengths = [len(s) for s in sequences]
-    pays = shared.cost(lengths, quadratic) <= (1 - LEAST_GAIN) * plain.cost(lengths, quadratic)
-    return shared if pays else plain
+    plain = _assign_units([False] * len(pieces), *arguments, quadratic, multiple)
+    return shared if _pays(shared, plain, sequences, quadratic, attention) else plain
 
 
 def _assign_units(

@@ -56,6 +56,8 @@ class Packing(PackedSeqParams):
     """Cosines of the rotary embedding, [local tokens, 1, head size]; None until the first layer computes them."""
     sin: torch.Tensor | None = None
     """Sines of the rotary embedding, with the same shape as ``cos``."""
+    block_mask: Any = None
+    """Mask for ``FlexAttention`` (``flex_attention.block_mask``), or None if another attention computes the pack."""
 
 
 @dataclass
@@ -109,10 +111,8 @@ def packing_arrays(
     arrays = {"bounds": bounds.astype(np.int32)}
     if rectangles:
         shared = [0] * len(lengths) if shared is None else shared
-        positions = [count + local_positions(length, rank, size) for count, length in zip(shared, lengths)]
-        arrays["positions"] = np.concatenate(positions)
-        if size > 1:
-            arrays["order"] = _gathered_rows(lengths, bounds, size)
+        arrays |= position_arrays(lengths, rank, size, shared)
+        positions = np.split(arrays["positions"], bounds[1:-1] // size)
         keys = _key_rows(lengths, bounds, shared)
         without_prefix = [i for i, count in enumerate(shared) if not count]
         with_prefix = [i for i, count in enumerate(shared) if count]
@@ -123,6 +123,18 @@ def packing_arrays(
                 masked = size > 1 or kind is _SHARED
                 indices = _rectangle(members, positions, keys, bounds // size, masked=masked)
                 arrays |= {f"{kind}.{number}.{name}": array for name, array in indices.items()}
+    return arrays
+
+
+def position_arrays(lengths: list[int], rank: int, size: int, shared: list[int]) -> dict[str, np.ndarray]:
+    """Return ``Packing.positions``, and with context parallelism ``Packing.order``, by name.
+
+    For the arguments, see ``packing_arrays``.
+    """
+    positions = [count + local_positions(length, rank, size) for count, length in zip(shared, lengths)]
+    arrays = {"positions": np.concatenate(positions)}
+    if size > 1:
+        arrays["order"] = _gathered_rows(lengths, np.concatenate(([0], np.cumsum(lengths))), size)
     return arrays
 
 
@@ -315,7 +327,7 @@ class _UnpadOutput(torch.autograd.Function):
         return None, None, *out
 
 
-class _GatherContext(torch.autograd.Function):
+class GatherContext(torch.autograd.Function):
     """Gather [local tokens, ...] from all context-parallel ranks into [all tokens, ...], in the order of the pack.
 
     The backward pass sums the gradients of this rank's tokens over the ranks (reduce-scatter).
@@ -336,6 +348,12 @@ class _GatherContext(torch.autograd.Function):
         local = grad.new_empty(grad.size(0) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(local, by_rank, group=ctx.group)
         return local, None, None
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply the rotary embedding to x [tokens, heads, size], given ``Packing.cos`` and ``Packing.sin``."""
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), -1) * sin
 
 
 class PackedAttention(MegatronModule):
@@ -367,6 +385,11 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.rotary = rotary
+        self._rotated = rotated
+
+    def arrays(self, lengths: list[int], rank: int, size: int, shared: list[int]) -> dict[str, np.ndarray]:
+        """Return the arrays of a pack that this attention needs. For the arguments, see ``packing_arrays``."""
+        return packing_arrays(lengths, rank, size, rectangles=True, shared=shared)
 
     def forward(
         self,
@@ -395,7 +418,7 @@ class PackedAttention(MegatronModule):
             value = value.repeat_interleave(repeats, 1)
         if self.context_group.size() > 1:
             # Gather keys and values in one collective, after the rotation, which needs the positions of local tokens.
-            both = _GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
+            both = GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
             key, value = both.unbind(1)
         drop = self.dropout if self.training else 0.0
         outputs = [self._attend(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
@@ -413,8 +436,7 @@ class PackedAttention(MegatronModule):
             # Compute angles in float32: bfloat16 cannot distinguish positions above 256.
             packing.cos = (angles.cos() * scaling).to(x.dtype)
             packing.sin = (angles.sin() * scaling).to(x.dtype)
-        left, right = x.chunk(2, dim=-1)
-        return x * packing.cos + torch.cat((-right, left), -1) * packing.sin
+        return self._rotated(x, packing.cos, packing.sin)
 
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
         if not rectangle.shares or not torch.is_grad_enabled():

@@ -6,9 +6,12 @@ for MoE). Hugging Face layer i therefore always corresponds to Hybrid layers 2i 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from enum import Enum
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -18,7 +21,7 @@ from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -27,8 +30,12 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
     TransformerLayerSubmodules,
 )
+from transformers import PretrainedConfig
 
+from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.megatron.attention import PackedAttention
+from gdpo_nemo.megatron.conversion import head_size, num_experts, rotary
+from gdpo_nemo.megatron.flex_attention import FlexAttention
 from gdpo_nemo.utils.errors import RunError
 
 
@@ -51,19 +58,66 @@ def transformer_engine_is_usable() -> bool:
     return True
 
 
+class Attention(Enum):
+    """Attention between queries and keys in all layers."""
+
+    ENGINE = "engine"
+    """TransformerEngine's attention, which cannot share prompts."""
+    PACKED = "packed"
+    """``PackedAttention``."""
+    FLEX = "flex"
+    """``FlexAttention``."""
+    ENGINE_AND_FLEX = "engine and flex"
+    """``FlexAttention`` for packs with shared prompts, and TransformerEngine's attention for other packs."""
+
+
+def select_attention(backend: str, use_te: bool, sharing: bool) -> Attention:
+    """Return the attention of the layers.
+
+    Args:
+        backend: ``policy.megatron_cfg.attention_backend``.
+        sharing: True if packs may contain shared prompts.
+    """
+    if backend == "flex":
+        return Attention.FLEX
+    if not use_te:
+        return Attention.PACKED
+    return Attention.ENGINE_AND_FLEX if sharing else Attention.ENGINE
+
+
 def layer_spec(
-    config: TransformerConfig, rotary: tuple[torch.Tensor, float], use_te: bool, adapted: bool = False
+    config: TransformerConfig,
+    rotary: tuple[torch.Tensor, float],
+    use_te: bool,
+    attention: Attention,
+    adapted: bool = False,
 ) -> ModuleSpec:
     """Return the layer stack: Megatron's TransformerEngine stack, or local layers that need only torch.
 
     Args:
-        rotary: inverse rotary frequencies and the scaling factor of cos and sin, for the local layers.
+        rotary: inverse rotary frequencies and the scaling factor of cos and sin. Not used by ``Attention.ENGINE``.
         adapted: True if the linear layers get adapters. Norms are then separate modules, because adapters need the
             inputs of the linear layers.
     """
     if use_te:
-        return _engine_stack(adapted)
-    return _local_stack(config, rotary)
+        return _engine_stack(adapted, rotary, attention)
+    core = FlexAttention if attention is Attention.FLEX else PackedAttention
+    return _local_stack(config, partial(core, rotary=rotary))
+
+
+def engine_options(hf: PretrainedConfig, layout: MegatronConfig, attention: Attention) -> dict[str, Any]:
+    """Return the options of TransformerConfig for TransformerEngine's layers."""
+    backend = "auto" if attention is Attention.FLEX else layout.attention_backend
+    uses_rope = attention is Attention.ENGINE
+    options: dict[str, Any] = dict(attention_backend=AttnBackend[backend], apply_rope_fusion=uses_rope)
+    scaling = rotary(hf)[1]
+    if uses_rope and scaling != 1.0:
+        # TransformerEngine's rotary kernel does not support scaling factors of queries and keys (YaRN). Apply both
+        # factors to the attention scores instead.
+        options |= dict(softmax_scale=scaling**2 / math.sqrt(head_size(hf)))
+    if num_experts(hf):
+        options |= dict(moe_permute_fusion=True)
+    return options
 
 
 # All stacks use the checkpoint keys of TransformerEngine's layers with a fused norm, so that their checkpoints are
@@ -72,17 +126,31 @@ _QKV_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def _engine_stack(adapted: bool) -> ModuleSpec:
-    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+def _engine_stack(adapted: bool, rotary, attention: Attention) -> ModuleSpec:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    if not adapted:
-        return hybrid_stack_spec
-    stock = hybrid_stack_spec.submodules
+    spec = _for_adapters(hybrid_stack_spec) if adapted else hybrid_stack_spec
+    if attention is Attention.ENGINE:
+        return spec
+    unshared = TEDotProductAttention if attention is Attention.ENGINE_AND_FLEX else None
+    core = partial(FlexAttention, rotary=rotary, unshared=unshared)
+    layer = spec.submodules.attention_layer
+    inner = layer.submodules.self_attention
+    inner = replace(inner, submodules=replace(inner.submodules, core_attention=core))
+    layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
+    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
+
+
+def _for_adapters(spec: ModuleSpec) -> ModuleSpec:
+    """Return TransformerEngine's stack with norms that are separate from the linear layers."""
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
+
+    stock = spec.submodules
     attention = stock.attention_layer.submodules
     inner = attention.self_attention
     return replace(
-        hybrid_stack_spec,
+        spec,
         submodules=replace(
             stock,
             attention_layer=replace(
@@ -141,7 +209,7 @@ class LocalHybridStack(HybridStack):
             self.final_norm = RMSNorm(self.config, self.config.hidden_size, eps=self.config.layernorm_epsilon)
 
 
-def _local_stack(config: TransformerConfig, rotary) -> ModuleSpec:
+def _local_stack(config: TransformerConfig, core) -> ModuleSpec:
     head_norm = RMSNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=TransformerLayer,
@@ -152,7 +220,7 @@ def _local_stack(config: TransformerConfig, rotary) -> ModuleSpec:
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=ColumnParallelLinear,
-                    core_attention=partial(PackedAttention, rotary=rotary),
+                    core_attention=core,
                     linear_proj=RowParallelLinear,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,

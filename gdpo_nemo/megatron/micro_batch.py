@@ -11,7 +11,8 @@ import torch
 
 from gdpo_nemo.algorithms import TokenFields
 from gdpo_nemo.data.packing import PackedRows, TrainSequence
-from gdpo_nemo.megatron.attention import Packing, packing_arrays, packing_of
+from gdpo_nemo.megatron.attention import PackedAttention, Packing, packing_arrays, packing_of
+from gdpo_nemo.megatron.flex_attention import block_mask
 
 _DTYPES = {"staleness": np.int32, "chosen": bool}
 """Data types of the fields that are not float32."""
@@ -64,7 +65,7 @@ def make_micro_batch(
     context: tuple[int, int],
     device: torch.device,
     *,
-    rectangles: bool,
+    attention: PackedAttention | None,
     with_fields: bool,
 ) -> MicroBatch:
     """Create a packed micro-batch on the device.
@@ -73,23 +74,28 @@ def make_micro_batch(
         rows: layout of the micro-batch.
         sequences: sequences of this data-parallel rank, to which ``rows`` refers.
         context: context-parallel rank and size.
-        rectangles: True if the attention needs positions and rectangles (see ``attention.packing_arrays``).
+        attention: attention of any layer, or None for TransformerEngine's attention, which needs only the bounds.
         with_fields: True if a loss is computed.
     """
     arrays = {"tokens": rows.tokens, "rows": rows.rows, "targets": rows.targets}
-    arrays |= packing_arrays(rows.padded_lengths, *context, rectangles=rectangles, shared=rows.shared)
+    if attention is None:
+        arrays |= packing_arrays(rows.padded_lengths, *context, rectangles=False, shared=rows.shared)
+    else:
+        arrays |= attention.arrays(rows.padded_lengths, *context, shared=rows.shared)
     if with_fields:
         fields, trained = _field_arrays(sequences, rows)
         arrays |= {f"field.{name}": array for name, array in fields.items()}
         if len(trained) < len(rows.rows):
             arrays["trained"] = trained
     tensors = to_device(arrays, device)
+    packing = packing_of(rows.padded_lengths, tensors)
+    packing.block_mask = block_mask(tensors)
     return MicroBatch(
         rows,
         tensors["tokens"][None],
         tensors["rows"],
         tensors["targets"],
-        packing_of(rows.padded_lengths, tensors),
+        packing,
         _token_fields(tensors, len(sequences)) if with_fields else None,
         tensors.get("trained"),
     )

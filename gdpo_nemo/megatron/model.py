@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,19 @@ from megatron.core.optimizer import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.layout import stage_layers
 from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
-from gdpo_nemo.megatron.conversion import head_size, layer_symbols, num_experts, rotary, transformer_fields
-from gdpo_nemo.megatron.layers import layer_spec, transformer_engine_is_usable
+from gdpo_nemo.megatron.conversion import layer_symbols, rotary, transformer_fields
+from gdpo_nemo.megatron.layers import (
+    Attention,
+    engine_options,
+    layer_spec,
+    select_attention,
+    transformer_engine_is_usable,
+)
 from gdpo_nemo.megatron.logprobs import EntropyUse, fused_token_logprobs, token_logprobs, use_fused_logprobs
 from gdpo_nemo.megatron.lora import attach
 from gdpo_nemo.megatron.optimizer import make_schedule
@@ -204,12 +208,17 @@ class BuiltModel:
 
 
 def transformer_config(
-    hf: PretrainedConfig, layout: MegatronConfig, dtype: torch.dtype, use_te: bool
+    hf: PretrainedConfig,
+    layout: MegatronConfig,
+    dtype: torch.dtype,
+    use_te: bool,
+    attention: Attention = Attention.PACKED,
 ) -> TransformerConfig:
     """Return Megatron's TransformerConfig for the model ``hf`` in a parallel layout.
 
     Args:
         use_te: True to build TransformerEngine's layers.
+        attention: attention of the layers.
     """
     recompute: dict[str, dict[str, Any]] = {
         "none": {},
@@ -221,7 +230,7 @@ def transformer_config(
         # A layer of the model consists of two Hybrid layers: attention and MLP.
         options |= dict(recompute_method="block", recompute_num_layers=2 * layout.recompute_layers)
     if use_te:
-        options |= _engine_options(hf, layout)
+        options |= engine_options(hf, layout, attention)
     if layout.fp8:
         options |= dict(fp8=layout.fp8, fp8_recipe=layout.fp8_recipe)
     return TransformerConfig(
@@ -258,19 +267,6 @@ def transformer_config(
     )
 
 
-def _engine_options(hf: PretrainedConfig, layout: MegatronConfig) -> dict[str, Any]:
-    """Return the options of TransformerConfig for TransformerEngine's layers."""
-    options: dict[str, Any] = dict(attention_backend=AttnBackend[layout.attention_backend], apply_rope_fusion=True)
-    scaling = rotary(hf)[1]
-    if scaling != 1.0:
-        # TransformerEngine's rotary kernel does not support scaling factors of queries and keys (YaRN). Apply both
-        # factors to the attention scores instead.
-        options |= dict(softmax_scale=scaling**2 / math.sqrt(head_size(hf)))
-    if num_experts(hf):
-        options |= dict(moe_permute_fusion=True)
-    return options
-
-
 def _finalize(model, num_tokens=None, **kwargs):
     """Reduce the gradients without Megatron's division by the token count: the loss is already weighted globally."""
     finalize_model_grads(model, None, **kwargs)
@@ -296,6 +292,7 @@ def build_chunks(
     adapted: bool = False,
     scores: bool = False,
     values: bool = False,
+    sharing: bool = False,
 ) -> tuple[TransformerConfig, list[PolicyModel]]:
     """Return Megatron's configuration and this rank's randomly initialised model chunks, on its device.
 
@@ -306,6 +303,7 @@ def build_chunks(
         adapted: True to prepare the layers for adapters (see ``layer_spec``).
         scores: True to replace the output layer with the score head of a reward model.
         values: True to add a value head.
+        sharing: True if packs may contain shared prompts.
 
     Raises:
         ConfigError: if fp8 or fused log-probs are required but not available.
@@ -314,7 +312,8 @@ def build_chunks(
     use_te = use_te and layout.attention_backend != "sdpa"
     if layout.fp8 and not use_te:
         raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
-    config = transformer_config(hf, layout, dtype, use_te)
+    attention = select_attention(layout.attention_backend, use_te, sharing)
+    config = transformer_config(hf, layout, dtype, use_te, attention)
     fused = use_fused_logprobs(layout.fused_logprobs)
     frequencies = rotary(hf)
     virtual = layout.virtual_pipeline_model_parallel_size
@@ -326,20 +325,19 @@ def build_chunks(
     for stage in range(virtual) if virtual else [None]:
         model = model_class(
             config,
-            layer_spec(config, frequencies, use_te, adapted),
+            layer_spec(config, frequencies, use_te, attention, adapted),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(layer_symbols(hf), layout),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            # Only TransformerEngine's layers use the model's rotary angles. Local layers compute the angles in
-            # attention.
-            position_embedding_type="rope" if use_te else "none",
+            # Only TransformerEngine's attention uses the model's rotary angles. The others compute their angles.
+            position_embedding_type="rope" if attention is Attention.ENGINE else "none",
             vp_stage=stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
-        if use_te:
+        if attention is Attention.ENGINE:
             model.rotary_pos_emb.inv_freq = frequencies[0]
         model.temperature = temperature
         model.fused = fused
@@ -439,13 +437,17 @@ def _read_config(folder: str | Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(folder)
 
 
-def build_frozen(folder: str | Path, layout: MegatronConfig, dtype: torch.dtype) -> BuiltModel:
-    """Load the model in a Hugging Face folder for forward passes only, without gradients or an optimizer."""
+def build_frozen(folder: str | Path, layout: MegatronConfig, dtype: torch.dtype, sharing: bool = False) -> BuiltModel:
+    """Load the model in a Hugging Face folder for forward passes only, without gradients or an optimizer.
+
+    Args:
+        sharing: True if packs may contain shared prompts.
+    """
     from gdpo_nemo.megatron.conversion import load_hf
     from gdpo_nemo.models.hf_folder import open_weights
 
     hf = _read_config(folder)
-    config, chunks = build_chunks(hf, layout, dtype)
+    config, chunks = build_chunks(hf, layout, dtype, sharing=sharing)
     load_hf(list(chunks), open_weights(folder), hf)
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -464,6 +466,7 @@ def build(
     seed: int = 0,
     scores: bool = False,
     value_lr_mult: float | None = None,
+    sharing: bool = False,
 ) -> BuiltModel:
     """Load the model in a Hugging Face folder for training, with wrappers, optimizer and schedule of this rank.
 
@@ -474,13 +477,14 @@ def build(
         seed: random seed of the initial adapters, and of a missing score head.
         scores: True for a reward model. If the folder contains no score head, the head is initialised randomly.
         value_lr_mult: learning-rate multiplier of a value head, or None for no value head.
+        sharing: True if packs may contain shared prompts.
     """
     from gdpo_nemo.megatron.conversion import load_hf, with_score_head
     from gdpo_nemo.models.hf_folder import open_weights
 
     hf = _read_config(folder)
-    heads = dict(scores=scores, values=value_lr_mult is not None)
-    config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None, **heads)
+    options = dict(scores=scores, values=value_lr_mult is not None, sharing=sharing)
+    config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None, **options)
     modules: list[torch.nn.Module] = list(chunks)
     read = open_weights(folder)
     load_hf(modules, with_score_head(read, hf, seed) if scores else read, hf)

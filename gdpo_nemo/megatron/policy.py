@@ -113,6 +113,7 @@ class Policy:
             seed=seed,
             scores=scores,
             value_lr_mult=value_lr_mult,
+            sharing=config.share_prompts is not False,
         )
         self.scores = scores
         self.values = value_lr_mult is not None
@@ -123,7 +124,8 @@ class Policy:
         self._offload: OptimizerOffload | None = None
         if self.layout.optimizer.offload and runtime.device.type == "cuda":
             self._offload = OptimizerOffload(self.built.optimizer, self._parameters(), runtime.device)
-        self._rectangles = any(isinstance(m, PackedAttention) for chunk in self.chunks for m in chunk.modules())
+        modules = (m for chunk in self.chunks for m in chunk.modules())
+        self._attention = next((m for m in modules if isinstance(m, PackedAttention)), None)
 
     # -- rank in the layout --------------------------------------------------------------------------------------
 
@@ -330,7 +332,8 @@ class Policy:
 
     def load_teacher(self, folder: str | Path) -> None:
         """Load the model in a Hugging Face folder as a frozen teacher in the same layout."""
-        self._teacher = build_frozen(folder, self.layout, DTYPES[self.config.precision])
+        sharing = self.config.share_prompts is not False
+        self._teacher = build_frozen(folder, self.layout, DTYPES[self.config.precision], sharing)
 
     @contextlib.contextmanager
     def using_teacher(self) -> Iterator[None]:
@@ -421,7 +424,7 @@ class Policy:
             )
             device = self.runtime.device
             return make_micro_batch(
-                rows, sequences, context, device, rectangles=self._rectangles, with_fields=with_fields
+                rows, sequences, context, device, attention=self._attention, with_fields=with_fields
             )
 
         def step(iterator: MicroBatches, model):

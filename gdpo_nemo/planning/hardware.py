@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from gdpo_nemo.data.prefixes import TYPICAL_SHARE
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import parse_json, read_text
 
@@ -94,11 +95,11 @@ class Rates:
     """Time model of weight updates. The default is 0.5 s per update and half of the link's bandwidth."""
     verify: float = 0.0
     """Seconds of verification per sample that do not overlap with other work."""
-    completion_share: float = 0.5
+    completion_share: float = TYPICAL_SHARE
     """Mean completion length as a fraction of policy.generation.max_new_tokens."""
     longest_share: float = 1.0
     """Length of a step's longest completion as a fraction of policy.generation.max_new_tokens."""
-    prompt_share: float = 0.5
+    prompt_share: float = TYPICAL_SHARE
     """Mean prompt length as a fraction of policy.max_total_sequence_length minus max_new_tokens."""
     measured: list[str] = field(default_factory=list)
     """Folders of the runs on which the values were measured."""

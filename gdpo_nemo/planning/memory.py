@@ -11,13 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from math import ceil
 
-from gdpo_nemo.config.layout import Layout, Resolved
+from gdpo_nemo.config.layout import Layout, Resolved, has_flex_attention
 from gdpo_nemo.config.model_checks import read_model
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.config.transports import chosen_transport
-from gdpo_nemo.planning.shape import Saving, Shape, expected_saving, shape_of
+from gdpo_nemo.data.prefixes import Saving
+from gdpo_nemo.planning.shape import Shape, expected_saving, shape_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 _LOGIT_BYTES = 256 << 20
@@ -193,7 +194,8 @@ def _backward(resolved: Resolved, shape: Shape, layout: Layout, tokens: int, siz
     recomputed = {"none": 0.0, "selective": max(dropped.values()), "full": norms / 2 + max(attention, rest)}[
         config.policy.megatron_cfg.recompute
     ]
-    if (computed := _longest_saving(resolved).tokens) < 1:  # keys and values of all sequences, including shared prompts
+    computed = _longest_saving(resolved).tokens
+    if computed < 1 and not has_flex_attention(config):  # copies of the keys and values of all sequences
         recomputed = max(recomputed, attention / computed)
     return int((floats + recomputed) * (tokens // layout.context) * size)
 

@@ -21,6 +21,7 @@ from gdpo_nemo.config.rollout_checks import (
 from gdpo_nemo.config.schema import ClusterConfig, Config, RunConfig
 from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.data.packing import assign
+from gdpo_nemo.data.prefixes import shared_attention_cost
 from gdpo_nemo.planning.fit import best_split, machine_limits, memory_shortage, smallest_change
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.memory import (
@@ -257,8 +258,6 @@ def _sharing_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates
     Empty without a difference.
     """
     config = resolved.config
-    if resolved.layout.gpus:
-        return ""
     plans = []
     for way in (False, True):
         planned = resolved.changed(replace(config, policy=replace(config.policy, share_prompts=way)))
@@ -271,10 +270,12 @@ def _sharing_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates
         return ""
     on = expected_saving(resolved, *expected_lengths(config.policy, rates).parts).tokens < 1
     how = "once per group" if on else "for every sample"
+    slowdown = shared_attention_cost(config)
+    note = f" (FlexAttention at an assumed 1/{slowdown:g} of TransformerEngine's speed)" if slowdown > 1 else ""
     return (
         f"prompts are computed {how} (policy.share_prompts: {str(config.policy.share_prompts).lower()}); with "
         f"sharing: {fewer:,.0f} tokens per step, {size(less)} per rank, "
-        f"training {sooner:.3g} s; without: {tokens:,.0f}, {size(memory)}, {seconds:.3g} s"
+        f"training {sooner:.3g} s; without: {tokens:,.0f}, {size(memory)}, {seconds:.3g} s{note}"
     )
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import Any, Mapping
 
-from gdpo_nemo.config.layout import Layout, Resolved, prompt_sharing, stage_layers
+from gdpo_nemo.config.layout import Layout, Resolved, stage_layers
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.data.prefixes import LEAST_GAIN, LEAST_SHARE
+from gdpo_nemo.data import prefixes
+from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.models.architectures import (
     FAMILIES,
     Modules,
@@ -224,40 +224,13 @@ def _known(name: str) -> dict[str, Any] | None:
     return KNOWN.get(name) or KNOWN.get(name.removesuffix("-Instruct").removesuffix("-Base"))
 
 
-@dataclass(frozen=True)
-class Saving:
-    """Training cost with shared prompts relative to the cost without sharing."""
+def expected_saving(resolved: Resolved, prompt: float, completion: float) -> prefixes.Saving:
+    """Return the savings from shared prompts in a step whose prompts and completions have these lengths, in tokens.
 
-    tokens: float = 1.0
-    """Ratio of computed tokens. The costs of matrix products and activations are proportional to this ratio."""
-    pairs: float = 1.0
-    """Ratio of token pairs in attention."""
-
-
-NO_SAVING = Saving()
-
-
-def expected_saving(resolved: Resolved, prompt: float, completion: float) -> Saving:
-    """Return the savings of a step whose prompts and completions have these lengths, in tokens.
-
-    The driver splits each group into pieces. A piece contains one prompt and as many of its completions as fit into
-    ``micro_batch_tokens``.
+    See ``prefixes.expected_saving``. If the model's shape is unknown, attention has no cost.
     """
-    config = resolved.config
-    sharing = prompt_sharing(config)
-    total = prompt + completion
-    samples = resolved.sequences_per_prompt
-    if sharing is False or samples == 1 or prompt < LEAST_SHARE * total:
-        return NO_SAVING
-    room = config.policy.micro_batch_tokens - prompt
-    # Completions can have length 0 after a user-specified median is rounded. All such completions fit.
-    completions_per_piece = samples if room >= samples * completion else max(1, int(room // completion))
-    groups = max(1.0, resolved.samples_per_update / samples)
-    # A rank without a complete group gets a piece of a group.
-    pieces = min(samples, max(ceil(samples / completions_per_piece), ceil(resolved.layout.data / groups)))
-    skipped = 1 - pieces / samples
-    found = Saving(1 - skipped * prompt / total, 1 - skipped * (prompt / total) ** 2)
-    return NO_SAVING if sharing is None and found.tokens > 1 - LEAST_GAIN else found
+    content = resolved.model.fields or _known(resolved.config.policy.model_name)
+    return prefixes.expected_saving(resolved, prompt, completion, attention_cost(content) if content else 0.0)
 
 
 _PER_FILE = 7000.0

@@ -108,7 +108,8 @@ def training_work(resolved: Resolved, shape: Shape, device: Device, lengths: Len
     saving = expected_saving(resolved, *lengths.parts)
     tokens = resolved.samples_per_step * lengths.total * saving.tokens
     # Attention cost is proportional to token pairs, so skipped prompt tokens change the mean length per computed token.
-    attention_length = lengths.total * saving.pairs / saving.tokens
+    # A slower attention has the effect of a larger length.
+    attention_length = lengths.total * saving.attention / saving.tokens
     batches = micro_batches(resolved, layout, lengths)
     each = max(1, round(tokens / layout.data / batches))
     iterations = config.gdpo.num_iterations

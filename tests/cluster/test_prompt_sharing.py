@@ -10,7 +10,6 @@ import pytest
 
 from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.cluster.policy_group import PolicyGroup
-from gdpo_nemo.config.layout import prompt_sharing
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import UpdateResult
@@ -21,12 +20,11 @@ DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 class Group(PolicyGroup):
     """A policy without ranks that keeps the layouts which it would send them."""
 
-    def __init__(self, *overrides: str):
+    def __init__(self, *overrides: str, quadratic: float = 1e-4):
         config = load_config(DEMO, overrides)
-        self.config = config.policy
         self.layout = config.policy.megatron_cfg
-        self._sharing = prompt_sharing(config)
-        self._quadratic = 1e-4
+        self._quadratic = quadratic
+        self._choose_sharing(config)
         self._data_ranks = [0]
         self.sent = []
 
@@ -59,6 +57,29 @@ def test_sequences_that_are_to_be_scored_alone_share_nothing():
     assert all(len(members) == 1 for members in chain.from_iterable(group.sent[0].assignment))
 
 
-def test_on_gpus_auto_shares_nothing():
-    assert prompt_sharing(load_config(DEMO, ["policy.share_prompts=auto"])) is None
-    assert prompt_sharing(load_config(DEMO, ["policy.share_prompts=auto", "cluster.gpus_per_node=1"])) is False
+@pytest.mark.parametrize(
+    "overrides, quadratic, sharing",
+    [
+        (["policy.max_total_sequence_length=400"], 1e-5, None),
+        (["policy.max_total_sequence_length=110"], 1e-5, False),  # prompts are too short
+        (["policy.max_total_sequence_length=400"], 1.0, False),  # attention dominates, and FlexAttention is slower
+        (["policy.max_total_sequence_length=400", "policy.megatron_cfg.attention_backend=flex"], 1.0, None),
+        (["policy.max_total_sequence_length=400", "policy.megatron_cfg.attention_backend=sdpa"], 1e-5, False),
+        (["policy.max_total_sequence_length=400", "policy.megatron_cfg.transformer_engine=false"], 1e-5, False),
+        (["policy.max_total_sequence_length=110", "policy.share_prompts=true"], 1e-5, True),
+    ],
+)
+def test_auto_on_gpus_shares_prompts_if_arithmetic_exceeds_the_cost_of_flex_attention(overrides, quadratic, sharing):
+    gpus = ["cluster.gpus_per_node=2", "policy.generation.max_new_tokens=100", "policy.micro_batch_tokens=4000"]
+    group = Group(*gpus, *overrides, quadratic=quadratic)
+    assert group._sharing is sharing
+    assert group.config.share_prompts is (sharing is not False), "the ranks build their layers from this value"
+
+
+def test_batches_on_gpus_are_shared_if_that_pays_with_the_slower_attention():
+    gpus = ["cluster.gpus_per_node=2", "policy.generation.max_new_tokens=100", "policy.max_total_sequence_length=400"]
+    for quadratic, saved in ((1e-5, 180), (0.1, 0)):
+        group = Group(*gpus, "policy.micro_batch_tokens=4000", quadratic=1e-5)
+        group._quadratic = quadratic
+        group.train(batch(), LossSettings())
+        assert sum(group.sent[0].shared) == saved

@@ -90,8 +90,8 @@ def refused(path: Path, *overrides: str) -> str:
         (["policy.share_prompts=often"], "policy.share_prompts: 'often' is not a valid value"),
         (["policy.share_prompts=1"], "policy.share_prompts: 1 is not a valid value"),
         (
-            [*GPUS, "policy.share_prompts=true"],
-            "policy.share_prompts: true is not supported by TransformerEngine's attention",
+            [f"{MEGATRON}.attention_backend=flex"],
+            f"{MEGATRON}.attention_backend: flex requires GPUs",
         ),
         ([f"{MEGATRON}.fused_logprobs=true"], f"{MEGATRON}.fused_logprobs: requires GPUs"),
         (

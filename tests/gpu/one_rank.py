@@ -3,11 +3,12 @@ rank."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from standing import Model, Stand, assigned, logprobs, one_by_one, record, timed
+from standing import Model, Stand, assigned, batch_of, logprobs, one_by_one, record, timed
 
 BF16 = "bfloat16"
 
@@ -119,4 +120,69 @@ def lora(stand: Stand, model: Model, batch: list[Any], folder: Path) -> None:
     record("reference under LoRA against the start, largest difference", float(gap.max()), "nats", 1e-3)
 
 
-CHECKS = (packing, reference, checkpoint, offloading, lora)
+def shared_prompts(stand: Stand, model: Model, batch: list[Any], folder: Path) -> None:
+    """Prompts computed once for their samples: the same log-probs and update, its speed, and FlexAttention's cost."""
+    from gdpo_nemo.algorithms import LossSettings
+    from gdpo_nemo.data.prefixes import shared_layout
+
+    prompt, completion, samples = (1024, 192, 16) if stand.on_gpu else (48, 12, 4)
+    common = batch_of([4 * prompt], model.shape[5])[0].prompt_ids
+    whole = [replace(s, prompt_ids=common) for s in batch_of([completion * 4 // 3] * samples, model.shape[5])]
+    layout = shared_layout(whole, 1, prompt + completion * samples)
+    for sequence, count in zip(whole, layout.shared):
+        sequence.shared = count
+    alone = [replace(sequence, shared=0) for sequence in whole]
+    budget = assigned(whole, 4 * (prompt + completion))
+    kernel = "auto" if stand.on_gpu else "flex"
+    built = stand.policy(model, BF16, share=True, attention_backend=kernel)
+    plain = stand.policy(model, BF16, attention_backend=kernel)
+    record("shared prompts, share of tokens saved", sum(layout.shared) / sum(map(len, whole)))
+    gap = np.abs(logprobs(built, whole, layout.assignment[0]) - logprobs(plain, alone, budget))
+    record("shared prompts against none, mean difference of log-probs", float(gap.mean()), "nats", 0.02)
+    if not stand.on_gpu:
+        return  # torch cannot compute the gradient of FlexAttention on CPUs
+    ours, theirs = (p.train(s, b, LossSettings()) for p, s, b in (
+        (built, whole, layout.assignment[0]), (plain, alone, budget)))  # fmt: skip
+    record("shared prompts, gradient norm", abs(ours.grad_norm / theirs.grad_norm - 1), "relative", 0.03)
+    seconds = [
+        float(np.median(timed(stand, lambda p=p, s=s, b=b: p.train(s, b, LossSettings()), 5)))
+        for p, s, b in ((built, whole, layout.assignment[0]), (plain, alone, budget))
+    ]
+    record("update with shared prompts, times as fast", seconds[1] / seconds[0])
+    _cost_of_flex_attention(stand, built)
+
+
+def _cost_of_flex_attention(stand: Stand, built: Any) -> None:
+    """Seconds of both kernels on one long sequence, forward and backward."""
+    import torch
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from gdpo_nemo.data.prefixes import FLEX_COST
+    from gdpo_nemo.megatron.attention import packing_of
+    from gdpo_nemo.megatron.flex_attention import FlexAttention, block_mask, mask_arrays
+    from gdpo_nemo.megatron.micro_batch import to_device
+
+    core = next((m for m in built.chunks[0].modules() if isinstance(m, FlexAttention)), None)
+    if core is None:
+        record("FlexAttention / TransformerEngine", "TransformerEngine is not installed")
+        return
+    length, device = 8192, stand.runtime.device
+    model = built.built.hf_config
+    heads, groups = model.num_attention_heads, model.num_key_value_heads
+    size = model.hidden_size // heads
+    shapes = [(length, count, size) for count in (heads, groups, groups)]
+    query, key, value = (torch.randn(s, dtype=torch.bfloat16, device=device, requires_grad=True) for s in shapes)
+    arrays = to_device(core.arrays([length], 0, 1, [0]) | mask_arrays([length], [0], 0, 1), device)
+    seconds = []
+    for mask in (block_mask(arrays), None):
+        packing = packing_of([length], arrays)
+        packing.block_mask = mask
+
+        def work(packing=packing) -> None:
+            core(query, key, value, None, AttnMaskType.causal, packed_seq_params=packing).float().sum().backward()
+
+        seconds.append(float(np.median(timed(stand, work, 10))))
+    record("FlexAttention / TransformerEngine, forward and backward", seconds[0] / seconds[1], "", FLEX_COST, key=True)
+
+
+CHECKS = (packing, reference, checkpoint, offloading, lora, shared_prompts)

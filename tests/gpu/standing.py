@@ -122,12 +122,13 @@ class Stand:
         """Whether this is CUDA."""
         return bool(self.runtime.device.type == "cuda")
 
-    def policy(self, model: Model, precision: str, keep_reference: bool = False, lora: int = 0, **layout: Any):
-        """A Policy; ``layout``: fields of MegatronConfig, ``offload`` of its optimizer."""
+    def policy(self, model: Model, precision: str, keep_reference=False, lora: int = 0, share=False, **layout: Any):
+        """A Policy, which ``share``s prompts; ``layout``: fields of MegatronConfig, ``offload`` of its optimizer."""
         from gdpo_nemo.config.schema import LoraConfig
         from gdpo_nemo.megatron.policy import Policy
 
         config = policy_config(precision, **layout)
+        config.share_prompts = share
         if lora:
             config.lora = LoraConfig(rank=lora)
         return Policy(config, model.folder, self.runtime, 1000, keep_reference)

@@ -30,6 +30,7 @@ _FLAGS = {
     "FROZENROUTER": dict(freeze_moe_router=True),
     "FLOAT64ROUTER": dict(moe_router_dtype="float64"),
     "TE": dict(transformer_engine=True),
+    "FLEX": dict(attention_backend="flex"),
     "WARMUP": dict(scheduler=SchedulerConfig(lr_warmup_steps=4, lr_warmup_init=1e-3)),
 }
 

@@ -37,10 +37,14 @@ def build_policy(
     optimizer=None,
     scheduler=None,
     scores=False,
+    share_prompts=False,
 ):
     """A Policy on this rank; ``optimizer`` and ``scheduler`` hold fields of the sections that differ from the
     layout's."""
     from gdpo_nemo.megatron.policy import Policy
+
+    if share_prompts or place.layout.attention_backend == "flex":
+        use_uncompiled_flex_attention()
 
     layout = replace(
         place.layout,
@@ -53,8 +57,17 @@ def build_policy(
         megatron_cfg=layout,
         lora=lora or LoraConfig(),
         generation=GenerationConfig(temperature=temperature),
+        share_prompts=share_prompts,
     )
     return Policy(config, folder, place.runtime, updates, keep_reference=keep_reference, scores=scores)
+
+
+def use_uncompiled_flex_attention() -> None:
+    """Compute FlexAttention and its gradient operator by operator, as torch cannot compile its gradient for CPUs."""
+    import torch.nn.attention.flex_attention as of_torch
+
+    of_torch._validate_device = lambda *_: None  # refuses inputs on CPUs that require gradients
+    of_torch._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
 
 
 def spread(place, batch, budget=80):
@@ -151,7 +164,7 @@ def in_groups(place, folder, batch, sharing, budget=200, count=1, settings=None,
     from gdpo_nemo.data.prefixes import Layout, choose_layout
 
     given = place.layout
-    policy = build_policy(place, folder, **options)
+    policy = build_policy(place, folder, share_prompts=sharing is not False, **options)
     if isinstance(sharing, list):
         layout = Layout([[list(range(len(batch)))]], sharing)
     else:

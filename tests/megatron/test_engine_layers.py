@@ -10,6 +10,7 @@ from functools import partial
 import adapter_cases
 import checkpoint_cases
 import engine_layer_cases
+import grouped
 import layouts
 import numpy as np
 import pytest
@@ -86,6 +87,19 @@ def test_scaled_rotary_embeddings_are_those_of_torchs_layers(on_ranks, on_engine
     found = on_engine_ranks(layout, rank_cases.updates, folder, batch)[0]
     assert relative_error(found.steps, expected.steps) < 1e-5
     np.testing.assert_allclose(found.before.values, expected.before.values, atol=1e-5)
+
+
+def test_shared_prompts_are_trained_with_flex_attention_beside_its_layers(on_engine_ranks, tmp_path):
+    """With a scaled rotary embedding, which its attention gets from a kernel and ours from torch."""
+    folder = tiny_models.write_model("qwen2", tmp_path, rope_parameters=YARN)
+    batch = grouped.make_groups()
+    stock, shared, apart = (
+        on_engine_ranks("TP2+SP+TE", rank_cases.in_groups, folder, batch, sharing)[0]
+        for sharing in (False, True, [0] * len(batch))  # the last in layers that could share
+    )
+    assert shared.saved >= 0.25 * sum(map(len, batch)) and not apart.saved
+    for ours in (shared, apart):
+        assert relative_error(ours.steps, stock.steps) < 1e-6
 
 
 @pytest.mark.parametrize("layout, model", [("TP1+TE", "qwen3"), ("TP2+SP+TE", "qwen3-moe")])

@@ -69,6 +69,11 @@ def pytest_generate_tests(metafunc):
                 [(layout, model) for layout in layouts for model in models] if whole else in_turn(layouts, models, 1)
             )
             metafunc.parametrize("layout, model", cases)
+    if metafunc.function is test_flex_attention_trains_shared_prompts_like_packed_attention:
+        cases = [("CP2", "qwen3")]
+        if whole:
+            cases = [(n, "qwen3") for n in LAYOUTS] + [(n, "qwen3-moe") for n in MIXTURE_LAYOUTS]
+        metafunc.parametrize("layout, model", cases)
 
 
 def test_layouts_train_shared_prompts_like_separate_ones(on_ranks, model_folder, layout, model):
@@ -79,6 +84,19 @@ def test_layouts_train_shared_prompts_like_separate_ones(on_ranks, model_folder,
 def test_layouts_of_mixtures_share_prompts_too(on_ranks, model_folder, layout, model):
     batch = grouped.make_groups()
     check_equal(*both_ways(on_ranks, layout, model_folder(model), batch), batch)
+
+
+def test_flex_attention_trains_shared_prompts_like_packed_attention(on_ranks, model_folder, layout, model):
+    batch = grouped.make_groups()
+    packed, flex = (
+        on_ranks(name, in_groups, model_folder(model), batch, True, {}) for name in (layout, f"{layout}+FLEX")
+    )
+    assert flex[0].saved == packed[0].saved >= 0.25 * sum(map(len, batch))
+    for ours, theirs in zip(flex, packed):
+        assert relative_error(ours.steps, theirs.steps) < 1e-6
+    for which in range(2):
+        for ours, theirs in zip(*(values_of(ranks, batch, which) for ranks in (flex, packed))):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_every_layout_computes_what_one_rank_computes(on_ranks, model_folder):

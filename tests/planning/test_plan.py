@@ -411,7 +411,7 @@ def test_prompts_that_are_computed_once_are_planned_by_what_is_laid_out():
     for sharing, expected in ((True, (computed, pairs)), ("auto", (computed, pairs)), (False, (1, 1))):
         config.policy.share_prompts = sharing
         saving = expected_saving(resolve(config), prompt, completion)
-        assert (saving.tokens, saving.pairs) == pytest.approx(expected)
+        assert (saving.tokens, saving.attention) == pytest.approx(expected)
     config.gdpo.num_generations_per_prompt = 2
     for sharing, saved in ((True, 0.065), ("auto", 0)):
         config.policy.share_prompts = sharing

@@ -1,0 +1,182 @@
+"""FlexAttention over packs with shared prefixes, for GPUs: TransformerEngine's attention cannot represent their mask.
+
+In a pack with shared prefixes, the sequences form a tree, and the rows of the pack are in depth-first order. A token is
+therefore a key for a contiguous range of rows: all rows from its own to the end of the last sequence that contains it.
+The mask is thus one number per key. FlexAttention evaluates the mask in its kernel, skips empty blocks of the score
+matrix, and does not evaluate the mask in full blocks.
+
+torch has no compiled backward pass of FlexAttention for CPUs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Callable, Mapping
+
+import numpy as np
+import torch
+
+from gdpo_nemo.megatron.attention import (
+    GatherContext,
+    PackedAttention,
+    Packing,
+    local_positions,
+    packing_arrays,
+    position_arrays,
+    rotated,
+)
+
+_BLOCK = 128
+"""Rows and columns of a block of the score matrix. Blocks are empty, full or evaluated with the mask."""
+_PREFIX = "mask."
+
+
+def end_rows(lengths: list[int], shared: list[int]) -> np.ndarray:
+    """Return int32 [tokens]: the row after the last row of the pack that attends to each key.
+
+    The query in row q attends to key k if k <= q < end_rows[k].
+
+    Args:
+        lengths: number of tokens of each sequence in the pack, without its shared tokens.
+        shared: number of leading tokens of each sequence that are stored with the previous sequence.
+    """
+    bounds = np.concatenate(([0], np.cumsum(lengths)))
+    ends = np.empty(bounds[-1], np.int32)
+    path = np.zeros(0, np.int64)  # rows of the current sequence's tokens, by position
+    for start, end, count in zip(bounds, bounds[1:], shared):
+        ends[path[count:]] = start  # the sequence does not contain these tokens, nor does any later sequence
+        path = np.concatenate((path[:count], np.arange(start, end)))
+    ends[path] = bounds[-1]
+    return ends
+
+
+def mask_arrays(lengths: list[int], shared: list[int], rank: int, size: int) -> dict[str, np.ndarray]:
+    """Compute the mask of a pack on context-parallel rank ``rank`` of ``size``, with the kind of each block.
+
+    Args:
+        lengths, shared: see ``end_rows``. Lengths include the tokens of all context-parallel ranks.
+
+    Returns:
+        Arrays for ``block_mask``, which accepts them on any device.
+    """
+    starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
+    rows = np.concatenate([start + local_positions(n, rank, size) for start, n in zip(starts, lengths)])
+    ends = end_rows(lengths, shared)
+    first, last = _extremes(rows)
+    nearest, farthest = _extremes(ends)
+    keys = np.arange(0, len(ends), _BLOCK)
+    # Under context parallelism, a block may contain distant rows. Some of its blocks are then evaluated needlessly.
+    used = (keys <= last[:, None]) & (farthest > first[:, None])
+    full = (keys + _BLOCK - 1 <= first[:, None]) & (nearest > last[:, None])
+    # FlexAttention does not check bounds in full blocks.
+    full &= (keys + _BLOCK <= len(ends)) & (np.arange(_BLOCK, len(rows) + _BLOCK, _BLOCK) <= len(rows))[:, None]
+    arrays = {"ends": ends, "rows": rows.astype(np.int32)}
+    for kind, blocks in (("", used & ~full), ("full_", full)):
+        arrays[f"{kind}kv_num_blocks"], arrays[f"{kind}kv_indices"] = _compressed(blocks)
+        arrays[f"{kind}q_num_blocks"], arrays[f"{kind}q_indices"] = _compressed(blocks.T)
+    return {_PREFIX + name: array for name, array in arrays.items()}
+
+
+def _extremes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the minimum and the maximum of each block of ``values``."""
+    starts = np.arange(0, len(values), _BLOCK)
+    return np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
+
+
+def _compressed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of true blocks in each row, int32 [1, 1, rows], and the columns of these blocks followed by the
+    other columns, int32 [1, 1, rows, columns]."""
+    columns = np.argsort(~blocks, axis=1, kind="stable")
+    return blocks.sum(1, dtype=np.int32)[None, None], columns.astype(np.int32)[None, None]
+
+
+def block_mask(arrays: Mapping[str, torch.Tensor]) -> Any:
+    """Create a ``torch.nn.attention.flex_attention.BlockMask`` from the result of ``mask_arrays``.
+
+    Return None if ``arrays`` contains no mask.
+    """
+    if _PREFIX + "ends" not in arrays:
+        return None
+    from torch.nn.attention.flex_attention import BlockMask
+
+    tensors: dict[str, Any] = {
+        name.removeprefix(_PREFIX): tensor for name, tensor in arrays.items() if name.startswith(_PREFIX)
+    }
+    ends, rows = tensors.pop("ends"), tensors.pop("rows")
+
+    def attends(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        row = rows[query]
+        return (key <= row) & (row < ends[key])
+
+    return BlockMask(seq_lengths=(len(rows), len(ends)), BLOCK_SIZE=(_BLOCK, _BLOCK), mask_mod=attends, **tensors)
+
+
+@cache
+def kernels() -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """Return FlexAttention and the rotary embedding (``rotated``), on GPUs compiled once for all layers and lengths.
+
+    On CPUs, torch compiles only the forward pass of FlexAttention.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    functions: tuple[Any, Any] = flex_attention, rotated
+    if torch.cuda.is_available():
+        # The lengths of packs vary, so they are symbolic. Otherwise each length would be compiled.
+        functions = torch.compile(functions[0], dynamic=True), torch.compile(rotated, dynamic=True)
+    return functions
+
+
+class FlexAttention(PackedAttention):
+    """Causal self-attention over a pack with FlexAttention, which reads every key once for all sequences that share it.
+
+    Args:
+        unshared: builder of the attention for packs without shared prefixes. None uses FlexAttention for all packs.
+
+    The other arguments are those of ``PackedAttention``.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rotary, unshared=None, **options):
+        super().__init__(config, layer_number, attn_mask_type, attention_type, rotary=rotary, **options)
+        self.unshared = unshared and unshared(
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type=attention_type,
+            **options,
+        )
+        self._flex, self._rotated = kernels()
+
+    def arrays(self, lengths: list[int], rank: int, size: int, shared: list[int]) -> dict[str, np.ndarray]:
+        """See ``PackedAttention.arrays``. The mask is included if FlexAttention computes the pack."""
+        arrays = packing_arrays(lengths, rank, size, rectangles=False) | position_arrays(lengths, rank, size, shared)
+        if any(shared) or self.unshared is None:
+            arrays |= mask_arrays(lengths, shared, rank, size)
+        return arrays
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: Packing | None = None,
+        **unused,
+    ):
+        """Return the attention output, [local tokens, heads * size]. For the arguments, see ``PackedAttention``."""
+        packing: Any = packed_seq_params
+        query = self._rotate(query, packing)
+        key = self._rotate(key, packing)
+        if packing.block_mask is None:
+            return self.unshared(
+                query, key, value, attention_mask, attn_mask_type=attn_mask_type, packed_seq_params=packing
+            )
+        if self.context_group.size() > 1:
+            both = GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
+            key, value = both.unbind(1)
+        query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
+        out = self._flex(
+            query, key, value, block_mask=packing.block_mask, scale=self.scale, enable_gqa=query.size(1) > key.size(1)
+        )
+        return out[0].transpose(0, 1).flatten(1)
