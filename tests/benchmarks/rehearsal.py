@@ -272,9 +272,8 @@ def _kind(name: str | None) -> str:
     return "environment pool's threads" if "hread-" in name or "pool" in name.lower() else "other threads"
 
 
-def run(arguments: argparse.Namespace) -> tuple[dict[str, float], float]:
+def run(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, float], float]:
     """Train the steps; returns the driver's seconds a sample by kind of thread, and what the simulator assumes."""
-    folder = Path(arguments.folder or tempfile.mkdtemp())
     model = Path(arguments.model or folder / "model")
     if not arguments.model:
         load_object(f"{EXAMPLES / 'make_tiny_model.py'}:make_random_model")(str(model), 0)
@@ -296,16 +295,17 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, float], float]:
         "logger": {"console": "plain", "tensorboard": {"enabled": False}, "plot": False},
     })  # fmt: skip
     tokenizer = load_tokenizer(config.policy, model)
-    with session(config.cluster):
+    with session(config.cluster), contextlib.ExitStack() as stack:
         actor = ray.remote(Host).options(num_cpus=0, max_concurrency=1000, runtime_env={"env_vars": _environment()})
         hosts = [actor.remote(TOKEN_S * arguments.slower, len(tokenizer), 512.0) for _ in range(_HOSTS)]
         gather([host.__ray_ready__.remote() for host in hosts], "starting hosts", 600.0)
         with patch.object(fleets, "start_engine", lambda *a: Member(hosts[a[-1] % _HOSTS], a[-1])):
             fleet = PacedFleet(config, str(model))
+            stack.callback(fleet.close)
             fleet.ready()
         policy = PacedPolicy(config, hosts, engines, arguments.train_s * arguments.slower)
         driver_s, reply_s = driver_seconds(config, 1)
-        spent = _train(config, policy, fleet, tokenizer, arguments)
+        spent = _train(config, policy, fleet, tokenizer, arguments, stack)
         return spent, driver_s + reply_s * arguments.one_by_one
 
 
@@ -315,12 +315,20 @@ def _environment() -> dict[str, str]:
 
 
 def _train(
-    config: Config, policy: PacedPolicy, fleet: EngineFleet, tokenizer: Any, arguments: argparse.Namespace
+    config: Config,
+    policy: PacedPolicy,
+    fleet: EngineFleet,
+    tokenizer: Any,
+    arguments: argparse.Namespace,
+    stack: contextlib.ExitStack,
 ) -> dict[str, float]:
     rollout = config.rollout
     log = RunLog(config, config.run.dir)
+    stack.callback(log.close, "complete")
     pool = EnvironmentPools(config.env, rollout.env_workers, rollout.env_timeout_s, config.run.seed)
+    stack.callback(pool.close)
     stream = RolloutScheduler(config, RunPosition(), prompts=Questions(), fleet=fleet, pool=pool, tokenizer=tokenizer)  # type: ignore[arg-type]
+    stack.callback(stream.close)
     parts = RunComponents(validate(config), Path(config.run.dir), log, Stop(), None, RunState())  # type: ignore[arg-type]
     parts.policy = policy
     parts.algorithm = GDPO(config, policy, tokenizer, log)
@@ -340,10 +348,6 @@ def _train(
         spent.append(threads.read())
         used = spent[-1]["all"] - spent[-2]["all"]
         print(f"step {step + 1}: {time.monotonic() - start:.1f} s, driver {used:.2f} CPU s", flush=True)
-    stream.close()
-    pool.close()
-    fleet.close()
-    log.close("complete")
     # The first step has the rollouts of two steps and imports; the last one has none to admit.
     first, last = (1, -2) if arguments.steps > 3 else (0, -1)
     samples = arguments.prompts * arguments.samples * (len(spent) - 1 - first + last + 1)
@@ -362,10 +366,10 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes that verify")
     parser.add_argument("--one-by-one", action="store_true", help="a deadline for groups: a reply for each sample")
     parser.add_argument("--model", help="folder with a tokenizer (default: the tiny model)")
-    parser.add_argument("--folder", help="where the run's folder comes to be")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless simulate's constant is within 20 %%")
     arguments = parser.parse_args()
-    spent, assumed = run(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        spent, assumed = run(arguments, Path(folder))
     whole = spent.pop("all")
     for name, seconds in sorted(spent.items(), key=lambda item: -item[1]):
         print(f"{name:52s} {seconds * 1e3:8.4f} ms a sample")

@@ -21,7 +21,7 @@ from gdpo_nemo.planning.speed import Lengths, expected_lengths, sync_work, train
 from gdpo_nemo.utils.errors import ConfigError
 
 MAX_GPUS = 1024
-SAMPLE_S = 0.00018
+SAMPLE_S = 0.0003
 """Driver CPU seconds per sample, without requests to engines and their replies (``tests/benchmarks/rehearsal.py``)."""
 REPLY_S = 0.0009
 """Driver CPU seconds of a request to an engine and its reply, which contains a sample, a turn or a group."""
