@@ -115,8 +115,11 @@ def driver_seconds(config: Config, turns: int) -> tuple[float, float]:
     # Custom environments are not imported. Most of them verify whole groups.
     built_in = {name: options for name, options in config.env.items() if plugin_of(name, options) in BUILT_IN}
     by_sample = any(verifies_by_sample(name, options) for name, options in built_in.items())
-    if turns > 1 or by_sample or not engines_report_groups(config.policy.generation):
+    if turns > 1 or by_sample:
         return SAMPLE_S + turns * REPLY_S, 0.0
+    if not engines_report_groups(config.policy.generation):
+        # The samples that an engine finishes while the driver is busy are one reply, so few engines cause few replies.
+        return SAMPLE_S, 0.0
     together = REPLY_S / config.gdpo.num_generations_per_prompt
     return SAMPLE_S + together, REPLY_S - together
 
