@@ -55,6 +55,8 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
         **placement.on(node),
     )
     policy = config.policy
+    generation = policy.generation
+    parsers = (generation.tool_call_parser, generation.reasoning_parser, config.data.train.chat_template_kwargs)
     return actor.remote(
         folder,
         vllm,
@@ -64,4 +66,5 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
         on_cpu,
         sleeps=bool(shared),
         targets=policy.lora.target_modules,
+        replies=None if policy.tokenizer_name else parsers,
     )

@@ -35,7 +35,11 @@ START_S = 900.0
 REPLACEMENTS = 3
 """Maximum number of consecutive replacements of an engine without a completion between them."""
 POLL_S = 0.5
-"""Maximum duration of a poll if there is nothing to report."""
+"""Minimum of ``EngineClient._poll_s``."""
+_LONGEST_POLL_S = 10.0
+"""Maximum of ``EngineClient._poll_s``, far less than ``SILENT_S``."""
+_POLL_S_PER_ENGINE = 0.04
+"""A poll takes the driver up to 1 ms of CPU time, so polls without a completion take at most 2.5 % of a core."""
 SILENT_S = 120.0
 """Minimum time without a response after which an engine is considered stopped or stuck.
 
@@ -152,9 +156,18 @@ class EngineClient:
         slots: maximum number of requests that the engine samples concurrently.
         timeout_s: time limit for the next completion in seconds.
         owner: fleet of the client.
+        engines: number of engines in the fleet.
     """
 
-    def __init__(self, index: int, start: Callable[[int], Any], slots: int, timeout_s: float, owner: ClientOwner):
+    def __init__(
+        self,
+        index: int,
+        start: Callable[[int], Any],
+        slots: int,
+        timeout_s: float,
+        owner: ClientOwner,
+        engines: int = 1,
+    ):
         self.index = index
         self.slots = slots
         self.version = -1
@@ -175,6 +188,8 @@ class EngineClient:
         self._tasks: set[asyncio.Task[None]] = set()
         self._start = start
         self._timeout_s = timeout_s
+        self._poll_s = min(max(POLL_S, _POLL_S_PER_ENGINE * engines), _LONGEST_POLL_S)
+        """Maximum duration of a poll if there is nothing to report."""
         self._owner = owner
         self._state = EngineState.STARTING
         self._needed = asyncio.Event()
@@ -211,8 +226,8 @@ class EngineClient:
 
     @property
     def load(self) -> int:
-        """Number of pending requests and reserved slots."""
-        return len(self.pending) + self.promised
+        """Number of requests that the engine still samples, and of reserved slots."""
+        return max(0, len(self.pending) - self.report.kept) + self.promised
 
     def keep_promise(self) -> None:
         """Release a reserved slot, because its sample was submitted or cancelled."""
@@ -337,33 +352,34 @@ class EngineClient:
         start = running.now()
         remaining = max(0.0, self._progress + self._timeout_s - start)
         limit = self._answering.limit_s
-        polled = self.actor.poll.remote(min(POLL_S, remaining))
+        polled = self.actor.poll.remote(min(self._poll_s, remaining))
         try:
-            report: EngineReport = await answer(polled, f"engine {self.index}", min(remaining + POLL_S, limit))
+            report: EngineReport = await answer(polled, f"engine {self.index}", min(remaining + self._poll_s, limit))
         except WaitExpired:
-            if limit >= remaining + POLL_S:
+            if limit >= remaining + self._poll_s:
                 raise
             # The engine does not answer, although engines must answer polls even during long samples.
             self._kill_unresponsive()
             raise WorkerDied(f"engine {self.index} has not answered for {limit:.0f} s") from None
         self._answering.took(running.now() - start)
-        if self.pending and not report.finished and remaining <= 0:
+        if self.pending and not report.finished and report.kept <= self.report.kept and remaining <= 0:
             raise WaitExpired(f"engine {self.index} finished no sample within {self._timeout_s:.0f} s")
         return report
 
     def _take(self, report: EngineReport) -> None:
         was_full = self._full
+        ended = bool(report.finished) or report.kept > self.report.kept
         self.report = report
         for finished in report.finished:
             pending = self.pending.pop(finished.name, None)
             if pending is not None and not pending.answer.done():
                 pending.answer.set_result(finished.completion)
-        if report.finished:  # only a completion proves that the engine can sample
+        if ended:  # only a completion proves that the engine can sample
             self.deaths = 0
             self._progress = running.now()
             self._begin_wait()
             self._reset_if_idle()
-        if report.finished or was_full:
+        if ended or was_full:
             self._owner.changed()
 
     def _begin_wait(self) -> None:

@@ -95,7 +95,8 @@ class EngineFleet:
         self._start_actor = partial(start_engine, config, folder, self._placement, devices or ())
         generation = config.policy.generation
         slots = generation.vllm_cfg.max_num_seqs
-        self.clients = [EngineClient(n, self._start, slots, self._timeout_s, self) for n in range(generation.engines)]
+        arguments = self._start, slots, self._timeout_s, self, generation.engines
+        self.clients = [EngineClient(n, *arguments) for n in range(generation.engines)]
         self._serving = self.spawn(self._serve())
 
     def _start(self, index: int) -> Any:
@@ -254,7 +255,7 @@ class EngineFleet:
         """
         await self.until(lambda: any(client.has_room(version) for client in self.clients))
         free = [client for client in self.clients if client.has_room(version)]
-        client = min(free, key=lambda client: (client.load, client.index))
+        client = min(free, key=lambda client: client.load)  # the first of equal ones
         client.promised += samples
         return client.index
 

@@ -64,6 +64,20 @@ def resolved_depth(config: Config) -> int | None:
     return None if depth == "auto" else int(depth)
 
 
+_MANY_ENGINES = 9
+"""Minimum number of engines for which the number of their replies limits the driver."""
+
+
+def engines_report_groups(generation: GenerationConfig) -> bool:
+    """Return True if there are so many engines that each reports the samples of a group together.
+
+    If an engine dies, all unreported samples of its groups are repeated. With ``rollout.group_timeout_s``, samples are
+    reported individually, because a group that exceeds this limit is trained with the samples that were reported.
+    Samples are also reported individually if they are verified individually.
+    """
+    return generation.engines >= _MANY_ENGINES
+
+
 def valid_needed(config: Config) -> int:
     """Return the number of a group's samples that must have a reward for the group to be trained after
     ``rollout.group_timeout_s``."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Collection, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.config.schema import VllmConfig
+from gdpo_nemo.data.replies import ReplyParser
 from gdpo_nemo.generation.pump import Pump, PumpedRequest
 from gdpo_nemo.generation.requests import CompletionBatch, EngineReport, SampleRequest, Sampling
 from gdpo_nemo.generation.vllm_core import (
@@ -60,6 +61,8 @@ class Engine:
         on_cpu: True to run vLLM's CPU build.
         sleeps: True to let ``sleep`` release GPU memory. On a CPU, ``sleep`` never releases memory.
         targets: ``policy.lora.target_modules``. An update of LoRA adapters must contain these layers.
+        replies: arguments of ``ReplyParser`` after the tokenizer, to decode completions. None if the model folder does
+            not contain the tokenizer of the run.
     """
 
     def __init__(
@@ -72,10 +75,12 @@ class Engine:
         on_cpu: bool,
         sleeps: bool = False,
         targets: Sequence[str] = (),
+        replies: tuple[Any, ...] | None = None,
     ):
         self._max_model_len = max_model_len
         self._pump = Pump(EngineOptions(model, config, dtype, max_model_len, seed, on_cpu, sleeps, targets))
         self._core = self._pump.core
+        self._replies = None if replies is None else ReplyParser(self._core.tokenizer, *replies)
         self._request_numbers = itertools.count()
 
     @property
@@ -112,7 +117,14 @@ class Engine:
         Raises:
             RunError: if vLLM has failed. The failure is permanent.
         """
-        return self._pump.poll(wait_s)
+        report = self._pump.poll(wait_s)
+        if self._replies is not None:
+            # The driver would decode the completions of all engines.
+            completions = [done.completion for done in report.finished if done.completion.text is not None]
+            texts = self._replies.texts([completion.token_ids.tolist() for completion in completions])
+            for completion, text in zip(completions, texts):
+                completion.text = text
+        return report
 
     def abort(self, names: Collection[str]) -> None:
         """Drop requests, so that ``poll`` does not return their completions. Unknown names are ignored."""
@@ -181,7 +193,8 @@ class Engine:
             )
         if not length:
             raise RunError("a prompt must have at least one token")
-        return PumpedRequest(name, request.prompt_ids.tolist(), sampling_parameters(request, sampling, room))
+        parameters = sampling_parameters(request, sampling, room)
+        return PumpedRequest(name, request.prompt_ids.tolist(), parameters, None, request.decodes, request.group)
 
     def prepare_update(self, manifest: Manifest, kv: str = "drain") -> None:
         """Check the tensor names of a weight update, then stop the engine between two steps until the weights arrive.

@@ -71,6 +71,9 @@ class PumpedRequest:
     parameters: SamplingParams
     answer: Future[RequestOutput] | None = None
     """Future for the output, or None if ``poll`` returns the completion."""
+    decodes: bool = False
+    group: int | None = None
+    """``decodes`` and ``group`` are those of the ``SampleRequest``."""
 
 
 class Pump:
@@ -97,6 +100,8 @@ class Pump:
         self._inflight: dict[str, PumpedRequest] = {}
         """Requests inside vLLM by name, in the order in which they were added."""
         self._parked: list[PumpedRequest] = []
+        self._kept: list[tuple[int | None, FinishedRequest]] = []
+        """(group, finished request) of groups with unfinished requests."""
         self._kv: str | None = None
         """Argument ``kv`` of the requested hold, or None if no hold is requested."""
         self._held = False
@@ -107,6 +112,7 @@ class Pump:
         self._recomputed = 0
         """Number of tokens whose keys and values were discarded at weight updates."""
         self._load = Load(0, 0, 0.0, 0, 0)
+        self._num_kept = 0
         self._measured_s = 0.0
         self._waits_for_vllm = False
         """True while the thread waits for vLLM's processes and not for another process."""
@@ -165,6 +171,7 @@ class Pump:
                 busy_s=self._busy_s,
                 decoded_tokens=self._decoded + load.tokens,
                 recomputed_tokens=self._recomputed,
+                kept=self._num_kept,
             )
 
     def abort(self, names: Collection[str]) -> None:
@@ -306,19 +313,26 @@ class Pump:
             request = self._inflight.pop(output.request_id)
             self._decoded += len(output.outputs[0].token_ids)
             if request.answer is None:
-                finished.append(FinishedRequest(request.name, completion_of(output)))
+                completion = completion_of(output)
+                completion.text = "" if request.decodes else None
+                finished.append((request.group, FinishedRequest(request.name, completion)))
             else:
                 self._answer(request.answer, output)
         self._measure(finished)
 
-    def _measure(self, finished: Sequence[FinishedRequest] = ()) -> None:
+    def _measure(self, finished: Sequence[tuple[int | None, FinishedRequest]] = ()) -> None:
         load = self.core.load()
         load = load._replace(waiting=load.waiting + len(self._parked))
         self._measured_s = time.monotonic()
+        self._kept += finished
+        unfinished = {request.group for request in (*self._inflight.values(), *self._parked)} - {None}
+        reported = [done for group, done in self._kept if group not in unfinished]
+        self._kept = [(group, done) for group, done in self._kept if group in unfinished]
         with self._lock:
             self._load = load
-            self._finished += finished
-            if finished:
+            self._num_kept = len(self._kept)
+            self._finished += reported
+            if reported:
                 self._reportable.notify_all()
 
     def _fail(self, error: Exception) -> None:
@@ -355,6 +369,7 @@ class Pump:
         self._parked = [request for request in self._parked if request.name not in names]
         known = [name for name in names if self._inflight.pop(name, None)]
         self._decoded += self.core.abort(known)
+        self._kept = [(group, done) for group, done in self._kept if done.name not in names]
         with self._lock:
             self._finished = [done for done in self._finished if done.name not in names]
 

@@ -19,6 +19,10 @@ class SampleRequest:
     max_tokens: int | None = None
     """Maximum number of tokens of this completion, or None for ``Sampling.max_new_tokens``. The smaller of the two
     limits applies."""
+    decodes: bool = False
+    """True if the engine should also return the text of the completion."""
+    group: int | None = None
+    """Requests of the same group are reported together, when all of them have finished. None: report each by itself."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +54,9 @@ class Completion:
 
     A completion has several spans if the weights were updated while it was sampled.
     """
+    text: str | None = None
+    """Decoded text (``ReplyParser.text``), or empty if the engine has no tokenizer. None if the request did not ask for
+    it."""
 
     @property
     def version(self) -> int:
@@ -100,3 +107,5 @@ class EngineReport:
     """Total number of sampled tokens, including the tokens of aborted requests."""
     recomputed_tokens: int
     """Total number of tokens whose keys and values were discarded at weight updates (``kv=recompute``)."""
+    kept: int = 0
+    """Number of finished requests that are not reported yet, because other requests of their group are unfinished."""

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Protocol, Sequence, runtime_checkable
 
@@ -100,7 +100,7 @@ class Journal:
         )
         try:
             with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(entry), ensure_ascii=False, separators=(",", ":")) + "\n")
+                file.write(json.dumps(vars(entry), ensure_ascii=False, separators=(",", ":")) + "\n")
         except OSError as error:
             raise _cannot_write(self.path, error) from None
 
@@ -131,7 +131,7 @@ class Journal:
         try:
             with open(partial, "w", encoding="utf-8") as file:
                 for entry in remaining:
-                    file.write(json.dumps(asdict(entry), ensure_ascii=False, separators=(",", ":")) + "\n")
+                    file.write(json.dumps(vars(entry), ensure_ascii=False, separators=(",", ":")) + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, self.path)

@@ -77,14 +77,14 @@ def sample_seed(run_seed: int, position: int, sample: int, turn: int = 0) -> int
 
 
 def sampled(prompt: Prompt, sample: int, completion: Completion) -> Trajectory:
-    """Return a single-turn trajectory without text and rewards."""
+    """Return a single-turn trajectory without rewards. Its text is empty if the engine did not decode it."""
     return Trajectory(
         prompt=prompt,
         sample_index=sample,
         completion_ids=completion.token_ids,
         logprobs=completion.logprobs,
         policy_version=completion.version,
-        text="",
+        text=completion.text or "",
         finish_reason=completion.finish_reason,
         spans=completion.spans,
     )
@@ -98,15 +98,16 @@ def aborted(prompt: Prompt, sample: int, version: int, reason: str) -> Trajector
 
 
 def decode(trajectories: Sequence[Trajectory], replies: ReplyParser) -> None:
-    """Decode the completions of single-turn trajectories into ``text``. Parse them if their prompts have tools."""
-    texts = replies.texts([t.completion_ids.tolist() for t in trajectories])
-    for trajectory, text in zip(trajectories, texts):
+    """Decode the completions of single-turn trajectories without a text. Parse them if their prompts have tools."""
+    without = [t for t in trajectories if not t.text]
+    for trajectory, text in zip(without, replies.texts([t.completion_ids.tolist() for t in without])):
         trajectory.text = text
+    for trajectory in trajectories:
         if replies.counts_thinking:
             trajectory.thinking_tokens = replies.thinking_tokens(trajectory.completion_ids)
         tools = trajectory.prompt.fields.get("tools")
         if replies.splits_reasoning or isinstance(tools, list) and tools:
-            trajectory.reply = replies.parse(text, tools if isinstance(tools, list) else None)
+            trajectory.reply = replies.parse(trajectory.text, tools if isinstance(tools, list) else None)
 
 
 def apply_verdicts(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, Sequence, TypeVar
 
 from gdpo_nemo.cluster.engine_client import PendingRequest
 from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.config.rollout_checks import engines_report_groups
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory
 from gdpo_nemo.data.replies import reply_parser
@@ -102,6 +103,8 @@ class GroupMaker:
         self._by_sample = {
             name for name, options in config.env.items() if verifies_by_sample(name, dict(options or {}))
         }
+        has_deadline = config.rollout.group_timeout_s is not None
+        self._reports_groups = engines_report_groups(config.policy.generation) and not has_deadline
 
     def kind(self, prompt: Prompt) -> RolloutKind:
         """Return the rollout method of a prompt's environment."""
@@ -208,7 +211,10 @@ class GroupMaker:
                     self._pool.abandon,
                 )
                 return await self._runner.episode(job.prompt, sample, episode)
-            completion = await sample_turn(SampleRequest(job.prompt.token_ids, self._seed(job, sample)))
+            together = self._reports_groups and job.prompt.environment not in self._by_sample
+            group = job.position if together else None
+            seed = self._seed(job, sample)
+            completion = await sample_turn(SampleRequest(job.prompt.token_ids, seed, decodes=True, group=group))
         finally:
             if job.tally:
                 job.tally.samples.done += 1
@@ -232,7 +238,7 @@ class GroupMaker:
 
     def _apply_verdicts(self, made: Sequence[Trajectory], state: TrainerState, decoded: bool) -> None:
         if not decoded:
-            decode([t for t in made if not t.text], self._replies)
+            decode([t for t in made if t.loss_mask is None or not t.text], self._replies)
         apply_verdicts(made, self._pool, state, self._replies)
 
     def _seed(self, job: GroupJob, sample: int, turn: int = 0) -> int:

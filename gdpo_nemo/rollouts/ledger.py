@@ -170,18 +170,20 @@ class Ledger:
         Returns:
             The selected indices in ascending order, or None if too few indices are ready.
         """
-        taken: list[int] = []
-        remaining = sorted(self._outstanding)
-        while len(taken) < (self.groups if count is None else count):
-            candidates = (
-                p for p in remaining if p < remaining[0] + self.window and self._outstanding[p].stage is Stage.READY
-            )
-            position = next(candidates, None)
-            if position is None:
+        count = self.groups if count is None else count
+        ready = sorted(p for p, entry in self._outstanding.items() if entry.stage is Stage.READY)
+        if len(ready) < count:
+            return None
+        outstanding = sorted(self._outstanding)
+        taken = ready[:count]
+        oldest = 0
+        for number, position in enumerate(taken):
+            # ``taken`` is sorted, so the first ``number`` outstanding indices are all taken if their last one is.
+            while oldest < number and outstanding[oldest] == taken[oldest]:
+                oldest += 1
+            if position >= outstanding[oldest] + self.window:
                 return None
-            taken.append(position)
-            remaining.remove(position)
-        return sorted(taken)
+        return taken
 
     def trained(self, positions: Iterable[int]) -> None:
         """Record an update that trained the groups of these indices."""

@@ -40,6 +40,6 @@ def engine(engine_model, vllm_cache):
         for name, value in (ENVIRONMENT | CPU_ENVIRONMENT | own).items():
             patch.setitem(os.environ, name, value)
         config = VllmConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=8)
-        engine = Engine(str(engine_model), config, "float32", MAX_MODEL_LEN, 0, on_cpu=True)
+        engine = Engine(str(engine_model), config, "float32", MAX_MODEL_LEN, 0, on_cpu=True, replies=())
         yield engine
         engine.close()

@@ -7,12 +7,14 @@ import random
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Mapping
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from gdpo_nemo.generation import pump
 from gdpo_nemo.generation.requests import Completion, EngineReport, SampleRequest, Sampling
@@ -391,6 +393,48 @@ def test_an_aborted_request_is_never_reported_and_leaves_no_trace(engine, load):
     assert (report.finished, report.running, report.waiting, report.kv_used) == ([], 0, 0, 0.0)
     engine.submit(long)  # a dropped name may come again
     assert len(collect(engine, 6)) == 6
+
+
+def grouped(lengths: list[int], group: int) -> dict[str, tuple[SampleRequest, Sampling]]:
+    """Requests of one group that take this many decode steps."""
+    asked = requests(len(lengths)).values()
+    return {
+        f"{group}-{i}": (replace(request, max_tokens=length, group=group), SAMPLING)
+        for i, (length, (request, _)) in enumerate(zip(lengths, asked))
+    }
+
+
+def test_completions_of_a_group_are_reported_together_after_the_last(engine, load):
+    engine.submit({**grouped([2, 30, 4], 7), **grouped([3], 8), **requests(1)})
+    reports = []
+    while sum(map(len, reports)) < 5:
+        report = engine.poll(1.0)
+        assert report.kept <= 2
+        reports.append([done.name for done in report.finished])
+    assert {"7-0", "7-1", "7-2"} <= set(next(names for names in reports if "7-1" in names))
+    assert not {"8-0"} & set(next(names for names in reports if "7-1" in names)) and engine.poll(0).kept == 0
+
+
+def test_completions_of_a_group_are_reported_if_its_last_request_is_aborted(engine, load):
+    with held_at(engine, 6, "keep") as reached:
+        engine.submit(grouped([2, 40, 4, 2, 40], 7))
+        reached.result(300)
+    assert (engine.poll(0).finished, engine.poll(0).kept) == ([], 3)
+    engine.abort(["7-0", "7-1"])  # finished, but not reported; and unfinished
+    assert (engine.poll(0).finished, engine.poll(0).kept) == ([], 2)
+    engine.abort(["7-4"])
+    assert set(collect(engine, 2)) == {"7-2", "7-3"} and engine.poll(0).kept == 0
+    engine.resume()
+
+
+def test_text_of_a_completion_is_decoded_only_if_requested(engine, engine_model, load):
+    tokenizer = AutoTokenizer.from_pretrained(engine_model)
+    asked = requests(3)
+    asked["r1"] = (replace(asked["r1"][0], decodes=True), SAMPLING)
+    engine.submit(asked)
+    done = collect(engine, 3)
+    assert done["r0"].text is None and done["r2"].text is None
+    assert done["r1"].text == tokenizer.decode(done["r1"].token_ids, skip_special_tokens=True) != ""
 
 
 def test_a_request_that_waits_for_an_update_can_be_aborted(engine, weights, load):

@@ -271,4 +271,34 @@ ENGINES = (
         "megatron/test_checkpoint_resharding.py::test_a_checkpoint_written_beside_training_holds_the_moment_it_began[TP1]",
         "a background save writes a copy",
     ),
+    mutant(
+        "generation/pump.py",
+        "        self._kept = [(group, done) for group, done in self._kept if done.name not in names]\n",
+        "",
+        "generation/test_engine_in_flight.py::test_completions_of_a_group_are_reported_if_its_last_request_is_aborted",
+        "an aborted sample is not reported with its group",
+    ),
+    mutant(
+        "generation/engine.py",
+        "for done in report.finished if done.completion.text is not None]",
+        "for done in report.finished]",
+        "generation/test_engine_in_flight.py::test_text_of_a_completion_is_decoded_only_if_requested",
+        "turns of an episode are not decoded twice",
+    ),
+    mutant(
+        "cluster/engine_client.py",
+        "max(0, len(self.pending) - self.report.kept)",
+        "len(self.pending)",
+        "cluster/test_engine_client_names.py::"
+        "test_samples_that_wait_for_their_group_leave_room_and_prove_that_the_engine_samples",
+        "finished samples leave room for other groups",
+    ),
+    mutant(
+        "cluster/engine_client.py",
+        "ended = bool(report.finished) or report.kept > self.report.kept",
+        "ended = bool(report.finished)",
+        "cluster/test_engine_client_names.py::"
+        "test_samples_that_wait_for_their_group_leave_room_and_prove_that_the_engine_samples",
+        "a long group does not count as an engine that samples nothing",
+    ),
 )

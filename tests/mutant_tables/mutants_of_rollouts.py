@@ -148,10 +148,17 @@ ROLLOUTS = (
     ),
     mutant(
         "rollouts/ledger.py",
-        "if p < remaining[0] + self.window and",
-        "if p <= remaining[0] + self.window and",
+        "if position >= outstanding[oldest] + self.window:",
+        "if position > outstanding[oldest] + self.window:",
         "rollouts/test_ledger.py::test_a_group_is_overtaken_only_by_groups_less_than_a_window_behind",
         "a group is overtaken by window - 1 later ones",
+    ),
+    mutant(
+        "rollouts/group_maker.py",
+        "engines_report_groups(config.policy.generation) and not has_deadline",
+        "engines_report_groups(config.policy.generation)",
+        "rollouts/test_scheduling_ahead.py::test_engines_report_whole_groups_only_if_there_are_many_and_groups_have_no_deadline",
+        "a group that misses its deadline is trained with the samples that finished",
     ),
     mutant(
         "rollouts/ledger.py",

@@ -132,6 +132,20 @@ def test_a_run_resumed_from_the_accounts_trains_every_position_once(world):
     assert sorted(seen) == list(range(36))
 
 
+@pytest.mark.parametrize("overrides", [[], ["rollout.group_timeout_s=600"], ["policy.generation.engines=8"]])
+def test_engines_report_whole_groups_only_if_there_are_many_and_groups_have_no_deadline(world, overrides):
+    asked = []
+
+    def delay(engine, request):
+        asked.append((request.group, int(request.prompt_ids[0]), request.decodes))
+        return 0.0
+
+    settings = ["rollout.max_staleness=1", "policy.generation.engines=9", *overrides]
+    world(*settings, script=Script(delay)).train()
+    assert len(asked) >= 6 and all(decodes for _, _, decodes in asked)
+    assert all(group == (None if overrides else place) for group, place, _ in asked)
+
+
 def test_the_end_of_the_data_ends_the_run_where_drops_have_used_prompts_up(world):
     w = world("rollout.max_staleness=1", "gdpo.dynamic_sampling.enabled=true", limit=7, dead={2, 5})
     assert places(w.train()) == [0, 1, 3]

@@ -125,6 +125,8 @@ class Scenario:
     """Number of samples that are verified in parallel. 0 means unlimited."""
     driver_s: float = 0.0
     """Seconds of driver work per sample. The driver processes one sample at a time."""
+    reply_s: float = 0.0
+    """Additional seconds if engines report each sample by itself (``group_timeout_s``) instead of with its group."""
     turns: int = 1
     turn_s: float = 0.0
     """Seconds between two turns, spent in the environment."""
@@ -152,12 +154,18 @@ class Scenario:
             return self.warm_up
         return self.steps // 2 if self.endless else 0
 
+    @property
+    def driver_sample_s(self) -> float:
+        """Seconds of driver work per sample."""
+        return self.driver_s + (0.0 if self.group_timeout_s is None else self.reply_s)
+
     def check(self) -> None:
         """Raise ValueError if settings are invalid or inconsistent. The message names the setting."""
         for name in ("engines", "slots", "groups", "samples", "turns", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        for name in ("train_s", "publish_s", "prompt_tokens", "driver_s", "turn_s", "max_staleness", "verify_workers"):
+        durations = ("train_s", "publish_s", "driver_s", "reply_s", "turn_s")
+        for name in (*durations, "prompt_tokens", "max_staleness", "verify_workers"):
             if not 0 <= getattr(self, name):
                 raise ValueError(f"{name}: must not be negative, got {getattr(self, name)}")
             if getattr(self, name) > _LARGEST:

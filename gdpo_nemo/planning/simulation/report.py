@@ -131,7 +131,7 @@ def _reason(result: Result) -> str:
         f"{scenario.publish_s:.3g} s of "
         "weight update per step.",
         "driver": f"The driver is the bottleneck: it is busy {result.driver:.0%} of the time, "
-        f"{scenario.driver_s * 1e3:.3g} ms per sample.",
+        f"{scenario.driver_sample_s * 1e3:.3g} ms per sample.",
         "verifiers": f"The verifiers are the bottleneck: {scenario.verify_workers} verifiers are busy "
         f"{result.verifiers:.0%} "
         "of the time.",
@@ -175,7 +175,7 @@ def candidates(result: Result) -> list[Change]:
         more = 2 * scenario.verify_workers
         found.append(Change(f"{more} parallel verifiers (rollout.env_workers)", scenario.changed(verify_workers=more)))
     if kind == "driver":
-        half = scenario.changed(driver_s=scenario.driver_s / 2)
+        half = scenario.changed(driver_s=scenario.driver_s / 2, reply_s=scenario.reply_s / 2)
         found.append(Change("half the driver's work per sample (batched results, fewer turns)", half))
     if kind == "publication":
         half = scenario.changed(publish_s=scenario.publish_s / 2)

@@ -7,8 +7,10 @@ from math import ceil
 from typing import Any
 
 from gdpo_nemo.config.layout import Resolved
+from gdpo_nemo.config.rollout_checks import engines_report_groups
 from gdpo_nemo.config.schema import Config, RolloutConfig
 from gdpo_nemo.config.sections import PolicyConfig
+from gdpo_nemo.environments.registry import BUILT_IN, plugin_of, verifies_by_sample
 from gdpo_nemo.planning.fit import changed
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.memory import engine_memory
@@ -19,10 +21,10 @@ from gdpo_nemo.planning.speed import Lengths, expected_lengths, sync_work, train
 from gdpo_nemo.utils.errors import ConfigError
 
 MAX_GPUS = 1024
-DRIVER_CALLS = 2
-"""Ray calls per turn: the request and its response."""
-CALL_S = 0.00032
-"""Driver CPU seconds of one Ray call, measured on one core."""
+SAMPLE_S = 0.0003
+"""Driver CPU seconds per sample, without requests to engines and their replies (``tests/benchmarks/rehearsal.py``)."""
+REPLY_S = 0.0009
+"""Driver CPU seconds of a request to an engine and its reply, which contains a sample, a turn or a group."""
 _SIGMA = 1.0
 """Default standard deviation of the logarithm of completion lengths."""
 
@@ -86,7 +88,7 @@ def scenario_from(
         kv_tokens = max(1, memory.kv_cache // max(1, memory.bytes_per_token))
         slots = max(1, min(slots, int(kv_tokens / sizes.total)))
     turns = overrides.turns or (rollout.turns.max_turns if rollout.turns else 1)
-    calls = DRIVER_CALLS * turns * CALL_S
+    driver_s, reply_s = driver_seconds(config, turns)
     return Scenario(
         engines=config.policy.generation.engines,
         rates=_engine_rates(config, shape, device, rates, overrides),
@@ -97,13 +99,29 @@ def scenario_from(
         train_s=_train(resolved, shape, device, rates, sizes) if overrides.train_s is None else overrides.train_s,
         publish_s=_publish(resolved, shape, device, rates) if overrides.publish_s is None else overrides.publish_s,
         prompt_tokens=prompt,
-        driver_s=calls,
+        driver_s=driver_s,
+        reply_s=reply_s,
         turns=turns,
         turn_s=overrides.turn_s,
         kv_tokens=kv_tokens,
         **_verifiers(rates, overrides),
         **schedule_settings(config.rollout, overrides),
     )
+
+
+def driver_seconds(config: Config, turns: int) -> tuple[float, float]:
+    """Return the CPU seconds of the driver per sample, and the additional seconds if ``rollout.group_timeout_s`` is
+    set."""
+    # Custom environments are not imported. Most of them verify whole groups.
+    built_in = {name: options for name, options in config.env.items() if plugin_of(name, options) in BUILT_IN}
+    by_sample = any(verifies_by_sample(name, options) for name, options in built_in.items())
+    if turns > 1 or by_sample:
+        return SAMPLE_S + turns * REPLY_S, 0.0
+    if not engines_report_groups(config.policy.generation):
+        # The samples that an engine finishes while the driver is busy are one reply, so few engines cause few replies.
+        return SAMPLE_S, 0.0
+    together = REPLY_S / config.gdpo.num_generations_per_prompt
+    return SAMPLE_S + together, REPLY_S - together
 
 
 def schedule_settings(rollout: RolloutConfig, overrides: Overrides) -> dict[str, Any]:

@@ -194,9 +194,9 @@ class _Simulation:
     def verify(self, sequence: Sequence) -> None:
         """Schedule the verification of a sample. Driver and verifiers process samples in order of arrival."""
         scenario = self.scenario
-        start = max(self.now, self._driver_free) + scenario.driver_s
+        start = max(self.now, self._driver_free) + scenario.driver_sample_s
         self._driver_free = start
-        self._driver_busy += scenario.driver_s
+        self._driver_busy += scenario.driver_sample_s
         seconds = sequence.verify_s
         self._verifying += seconds
         if self._workers and seconds:
