@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Mapping
@@ -114,6 +115,7 @@ def _cannot_write(path: Path, error: OSError) -> RunError:
 
 WINDOW = 5
 """Number of steps in a trailing mean, because the metrics of a single batch are noisy."""
+_EFFECT = re.compile("gradient/(.+)/change/(.+)")
 PHASES = ("rollout", "verify", "train", "sync", "idle")
 
 
@@ -185,6 +187,15 @@ class History:
             return False
         best = max(means) if highest is None else max(highest, *means)
         return min(means[-window:]) >= best - 1e-6 * abs(best)
+
+    def effects(self) -> dict[str, dict[str, tuple[list[int], list[float]]]]:
+        """Return the first-order changes of each component's expected reward, by component and by the component or
+        other part of the gradient that caused them, as curves (``gdpo.component_gradient_period``)."""
+        found: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
+        for key in dict.fromkeys(key for row in self.training for key in row):
+            if match := _EFFECT.fullmatch(key):
+                found.setdefault(match[1], {})[match[2]] = self.curve(key)
+        return found
 
     def time_split(self, window: int | None = None) -> dict[str, float]:
         """Return the fraction of wall time of each phase. Asynchronous phases can overlap.

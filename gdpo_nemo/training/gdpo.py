@@ -21,6 +21,7 @@ from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.rollouts.credit import TurnAdvantages, advantages_of, choose_by_covariance, log_ratios, updates_of
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 from gdpo_nemo.training.algorithm import Algorithm
+from gdpo_nemo.training.component_gradients import ComponentGradients
 
 if TYPE_CHECKING:
     from gdpo_nemo.algorithms import Advantages, LossSettings
@@ -143,6 +144,8 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         self.component_alerts = ComponentAlerts(log)
         adapts = config.loss_fn.use_adaptive_entropy
         self.entropy = AdaptiveEntropy(config.loss_fn.entropy_bonus) if adapts else None
+        self._result: UpdateResult | None = None
+        """Result of the last update."""
 
     @classmethod
     def needs_reference(cls, config: Config) -> bool:
@@ -224,10 +227,22 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
                 self._choose_by_covariance(update, prepared, number)
             if self.entropy is not None:
                 self.loss = replace(self.loss, entropy_bonus=self.entropy.applied(self.loss))
+            gradients = self._component_gradients(update, prepared) if number == 0 else None
             yield update
+            if gradients is not None and self._result is not None:
+                prepared.measured |= gradients.metrics(self._result)
+
+    def _component_gradients(self, update: list[TrainSequence], prepared: PreparedRollout) -> ComponentGradients | None:
+        """Compute the gradients by component if they are due (``gdpo.component_gradient_period``)."""
+        period = self.config.gdpo.component_gradient_period
+        rollout = prepared.rollout
+        if not period or rollout.version is None or rollout.version % period:
+            return None
+        return ComponentGradients(self.policy, self.config, update, rollout.groups, prepared.advantages, self.loss)
 
     def observe(self, result: UpdateResult) -> None:
         """Adapt the entropy coefficient after an update, if this is enabled."""
+        self._result = result
         if self.entropy is not None and result.sums.get("tokens"):
             self.entropy.update(result.sums["entropy"] / result.sums["tokens"], self.loss)
 
