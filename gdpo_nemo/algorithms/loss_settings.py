@@ -170,3 +170,8 @@ class TermLoss:
     def entropy_bonus(self) -> float:
         """Entropy bonus in this term."""
         return self.loss.entropy_bonus if self.part == "regularisation" else 0.0
+
+    @property
+    def reads_every_sequence(self) -> str | None:
+        """Reason why sequences with advantage 0 must not be skipped."""
+        return "a sequence with advantage 0 may have terms that are not 0"

@@ -103,7 +103,10 @@ def _print_other_objective(plan: Plan) -> int:
     from gdpo_nemo.observe.metrics import read_metrics
     from gdpo_nemo.training.replay import compare_weights
 
-    before, now = ({row["step"]: row.get("grad_norm") for row in read_metrics(f)} for f in (plan.run_dir, plan.out))
+    before, now = (
+        {row["step"]: row["grad_norm"] for row in read_metrics(folder) if "grad_norm" in row}
+        for folder in (plan.run_dir, plan.out)
+    )
     table = Table("step", "cosine of advantages", "samples with another sign", "grad_norm", "instead")
     changes: list[dict[str, Any]] = []
     for segment in plan.segments:

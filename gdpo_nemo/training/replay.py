@@ -324,7 +324,8 @@ def _compare_gradients(trainer: Trainer, recorded: Config) -> np.ndarray:
         batch = trainer.stream.get_batch(trainer.state.step)
         update = next(iter(algorithm.updates(algorithm.prepare(batch))))
         trainer.policy.component_gradients(update, [algorithm.loss], first=algorithm is before)
-    return trainer.policy.gradient_products().products
+    # The result of a rank is in Ray's memory, which is freed when the session ends.
+    return trainer.policy.gradient_products().products.copy()
 
 
 def _export(plan: Plan, policy: Any) -> None:

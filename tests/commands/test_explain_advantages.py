@@ -166,7 +166,8 @@ def test_a_replay_with_another_objective_compares_the_advantages_of_each_step(tm
     after = advantages_of(groups, other).values.numpy()
     for folder, norm in ((tmp_path, 0.25), (tmp_path / "out", 0.5)):
         folder.mkdir(exist_ok=True)
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 7, "grad_norm": norm}) + "\n")
+        rows = [{"step": 7, "grad_norm": norm}, {"step": 7, "validation/correctness": 0.5}]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = SimpleNamespace(
         run_dir=tmp_path, out=tmp_path / "out", segments=[Segment(7, 7, other, 9)], last=7, original=None,
         gradients=np.array([[4.0, 1.5], [1.5, 1.0]]),
