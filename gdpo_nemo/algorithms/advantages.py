@@ -23,6 +23,18 @@ from gdpo_nemo.algorithms.table import RewardTable, build_table
 
 
 @dataclass(frozen=True)
+class BatchScale:
+    """Statistics of a batch norm, in the table's row order."""
+
+    rows: np.ndarray
+    """bool [sequences], rows that the statistics include."""
+    unit: np.ndarray
+    """float64 [included rows], weight of each row in the statistics."""
+    divisor: float
+    """Divisor of the advantages; infinite if all advantages are set to 0."""
+
+
+@dataclass(frozen=True)
 class Advantages:
     """Advantages of a batch, in the caller's row order."""
 
@@ -37,11 +49,11 @@ class Advantages:
     """Component names, in column order."""
     has_signal: torch.Tensor
     """bool [sequences]. True for rows with a weighted component that is present and varies within the group."""
-    scale: float
-    """Factor of the batch norm, by which the terms in `components` are multiplied in `values`."""
     _table: RewardTable = field(repr=False, compare=False)
     _epsilon: float | None = field(repr=False, compare=False, default=None)
     """Epsilon in the components' z-scores. None if the sum of the rewards was normalised instead."""
+    _scale: BatchScale | None = field(repr=False, compare=False, default=None)
+    """Batch norm of the advantages. None if there is none."""
 
     @cached_property
     def diagnostics(self) -> Diagnostics:
@@ -49,6 +61,28 @@ class Advantages:
         take = self._table.groups.take
         terms = np.ascontiguousarray(take(self.components.numpy()).T)
         return diagnose(self._table, terms, take(self.has_signal.numpy()), take(self.values.numpy()), self._epsilon)
+
+    @property
+    def scale(self) -> float:
+        """Factor of the batch norm, by which the terms in `components` are multiplied in `values`."""
+        return 1.0 if self._scale is None else 1.0 / self._scale.divisor
+
+    @cached_property
+    def contributions(self) -> np.ndarray:
+        """Contribution of each component to `values`, after the batch norm: float64 [sequences, components].
+
+        `values` minus the sum of the contributions is the contribution of the KL in the reward.
+        """
+        terms = self.components.numpy()
+        if self._scale is None:
+            return terms
+        groups = self._table.groups
+        terms = groups.take(terms)
+        rows, unit = self._scale.rows, self._scale.unit
+        scaled = np.zeros_like(terms)
+        if len(unit):
+            scaled[rows] = (terms[rows] - np.average(terms[rows], axis=0, weights=unit)) / self._scale.divisor
+        return np.ascontiguousarray(groups.put(np.ascontiguousarray(scaled.T)).T)
 
 
 def compute_advantages(
@@ -107,11 +141,12 @@ def compute_advantages(
         table = table.with_kl(kl, kl_coefficient)
     terms = run_estimator(entry, table, settings, estimator_options, estimator)
     as_grpo = settings.single_reward == "grpo" and np.count_nonzero(table.weights) == 1
-    scale = 1.0
+    scale = None
     if not settings.batch_norm or as_grpo:
         values = terms.values - _penalty(table, terms)
     elif _cancelled(table, terms, settings, partial(entry.function, **estimator_options)):
-        values, scale = np.zeros_like(terms.values), 0.0
+        values = np.zeros_like(terms.values)
+        scale = BatchScale(*_counted(table, terms, settings), np.inf)
     else:
         values, scale = _batch_scale(table, terms, settings)
     put = table.groups.put
@@ -120,9 +155,9 @@ def compute_advantages(
         components=torch.from_numpy(put(terms.components).T),
         names=table.names,
         has_signal=torch.from_numpy(put(terms.has_signal)),
-        scale=scale,
         _table=table,
         _epsilon=None if terms.total is not None else settings.epsilon,
+        _scale=scale,
     )
 
 
@@ -143,9 +178,8 @@ def _penalty(table: RewardTable, terms: Terms) -> np.ndarray:
     return table.kl_penalty
 
 
-def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> tuple[np.ndarray, float]:
-    """Return (A - mean) / (std + epsilon) over the rows of the batch statistics, [sequences], and 1 / (std + epsilon).
-    Other rows stay 0."""
+def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> tuple[np.ndarray, BatchScale]:
+    """Return (A - mean) / (std + epsilon) over the rows of the batch statistics: [sequences]. Other rows stay 0."""
     rows, unit = _counted(table, terms, settings)
     penalty = _penalty(table, terms)
     values = (terms.values - penalty)[rows]
@@ -157,13 +191,15 @@ def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> tuple[
     # A row with KL but without a signal is divided but not shifted, because the mean is over rows with a signal.
     scaled: np.ndarray = 0.0 - penalty / divisor
     scaled[rows] = (values - mean) / divisor
-    return scaled, 1.0 / float(divisor)
+    return scaled, BatchScale(rows, unit, float(divisor))
 
 
 def _counted(table: RewardTable, terms: Terms, settings: Settings) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows of the batch statistics, bool [sequences], and the weight of each of these rows: 1 or its number
     of tokens."""
     rows = terms.has_signal if settings.batch_rows == "live" else table.scored
+    if settings.batch_rows == "kept" and terms.dropped is not None:
+        rows = rows & ~terms.dropped
     if settings.batch_unit == "sequence":
         return rows, np.ones(int(rows.sum()))
     if table.lengths is None:

@@ -31,6 +31,8 @@ class Terms:
     """float64 [sequences], sum of the terms, if the estimator can compute it more accurately than by summation."""
     holds_kl: bool = False
     """True if `total` includes the KL in the reward, as in estimators of the sum."""
+    dropped: np.ndarray | None = None
+    """bool [sequences], True for rows that the estimator drops. None: no rows."""
 
     @property
     def values(self) -> np.ndarray:
@@ -219,7 +221,8 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
 
     mode hard: drop a rollout if two of its terms w_k z_k have opposite signs. mode snr: drop it only if also |sum_k w_k
     z_k| < tau x sum_k |w_k z_k|. The remaining rollouts are multiplied by the fraction of their group that remains. The
-    original whitens over the remaining tokens: `batch_unit="token"` with `lengths`.
+    authors' code whitens over the tokens of all remaining rollouts, also of those in groups without a signal:
+    `batch_rows="kept"` and `batch_unit="token"` with `lengths`.
     """
     if mode not in ("hard", "snr"):
         raise ValueError(f"mode must be 'hard' or 'snr', got {mode!r}")
@@ -232,7 +235,7 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
     groups = table.groups
     share = groups.sum(scored & ~conflict) / np.maximum(groups.sum(scored), 1)
     components *= np.where(conflict, 0.0, groups.rows(share))
-    return Terms(components, terms.has_signal & ~conflict)
+    return Terms(components, terms.has_signal & ~conflict, dropped=conflict)
 
 
 def dvao(table: RewardTable, settings: Settings) -> Terms:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from gdpo_nemo.algorithms.loss_settings import KL_GRADIENTS, OLD_LOGPROBS, LossSettings, OffPolicySettings
+from gdpo_nemo.algorithms.loss_settings import KL_GRADIENTS, OLD_LOGPROBS, LossSettings, OffPolicySettings, TermLoss
 from gdpo_nemo.algorithms.losses import AGGREGATIONS, KL_KINDS, LOSSES, Loss
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS, Correction
 from gdpo_nemo.algorithms.ppo import ActorCriticSettings
@@ -21,7 +21,7 @@ from gdpo_nemo.algorithms.ranges import check_numbers
 from gdpo_nemo.algorithms.table import nearest
 
 Entry = TypeVar("Entry", Loss, Correction)
-Objective = LossSettings | PreferenceUpdate | ActorCriticSettings
+Objective = LossSettings | PreferenceUpdate | ActorCriticSettings | TermLoss
 """Settings of an update's loss, which every rank receives. `OBJECTIVES` in `policy_loss.py` maps the types of settings
 to loss functions."""
 Functions = Mapping[str, Callable[..., Any]]
@@ -205,6 +205,8 @@ def reads_staleness(settings: LossSettings) -> bool:
 
 def reads_whole_sequences(settings: Objective) -> bool:
     """Return True if the loss or the correction may combine the tokens of a sequence. Custom functions may."""
+    if isinstance(settings, TermLoss):
+        settings = settings.loss
     if not isinstance(settings, LossSettings):
         return True
     correction = settings.off_policy.correction
@@ -218,6 +220,8 @@ def reads_whole_sequences(settings: Objective) -> bool:
 
 def loss_import_paths(settings: Objective) -> tuple[str, ...]:
     """Return the import paths of all custom functions in the settings."""
+    if isinstance(settings, TermLoss):
+        settings = settings.loss
     if not isinstance(settings, LossSettings):
         return ()
     return tuple(name for name in (settings.type, settings.off_policy.correction) if is_import_path(name))

@@ -149,3 +149,29 @@ class LossSettings:
         """Create the settings from a plain `loss_fn` mapping, in which `off_policy` is a nested mapping."""
         values = dict(section)
         return cls(**{**values, "off_policy": OffPolicySettings(**values.get("off_policy", {}))})
+
+
+@dataclass(frozen=True)
+class TermLoss:
+    """Objective of which only the gradient is computed: one term of a policy-gradient loss, or an expected reward.
+
+    The losses in `algorithms.losses` are proportional to the size of the advantage A of a token: given the sign of A,
+    which decides about clipping, the loss is linear in A. For A = sum_k a_k, the term of a_k is therefore a_k times the
+    loss of an advantage of sign(A), divided by sign(A), and the terms sum to the loss.
+    """
+
+    loss: LossSettings
+    part: str
+    """advantage: the term of the advantages `TokenFields.terms[:, index]`. regularisation: the same, plus the KL
+    penalty and the entropy bonus. expected: -sum_t terms[t, index] logprob_t, without the token weights."""
+    index: int
+
+    @property
+    def entropy_bonus(self) -> float:
+        """Entropy bonus in this term."""
+        return self.loss.entropy_bonus if self.part == "regularisation" else 0.0
+
+    @property
+    def reads_every_sequence(self) -> str | None:
+        """Reason why sequences with advantage 0 must not be skipped."""
+        return "a sequence with advantage 0 may have terms that are not 0"

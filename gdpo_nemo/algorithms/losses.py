@@ -348,6 +348,8 @@ class TokenFields:
     """
     chosen: Tensor | None = None
     """bool; True for tokens that the driver has selected by covariance for the loss kl_cov. None: no tokens."""
+    terms: Tensor | None = None
+    """float32 [tokens, terms]; terms of the advantages, which only `TermLoss` reads."""
     reduce: Reduce | None = None
     """Sum over the ranks that share the sequences. None if each rank has whole sequences."""
 

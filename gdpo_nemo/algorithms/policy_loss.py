@@ -19,7 +19,7 @@ from gdpo_nemo.algorithms.loss_selection import (
     loss_entry,
     reads_staleness,
 )
-from gdpo_nemo.algorithms.loss_settings import LossSettings, OffPolicySettings
+from gdpo_nemo.algorithms.loss_settings import LossSettings, OffPolicySettings, TermLoss
 from gdpo_nemo.algorithms.losses import LossMetrics, Reduce, TokenFields, kl_penalty, required, score_weight
 from gdpo_nemo.algorithms.offpolicy import sequence_keep_mask
 from gdpo_nemo.algorithms.ppo import ActorCriticSettings
@@ -89,23 +89,71 @@ def policy_loss(
         logprobs = logprobs[trained]
         entropy = None if entropy is None else entropy[trained]
     inputs = replace(fields, reduce=reduce)
-    fields = inputs if inputs.old_logprobs is not None else replace(inputs, old_logprobs=logprobs.detach())
-    if reads_staleness(settings) and fields.staleness is None:
-        fields = replace(fields, staleness=torch.zeros_like(fields.sequence_ids, dtype=torch.int32))
-
+    fields = _complete(logprobs, inputs, settings)
     loss, per_token = _token_loss(logprobs, fields, settings, functions)
     keep, correction = _correction(logprobs, fields, settings, functions)
-    loss = loss * keep
+    loss = _regularised(loss * keep, logprobs, entropy, fields, settings, per_token)
     per_token.update(correction)
+    if entropy is not None:
+        per_token["entropy"] = entropy.detach()
+    per_token.update(_parity(logprobs, inputs, settings))
+    return (fields.weights * loss).sum(), _collect(per_token, len(logprobs), logprobs)
+
+
+def _complete(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> TokenFields:
+    """Return the fields with the old log-probs, and the staleness if it is read, also if they were not given."""
+    if fields.old_logprobs is None:
+        fields = replace(fields, old_logprobs=logprobs.detach())
+    if reads_staleness(settings) and fields.staleness is None:
+        fields = replace(fields, staleness=torch.zeros_like(fields.sequence_ids, dtype=torch.int32))
+    return fields
+
+
+def _regularised(
+    loss: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    fields: TokenFields,
+    settings: LossSettings,
+    per_token: dict[str, Tensor],
+) -> Tensor:
+    """Add KL penalty and entropy bonus to the loss of each token, and the KL to the metrics ``per_token``."""
     if settings.reference_policy_kl_penalty:
         kl = _reference_kl(logprobs, fields, settings)
         loss = loss + settings.reference_policy_kl_penalty * kl
         per_token["reference_kl"] = kl.detach()
-    if entropy is not None:
-        loss = loss - settings.entropy_bonus * entropy if settings.entropy_bonus else loss
-        per_token["entropy"] = entropy.detach()
-    per_token.update(_parity(logprobs, inputs, settings))
-    return (fields.weights * loss).sum(), _collect(per_token, len(logprobs), logprobs)
+    return loss if entropy is None or not settings.entropy_bonus else loss - settings.entropy_bonus * entropy
+
+
+def term_loss(
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    fields: TokenFields,
+    settings: TermLoss,
+    reduce: Reduce | None = None,
+    functions: Functions | None = None,
+) -> tuple[Tensor, LossMetrics]:
+    """Return one term of ``policy_loss``, or an expected reward (see ``TermLoss``), without metrics.
+
+    Args:
+        fields: fields of the trained tokens, with ``terms``. The other arguments are those of ``policy_loss``.
+
+    Raises:
+        ValueError: if ``policy_loss`` raises it.
+    """
+    loss = settings.loss
+    terms = required(fields.terms, "terms") if len(logprobs) else logprobs.new_zeros((0, settings.index + 1))
+    term = terms[:, settings.index]
+    if settings.part == "expected":
+        return -(term * logprobs).sum(), LossMetrics({}, {})
+    _check_inputs(entropy, fields, loss, functions)
+    fields = _complete(logprobs, replace(fields, reduce=reduce), loss)
+    sign = torch.where(fields.advantages < 0, -1.0, 1.0)
+    per_token, _ = _token_loss(logprobs, replace(fields, advantages=sign), loss, functions)
+    per_token = sign * term * per_token * _correction(logprobs, fields, loss, functions)[0]
+    if settings.part == "regularisation":
+        per_token = _regularised(per_token, logprobs, entropy, fields, loss, {})
+    return (fields.weights * per_token).sum(), LossMetrics({}, {})
 
 
 def _check_inputs(
@@ -338,6 +386,12 @@ def _actor_critic(
     return actor_critic_loss(logprobs, entropy, values, fields, settings, reduce, functions)
 
 
+def _term(
+    columns: Columns, fields: TokenFields, settings: TermLoss, reduce: Reduce | None, functions: Functions
+) -> tuple[Tensor, LossMetrics]:
+    return term_loss(columns[0], _entropy(columns), fields, settings, reduce, functions)
+
+
 def _preference(
     columns: Columns, fields: TokenFields, settings: PreferenceUpdate, reduce: Reduce | None, functions: Functions
 ) -> tuple[Tensor, LossMetrics]:
@@ -353,6 +407,7 @@ OBJECTIVES: dict[type[Objective], ObjectiveLoss] = {
     LossSettings: _policy_gradient,
     ActorCriticSettings: _actor_critic,
     PreferenceUpdate: _preference,
+    TermLoss: _term,
 }
 """Loss function for each type of settings. The caller must remove tokens of weight 0."""
 

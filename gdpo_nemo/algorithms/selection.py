@@ -207,6 +207,8 @@ def _idle(name: str, estimator: str | Callable[..., Terms], entry: Estimator, se
     has_fixed_scale = estimator in _SUMMING[1:]
     if name in _BATCH_SETTINGS and not settings.batch_norm:
         return "without the batch norm"
+    if name == "batch_rows" and settings.batch_rows == "kept" and estimator in set(ESTIMATORS) - {"gd2po"}:
+        return f"as kept with {_name(estimator)}, which drops no samples; use scored"
     if (name == "singleton" and sums_rewards) or (name == "leave_one_out" and has_fixed_scale):
         return f"with {estimator}, which normalises the sum of the rewards"
     if name == "scale_rewards" and has_fixed_scale:

@@ -26,9 +26,10 @@ class Settings:
     """Add `batch_epsilon` to the variance, inside the square root."""
     batch_unit: Literal["sequence", "token"] = "sequence"
     """Unit of the batch statistics: sequence or token. "token" weights each sequence by its length."""
-    batch_rows: Literal["live", "scored"] = "live"
+    batch_rows: Literal["live", "scored", "kept"] = "live"
     """Rows that the batch statistics include. "live": rows with a training signal, that is, with a weighted
-    component that is present and varies in the group. "scored": all rows with a reward.
+    component that is present and varies in the group. "scored": all rows with a reward. "kept": all rows with a reward
+    that the estimator does not drop (gd2po, as in its authors' code).
 
     With "scored", zero-variance groups reduce the standard deviation of the batch, which enlarges all other advantages.
     """

@@ -36,7 +36,7 @@ from gdpo_nemo.data.prefixes import (
     typical_saving,
     whole_layout,
 )
-from gdpo_nemo.data.records import UpdateResult
+from gdpo_nemo.data.records import GradientProducts, UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
 from gdpo_nemo.utils.progress import phase
 from gdpo_nemo.utils.user_code import import_path_of, load_functions
@@ -50,7 +50,7 @@ _START_S = 900.0
 """Time limit for the ranks to start and to load the model."""
 _SHORTEST_DEADLINE_S = 300.0
 """Minimum of an adaptive timeout in seconds. A busy machine or file system may delay ranks that were fast before."""
-_COMPUTES = ("train", "logprobs", "teacher_logprobs")
+_COMPUTES = ("train", "component_gradients", "logprobs", "teacher_logprobs")
 """Methods with an adaptive timeout. Other methods wait for disks, which may be fast for days and then become busy."""
 
 
@@ -289,6 +289,28 @@ class PolicyGroup:
         quadratic = self._quadratic * (self._shared_attention if any(layout.shared) else 1.0)
         result.packing = measure(layout.assignment, lengths, self._multiple, total_multiple, quadratic, layout.shared)
         return result
+
+    def component_gradients(
+        self, sequences: list[TrainSequence], terms: Sequence[Objective], first: bool = True
+    ) -> None:
+        """Compute gradients at the current weights. The ranks store them until ``gradient_products``.
+
+        Args:
+            sequences: sequences of an update, with ``TrainSequence.terms`` if a ``TermLoss`` is requested.
+            terms: objectives whose gradients are computed.
+            first: False to add the gradients to the stored gradients.
+        """
+        split = any(reads_whole_sequences(term) for term in terms) and has_split_trajectory(sequences)
+        layout = self._lay_out(sequences, whole=split)
+        what = "computing gradients by component"
+        self._call_with_shares(
+            "component_gradients", sequences, layout, (*TRAINING, "terms"), what=what, terms=list(terms), first=first
+        )
+
+    def gradient_products(self) -> GradientProducts:
+        """Return the products of the stored gradients, after an update."""
+        found: GradientProducts = self._call("gradient_products", what="comparing gradients by component")[0]
+        return found
 
     def logprobs(
         self,

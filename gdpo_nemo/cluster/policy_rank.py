@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gdpo_nemo.cluster.local_ray import stay_on
 from gdpo_nemo.cluster.session import ray
 from gdpo_nemo.config.schema import PolicyConfig
-from gdpo_nemo.data.records import UpdateResult
+from gdpo_nemo.data.records import GradientProducts, UpdateResult
 from gdpo_nemo.data.shares import FlatValues, Share
 from gdpo_nemo.utils.progress import importing
 from gdpo_nemo.utils.user_code import load_object
@@ -116,6 +116,24 @@ class PolicyRank:
         """Run an update. Return the result on rank 0 and None on other ranks."""
         result = self.policy.train(share.sequences(), share.micro_batches, settings)
         return result if self.rank == 0 else None
+
+    def component_gradients(self, share: Share, terms: list[Objective], first: bool) -> None:
+        """Compute the gradients of ``terms`` and store them until ``gradient_products``.
+
+        Args:
+            first: False to add the gradients to the stored gradients.
+        """
+        from gdpo_nemo.megatron.component_gradients import ComponentGradients
+
+        if first:
+            self._gradients = ComponentGradients(self.policy)
+        self._gradients.add(share.sequences(), share.micro_batches, terms)
+
+    def gradient_products(self) -> GradientProducts:
+        """Return the products of the stored gradients after an update, and free the gradients."""
+        found = self._gradients.products()
+        del self._gradients
+        return found
 
     def logprobs(
         self, share: Share, columns: Columns, reference: bool = False, temperature: float | None = None

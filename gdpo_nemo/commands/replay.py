@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.commands.arguments import Commands, add_verbosity, say, terminal, verbosity
 from gdpo_nemo.observe.display import covered, shown
 from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.files import write_whole
 from gdpo_nemo.utils.progress import phase
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ def _retrain(arguments: argparse.Namespace) -> Plan:
             from gdpo_nemo.training.replay import plan_rerun, rerun
         run_dir, last, start = Path(arguments.run_dir), arguments.to, arguments.start
         plan = plan_rerun(run_dir, last, out, start, arguments.check, arguments.instead)
-    if not arguments.check:
+    if not arguments.check and not arguments.instead:
         plan.original = None
     rerun(plan)
     return plan
@@ -90,31 +92,52 @@ def _print_audit(run_dir: Path, found: list[str]) -> int:
     return 1 if found else 0
 
 
+SIGN_CHANGES = "sign_changes.jsonl"
+"""File in the output folder with one line for each sample whose advantage has another sign."""
+
+
 def _print_other_objective(plan: Plan) -> int:
-    """Print how the advantages and gradients of each step differ under the other objective."""
+    """Print how the advantages, gradients and weights differ under the other objective."""
     from rich.table import Table
 
     from gdpo_nemo.commands.advantage_tables import with_weights_of
     from gdpo_nemo.observe.metrics import read_metrics
+    from gdpo_nemo.training.replay import compare_weights
 
-    before, now = ({row["step"]: row.get("grad_norm") for row in read_metrics(f)} for f in (plan.run_dir, plan.out))
+    before, now = (
+        {row["step"]: row["grad_norm"] for row in read_metrics(folder) if "grad_norm" in row}
+        for folder in (plan.run_dir, plan.out)
+    )
     table = Table("step", "cosine of advantages", "samples with another sign", "grad_norm", "instead")
+    changes: list[dict[str, Any]] = []
     for segment in plan.segments:
         for step in range(segment.first, segment.last + 1):
             config = with_weights_of(plan.out, step, segment.config)
-            cosine, other_sign = _compare_advantages(plan.run_dir, step, config)
+            cosine, other_sign, changed = _compare_advantages(plan.run_dir, step, config)
             table.add_row(str(step), f"{cosine:.3f}", f"{other_sign:.1%}", f"{before[step]:.4g}", f"{now[step]:.4g}")
+            changes += changed
     terminal().print(table)
     first = plan.segments[0].first
     say(f"{plan.last - first + 1} steps trained with the other objective in {plan.out}")
+    if plan.gradients is not None:
+        norms = plan.gradients.diagonal() ** 0.5
+        cosine = plan.gradients[0, 1] / (norms[0] * norms[1]) if norms.all() else float("nan")
+        sizes = f"norms {norms[0]:.4g} and {norms[1]:.4g}"
+        say(f"The gradients at the weights before step {first} have {sizes} and the cosine {cosine:.3f}.")
+    if plan.original is not None and (differ := compare_weights(plan)):
+        say(f"After step {plan.last}, {len(differ)} tensors differ from those of the run; {differ[0]}.")
+    if changes:
+        path = plan.out / SIGN_CHANGES
+        write_whole(path, "".join(json.dumps(change) + "\n" for change in changes).encode())
+        say(f"{path} lists {len(changes)} samples whose advantages have another sign.")
     if plan.last > first:
         say(f"The samples of steps {first + 1} to {plan.last} come from the weights of the original run.")
     return 0
 
 
-def _compare_advantages(run_dir: Path, step: int, config: Config) -> tuple[float, float]:
-    """Return the cosine of the recorded advantages and those of ``config``, and the share of trained samples in which
-    their signs differ. Both are NaN if the run did not record advantages."""
+def _compare_advantages(run_dir: Path, step: int, config: Config) -> tuple[float, float, list[dict[str, Any]]]:
+    """Return the cosine of the recorded advantages and those of ``config``, the share of trained samples in which their
+    signs differ, and these samples. The numbers are NaN if the run did not record advantages."""
     import numpy as np
 
     from gdpo_nemo.commands.advantage_tables import read_step
@@ -123,11 +146,23 @@ def _compare_advantages(run_dir: Path, step: int, config: Config) -> tuple[float
 
     groups, recorded = read_step(dict(rollout_files(run_dir))[step])
     values = advantages_of(groups, config).values.numpy()
-    trained = np.array([t.trains for group in groups for t in group.trajectories])
-    recorded, values = recorded[trained], values[trained]
-    size = np.linalg.norm(recorded) * np.linalg.norm(values)
-    other_sign = np.sign(np.round(recorded, 6)) != np.sign(np.round(values, 6))
-    return float(recorded @ values / size) if size else float("nan"), float(other_sign.mean())
+    trajectories = [t for group in groups for t in group.trajectories]
+    trained = np.array([t.trains for t in trajectories])
+    size = np.linalg.norm(recorded[trained]) * np.linalg.norm(values[trained])
+    cosine = recorded[trained] @ values[trained] / size if size else float("nan")
+    other_sign = trained & (np.sign(np.round(recorded, 6)) != np.sign(np.round(values, 6)))
+    changed = [
+        {
+            "step": step,
+            "prompt_id": trajectories[i].prompt.id,
+            "sample": trajectories[i].sample_index,
+            "rewards": {name: r for name, r in trajectories[i].rewards.items() if r is not None and r == r},
+            "advantage": float(recorded[i]),
+            "instead": float(values[i]),
+        }
+        for i in np.flatnonzero(other_sign)
+    ]
+    return float(cosine), float(other_sign[trained].mean()), changed
 
 
 def _print_comparison(plan: Plan) -> int:

@@ -198,6 +198,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
             "gdpo.kl_in_reward",
             "gdpo.credit",
             "gdpo.num_iterations",
+            "gdpo.component_gradient_period",
             "gdpo.dynamic_sampling.enabled",
             "rollout.max_staleness",
             "rollout.group_timeout_s",

@@ -20,6 +20,7 @@ from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection
 from gdpo_nemo.config.algorithm_choice import (
+    ALGORITHMS,
     TRAINED,
     AlgorithmSpec,
     check_example_type,
@@ -51,6 +52,7 @@ def check_learning(config: Config, algorithm: AlgorithmSpec) -> None:
     _check_component_weights(config)
     _check_credit(config, algorithm)
     _check_dynamic_sampling(config)
+    _check_component_gradients(config)
 
 
 def check_components(gdpo: GdpoConfig, known: Iterable[str]) -> None:
@@ -242,6 +244,25 @@ def _check_credit(config: Config, algorithm: AlgorithmSpec) -> None:
         if is_set:
             unit = "rewards" if by_turn else "single advantages"
             raise ConfigError(f"gdpo.credit: {gdpo.credit} has no {unit} of whole trajectories, which {what} requires")
+
+
+def _check_component_gradients(config: Config) -> None:
+    """Check that the gradient is the sum of one gradient per component, and that computing them changes no state.
+    Raises ConfigError."""
+    if not config.gdpo.component_gradient_period:
+        return
+    loss = config.loss_fn.type
+    why = {
+        f"algorithm.type {config.algorithm.type} may change the updates": config.algorithm.type not in ALGORITHMS,
+        "gdpo.credit span has different components in different tokens": config.gdpo.credit == "span",
+        f"loss_fn.type {loss} is a custom loss, which may not be linear in the advantage": is_import_path(loss),
+        f"loss_fn.type {loss} is not linear in the advantage": loss_entry(loss).by_group,
+        f"loss_fn.type {loss} selects tokens by the whole advantage": loss_entry(loss).by_covariance,
+        "policy.megatron_cfg.fp8 scales tensors by the values of earlier passes": config.policy.megatron_cfg.fp8,
+    }
+    for reason, refused in why.items():
+        if refused:
+            raise ConfigError(f"gdpo.component_gradient_period: cannot split the gradient: {reason}; set it to 0")
 
 
 def _check_dynamic_sampling(config: Config) -> None:

@@ -169,6 +169,10 @@ class GdpoConfig:
     group_by: str = "row"
     """Samples that are compared with each other. row: the samples of the same row. prompt: the samples of all rows in
     the step whose prompts have the same tokens."""
+    component_gradient_period: Annotated[int, Range(0)] = 0
+    """Compute the gradient of each reward component every so many steps, beginning with the first step, and its effect
+    on each component's expected reward (metrics `gradient/...`). The weights do not change. Such a step costs a forward
+    and a backward pass for each component and for each expected reward. 0: off."""
     max_num_steps: Annotated[int, Range(1)] = 100
     """Number of steps after which training ends."""
     max_num_epochs: Annotated[Optional[int], Range(1)] = None

@@ -52,6 +52,8 @@ class TrainSequence:
     difference is 0 for all tokens or is not used. Values of masked tokens are not read."""
     chosen: np.ndarray | None = None
     """bool [completion tokens]: tokens that the loss kl_cov penalizes (``TokenFields.chosen``), or None."""
+    terms: np.ndarray | None = None
+    """float32 [completion tokens, terms]: terms of the advantages (``TokenFields.terms``), or None."""
     pair: int = 0
     """Pair of completions in the update, numbered from 1 (0 for no pair). The number is negative for the rejected or
     undesirable completion. Both completions are in the same micro-batch."""

@@ -194,6 +194,25 @@ class UpdateResult:
 
 
 @dataclass
+class GradientProducts:
+    """Products of gradients at the same weights with each other and with the update that followed.
+
+    The order of the gradients is that of the requests.
+    """
+
+    products: np.ndarray
+    """float64 [gradients, gradients]"""
+    scaled: np.ndarray
+    """float64 [gradients, gradients]: a . P b, where -P b is the change of the weights that Adam makes in this and
+    later updates because of a gradient b of this update that was not clipped. P has the second moments before this
+    update, because those after it depend on b. 0 before the first update."""
+    moved: np.ndarray
+    """float64 [gradients]: products with the change of the weights."""
+    earlier: int
+    """Number of updates before this update."""
+
+
+@dataclass
 class TokenValues:
     """Per-token values, such as log-probs, of the completion tokens that the policy sampled."""
 

@@ -116,6 +116,7 @@ def _token_fields(tensors: Mapping[str, torch.Tensor], num_sequences: int) -> To
         staleness=tensors.get("field.staleness"),
         pairs=tensors.get("field.pairs"),
         chosen=tensors.get("field.chosen"),
+        terms=tensors.get("field.terms"),
     )
 
 
@@ -147,6 +148,8 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
         # These fields are empty, which is valid for every loss.
         if not sequences or getattr(sequences[0], name) is not None:
             fields[name] = values_of_rows(name, _DTYPES.get(name, np.float32))
+    if sequences and sequences[0].terms is not None:
+        fields["terms"] = values_of_rows("terms", np.float32)
     if len(trained) < len(weights):
         fields = {name: array[trained] for name, array in fields.items()}
     return fields, trained

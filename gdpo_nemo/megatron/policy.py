@@ -161,7 +161,28 @@ class Policy:
         micro_batches: Sequence[Sequence[int]],
         settings: Objective,
     ) -> UpdateResult:
-        """Run one optimizer update.
+        """Run one optimizer update. Arguments and errors are those of ``backward``."""
+        done = self.backward(sequences, micro_batches, settings)
+        # Fetch the optimizer state first: computing the norm attaches each gradient to its main weight, and both must
+        # be on the same device.
+        with self._optimizer_prefetched():
+            sums, maxima = self._reduce(done)
+            norm = self._gradient_norm()
+            skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
+            self.built.scheduler.tick(skipped)
+            if not skipped:
+                self._wait_for_optimizer()
+                self.built.optimizer.step()
+        lr = self.built.optimizer.param_groups[0]["lr"]
+        return UpdateResult(sums.pop("loss"), norm, float(lr), skipped, sums, maxima)
+
+    def backward(
+        self,
+        sequences: Sequence[TrainSequence],
+        micro_batches: Sequence[Sequence[int]],
+        settings: Objective,
+    ) -> list[Any]:
+        """Compute the gradients of a loss, and return the loss and metrics of each micro-batch on the last stage.
 
         Args:
             sequences: sequences of this data-parallel rank, possibly empty.
@@ -181,23 +202,11 @@ class Policy:
         self._set_entropy_use("gradient" if settings.entropy_bonus else "value")
         self._set_value_output(self.values)
         try:
-            done = self._run(sequences, micro_batches, finish, forward_only=False)
+            return self._run(sequences, micro_batches, finish, forward_only=False)
         except ValueError as error:
             if functions:  # the message names the custom function
                 raise RunError(str(error)) from error
             raise
-        # Fetch the optimizer state first: computing the norm attaches each gradient to its main weight, and both must
-        # be on the same device.
-        with self._optimizer_prefetched():
-            sums, maxima = self._reduce(done)
-            norm = self._gradient_norm()
-            skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
-            self.built.scheduler.tick(skipped)
-            if not skipped:
-                self._wait_for_optimizer()
-                self.built.optimizer.step()
-        lr = self.built.optimizer.param_groups[0]["lr"]
-        return UpdateResult(sums.pop("loss"), norm, float(lr), skipped, sums, maxima)
 
     def next_learning_rate(self) -> float:
         """Return the learning rate of the next update."""

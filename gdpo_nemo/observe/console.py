@@ -347,6 +347,19 @@ def facts(history: History) -> list[str]:
     skipped = history.curve("skipped_steps")[1]
     if any(skipped):
         lines.append(f"skipped     {sum(skipped):.0f} steps with a non-finite loss or gradient")
+    return [*lines, *moved(history)]
+
+
+def moved(history: History) -> list[str]:
+    """Return one line for each component: how much its expected reward was changed by each component's gradient, to
+    first order, summed over the steps with such a measurement. The list is empty without measurements."""
+    lines = []
+    for name, parts in history.effects().items():
+        sums = {part: sum(values) for part, (_, values) in parts.items()}
+        causes = sorted(sums, key=lambda part: (part != name, -abs(sums[part])))
+        text = ", ".join(f"{'itself' if part == name else part} {sums[part]:+.3f}" for part in causes)
+        steps = max(len(values) for _, values in parts.values())
+        lines.append(f"gradients   {name} moved by {text} (first-order changes in {steps} steps)")
     return lines
 
 

@@ -17,7 +17,7 @@ from typing import Any, Iterable, Sequence
 from gdpo_nemo.observe.console import facts, number, reward_rows
 from gdpo_nemo.observe.metric_registry import about_of, title_of
 from gdpo_nemo.observe.metrics import WINDOW, History, read_metrics
-from gdpo_nemo.observe.plot import diagnostics_png, measured_diagnostics, rewards_png
+from gdpo_nemo.observe.plot import diagnostics_png, effects_png, measured_diagnostics, rewards_png
 from gdpo_nemo.observe.run_files import read_alerts
 from gdpo_nemo.observe.samples import read_columns, rollout_files
 from gdpo_nemo.utils.errors import RunError
@@ -57,12 +57,20 @@ def _page(run_dir: Path, history: History) -> str:
         *section("Rewards", rewards),
         *section("Weights", _weights(history)),
         *section("Facts", [f"<pre>{html.escape(chr(10).join(facts(history)))}</pre>"] if facts(history) else []),
+        *section("Gradients by component", _effects(history)),
         *section("Alerts and notes", _alerts(run_dir)),
         *section("Diagnostics", _diagnostics(history)),
         *section("Samples", _samples(run_dir)),
         *section("Configuration", _config(run_dir)),
     ]
     return document(real_path(run_dir).name, body)
+
+
+def _effects(history: History) -> list[str]:
+    """Return the plot of the first-order changes of the expected rewards, if they were measured."""
+    png = effects_png(history)
+    about = "First-order changes of each expected reward by the gradient of each component, summed over the steps."
+    return [] if png is None else [image(png, "gradients by component"), f"<p class=dim>{about}</p>"]
 
 
 def _diagnostics(history: History) -> list[str]:

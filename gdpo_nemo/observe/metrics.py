@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Mapping
@@ -114,6 +115,7 @@ def _cannot_write(path: Path, error: OSError) -> RunError:
 
 WINDOW = 5
 """Number of steps in a trailing mean, because the metrics of a single batch are noisy."""
+_EFFECT = re.compile("gradient/(.+)/change/(.+)")
 PHASES = ("rollout", "verify", "train", "sync", "idle")
 
 
@@ -201,6 +203,15 @@ class History:
                 mean = f"mean {row[key + 'mean']:.3g} over" if key + "mean" in row else "mean of"
                 reason = f"constraint {kind} {row[key + kind]:g}, {mean} {row[key + 'samples']:g} samples"
             found.append((name, row[key + "weight"], reason))
+        return found
+
+    def effects(self) -> dict[str, dict[str, tuple[list[int], list[float]]]]:
+        """Return the first-order changes of each component's expected reward, by component and by the component or
+        other part of the gradient that caused them, as curves (``gdpo.component_gradient_period``)."""
+        found: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
+        for key in dict.fromkeys(key for row in self.training for key in row):
+            if match := _EFFECT.fullmatch(key):
+                found.setdefault(match[1], {})[match[2]] = self.curve(key)
         return found
 
     def time_split(self, window: int | None = None) -> dict[str, float]:

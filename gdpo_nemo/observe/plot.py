@@ -6,6 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -80,6 +81,27 @@ def diagnostics_png(history: History) -> bytes | None:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
         if key != "rollout/mean_length":
             axes.set_ylim(bottom=0.0)
+    return png_of(figure)
+
+
+def effects_png(history: History) -> bytes | None:
+    """Draw how each component's gradient changed each component's expected reward: the sums of the first-order changes
+    up to each step. Return None if they were not measured."""
+    effects = history.effects()
+    if not effects:
+        return None
+    figure, axes_of = panels(len(effects), "")
+    parts = list(dict.fromkeys(part for causes in effects.values() for part in causes))
+    for axes, (name, causes) in zip(axes_of, effects.items()):
+        for part, (steps, values) in causes.items():
+            axes.plot(steps, np.cumsum(values), color=COLOURS[parts.index(part) % len(COLOURS)], label=part)
+        axes.axhline(0.0, color=_GREY, linewidth=0.8)
+        axes.set_title(f"change of {name} by", loc="left", fontsize=10, color=INK)
+    limits = [limit for axes in axes_of for limit in axes.get_ylim()]
+    for axes in axes_of:
+        axes.set_ylim(min(limits), max(limits))
+    handles, labels = axes_of[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9)
     return png_of(figure)
 
 

@@ -450,8 +450,7 @@ class TurnAdvantages:
         the policy did not write have advantage 0.
         """
         return [
-            float(values[0]) if len(values) == 1 else _spread(t, values)
-            for t, values in zip(trajectories, self.by_turn)
+            float(values[0]) if len(values) == 1 else spread(t, values) for t, values in zip(trajectories, self.by_turn)
         ]
 
     @cached_property
@@ -481,11 +480,14 @@ class TurnAdvantages:
         return torch.from_numpy(means.reshape(count, *values.shape[1:]))
 
 
-def _spread(trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
-    """Expand one value per turn to its policy tokens, with 0 elsewhere. Shape: float32 [completion tokens]."""
-    written = np.repeat(values.astype(np.float32), trajectory.turn_tokens)
+def spread(trajectory: Trajectory, values: np.ndarray) -> np.ndarray:
+    """Expand the values of each turn, [turns, ...], to its policy tokens, with 0 elsewhere.
+
+    Shape: float32 [completion tokens, ...].
+    """
+    written = np.repeat(values.astype(np.float32), trajectory.turn_tokens, axis=0)
     if trajectory.loss_mask is None:
         return written
-    spread = np.zeros(len(trajectory.completion_ids), np.float32)
-    spread[trajectory.loss_mask] = written
-    return spread
+    expanded = np.zeros((len(trajectory.completion_ids), *values.shape[1:]), np.float32)
+    expanded[trajectory.loss_mask] = written
+    return expanded

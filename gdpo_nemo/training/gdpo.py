@@ -30,6 +30,7 @@ from gdpo_nemo.rollouts.credit import (
 )
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 from gdpo_nemo.training.algorithm import Algorithm
+from gdpo_nemo.training.component_gradients import ComponentGradients
 
 if TYPE_CHECKING:
     from gdpo_nemo.algorithms import Advantages, LossSettings
@@ -158,6 +159,8 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         gdpo = config.gdpo
         changes = gdpo.constraints or gdpo.schedules
         self.weights = ComponentWeights(gdpo.rewards, gdpo.constraints, gdpo.schedules) if changes else None
+        self._result: UpdateResult | None = None
+        """Result of the last update."""
 
     @classmethod
     def needs_reference(cls, config: Config) -> bool:
@@ -236,7 +239,12 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         trained = [t for t in batch.trajectories if t.trains]
         self.weights.update(1 + (batch.version or 0), reward_columns(trained, self.config) if trained else {})
         batch.weights = self.weights.changed
-        return replace(self.config, gdpo=replace(self.config.gdpo, rewards=dict(self.weights.values)))
+        return self._with_weights(batch)
+
+    def _with_weights(self, batch: Rollout) -> Config:
+        """Return the config with the weights of a prepared batch in ``gdpo.rewards``."""
+        rewards = {**self.config.gdpo.rewards, **batch.weights}
+        return replace(self.config, gdpo=replace(self.config.gdpo, rewards=rewards))
 
     def updates(self, prepared: PreparedRollout) -> Iterator[list[TrainSequence]]:
         """Yield the sequences of each update: ``policy.train_global_batch_size`` at a time, repeated
@@ -253,10 +261,23 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
                 self._choose_by_covariance(update, prepared, number)
             if self.entropy is not None:
                 self.loss = replace(self.loss, entropy_bonus=self.entropy.applied(self.loss))
+            gradients = self._component_gradients(update, prepared) if number == 0 else None
             yield update
+            if gradients is not None and self._result is not None:
+                prepared.measured |= gradients.metrics(self._result)
+
+    def _component_gradients(self, update: list[TrainSequence], prepared: PreparedRollout) -> ComponentGradients | None:
+        """Compute the gradients by component if they are due (``gdpo.component_gradient_period``)."""
+        period = self.config.gdpo.component_gradient_period
+        rollout = prepared.rollout
+        if not period or rollout.version is None or rollout.version % period:
+            return None
+        config = self._with_weights(rollout)
+        return ComponentGradients(self.policy, config, update, rollout.groups, prepared.advantages, self.loss)
 
     def observe(self, result: UpdateResult) -> None:
         """Adapt the entropy coefficient after an update, if this is enabled."""
+        self._result = result
         if self.entropy is not None and result.sums.get("tokens"):
             self.entropy.update(result.sums["entropy"] / result.sums["tokens"], self.loss)
 

@@ -168,6 +168,22 @@ def test_gd2po_standardises_over_the_kept_rollouts_only():
     np.testing.assert_allclose(after[kept], normed(before[kept]), rtol=0, atol=1e-9)
 
 
+def test_gd2po_whitens_over_the_tokens_of_all_kept_rollouts_as_its_authors_do():
+    """Also over those of zero-variance groups, which thereby get an advantage."""
+    rewards, ids = table()
+    rewards[ids == ids[0]] = 0.5
+    lengths = 1 + np.arange(len(ids)) % 7
+    terms = compute_advantages(rewards, ids, weights=WEIGHTS, estimator="mo_grpo").components.numpy()
+    kept = ~((terms > 0).any(axis=1) & (terms < 0).any(axis=1))
+    before = values(rewards, ids, "gd2po", batch_norm=False)
+    tokens = np.repeat(before[kept], lengths[kept])
+    expected = np.where(kept, (before - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8), 0.0)
+    options = dict(batch_rows="kept", batch_unit="token", batch_epsilon=1e-8, batch_epsilon_inside=True)
+    after = values(rewards, ids, "gd2po", lengths=lengths, **options)
+    np.testing.assert_allclose(after, expected, rtol=0, atol=1e-9)
+    assert not kept.all() and (after[ids == ids[0]] != 0).all()
+
+
 def test_dvao_shares_stay_bounded_with_a_penalty_of_negative_weight():
     rewards, ids = table(sizes=(8, 8))
     result = compute_advantages(rewards, ids, weights=[1, -1, 1], estimator="dvao", batch_norm=False)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from gdpo_nemo.algorithms import Terms, compute_advantages
+from gdpo_nemo.algorithms import ESTIMATORS, Terms, compute_advantages
 
 NORMALISING = ("gdpo", "mo_grpo", "dvao", "gd2po", "sa_mrpo", "dara")
 SUMMING = ("grpo", "dr_grpo", "rloo", "corr_grpo")
@@ -161,3 +161,18 @@ def test_a_lone_component_that_a_preset_hands_to_grpo_gets_the_kl_once():
 def test_bad_kl_is_refused_with_a_reason(change, message):
     with pytest.raises(ValueError, match=message):
         compute_advantages({"a": [1, 0]}, [0, 0], **change)
+
+
+@few
+@given(seeds, st.sampled_from(sorted(ESTIMATORS)), st.booleans(), st.booleans())
+def test_contributions_of_the_components_and_the_kl_sum_to_the_advantages(seed, estimator, norm, tokens):
+    rewards, ids, kl = batch(seed)
+    rewards[::5, 1] = np.nan
+    options = dict(estimator=estimator, batch_norm=norm, lengths=1 + np.arange(len(ids)))
+    options |= dict(batch_unit="token", batch_rows="scored") if tokens else {}
+    plain = compute_advantages(rewards, ids, **options)
+    np.testing.assert_allclose(plain.contributions.sum(axis=1), plain.values.numpy(), rtol=0, atol=1e-9)
+    with_kl = compute_advantages(rewards, ids, kl=kl, kl_coefficient=0.1, **options)
+    left = with_kl.values.numpy() - with_kl.contributions.sum(axis=1)
+    if estimator in NORMALISING and not norm:
+        np.testing.assert_allclose(left, -0.1 * centred(kl, ids), rtol=0, atol=1e-9)

@@ -18,6 +18,7 @@ from gdpo_nemo.utils.errors import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SAPO = f"{CONFIGS.parent}/examples/sapo.py:sapo"
 GPUS = ["cluster.gpus_per_node=8"]
 MEGATRON = "policy.megatron_cfg"
 VLLM = "policy.generation.vllm_cfg"
@@ -56,6 +57,15 @@ def refused(path: Path, *overrides: str) -> str:
         (["logger.completions_period=0"], "logger.completions_period: must be at least 1"),
         (["logger.num_completions=-1"], "logger.num_completions: must be 0 or more"),
         (["gdpo.max_num_steps=0"], "gdpo.max_num_steps: must be at least 1"),
+        *(
+            (["gdpo.component_gradient_period=1", *why], f"gdpo.component_gradient_period: {message}")
+            for why, message in (
+                (["loss_fn.type=target_po"], "cannot split the gradient: loss_fn.type target_po is not linear"),
+                (["loss_fn.type=kl_cov"], "cannot split the gradient: loss_fn.type kl_cov selects tokens"),
+                ([f"loss_fn.type={SAPO}"], f"cannot split the gradient: loss_fn.type {SAPO} is a custom loss"),
+                (["algorithm.type=ppo"], "has no effect with algorithm ppo"),
+            )
+        ),
         (["gdpo.max_num_epochs=0"], "gdpo.max_num_epochs: must be at least 1"),
         (
             ["gdpo.dynamic_sampling={enabled: true, batch_multiplier: 0.5}"],

@@ -78,6 +78,7 @@ def test_only_what_costs_nothing_to_build_is_asked_for_its_components(minimal, t
         (["gdpo.options={epsilon: 0.1}"], "gdpo.options.epsilon: not an option; set gdpo.epsilon"),
         (["gdpo.options={missing: ignore}"], "gdpo.options: missing='ignore'"),
         (["gdpo.options={ddof: 2}"], "ddof must be 0 or 1"),
+        (["gdpo.options={batch_rows: kept}"], "has no effect as kept with gdpo, which drops no samples; use scored"),
         (["gdpo.options={batch_unit: token}", "gdpo.estimator=grpo"], "has no effect without the batch norm"),
         (["gdpo.options={leave_one_out: true}", "gdpo.estimator=dr_grpo"], "which normalises the sum"),
         (["gdpo.epsilon=0.001", "gdpo.estimator=dr_grpo"], "gdpo.epsilon: has no effect"),

@@ -11,7 +11,7 @@ import numpy as np
 
 from gdpo_nemo.config.schema import GenerationConfig, LoraConfig, PolicyConfig
 from gdpo_nemo.data.packing import assign, assign_singly
-from gdpo_nemo.data.shares import Share
+from gdpo_nemo.data.shares import TRAINING, Share
 
 
 @dataclass
@@ -195,7 +195,7 @@ def in_groups(place, folder, batch, sharing, budget=200, count=1, settings=None,
     return Measured(values, steps, sum(layout.shared))
 
 
-def share_of_units(place, batch, sharing, budget=120):
+def share_of_units(place, batch, sharing, budget=120, fields=TRAINING):
     """The share of a batch of pairs or trajectories that the driver would send here, its micro-batches as places, and
     the layout."""
     from megatron.core import parallel_state
@@ -213,7 +213,39 @@ def share_of_units(place, batch, sharing, budget=120):
         2 * given.context_parallel_size if given.context_parallel_size > 1 else 1,
     )
     mine = layout.assignment[parallel_state.get_data_parallel_rank()]
-    return pickle.loads(pickle.dumps(Share.of(batch, mine, shared=layout.shared))), mine, layout
+    return pickle.loads(pickle.dumps(Share.of(batch, mine, fields, layout.shared))), mine, layout
+
+
+def gradients_of_terms(place, folder, batch, terms, sharing):
+    """``GradientProducts`` of the terms of an update; the distance of the sum of the first three gradients from the
+    gradient of the loss, relative to it; the weights after the update, and without the gradients of terms before it."""
+    import torch
+    import torch.distributed as dist
+
+    from gdpo_nemo.megatron.component_gradients import ComponentGradients
+
+    optimizer = dict(lr=1e-5, weight_decay=0.0, adam_beta1=0.0)
+    share, _, _ = share_of_units(place, batch, sharing, fields=(*TRAINING, "terms"))
+    given = share.sequences(), share.micro_batches
+    policy, plain = (build_policy(place, folder, optimizer=optimizer) for _ in range(2))
+    for one in (policy, plain):
+        one.train(*given, terms[0].loss)
+    found = ComponentGradients(policy)
+    found.add(*given, terms)
+    whole = ComponentGradients(plain)
+    plain.backward(*given, terms[0].loss)
+    plain.built.optimizer.prepare_grads()
+    distance = 0.0
+    for part, ours, theirs in zip(whole._optimizers, found._weights, whole._weights):
+        square = torch.zeros((), dtype=torch.float64)
+        for mine, other in zip(ours, theirs):
+            square += (sum(mine.gradients[:3]) - other.parameter.grad.flatten()).double().square().sum()
+        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+        distance += float(square)
+    result = policy.train(*given, terms[0].loss)
+    products = found.products()
+    plain.train(*given, terms[0].loss)
+    return products, distance**0.5 / result.grad_norm, exported(policy), exported(plain)
 
 
 @dataclass

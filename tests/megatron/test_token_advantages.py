@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import grouped
 import hf_reference
 import layouts
 import numpy as np
@@ -14,6 +15,7 @@ import tiny_models
 import torch
 from hf_reference import relative_error
 
+from gdpo_nemo.algorithms.loss_settings import TermLoss
 from gdpo_nemo.algorithms.policy_loss import LossSettings
 from gdpo_nemo.data.packing import TrainSequence, pack_rows
 from gdpo_nemo.megatron.micro_batch import make_micro_batch
@@ -80,3 +82,37 @@ def steps(on_ranks, model_folder):
 def test_advantages_by_token_have_the_same_gradient_in_every_layout(steps, layout):
     for loss, expected in steps("TP1").items():
         assert relative_error(steps(layout)[loss], expected) < 1e-5, loss
+
+
+def of_terms(loss: LossSettings) -> tuple[list[TrainSequence], list[TermLoss]]:
+    """Groups whose advantages are the sums of three terms, with two expected rewards: the terms of their loss."""
+    draw = np.random.default_rng(6)
+    batch = by_token(grouped.make_groups())
+    for s in batch:
+        parts = draw.normal(0, 1, (len(s.completion_ids), 5)).astype(np.float32)
+        parts[:, 2] = s.token_advantages() - parts[:, 0] - parts[:, 1]
+        s.terms = parts
+        s.reference_logprobs = s.sampler_logprobs
+    requested = [("advantage", 0), ("advantage", 1), ("regularisation", 2), ("expected", 3), ("expected", 4)]
+    return batch, [TermLoss(loss, part, index) for part, index in requested]
+
+
+CLIPPED = LossSettings(ratio_clip_min=0.1, ratio_clip_max=0.2, reference_policy_kl_penalty=0.1, entropy_bonus=0.01)
+TERMS = {"TP1": (CLIPPED, False), "TP2+SP": (CLIPPED, True), "PP2": (CLIPPED, False), "CP2": (CLIPPED, True)}
+TERMS |= {"DP2+DIST": (LossSettings(type="gspo"), True), "PP2xVPP2": (LossSettings(type="cispo"), False)}
+
+
+@pytest.mark.parametrize("layout", TERMS)
+def test_gradients_of_terms_sum_to_the_gradient_and_change_no_weight(on_ranks, model_folder, layout):
+    """Packed and with shared prompts, with clipped tokens; the effects are those of the update that follows."""
+    loss, sharing = TERMS[layout]
+    batch, terms = of_terms(loss)
+    found, distance, weights, plain = on_ranks(
+        layout, rank_cases.gradients_of_terms, model_folder("qwen3"), batch, terms, sharing
+    )[0]
+    assert distance < 1e-6
+    assert all(np.array_equal(weights[name], plain[name]) for name in plain)
+    # Without momentum and weight decay, Adam's second update with nearly the same gradient, clipped to norm 1.
+    clip = min(1, 1 / np.sqrt(found.products[:3, :3].sum()))
+    assert found.earlier == 1
+    np.testing.assert_allclose(found.scaled[:, :3].sum(1) * clip, -found.moved, rtol=5e-3, atol=2e-6)

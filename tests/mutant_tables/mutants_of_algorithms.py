@@ -98,8 +98,8 @@ ALGORITHMS = (
     ),
     mutant(
         "algorithms/estimators.py",
-        "return Terms(components, terms.has_signal & ~conflict)",
-        "return Terms(components, terms.has_signal)",
+        "return Terms(components, terms.has_signal & ~conflict, dropped=conflict)",
+        "return Terms(components, terms.has_signal, dropped=conflict)",
         "algorithms/test_estimators.py::test_gd2po_standardises_over_the_kept_rollouts_only",
         "conflicting samples of GD2PO are in no batch statistic",
     ),
@@ -319,5 +319,19 @@ ALGORITHMS = (
         "/ squares.sum() / 3\n",
         "algorithms/test_reward_profile.py::test_effective_weights_of_a_sample_contain_those_of_the_population",
         "standard error of an effective weight",
+    ),
+    mutant(
+        "algorithms/advantages.py",
+        "rows = rows & ~terms.dropped",
+        "rows = table.scored",
+        "algorithms/test_estimators.py::test_gd2po_whitens_over_the_tokens_of_all_kept_rollouts_as_its_authors_do",
+        "batch_rows: kept leaves out the samples that GD2PO drops",
+    ),
+    mutant(
+        "algorithms/advantages.py",
+        "scaled[rows] = (terms[rows] - np.average(terms[rows], axis=0, weights=unit)) / self._scale.divisor",
+        "scaled[rows] = terms[rows] / self._scale.divisor",
+        "algorithms/test_kl_in_reward.py::test_contributions_of_the_components_and_the_kl_sum_to_the_advantages",
+        "the batch norm subtracts the mean of each component",
     ),
 )

@@ -215,4 +215,11 @@ LOSSES = (
         "config/test_ranges.py::test_a_number_out_of_its_range_is_refused_by_its_key",
         "an excluded upper bound is excluded",
     ),
+    mutant(
+        "algorithms/policy_loss.py",
+        "sign = torch.where(fields.advantages < 0, -1.0, 1.0)",
+        "sign = torch.ones_like(fields.advantages)",
+        "megatron/test_token_advantages.py::test_gradients_of_terms_sum_to_the_gradient_and_change_no_weight[TP1]",
+        "a term is clipped where the whole advantage is",
+    ),
 )

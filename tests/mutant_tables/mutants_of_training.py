@@ -76,4 +76,32 @@ TRAINING = (
         "training/test_recovery.py::test_rebuilds_count_among_the_restarts_that_are_allowed",
         "rebuilds count as restarts",
     ),
+    mutant(
+        "training/component_gradients.py",
+        "scaled[0, k, 1] / shares[0] + scaled[1, k, 0] / shares[1]",
+        "scaled[0, k, 0] / shares[0] + scaled[1, k, 1] / shares[1]",
+        "training/test_component_gradients.py::test_changes_are_estimated_on_the_half_of_the_groups_that_the_gradient_does_not_read",
+        "a gradient is not judged by the samples that it was computed from",
+    ),
+    mutant(
+        "training/component_gradients.py",
+        "others = (sums[ids][used] - column[used]) / (count[ids][used] - 1)",
+        "others = sums[ids][used] / count[ids][used]",
+        "training/test_component_gradients.py::test_score_coefficients_have_the_mean_of_the_other_samples_as_baseline",
+        "the baseline of a sample does not contain the sample",
+    ),
+    mutant(
+        "training/component_gradients.py",
+        "if left > _ROUNDING * max(largest, 1.0):",
+        "if False:",
+        "training/test_component_gradients.py::test_an_estimator_whose_terms_do_not_sum_to_its_advantages_is_refused_by_name",
+        "an estimator without terms by component is refused",
+    ),
+    mutant(
+        "training/gdpo.py",
+        "if not period or rollout.version is None or rollout.version % period:",
+        "if not period or rollout.version is None:",
+        "training/test_component_gradients.py::test_gradients_are_computed_before_the_first_update_of_every_second_step",
+        "gradients by component are computed only when they are due",
+    ),
 )

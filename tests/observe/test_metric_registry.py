@@ -170,6 +170,7 @@ def test_every_measured_key_is_described_and_every_described_one_is_measured():
         "supervised.py",
         "distillation.py",
         "ppo.py",
+        "component_gradients.py",
     )  # tests/end_to_end, tests/test_trainer
     computed = {m.pattern for m in metrics().values() if Path(m.source).name not in elsewhere}
     assert described == computed - {"policy/NAME"}  # which is for losses of a user's own
@@ -283,13 +284,15 @@ def test_console_plot_report_and_health_say_what_the_entry_says(monkeypatch, run
     registered_as(monkeypatch, label="surprise", unit="bits", about="What <it> is", min=3.0)
     log = MetricsLog(run_dir)
     for step in range(1, 8):
-        log.append(demo_row(step))
+        log.append({**demo_row(step), "gradient/format/change/length": -0.25, "gradient/format/change/format": 0.5})
     titles = []
     monkeypatch.setattr(
         plot, "png_of", lambda figure: titles.extend(a.get_title(loc="left") for a in figure.axes) or b""
     )
     page = html_report.write_report(run_dir).read_text()
     assert "surprise [bits]" in titles and "grad norm" in titles
+    assert "change of format by" in titles and "Gradients by component" in page
+    assert "format moved by itself +3.500, length -1.750 (first-order changes in 7 steps)" in page
     assert "<dt>surprise [bits]</dt><dd>What &lt;it&gt; is</dd>" in page
     assert any(part.startswith("surprise 0.") for part in console.health(demo_row(1)))
     checks = {check.metric: check for check in general_checks(None, ["a", "b"]) if check.of == "value"}
@@ -319,6 +322,7 @@ def test_the_checks_of_every_run_are_the_bounds_of_the_metrics():
         ("policy/clip_high", "every", None, 0.2, True),
         ("policy/importance_masked", "every", None, 0.5, True),
         ("idle/trainer", "every", None, 0.95, True),
+        ("gradient/residual", "every", None, 0.01, True),
         ("reward/a/dead_groups", "end", None, 0.999, False),
         ("reward/b/dead_groups", "end", None, 0.999, False),
     }
