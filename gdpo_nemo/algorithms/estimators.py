@@ -228,7 +228,7 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
         raise ValueError(f"mode must be 'hard' or 'snr', got {mode!r}")
     terms = gdpo(table, settings)
     components = terms.components
-    conflict = (components > 0).any(axis=0) & (components < 0).any(axis=0)
+    conflict = np.asarray((components > 0).any(axis=0) & (components < 0).any(axis=0))
     if mode == "snr":
         conflict &= np.abs(components.sum(axis=0)) < tau * np.abs(components).sum(axis=0)
     scored = table.scored

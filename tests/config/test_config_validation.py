@@ -62,6 +62,7 @@ def refused(path: Path, *overrides: str) -> str:
             for why, message in (
                 (["loss_fn.type=target_po"], "cannot split the gradient: loss_fn.type target_po is not linear"),
                 (["loss_fn.type=kl_cov"], "cannot split the gradient: loss_fn.type kl_cov selects tokens"),
+                (["gdpo.credit=span"], "cannot split the gradient: gdpo.credit span has different components"),
                 ([f"loss_fn.type={SAPO}"], f"cannot split the gradient: loss_fn.type {SAPO} is a custom loss"),
                 (["algorithm.type=ppo"], "has no effect with algorithm ppo"),
             )
