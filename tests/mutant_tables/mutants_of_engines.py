@@ -118,11 +118,11 @@ ENGINES = (
         "tokens are sent to their experts and back",
     ),
     mutant(
-        "megatron/model.py",
-        "store_param_remainders=False",
-        "store_param_remainders=True",
-        "megatron/test_engine_layers.py::test_moments_and_gradients_of_half_the_size_train_alike_and_go_on_from_each_others_checkpoints",
-        "checkpoints hold main weights that any optimizer can load",
+        "planning/memory.py",
+        "gradients=sum(trainable) * BYTES[megatron.optimizer.main_grads_dtype]",
+        "gradients=sum(trainable) * 4",
+        "planning/test_utilisation.py::test_an_optimizer_of_half_the_size_is_counted_and_suggested",
+        "the plan counts gradients of half the size",
     ),
     mutant(
         "planning/memory.py",
