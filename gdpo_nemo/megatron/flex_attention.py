@@ -68,8 +68,8 @@ def mask_arrays(lengths: list[int], shared: list[int], rank: int, size: int) -> 
     # Under context parallelism, a block may contain distant rows. Some of its blocks are then evaluated needlessly.
     used = (keys <= last[:, None]) & (farthest > first[:, None])
     full = (keys + _BLOCK - 1 <= first[:, None]) & (nearest > last[:, None])
-    # FlexAttention does not check bounds in full blocks.
-    full &= (keys + _BLOCK <= len(ends)) & (np.arange(_BLOCK, len(rows) + _BLOCK, _BLOCK) <= len(rows))[:, None]
+    # As with torch's create_block_mask, blocks with rows beyond the last row are not full.
+    full &= np.arange(1, len(first) + 1)[:, None] * _BLOCK <= len(rows)
     arrays = {"ends": ends, "rows": rows.astype(np.int32)}
     for kind, blocks in (("", used & ~full), ("full_", full)):
         arrays[f"{kind}kv_num_blocks"], arrays[f"{kind}kv_indices"] = _compressed(blocks)

@@ -41,12 +41,12 @@ def tensors(arrays) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("block, size", [(1, 1), (7, 1), (128, 1), (8, 2), (5, 4)])
+@pytest.mark.parametrize("block, size", [(3, 1), (128, 1), (8, 2), (5, 4)])
 def test_the_mask_of_a_pack_is_that_of_its_dense_definition_in_every_block(monkeypatch, block, size):
     monkeypatch.setattr(ours, "_BLOCK", block)
     draw = np.random.default_rng(block)
     kinds = set()
-    for _ in range(40):
+    for _ in range(12):
         lengths, shared = random_pack(draw, 4 * block + 9, 2 * size if size > 1 else 1)
         rank = int(draw.integers(size))
         expected = dense(lengths, shared, rank, size)
@@ -64,7 +64,7 @@ def test_the_mask_of_a_pack_is_that_of_its_dense_definition_in_every_block(monke
                 if size == 1:  # with context parallelism, an empty block may be evaluated
                     assert (kind == "empty") == (not cells.any())
                     assert (kind == "full") == (cells.all() and cells.shape == (block, block))
-    assert kinds == ({"empty", "full"} if block == 1 else {"empty", "evaluated", "full"})
+    assert kinds == {"empty", "evaluated", "full"}
 
 
 def kind_of(mask, row: int, column: int) -> str:

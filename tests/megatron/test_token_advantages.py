@@ -36,7 +36,7 @@ def advantages_of_rows(batch: list[TrainSequence], context: tuple[int, int]) -> 
     """The advantage of every trained row of a micro-batch, and (sequence, offset) of all of its rows."""
     places = (lambda length, rank, size: np.arange(length)[rank::size]) if context[1] > 1 else None
     rows = pack_rows(batch, range(len(batch)), context_rank=context[0], context_size=context[1], positions=places)
-    made = make_micro_batch(rows, batch, context, torch.device("cpu"), rectangles=False, with_fields=True)
+    made = make_micro_batch(rows, batch, context, torch.device("cpu"), attention=None, with_fields=True)
     kept = slice(None) if made.trained is None else made.trained.numpy()
     return made.fields.advantages.numpy(), np.stack([rows.sequence, rows.offset], 1)[kept]
 

@@ -141,7 +141,7 @@ LOSSES = {
 def gradient(sequences: list[TrainSequence], loss: LossSettings) -> torch.Tensor:
     """The gradient of a causal model's weights from one micro-batch."""
     rows = pack_rows(sequences, range(len(sequences)))
-    batch = make_micro_batch(rows, sequences, (0, 1), torch.device("cpu"), rectangles=False, with_fields=True)
+    batch = make_micro_batch(rows, sequences, (0, 1), torch.device("cpu"), attention=None, with_fields=True)
     embedding, recurrent, head = MODEL
     logprobs = []
     for s in sequences:
@@ -302,7 +302,7 @@ def test_losses_over_whole_sequences_get_all_contexts_in_one_micro_batch_and_one
             sequences = share.sequences()
             rows = pack_rows(sequences, members)
             fields = make_micro_batch(
-                rows, sequences, (0, 1), torch.device("cpu"), rectangles=False, with_fields=True
+                rows, sequences, (0, 1), torch.device("cpu"), attention=None, with_fields=True
             ).fields
             lengths = fields.sequence_sums(torch.ones(len(fields.weights)))
             for number, length in zip(rows.sequence, lengths.tolist()):
