@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from gdpo_nemo.commands import chain, cli
 from gdpo_nemo.commands.reproduce import command, page
 from gdpo_nemo.config.changes import find_changes
-from gdpo_nemo.config.load import config_to_dict, load_config, save_config
+from gdpo_nemo.config.load import config_to_dict, load_config, to_yaml
 from gdpo_nemo.observe.metrics import MetricsLog
 from gdpo_nemo.utils.errors import RunError
 
@@ -54,6 +55,12 @@ def test_dry_run_plans_every_run_at_full_size(tmp_path, capsys):
     assert shown.count("seed: 4") == 2 and not (tmp_path / "out").exists()
 
 
+@cache
+def config_text(arm: str) -> str:
+    overrides = command.CONTROLS["tool_calling"] if arm == "grpo" else ()
+    return to_yaml(load_config(CONFIGS / "gdpo_tool_calling_smollm2_cpu.yaml", overrides))
+
+
 def arms(folder: Path, ends: dict[str, list[float]], metric: str = "format") -> dict[str, list[Path]]:
     """Finished runs of tool calling with these values of a held-out metric at the end, and 0.1 at the start."""
     found: dict[str, list[Path]] = {}
@@ -61,8 +68,7 @@ def arms(folder: Path, ends: dict[str, list[float]], metric: str = "format") -> 
         for seed, value in enumerate(values):
             run = folder / f"{arm}_seed{seed}"
             run.mkdir(parents=True)
-            overrides = [f"run.seed={seed}", f"run.dir={run}", *(command.CONTROLS["tool_calling"] * (arm == "grpo"))]
-            save_config(load_config(CONFIGS / "gdpo_tool_calling_smollm2_cpu.yaml", overrides), run / "config.yaml")
+            (run / "config.yaml").write_text(config_text(arm).replace("seed: 42", f"seed: {seed}"))
             log = MetricsLog(run)
             others = {f"validation/{name}": 0.5 for name in ("ast", "format", "correctness") if name != metric}
             log.append({"step": 0, f"validation/{metric}": 0.1, **others})

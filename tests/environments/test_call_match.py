@@ -91,7 +91,7 @@ def bfcl_row(**columns):
 def test_bfcl_rows_join_the_answers_and_are_scored(tmp_path):
     rows, answers = tmp_path / "rows.jsonl", tmp_path / "answers.json"
     rows.write_text("\n".join(json.dumps(bfcl_row(id=name)) for name in ("simple_0", "irrelevance_0")))
-    answers.write_text(json.dumps({"id": "simple_0", "ground_truth": [{"area": {"base": [10]}}]}))
+    answers.write_text(json.dumps({"id": "simple_0", "ground_truth": [{"area": {"base": ["", 10]}}]}))
     environment = Bfcl({"answers": str(answers)})
     data = DatasetConfig(path=str(rows), environment="bfcl")
     simple, irrelevant = load_rows(data, {"bfcl": environment}, "validation", 0)
@@ -111,7 +111,11 @@ def test_bfcl_rows_join_the_answers_and_are_scored(tmp_path):
 
 @pytest.mark.parametrize(
     "row, message",
-    [({"id": "a"}, "must have the columns"), (bfcl_row(question=[[], []]), "has several turns")],
+    [
+        ({"id": "a"}, "must have the columns"),
+        (bfcl_row(question=[[], []]), "has several turns"),
+        (bfcl_row(), "has no answer .simple_0.; set the option answers"),
+    ],
 )
 def test_bfcl_refuses_rows_that_it_cannot_score(row, message):
     with pytest.raises(ConfigError, match=message):

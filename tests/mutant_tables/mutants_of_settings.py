@@ -6,6 +6,27 @@ from mutant_tables.mutant import mutant
 
 SETTINGS = (
     mutant(
+        "commands/reproduce/page.py",
+        "(gap.mean() > 0) != published.less_is_better",
+        "gap.mean() > 0",
+        "commands/test_reproduce.py::test_less_of_what_is_unwanted_is_better",
+        "fewer long answers are better",
+    ),
+    mutant(
+        "commands/reproduce/page.py",
+        "abs(gap.mean()) <= 2 * error or error == 0",
+        "error == 0",
+        "commands/test_reproduce.py::test_verdict_compares_the_paired_difference_with_its_error",
+        "a difference within two standard errors is undecided",
+    ),
+    mutant(
+        "commands/reproduce/command.py",
+        '("gdpo.preset=null", "gdpo.estimator=grpo", "gdpo.kl_in_reward=0.001")',
+        '("gdpo.preset=null", "gdpo.estimator=grpo")',
+        "commands/test_reproduce.py::test_control_of_reproduce_is_the_one_in_the_configs",
+        "the control of tool calling has the authors' KL penalty",
+    ),
+    mutant(
         "interop/rollout_dumps.py",
         "groups.setdefault(run if by_order else prompt, [])",
         "groups.setdefault(run, [])",

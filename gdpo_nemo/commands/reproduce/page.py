@@ -60,7 +60,7 @@ PUBLISHED = {
 batches, while the runs are measured on held-out rows."""
 WEAKNESSES = {
     "tool_calling": (
-        "BFCL is not run. Matching calls are measured on RLLA's held-out rows, which are easier and all single-turn.",
+        "BFCL is not run. Matching calls are measured on RLLA's held-out rows, with the ground truth's types.",
         "As in the authors' scripts, only the GRPO runs have a KL penalty, so there are two differences.",
     ),
     "gsm8k": (

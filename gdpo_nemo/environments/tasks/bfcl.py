@@ -9,7 +9,7 @@ from typing import Any, Mapping, Sequence
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.answers import column
-from gdpo_nemo.environments.tasks.call_match import calls_match
+from gdpo_nemo.environments.tasks.call_match import calls_match, first_acceptable
 from gdpo_nemo.environments.tasks.tool_calling import formatted, made_calls
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import open_file, parse_json
@@ -32,8 +32,9 @@ class Bfcl(Environment):
     """Environment for BFCL's rows of the categories simple, multiple, parallel, irrelevance and live (Python).
 
     Components, each 0 or 1:
-        ast: the calls are valid by BFCL's rules (``call_match``). A row without answer expects no readable call.
-        format: the completion has a think block, and then calls if the row has an answer, else a response.
+        ast: the calls are valid by BFCL's rules (``call_match``). Rows of the category irrelevance expect no
+            readable call.
+        format: the completion has a think block, and then calls, or for irrelevance a response.
 
     Options:
         answers (null): file of BFCL's folder ``possible_answer``. By default, each row has the column ``ground_truth``.
@@ -60,6 +61,8 @@ class Bfcl(Environment):
         )
         system = {"role": "system", "content": _INSTRUCTIONS.format(tools=tools)}
         answers = self._answers_of(row) or []
+        if not answers and "irrelevance" not in str(row["id"]):
+            raise ConfigError(f"has no answer ({row['id']}); set the option answers of the environment bfcl")
         return {
             "id": str(row["id"]), "prompt": [system, *row["question"][0]],
             "function": json.dumps(row["function"]), "ground_truth": json.dumps(answers),
@@ -80,9 +83,9 @@ class Bfcl(Environment):
     def examples(self, row: Mapping[str, Any]) -> list[str]:
         """Return a completion with the first acceptable values."""
         lines = [
-            json.dumps({"name": name, "parameters": {key: values[0] for key, values in of.items() if "" not in values}})
+            json.dumps({"name": name, "parameters": first_acceptable(acceptable)})
             for answer in json.loads(str(row.get("ground_truth", "[]")))
-            for name, of in answer.items()
+            for name, acceptable in answer.items()
         ]
         return ["<think> ... </think>\n<tool_call>\n" + "\n".join(lines) + "\n</tool_call>"] if lines else []
 

@@ -68,6 +68,26 @@ def exact_answers(calls: Sequence[Call]) -> tuple[list[dict[str, Any]], list[Ans
     return list(functions.values()), answers
 
 
+def first_acceptable(acceptable: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return the first acceptable value other than ``""`` of each parameter that has one."""
+    found = {}
+    for key, values in acceptable.items():
+        for value in [value for value in values if value != ""][:1]:
+            if isinstance(value, list):
+                found[key] = [_first_in_dict(item) for item in value]
+            else:
+                found[key] = _first_in_dict(value)
+    return found
+
+
+def _first_in_dict(value: Any) -> Any:
+    """Return a dictionary's first acceptable values, which may be any type. Other values are unchanged."""
+    if not isinstance(value, dict):
+        return value
+    chosen = {key: [item for item in items if item != ""][:1] for key, items in value.items()}
+    return {key: items[0] for key, items in chosen.items() if items}
+
+
 def _described(value: Any) -> dict[str, Any]:
     described: dict[str, Any] = {"type": _NAMES.get(type(value), "any")}
     kinds = {type(item) for item in value} if isinstance(value, list) else set()
