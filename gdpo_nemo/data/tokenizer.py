@@ -97,9 +97,9 @@ class Tokenizer(Protocol):
         """Return the vocabulary: token -> id."""
 
 
-def load_tokenizer(policy: PolicyConfig, folder: str | Path) -> Tokenizer:
+def load_tokenizer(policy: PolicyConfig | None, folder: str | Path) -> Tokenizer:
     """Load the tokenizer in ``policy.tokenizer_name``, or the tokenizer in the model's ``folder`` if that key is not
-    set.
+    set or ``policy`` is None.
 
     Raises:
         ConfigError: if a valid tokenizer is not found, or its chat template exceeds the limits.
@@ -107,7 +107,7 @@ def load_tokenizer(policy: PolicyConfig, folder: str | Path) -> Tokenizer:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import_transformers()
-    name = policy.tokenizer_name or folder
+    name = (policy.tokenizer_name if policy else None) or folder
     try:
         tokenizer: Tokenizer = _class_for(Path(name)).from_pretrained(name)
     except Exception as error:  # noqa: BLE001 - damaged files raise many exception types, also from the Rust library

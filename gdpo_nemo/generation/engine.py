@@ -13,6 +13,7 @@ import numpy as np
 
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.data.replies import ReplyParser
+from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.generation.pump import Pump, PumpedRequest
 from gdpo_nemo.generation.requests import CompletionBatch, EngineReport, SampleRequest, Sampling
 from gdpo_nemo.generation.vllm_core import (
@@ -80,7 +81,7 @@ class Engine:
         self._max_model_len = max_model_len
         self._pump = Pump(EngineOptions(model, config, dtype, max_model_len, seed, on_cpu, sleeps, targets))
         self._core = self._pump.core
-        self._replies = None if replies is None else ReplyParser(self._core.tokenizer, *replies)
+        self._replies = None if replies is None else ReplyParser(load_tokenizer(None, model), *replies)
         self._request_numbers = itertools.count()
 
     @property

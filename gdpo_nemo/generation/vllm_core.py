@@ -10,7 +10,7 @@ import pickle
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Collection, Iterable, NamedTuple, Sequence, cast
+from typing import TYPE_CHECKING, Any, Collection, Iterable, NamedTuple, Sequence
 
 import numpy as np
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from vllm import RequestOutput, SamplingParams
 
-    from gdpo_nemo.data.tokenizer import Tokenizer
     from gdpo_nemo.weights.transports.base import Receiver
 
 _BATCHED_TOKENS = 8192
@@ -109,11 +108,6 @@ class VllmCore:
         self.asleep = False
         self.torn = False
         """True if the last weight update was interrupted, so that the weights are a mix of two versions."""
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """Tokenizer in the model's folder."""
-        return cast("Tokenizer", self._llm.get_tokenizer())
 
     @property
     def busy(self) -> bool:
