@@ -235,7 +235,7 @@ def gd2po(table: RewardTable, settings: Settings, mode: str = "hard", tau: float
     groups = table.groups
     share = groups.sum(scored & ~conflict) / np.maximum(groups.sum(scored), 1)
     components *= np.where(conflict, 0.0, groups.rows(share))
-    return Terms(components, terms.has_signal & ~conflict, dropped=conflict)
+    return Terms(components, terms.has_signal & ~conflict, dropped=np.asarray(conflict))
 
 
 def dvao(table: RewardTable, settings: Settings) -> Terms:

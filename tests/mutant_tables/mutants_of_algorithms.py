@@ -98,7 +98,7 @@ ALGORITHMS = (
     ),
     mutant(
         "algorithms/estimators.py",
-        "return Terms(components, terms.has_signal & ~conflict, dropped=conflict)",
+        "return Terms(components, terms.has_signal & ~conflict, dropped=np.asarray(conflict))",
         "return Terms(components, terms.has_signal, dropped=conflict)",
         "algorithms/test_estimators.py::test_gd2po_standardises_over_the_kept_rollouts_only",
         "conflicting samples of GD2PO are in no batch statistic",
