@@ -38,6 +38,14 @@ class MicroBatch:
     trained: torch.Tensor | None
     """int64 [trained rows]: indices of the rows with a weight above 0, or None if all rows are trained."""
 
+    def row_count(self) -> torch.Tensor:
+        """Return the number of rows, int32 [].
+
+        The tensor is created on the device, because a copy from the host would wait for the device. Megatron's pipeline
+        schedule requires this token count to divide the gradients, but `model._finalize` omits the division.
+        """
+        return torch.full((), len(self.rows.rows), dtype=torch.int, device=self.targets.device)
+
 
 def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
     """Copy the arrays to the device in one asynchronous transfer. On a CPU, the tensors share the arrays' memory."""

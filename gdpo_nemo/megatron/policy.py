@@ -38,15 +38,6 @@ _FP8_BLOCK = 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _row_count(batch: MicroBatch, like: torch.Tensor) -> torch.Tensor:
-    """Return the number of rows of the micro-batch as a tensor on the device of ``like``.
-
-    The tensor is created on the device, because a copy from the host would wait for the device. Megatron's pipeline
-    schedule requires this token count to divide the gradients, but `model._finalize` omits the division.
-    """
-    return torch.full((), len(batch.rows.rows), dtype=torch.int, device=like.device)
-
-
 def _to_numbers(parts: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]):
     """Return copies of the dictionaries with Python numbers in place of scalar tensors.
 
@@ -224,7 +215,7 @@ class Policy:
         assert batch.fields is not None
         compute = objective_loss(settings)
         loss, metrics = compute(columns, batch.fields, settings, self._sum_over_context, functions)
-        return loss, _row_count(batch, output), (loss.detach(), metrics)
+        return loss, batch.row_count(), (loss.detach(), metrics)
 
     @staticmethod
     def _sum_over_context(partial_sums: torch.Tensor) -> torch.Tensor:
@@ -376,7 +367,7 @@ class Policy:
     @staticmethod
     def _collect(batch: MicroBatch, output: torch.Tensor):
         values = output.float()
-        return output.sum(), _row_count(batch, output), (batch.rows, values[:, 0] if values.size(-1) == 1 else values)
+        return output.sum(), batch.row_count(), (batch.rows, values[:, 0] if values.size(-1) == 1 else values)
 
     @contextlib.contextmanager
     def _reference_weights(self):
