@@ -97,7 +97,7 @@ SIGN_CHANGES = "sign_changes.jsonl"
 
 
 def _print_other_objective(plan: Plan) -> int:
-    """Print how the advantages, gradients and weights differ under the other objective."""
+    """Print how the advantages, gradient norms and weights differ under the other objective."""
     from rich.table import Table
 
     from gdpo_nemo.commands.advantage_tables import with_weights_of
@@ -119,11 +119,6 @@ def _print_other_objective(plan: Plan) -> int:
     terminal().print(table)
     first = plan.segments[0].first
     say(f"{plan.last - first + 1} steps trained with the other objective in {plan.out}")
-    if plan.gradients is not None:
-        norms = plan.gradients.diagonal() ** 0.5
-        cosine = plan.gradients[0, 1] / (norms[0] * norms[1]) if norms.all() else float("nan")
-        sizes = f"norms {norms[0]:.4g} and {norms[1]:.4g}"
-        say(f"The gradients at the weights before step {first} have {sizes} and the cosine {cosine:.3f}.")
     if plan.original is not None and (differ := compare_weights(plan)):
         say(f"After step {plan.last}, {len(differ)} tensors differ from those of the run; {differ[0]}.")
     if changes:

@@ -44,8 +44,6 @@ from gdpo_nemo.training.resume import config_files, record_config
 from gdpo_nemo.utils.errors import ConfigError
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from gdpo_nemo.training.trainer import Trainer
 
 
@@ -66,8 +64,6 @@ class Segment:
     last: int
     config: Config
     total_updates: int
-    recorded: Config | None = None
-    """Config of the original run, if the replay has another objective."""
 
 
 @dataclass
@@ -85,9 +81,6 @@ class Plan:
     model: Path
     original: Path | None
     """Checkpoint or exported model with the original weights after the last step. None if neither exists."""
-    gradients: np.ndarray | None = None
-    """Products of the gradients of the first step with the recorded and the other objective: float64 [2, 2]. None
-    before the replay, or without another objective."""
 
     @property
     def last(self) -> int:
@@ -148,10 +141,7 @@ def plan_rerun(
     _require(run_dir, "rollouts/ (rollout.save_samples)", steps_to_train, {step for step, _ in rollout_files(run_dir)})
     segments = _segments(run_dir, entries)
     if instead:
-        segments = [
-            replace(segment, config=changed_objective(segment.config, instead), recorded=segment.config)
-            for segment in segments
-        ]
+        segments = [replace(segment, config=changed_objective(segment.config, instead)) for segment in segments]
     for segment in segments:
         check_own_functions(segment.config)
         if not load_algorithm(segment.config, spec_of(segment.config)).samples:
@@ -304,8 +294,6 @@ def _train(plan: Plan, log: RunLog) -> None:
     state = plan.state
     for segment in plan.segments:
         with _trainer(plan, segment, state, checkpoint, log) as trainer:
-            if segment.recorded is not None and segment is plan.segments[0]:
-                plan.gradients = _compare_gradients(trainer, segment.recorded)
             while trainer.state.step < segment.last:
                 trainer.step()
             if segment is plan.segments[-1]:
@@ -313,19 +301,6 @@ def _train(plan: Plan, log: RunLog) -> None:
             else:  # the original run was stopped here and resumed with another config
                 trainer.save()
                 checkpoint = trainer.checkpoints.path(trainer.state.step)
-
-
-def _compare_gradients(trainer: Trainer, recorded: Config) -> np.ndarray:
-    """Return the products of the gradients of the next step's first update, with the objective of ``recorded`` and with
-    that of the replay, at the current weights: float64 [2, 2]."""
-    now = trainer.algorithm
-    before = type(now)(recorded, now.policy, now.tokenizer, now.log)
-    for algorithm in (before, now):
-        batch = trainer.stream.get_batch(trainer.state.step)
-        update = next(iter(algorithm.updates(algorithm.prepare(batch))))
-        trainer.policy.component_gradients(update, [algorithm.loss], first=algorithm is before)
-    # The result of a rank is in Ray's memory, which is freed when the session ends.
-    return trainer.policy.gradient_products().products.copy()
 
 
 def _export(plan: Plan, policy: Any) -> None:
@@ -351,7 +326,7 @@ def _trainer(plan: Plan, segment: Segment, state: RunState, checkpoint: Path | N
     parts = RunComponents(resolved, plan.out, log, Stop(), _checkpoints(plan.out), state)
     kind = load_algorithm(segment.config, resolved.algorithm)
     placement = reserve(config.cluster, placed.layout, [plan.run_dir.absolute(), plan.out.absolute(), plan.model])
-    reference = any(kind.needs_reference(each) for each in (config, segment.recorded) if each is not None)
+    reference = kind.needs_reference(config)
     policy = PolicyGroup(placed.config, str(plan.model), segment.total_updates, placement, reference)
     try:
         policy.ready()

@@ -181,7 +181,6 @@ def test_a_replay_with_another_objective_compares_the_advantages_of_each_step(tm
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = SimpleNamespace(
         run_dir=tmp_path, out=tmp_path / "out", segments=[Segment(7, 7, other, 9)], last=7, original=None,
-        gradients=np.array([[4.0, 1.5], [1.5, 1.0]]),
     )  # fmt: skip
     assert _print_other_objective(plan) == 0
     told = capsys.readouterr().out
@@ -190,7 +189,6 @@ def test_a_replay_with_another_objective_compares_the_advantages_of_each_step(tm
     changed = np.mean(np.sign(before.round(6)) != np.sign(after.round(6)))
     assert 0.1 < changed < 1 and cosine < 0.999
     assert row.replace("│", " ").split() == ["7", f"{cosine:.3f}", f"{changed:.1%}", "0.25", "0.5"]
-    assert "norms 2 and 1 and the cosine 0.750" in told
     listed = [json.loads(line) for line in (tmp_path / "out" / "sign_changes.jsonl").read_text().splitlines()]
     samples = [t for group in groups for t in group.trajectories]
     expected = [i for i in range(len(samples)) if np.sign(before[i].round(6)) != np.sign(after[i].round(6))]
