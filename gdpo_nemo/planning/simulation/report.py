@@ -164,7 +164,9 @@ def candidates(result: Result) -> list[Change]:
         found.append(Change("rollout.kv=keep", scenario.changed(kv="keep")))
     if kind == "tail" and scenario.scheduler == "continuous":
         deadline = round(result.longest_s / 2, 1)
-        if deadline > 0:
+        # With a deadline, the driver handles a reply per sample.
+        driver_s = scenario.groups * scenario.samples * (scenario.driver_s + scenario.reply_s)
+        if deadline > 0 and driver_s < result.step_s:
             found.append(Change(f"rollout.group_timeout_s={deadline:g} (aborts longer samples)",
                                 scenario.changed(group_timeout_s=deadline)))  # fmt: skip
     if kind == "engines":
