@@ -48,7 +48,12 @@ METRICS = {
     "gradient/residual": (
         "",
         "Relative difference between the norm of the sum of the component gradients and grad_norm",
-        {"max": 0.01, "advisory": True, "why": "the parts of the gradient do not sum to the gradient"},
+        {
+            "max": 0.01,
+            "advisory": True,
+            "why": "the parts of the gradient do not sum to the gradient",
+            "remedy": "gdpo.component_gradient_period: 0, and report the config as a bug",
+        },
     ),
 }
 REGULARISATION = "regularisation"

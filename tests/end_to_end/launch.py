@@ -26,10 +26,11 @@ START_S = 1200
 STEPS = 6
 UNDISTURBED_STEPS = 12
 LR = 2e-4
+CONSTRAINT = "gdpo.constraints={length: {at_least: 0.9, lr: 2.0}}"
 UNDISTURBED = (
     f"gdpo.max_num_steps={UNDISTURBED_STEPS}",
     "gdpo.val_at_start=true",
-    "gdpo.constraints={length: {at_least: 0.9, lr: 2.0}}",
+    CONSTRAINT,
     f"policy.megatron_cfg={{optimizer: {{lr: {LR}}}, scheduler: {{lr_decay_style: cosine}}}}",
 )
 """Overrides of the undisturbed run, which others repeat or go on with."""

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from launch import (
+    CONSTRAINT,
     START_S,
     UNDISTURBED,
     UNDISTURBED_STEPS as STEPS,
@@ -384,6 +385,7 @@ def test_data_and_context_ranks_make_the_same_first_update_and_a_blocking_rank_i
         digit_model,
         f"env.digit_sort={{plugin: '{tmp_path / 'mine.py'}:Patient'}}",
         "run.max_restarts=0",
+        CONSTRAINT,
         "gdpo.max_num_steps=100000",
         "gdpo.val_period=100000",
         "checkpointing.save_period=100000",

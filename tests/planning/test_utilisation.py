@@ -36,7 +36,8 @@ SIZES = {
 
 
 def config_of(size: str, *overrides: str):
-    return load_config(GPU_CONFIG, [f"policy.model_name=Qwen/Qwen2.5-{size}", *overrides])
+    split = ["cluster.placement=separate", "policy.generation.engines=4"]
+    return load_config(GPU_CONFIG, [f"policy.model_name=Qwen/Qwen2.5-{size}", *split, *overrides])
 
 
 def shape_of(size: str):
@@ -208,7 +209,8 @@ def test_the_products_of_a_mixture_fill_their_tiles_with_more_tokens_an_expert()
 
 def test_the_time_of_a_step_is_that_of_its_micro_batches():
     """The same model as for the MFU: a micro-batch, the optimizer and what the ranks exchange."""
-    config = config_of("7B", "loss_fn.reference_policy_kl_penalty=0", "policy.megatron_cfg.overlap_grad_reduce=false")
+    without = ("loss_fn.reference_policy_kl_penalty=0", "policy.megatron_cfg.overlap_grad_reduce=false")
+    config = config_of("7B", *without, "policy.share_prompts=false")
     resolved, shape, gpu = resolve(config), shape_of("7B"), device("h100")
     lengths = expected_lengths(config.policy, Rates())
     work = training_work(resolved, shape, gpu, lengths)

@@ -83,7 +83,7 @@ def test_both_ends_ask_nccl_for_the_same_in_the_same_order_update_after_update(g
     update(server, False, 2)
     sizes = [bucket.nbytes for bucket in divide(weight_metadata(model(), 1), BUCKET)]
     of_one = [*(("broadcast", size, torch.uint8) for size in sizes), ("allreduce", 8, torch.int64)]
-    assert len(sizes) == 3 and sorted(group.rank for group in groups) == [0, 1, 2]
+    assert len(sizes) == 4 and sorted(group.rank for group in groups) == [0, 1, 2]
     for group in groups:
         assert group.asked == 2 * of_one and group.size == 3 and group.aborts == 0
     server.end()
