@@ -45,6 +45,8 @@ _LONGEST_FIRST = (
     "end_to_end/test_run.py",
     "chaos",
     "megatron",
+    "end_to_end/test_two_hosts.py",
+    "end_to_end/test_changed_run.py",
     "cluster/test_engines_and_weights.py",
     "turns",
     "environments",
@@ -53,15 +55,9 @@ _LONGEST_FIRST = (
 )
 
 
-_OF_THE_UNDISTURBED_RUN = ("end_to_end/test_changed_run.py", "end_to_end/test_two_hosts.py")
-"""Files that share a run with `end_to_end/test_run.py`."""
-
-
 def _scope(nodeid: str) -> str:
     """The file of a test, in these folders; elsewhere its folder, whose tests share engines, ranks or servers."""
     _, folder, *file = nodeid.partition("::")[0].split("/")
-    if "/".join([folder, *file]) in _OF_THE_UNDISTURBED_RUN:
-        return _LONGEST_FIRST[0]
     return "/".join([folder, *file]) if folder in ("end_to_end", "cluster", "commands", "training") else folder
 
 
@@ -91,6 +87,7 @@ _SLOW_TESTS = (
     "tests/examples/test_tiny_models.py::test_warm_up_lowers_the_loss_and_says_where_it_is",
     "tests/examples/test_tiny_models.py::test_warm_up_moves_every_matrix_away_from_its_start",
     "tests/gpu/test_first_hour.py::test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits",
+    "tests/interop/test_rollout_dumps.py::test_a_dump_of_trl_gives_the_advantages_that_trl_recorded",
     "tests/models/test_sources_of_a_run.py::test_a_gguf_file_is_converted_once_and_again_when_it_changes",
     "tests/models/test_sources_of_a_run.py::test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices",
     "tests/planning/test_simulation.py::test_a_thousand_gpus_are_simulated_in_seconds_and_near_the_earlier_table",
@@ -118,6 +115,12 @@ def pytest_collection_modifyitems(items):
         folder = item.nodeid.split("/")[1]
         if (folder in _SLOW or item.nodeid.startswith(_SLOW_TESTS)) and not item.nodeid.startswith(_QUICK_ALL_THE_SAME):
             item.add_marker("slow")
+
+
+def pytest_xdist_auto_num_workers(config):
+    """A third process uses two cores while others wait, and needs up to 6 GiB; without the slow tests, so does a
+    fourth, and they need little memory."""
+    return 4 if config.option.markexpr == "not slow" else 3
 
 
 def pytest_xdist_make_scheduler(config, log):
