@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from mutant_tables.table import MUTANTS
 
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS
 
@@ -164,3 +165,9 @@ def test_scripts_import_names_that_exist(path):
                 if not hasattr(module, alias.name) and importlib.util.find_spec(submodule) is None:
                     missing.append(submodule)
     assert missing == []
+
+
+def test_every_mutant_changes_a_text_that_occurs_once():
+    """`tests/mutants.py` runs weekly; a change of the package that a mutant no longer fits is seen here."""
+    counts = {mutant.describe(): (ROOT.parent / mutant.path).read_text().count(mutant.text) for mutant in MUTANTS}
+    assert {text: count for text, count in counts.items() if count != 1} == {}

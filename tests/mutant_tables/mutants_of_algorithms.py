@@ -28,8 +28,8 @@ ALGORITHMS = (
     ),
     mutant(
         "algorithms/advantages.py",
-        "values, scale = np.zeros_like(terms.values), 0.0",
-        "values, scale = np.zeros_like(terms.values), 1.0",
+        "scale = BatchScale(*_counted(table, terms, settings), np.inf)",
+        "scale = BatchScale(*_counted(table, terms, settings), 1.0)",
         "rollouts/test_span_credit.py::test_rewards_that_cancel_have_no_advantage_in_their_spans",
         "terms of a batch whose rewards cancel count nothing",
     ),

@@ -98,8 +98,8 @@ LOSSES = (
     ),
     mutant(
         "algorithms/policy_loss.py",
-        "loss = loss - settings.entropy_bonus * entropy if",
-        "loss = loss + settings.entropy_bonus * entropy if",
+        "else loss - settings.entropy_bonus * entropy",
+        "else loss + settings.entropy_bonus * entropy",
         "algorithms/test_losses.py::test_loss_is_the_corrected_policy_term_plus_kl_minus_entropy",
         "sign of the entropy bonus",
     ),

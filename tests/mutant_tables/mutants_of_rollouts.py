@@ -50,8 +50,8 @@ ROLLOUTS = (
     ),
     mutant(
         "rollouts/group_signal.py",
-        "if config.gdpo.rewards.get(name)}",
-        "if name in config.gdpo.rewards}",
+        "if weight or name in config.gdpo.schedules}",
+        "if True}",
         "rollouts/test_group_signal.py::test_a_group_has_signal_if_and_only_if_a_comparison_gives_it_an_advantage",
         "a component of weight 0 gives no signal",
     ),
@@ -85,8 +85,8 @@ ROLLOUTS = (
     ),
     mutant(
         "rollouts/credit.py",
-        "    spread[trajectory.loss_mask] = written\n",
-        "    spread[: len(written)] = written\n",
+        "    expanded[trajectory.loss_mask] = written\n",
+        "    expanded[: len(written)] = written\n",
         "rollouts/test_turn_credit.py::test_every_token_of_a_turn_gets_its_turns_advantage_and_the_environments_get_0",
         "advantages of turns are on tokens of the policy",
     ),
