@@ -64,7 +64,7 @@ def test_profile_names_planted_defects_and_none_in_sound_rewards(seed):
 
 
 def test_effective_weights_of_a_sample_contain_those_of_the_population():
-    """Of twenty samples, at least 17 are within two standard errors for every component, with an unequal scale."""
+    """At least 17 of 20 profiles are within two standard errors for each component. The scales differ."""
     truth = [compute_advantages(sound(seed), IDS, estimator="grpo").diagnostics.effective_weight for seed in range(20)]
     mean = np.mean(truth, axis=0)
     profiles = [profile(sound(seed), estimator="grpo").effective["config"] for seed in range(20)]

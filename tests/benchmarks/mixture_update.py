@@ -172,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--beside", type=Path, help="another checkout to count, too")
+    parser.add_argument("--beside", type=Path, help="checkout to compare with")
     parser.add_argument("--part", choices=PARTS, help="run only this part, in this process")
     parser.add_argument("--layout")
     parser.add_argument("--rank", type=int)

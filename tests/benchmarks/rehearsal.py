@@ -62,7 +62,7 @@ from gdpo_nemo.weights.transports.base import Transport
 SHAPE = dict(hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, intermediate_size=8960,
              num_hidden_layers=28, vocab_size=151936)  # fmt: skip
 TOKEN_S = 0.00457
-"""Of a decode step of the recipe's engine, as ``simulate`` computes it."""
+"""Seconds of a decoding step of the recipe's engine, according to ``simulate``."""
 _HOSTS = 2
 _ENGINE_REPORT = dict(running=0, waiting=0, kv_used=0.1, busy_s=0.0, decoded_tokens=0, recomputed_tokens=0)
 
@@ -108,7 +108,7 @@ class Host:
         self._arrived[index].set()
 
     async def poll(self, index: int, wait_s: float) -> EngineReport:
-        """What is due, after ``wait_s`` seconds at most."""
+        """Return the completions that are due. Wait at most ``wait_s`` seconds for the first one."""
         kept = self._groups[index]
         end = time.monotonic() + wait_s
         finished: list[FinishedRequest] = []
@@ -199,7 +199,7 @@ class PacedPolicy(PolicyGroup):
         self._data_ranks = list(range(ranks))
 
     def train(self, *arguments: Any) -> Any:
-        """As it is, but never faster than the pace."""
+        """Train, and take at least as long as the simulated ranks."""
         start = time.monotonic()
         result = super().train(*arguments)
         time.sleep(max(0.0, self._train_s - (time.monotonic() - start)))

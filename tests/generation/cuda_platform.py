@@ -111,8 +111,8 @@ def decided(folder: Path) -> dict[str, Any]:
 
 
 def reloaded(folder: Path) -> dict[str, Any]:
-    """What vLLM's reload does with CPU tensors, as usual and with ``experts_loaded_together``: the tensor operations,
-    the CPU seconds, and whether all parameters are equal and have kept their memory."""
+    """Reload CPU tensors by vLLM's usual way and with ``experts_loaded_together``. Return the tensor operations, the
+    CPU seconds, and whether all parameters are equal and kept their memory."""
     import time
     from contextlib import nullcontext
 

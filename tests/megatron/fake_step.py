@@ -70,7 +70,7 @@ def cost(recorder, what, batch) -> dict:
 
 
 def kept(recorder) -> dict[str, int]:
-    """What it costs to keep a bucket of a weight update in host memory."""
+    """Count the operations that keep a bucket of a weight update in host memory."""
     import torch
 
     from gdpo_nemo.weights.host_memory import HostCopies

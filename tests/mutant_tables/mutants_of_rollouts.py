@@ -10,7 +10,7 @@ ROLLOUTS = (
         "tokens = np.full(len(trajectory.completion_ids), 0.0 if abs(rest) <= noise else rest)",
         "tokens = np.full(len(trajectory.completion_ids), rest)",
         "rollouts/test_span_credit.py::test_noise_of_rounding_and_tokens_of_the_environment_get_no_advantage",
-        "rounding noise outside of the spans is no advantage",
+        "tokens outside the spans have an advantage of exactly 0",
     ),
     mutant(
         "rollouts/credit.py",
