@@ -8,7 +8,8 @@ from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.translation import Act, RuleResult, fixed, gated, idle, missing, required, to, where
-from gdpo_nemo.models.architectures import FAMILIES, last_name
+from gdpo_nemo.models.architectures import last_name
+from gdpo_nemo.models.families import FAMILIES
 
 _MEGATRON = "policy.megatron_cfg"
 _VLLM = "policy.generation.vllm_cfg"
