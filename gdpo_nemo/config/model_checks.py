@@ -21,7 +21,9 @@ from gdpo_nemo.models.architectures import (
     has_logit_cap,
     head_size,
     is_tied,
+    is_windowed,
     key_value_heads,
+    layer_windows,
     num_experts,
     special_attention,
 )
@@ -66,6 +68,8 @@ def check_files(config: Config, layout: Layout) -> ModelFacts:
     if not config.cluster.gpus_per_node:
         check_engines(model)
         _check_weight_updates(model)
+    if spec_of(config).samples:
+        check_engine_windows(model)
     check_tokenizer(config.policy, model)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
@@ -273,6 +277,18 @@ def check_engines(model: ModelFacts) -> None:
         raise ConfigError(
             f"policy.model_name: vLLM on CPUs does not support attention heads of size {size}; supported "
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
+        )
+
+
+def check_engine_windows(model: ModelFacts) -> None:
+    """Check that vLLM applies sliding windows to the same layers as the policy. Raises ConfigError."""
+    if model.fields is None or FAMILIES[model.fields["model_type"]].windows != "late":
+        return
+    if is_windowed(model.fields) and not all(layer_windows(model.fields)):
+        # vLLM's Qwen models have one window for all layers.
+        raise ConfigError(
+            "policy.model_name: vLLM does not support a sliding window in only some layers (max_window_layers, "
+            f"layer_types) of {model.fields['model_type']}; set use_sliding_window: false in config.json"
         )
 
 

@@ -125,6 +125,11 @@ def _window(fields: Mapping[str, Any]) -> Any:
     return fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
 
 
+def is_windowed(content: Mapping[str, Any]) -> bool:
+    """Return whether config.json enables a sliding window, even if no layer uses it."""
+    return _window(with_defaults(content)) is not None
+
+
 def layer_windows(content: Mapping[str, Any]) -> list[int | None]:
     """Return for each layer the number of keys that a query attends to, or None for all keys."""
     fields = with_defaults(content)

@@ -144,7 +144,8 @@ SUPPORTED = {
     "Mistral 7B v0.1": shape("mistral", 4096, 32, 32, 8, 14336, 32000, 32768, sliding_window=4096),
     "Phi-3": shape("phi3", 3072, 32, 32, 32, 8192, 32064, 4096, sliding_window=2047),
     "Qwen2 with its window on": shape(
-        "qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, sliding_window=131072, use_sliding_window=True
+        "qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, sliding_window=131072, use_sliding_window=True,
+        max_window_layers=0,
     ),
     "Gemma 2": shape("gemma2", 2304, 26, 8, 4, 9216, 256000, 8192, head_dim=256, sliding_window=4096,
     hidden_act="gelu_pytorch_tanh"),
@@ -249,6 +250,13 @@ def test_kernels_that_cannot_compute_the_model_are_refused(folder, minimal, sett
     model = f"policy.model_name={folder(SUPPORTED['Gemma 2'])}"
     with pytest.raises(ConfigError, match=message):
         validate(load_config(minimal, [model, *GPUS, f"policy.megatron_cfg.{setting}"]))
+
+
+@pytest.mark.parametrize("max_window_layers", [14, 28])
+def test_windows_that_engines_would_give_to_all_layers_are_refused_for_sampling(folder, minimal, max_window_layers):
+    content = {**SUPPORTED["Qwen2 with its window on"], "max_window_layers": max_window_layers}
+    with pytest.raises(ConfigError, match="vLLM does not support a sliding window in only some layers"):
+        validate(load_config(minimal, [f"policy.model_name={folder(content)}", *GPUS]))
 
 
 def test_a_window_that_is_given_but_off_by_default_is_no_obstacle():
