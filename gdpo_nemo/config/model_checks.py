@@ -12,15 +12,20 @@ from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import is_transform, spec_of
 from gdpo_nemo.config.layout import Layout, Resolved, check_stages, resolve_layout
-from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig
+from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig, MegatronConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
 from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
     check_adapted_layers,
     check_model_content,
+    has_logit_cap,
     head_size,
+    is_tied,
+    is_windowed,
     key_value_heads,
+    layer_windows,
     num_experts,
+    special_attention,
 )
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
@@ -63,6 +68,8 @@ def check_files(config: Config, layout: Layout) -> ModelFacts:
     if not config.cluster.gpus_per_node:
         check_engines(model)
         _check_weight_updates(model)
+    if spec_of(config).samples:
+        check_engine_windows(model)
     check_tokenizer(config.policy, model)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
@@ -273,6 +280,18 @@ def check_engines(model: ModelFacts) -> None:
         )
 
 
+def check_engine_windows(model: ModelFacts) -> None:
+    """Check that vLLM applies sliding windows to the same layers as the policy. Raises ConfigError."""
+    if model.fields is None or FAMILIES[model.fields["model_type"]].windows != "late":
+        return
+    if is_windowed(model.fields) and not all(layer_windows(model.fields)):
+        # vLLM's Qwen models have one window for all layers.
+        raise ConfigError(
+            "policy.model_name: vLLM does not support a sliding window in only some layers (max_window_layers, "
+            f"layer_types) of {model.fields['model_type']}; set use_sliding_window: false in config.json"
+        )
+
+
 def _check_weight_updates(model: ModelFacts) -> None:
     """Check that vLLM on CPU supports weight updates of the model, if its architecture is known. Raises ConfigError."""
     if model.fields is None or not num_experts(model.fields):
@@ -302,6 +321,8 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {policy.model_name} has no experts")
     if experts:
         _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
+        if layout.expert_tensor > 1 and FAMILIES[content["model_type"]].biases:
+            raise ConfigError(f"{megatron}.expert_tensor_parallel_size: must be 1, because the experts have biases")
     for name in ("freeze_moe_router", "moe_router_dtype"):
         if getattr(policy.megatron_cfg, name) and not experts:
             raise ConfigError(
@@ -309,13 +330,29 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
             )
     if policy.lora.rank:
         family = FAMILIES[content["model_type"]]
-        check_adapted_layers(policy.lora.target_modules, family, bool(content.get("tie_word_embeddings")))
+        check_adapted_layers(policy.lora.target_modules, family, is_tied(content))
+    _check_attention(content, policy.megatron_cfg)
     if experts and layout.tensor > 1 and not policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be true for a model with experts and tensor parallelism")
     longest = content.get("max_position_embeddings")
     length = policy.max_total_sequence_length
     if longest is not None and longest < length:
         raise ConfigError(f"policy.max_total_sequence_length: {length} exceeds the {longest} positions of the model")
+
+
+def _check_attention(content: dict[str, Any], megatron: MegatronConfig) -> None:
+    """Check that the kernels in the config support the model's attention and logits. Raises ConfigError."""
+    special = special_attention(content)
+    if special and megatron.attention_backend in ("flash", "fused", "unfused"):
+        raise ConfigError(
+            f"policy.megatron_cfg.attention_backend: {megatron.attention_backend} is not supported for a model with "
+            f"{special}; use auto or flex"
+        )
+    if megatron.fused_logprobs and has_logit_cap(content):
+        raise ConfigError(
+            "policy.megatron_cfg.fused_logprobs: true is not supported for a model with a soft cap of its logits; "
+            "remove it"
+        )
 
 
 def _check_divides(key: str, size: int, counts: list[tuple[int, str]]) -> None:

@@ -22,13 +22,14 @@ from gdpo_nemo.algorithms.policy_loss import objective_loss
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, pack_rows
 from gdpo_nemo.data.records import TokenValues, UpdateResult
-from gdpo_nemo.megatron.attention import PackedAttention, local_positions
+from gdpo_nemo.megatron.attention import PackedAttention
 from gdpo_nemo.megatron.conversion import export_hf
 from gdpo_nemo.megatron.logprobs import EntropyUse
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters, start_adapters
 from gdpo_nemo.megatron.micro_batch import MicroBatch, MicroBatches, make_micro_batch
 from gdpo_nemo.megatron.model import BuiltModel, build, build_frozen
 from gdpo_nemo.megatron.optimizer import OptimizerOffload, Reference
+from gdpo_nemo.megatron.packing import local_positions
 from gdpo_nemo.megatron.runtime import Runtime
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.user_code import load_functions

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import engine_scores
+import hf_reference
 import numpy as np
 import pytest
 import tiny_models
@@ -37,9 +38,7 @@ def save_tokenizer(folder: Path) -> None:
 
 def by_transformers(folder: Path) -> np.ndarray:
     """float32 [tokens]: log-probs of ``engine_scores.sequences``."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = hf_reference.load(folder)
     found = []
     for ids in map(torch.from_numpy, engine_scores.sequences()):
         with torch.no_grad():
