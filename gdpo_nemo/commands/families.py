@@ -8,7 +8,7 @@ from gdpo_nemo.commands.arguments import Commands, say
 from gdpo_nemo.models.architectures import linear_layers
 from gdpo_nemo.models.families import FAMILIES, Family
 
-COLUMNS = ("`model_type`", "MLP", "q, k, v", "rope scalings", "LoRA on", "layouts")
+COLUMNS = ("`model_type`", "MLP", "q, k, v", "also", "rope scalings", "LoRA on", "layouts")
 
 
 def add(commands: Commands) -> None:
@@ -29,17 +29,29 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
+def _particulars(family: Family) -> list[str]:
+    """Return the differences from Llama that no other column contains."""
+    rotary = " and ".join(["partial"] * family.partial_rotary + ["interleaved"] * bool(family.rotary_pairs))
+    mixture = family.experts
+    experts = ["sigmoid router"] * bool(mixture and mixture.sigmoid) + ["shared experts"] * bool(
+        mixture and mixture.shared
+    )
+    return experts + ["norms of outputs"] * family.post_norms + [f"{rotary} rotary embedding"] * bool(rotary)
+
+
 def row(family: Family) -> tuple[str, ...]:
     """Return a family's cells of the table."""
     modules = family.modules
     qkv = ["one matrix" if len(modules.qkv) == 1 else "three matrices"]
     qkv += [f"biases if `{family.qkv_bias}`" if isinstance(family.qkv_bias, str) else "biases"] * bool(family.qkv_bias)
-    qkv += ["norms on q and k"] * family.qk_norm
+    norms = f"norms on q and k if `{family.qk_norm}`" if isinstance(family.qk_norm, str) else "norms on q and k"
+    qkv += [norms] * bool(family.qk_norm)
     adapted = [name for name in linear_layers(family) if not family.experts or f"mlp.{name}" not in modules.mlp]
     return (
         f"`{family.model_type}`",
         "experts" if family.experts else "dense",
         ", ".join(qkv),
+        ", ".join(_particulars(family)) or "-",
         ", ".join(kind for kind in family.rope_types if kind != "default") or "none",
         " ".join(f"`{name}`" for name in adapted),
         "TP PP CP DP" + " EP ETP" * bool(family.experts),

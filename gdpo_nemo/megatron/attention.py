@@ -53,7 +53,10 @@ class Packing(PackedSeqParams):
     None without context parallelism.
     """
     cos: torch.Tensor | None = None
-    """Cosines of the rotary embedding, [local tokens, 1, head size]; None until the first layer computes them."""
+    """Cosines of the rotary embedding, [local tokens, 1, rotated elements].
+
+    None until the first layer computes them.
+    """
     sin: torch.Tensor | None = None
     """Sines of the rotary embedding, with the same shape as ``cos``."""
     block_mask: Any = None
@@ -350,6 +353,12 @@ class GatherContext(torch.autograd.Function):
         return local, None, None
 
 
+def rotated_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Like ``rotated``, but rotate pairs of neighbouring elements instead of elements of the two halves."""
+    turned = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+    return x * cos + turned * sin
+
+
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Apply the rotary embedding to x [tokens, heads, size], given ``Packing.cos`` and ``Packing.sin``."""
     left, right = x.chunk(2, dim=-1)
@@ -360,7 +369,9 @@ class PackedAttention(MegatronModule):
     """Causal self-attention over a pack, with rotary embedding and context parallelism.
 
     Args:
-        rotary: inverse frequencies [head size / 2] of the rotary embedding, and the scaling factor of cos and sin.
+        rotary: inverse frequencies [rotated elements / 2] of the rotary embedding, and the scaling factor of cos and
+            sin. If a head has more elements, the others are not rotated.
+        pairs: True if the rotary embedding rotates pairs of neighbouring elements.
     """
 
     def __init__(
@@ -375,6 +386,7 @@ class PackedAttention(MegatronModule):
         pg_collection=None,
         *,
         rotary: tuple[torch.Tensor, float],
+        pairs: bool = False,
         **unused,
     ):
         super().__init__(config=config)
@@ -385,7 +397,8 @@ class PackedAttention(MegatronModule):
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.rotary = rotary
-        self._rotated = rotated
+        self.pairs = pairs
+        self._rotated = rotated_pairs if pairs else rotated
 
     def arrays(self, lengths: list[int], rank: int, size: int, shared: list[int]) -> dict[str, np.ndarray]:
         """Return the arrays of a pack that this attention needs. For the arguments, see ``packing_arrays``."""
@@ -432,11 +445,15 @@ class PackedAttention(MegatronModule):
                 frequencies = frequencies.to(x.device)
                 self.rotary = frequencies, scaling
             angles = packing.positions.float()[:, None] * frequencies[None, :]
-            angles = torch.cat((angles, angles), -1)[:, None, :]
+            angles = angles.repeat_interleave(2, -1) if self.pairs else torch.cat((angles, angles), -1)
+            angles = angles[:, None, :]
             # Compute angles in float32: bfloat16 cannot distinguish positions above 256.
             packing.cos = (angles.cos() * scaling).to(x.dtype)
             packing.sin = (angles.sin() * scaling).to(x.dtype)
-        return self._rotated(x, packing.cos, packing.sin)
+        size = packing.cos.size(-1)
+        if size == x.size(-1):
+            return self._rotated(x, packing.cos, packing.sin)
+        return torch.cat((self._rotated(x[..., :size], packing.cos, packing.sin), x[..., size:]), -1)
 
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
         if not rectangle.shares or not torch.is_grad_enabled():

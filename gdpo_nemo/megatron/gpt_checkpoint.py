@@ -59,6 +59,7 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
 
     fields = fields_of(config)
     family = check_model_content(fields)
+    _check_family(family, f"{key}: {source.path} cannot be read")
     tensors = model_tensors(metadata, fields, source.path, key)
     embedding = next(name for name in metadata if name.endswith(EMBEDDING) and not name.startswith("optimizer"))
     read = _reader(source, embedding.removesuffix(EMBEDDING), key)
@@ -83,6 +84,15 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
         raise ConfigError(
             f"{key}: {source.path} has {len(unread)} tensors that do not belong to {family.model_type}, for example "
             f"{min(unread)}"
+        )
+
+
+def _check_family(family: Family, problem: str) -> None:
+    """Check that layers of the family have only the modules of GPTModel's standard layers. Raises ConfigError."""
+    if family.post_norms or family.latent or (family.experts and family.experts.sigmoid):
+        raise ConfigError(
+            f"{problem}: conversion of Megatron-core checkpoints is not supported for {family.model_type}; use Hugging "
+            "Face folders"
         )
 
 
@@ -134,12 +144,12 @@ def _layer_slices(
 
 def _has_weight(name: str, is_moe: bool, family: Family, fields: dict[str, Any]) -> bool:
     """Return whether a dense or MoE layer of this model has the weight ``name`` of ``dense_weights``."""
-    from gdpo_nemo.models.architectures import has_qkv_bias
+    from gdpo_nemo.models.architectures import has_qk_norm, has_qkv_bias
 
     if name.endswith("linear_qkv.bias"):
         return has_qkv_bias(fields)
     if "_layernorm.weight" in name and name.startswith("self_attention."):
-        return family.qk_norm
+        return has_qk_norm(fields)
     return not is_moe or not name.startswith("mlp.") or name.endswith("layer_norm_weight")
 
 
@@ -211,7 +221,7 @@ def save_megatron(policy: Any, folder: str | Path) -> None:
     Megatron-core merges each pair into one layer.
 
     Raises:
-        ConfigError: if the model has both dense and MoE layers, which GPTModel's format does not support.
+        ConfigError: if the model has both dense and MoE layers, or modules that GPTModel's format does not support.
         OSError: if the folder cannot be written.
     """
     from megatron.core import dist_checkpointing
@@ -221,9 +231,10 @@ def save_megatron(policy: Any, folder: str | Path) -> None:
     )
 
     from gdpo_nemo.megatron.checkpoint import sharded_weights
-    from gdpo_nemo.megatron.model_config import layer_symbols
+    from gdpo_nemo.megatron.model_config import family_of, layer_symbols
 
     folder = Path(folder)
+    _check_family(family_of(policy.built.hf_config), "--to megatron")
     try:
         maps = gpt_compatible_layer_maps("".join(layer_symbols(policy.built.hf_config)))
     except ValueError as error:

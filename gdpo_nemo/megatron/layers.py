@@ -91,6 +91,7 @@ def layer_spec(
     use_te: bool,
     attention: Attention,
     adapted: bool = False,
+    post_norms: bool = False,
 ) -> ModuleSpec:
     """Return the layer stack: Megatron's TransformerEngine stack, or local layers that need only torch.
 
@@ -98,11 +99,43 @@ def layer_spec(
         rotary: inverse rotary frequencies and the scaling factor of cos and sin. Not used by ``Attention.ENGINE``.
         adapted: True if the linear layers get adapters. Norms are then separate modules, because adapters need the
             inputs of the linear layers.
+        post_norms: see ``Family.post_norms``.
     """
+    options = dict(rotary=rotary, pairs=config.rotary_interleaved)
     if use_te:
-        return _engine_stack(adapted, rotary, attention)
-    core = FlexAttention if attention is Attention.FLEX else PackedAttention
-    return _local_stack(config, partial(core, rotary=rotary))
+        spec = _engine_stack(adapted, options, attention)
+    else:
+        spec = _local_stack(
+            config, partial(FlexAttention if attention is Attention.FLEX else PackedAttention, **options)
+        )
+    return _with_post_norms(spec, config) if post_norms else spec
+
+
+class NormedAdd(torch.nn.Module):
+    """Megatron's addition of a layer's output to the residual stream, with a norm of the output before the addition."""
+
+    def __init__(self, config: TransformerConfig):
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool):
+        """Return a function with the arguments of the function that ``get_bias_dropout_add`` returns."""
+        add = get_bias_dropout_add(training, fused)
+        return lambda output, residual, dropout: add((self.norm(output[0]), output[1]), residual, dropout)
+
+
+def _with_post_norms(spec: ModuleSpec, config: TransformerConfig) -> ModuleSpec:
+    """Return a stack with norms of the outputs of attention and MLP. The layers must not have biases there."""
+    stack = spec.submodules
+    add = ModuleSpec(module=NormedAdd, params={"config": config})
+
+    def normed(layer: Any, field: str) -> Any:
+        return replace(layer, submodules=replace(layer.submodules, **{field: add}))
+
+    attention = normed(stack.attention_layer, "self_attn_bda")
+    moe = normed(stack.moe_layer, "mlp_bda") if config.num_moe_experts else stack.moe_layer
+    layers = dict(attention_layer=attention, mlp_layer=normed(stack.mlp_layer, "mlp_bda"), moe_layer=moe)
+    return replace(spec, submodules=replace(stack, **layers))
 
 
 def engine_options(hf: PretrainedConfig, layout: MegatronConfig, attention: Attention) -> dict[str, Any]:
@@ -126,7 +159,7 @@ _QKV_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def _engine_stack(adapted: bool, rotary, attention: Attention) -> ModuleSpec:
+def _engine_stack(adapted: bool, options: dict[str, Any], attention: Attention) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
@@ -134,7 +167,7 @@ def _engine_stack(adapted: bool, rotary, attention: Attention) -> ModuleSpec:
     if attention is Attention.ENGINE:
         return spec
     unshared = TEDotProductAttention if attention is Attention.ENGINE_AND_FLEX else None
-    core = partial(FlexAttention, rotary=rotary, unshared=unshared)
+    core = partial(FlexAttention, **options, unshared=unshared)
     layer = spec.submodules.attention_layer
     inner = layer.submodules.self_attention
     inner = replace(inner, submodules=replace(inner.submodules, core_attention=core))

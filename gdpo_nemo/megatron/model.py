@@ -19,7 +19,6 @@ from megatron.core.optimizer import (
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.layout import stage_layers
@@ -33,8 +32,9 @@ from gdpo_nemo.megatron.layers import (
 )
 from gdpo_nemo.megatron.logprobs import EntropyUse, fused_token_logprobs, token_logprobs, use_fused_logprobs
 from gdpo_nemo.megatron.lora import attach
-from gdpo_nemo.megatron.model_config import layer_symbols, rotary, transformer_fields
+from gdpo_nemo.megatron.model_config import family_of, layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.optimizer import make_schedule
+from gdpo_nemo.megatron.routers import freeze_expert_biases, freeze_routers, in_precision
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.progress import hidden
 
@@ -325,7 +325,7 @@ def build_chunks(
     for stage in range(virtual) if virtual else [None]:
         model = model_class(
             config,
-            layer_spec(config, frequencies, use_te, attention, adapted),
+            layer_spec(config, frequencies, use_te, attention, adapted, family_of(hf).post_norms),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(layer_symbols(hf), layout),
@@ -339,19 +339,13 @@ def build_chunks(
         )
         if attention is Attention.ENGINE:
             model.rotary_pos_emb.inv_freq = frequencies[0]
+            model.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
         model.temperature = temperature
         model.fused = fused
         model.real_vocab_size = hf.vocab_size
+        freeze_expert_biases(model)
         chunks.append(model.cuda() if torch.cuda.is_available() else model)
     return config, chunks
-
-
-def freeze_routers(chunks: list[PolicyModel]) -> None:
-    """Freeze the routers of MoE layers. Call this function before ``wrap``, which allocates gradient buffers."""
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if ".mlp.router." in name:
-                parameter.requires_grad_(False)
 
 
 def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronConfig) -> list[DistributedDataParallel]:
@@ -362,7 +356,7 @@ def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronC
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
     )
-    inner = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    inner = [in_precision(config, chunk) for chunk in chunks]
     wrapped = [
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0) for index, module in enumerate(inner)
     ]
@@ -451,7 +445,7 @@ def build_frozen(folder: str | Path, layout: MegatronConfig, dtype: torch.dtype,
     load_hf(list(chunks), open_weights(folder), hf)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    inner = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    inner = [in_precision(config, chunk) for chunk in chunks]
     return BuiltModel(hf, config, chunks, inner)
 
 

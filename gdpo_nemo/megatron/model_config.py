@@ -36,11 +36,11 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def rotary(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Return transformers' inverse rotary frequencies [head size / 2] and the scaling factor of cos and sin."""
+    """Return transformers' inverse rotary frequencies [rotated elements / 2] and the scaling factor of cos and sin."""
     parameters = config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        size = head_size(config)
+        size = architectures.rotary_size(fields_of(config))
         exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
@@ -61,15 +61,22 @@ def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
     if experts is None:
         return {}
     normalized = fields[experts.normalized] if experts.normalized else True
+    groups, chosen = architectures.expert_groups(fields)
     return dict(
         num_moe_experts=architectures.num_experts(fields),
         moe_router_topk=fields["num_experts_per_tok"],
         moe_ffn_hidden_size=fields[experts.width],
         # A softmax over the chosen experts equals a softmax over all experts that is renormalised over the chosen
         # experts.
-        moe_router_pre_softmax=not normalized,
+        moe_router_pre_softmax=not normalized and not experts.sigmoid,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
+        moe_router_score_function="sigmoid" if experts.sigmoid else "softmax",
+        moe_router_enable_expert_bias=experts.bias is not None,
+        moe_router_num_groups=groups if groups > 1 else None,
+        moe_router_group_topk=chosen if groups > 1 else None,
+        moe_router_topk_scaling_factor=fields[experts.scaling] if experts.scaling else None,
+        moe_shared_expert_intermediate_size=architectures.shared_width(fields) or None,
     )
 
 
@@ -93,7 +100,8 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         activation_func=ACTIVATIONS[family.activation],
         add_bias_linear=False,
         add_qkv_bias=architectures.has_qkv_bias(fields),
-        qk_layernorm=family.qk_norm,
+        qk_layernorm=architectures.has_qk_norm(fields),
+        rotary_interleaved=architectures.rotates_pairs(fields),
         attention_dropout=0.0,
         hidden_dropout=0.0,
         init_method_std=fields["initializer_range"],

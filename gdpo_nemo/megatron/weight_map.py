@@ -20,6 +20,10 @@ SCORE = "score.weight"
 """Name of a reward model's head, both in Megatron's model and in transformers' sequence classifiers."""
 
 
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""Name of the buffer that a router adds to its scores to choose experts."""
+
+
 @dataclass(frozen=True)
 class Weight:
     """A Megatron parameter and the corresponding Hugging Face tensors."""
@@ -65,6 +69,10 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
     modules = family.modules
     attention_norm = _weights(REPLICATED, modules.attention_norm)
     mlp_norm = _weights(REPLICATED, modules.mlp_norm)
+    post_norms = {
+        "self_attn_bda.norm.weight": _weights(REPLICATED, modules.attention_post_norm),
+        "mlp_bda.norm.weight": _weights(REPLICATED, modules.mlp_post_norm),
+    }
     return {
         # Each norm has a second name, because TransformerEngine fuses the norm with the linear layer that follows.
         "input_layernorm.weight": attention_norm,
@@ -78,6 +86,7 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
         "mlp.linear_fc1.layer_norm_weight": mlp_norm,
         "mlp.linear_fc1.weight": _weights(GATED_ROWS, *modules.gate_up),
         "mlp.linear_fc2.weight": _weights(COLUMNS, modules.down),
+        **(post_norms if family.post_norms else {}),
     }
 
 
@@ -93,6 +102,12 @@ def layer_weight(family: Family, name: str) -> Weight:
     experts = family.experts
     if experts is not None and name == "mlp.router.weight":
         return _weights(REPLICATED, experts.router, stacked=experts.stacked_router)
+    if experts is not None and experts.bias and name == EXPERT_BIAS:
+        return Weight(REPLICATED, (experts.bias,))
+    if experts is not None and name == "mlp.shared_experts.linear_fc1.weight":
+        return _weights(GATED_ROWS, experts.shared_gate, experts.shared_up)
+    if experts is not None and name == "mlp.shared_experts.linear_fc2.weight":
+        return _weights(COLUMNS, experts.shared_down)
     match = _EXPERT.fullmatch(name)
     if match is None or experts is None:
         return dense_weights(family.model_type)[name]

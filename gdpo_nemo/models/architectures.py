@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.models.families import FAMILIES, Family
+from gdpo_nemo.models.families import FAMILIES, Experts, Family
 from gdpo_nemo.utils.errors import ConfigError
 
 
@@ -39,7 +39,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")
 """Fields that enable projection biases. Only the field named by ``Family.qkv_bias`` may be true."""
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields with the number of experts. The field's name depends on the family."""
 
 
@@ -108,8 +108,11 @@ def _check_rope(fields: Mapping[str, Any], family: Family) -> None:
     for key in ROPE_PARAMETERS[kind]:
         if not isinstance(rope.get(key), (int, float)):
             raise _model_error(f"rope scaling {kind!r} requires the number {key}")
-    if rope.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
+    factor = _rotated_share(fields)
+    if factor != 1 and not family.partial_rotary:
         raise _model_error("a partial rotary embedding (partial_rotary_factor) is not supported")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
+        raise _model_error(f"partial_rotary_factor must be a number above 0 and at most 1, got {repr(factor)[:40]}")
 
 
 def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,9 +147,44 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
         _check_size(experts.count, num_experts(content))
         for key in (experts.width, "num_experts_per_tok"):
             _check_size(key, content.get(key))
+        _check_router(content, experts)
         if experts.period and content.get(experts.period) is not None:
             _check_size(experts.period, content[experts.period])
     return family
+
+
+def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
+    """Check the fields of a router with sigmoid scores, groups and shared experts. Raises ConfigError."""
+    fields = with_defaults(content)
+    for key in (*(experts.groups or ()), experts.shared):
+        if key and fields.get(key) is not None:
+            _check_size(key, fields[key])
+    for key in (experts.first_dense,):
+        if key and fields.get(key):
+            _check_size(key, fields[key])
+    kinds = fields.get(experts.kinds) if experts.kinds else None
+    if kinds is not None and (
+        not isinstance(kinds, list)
+        or len(kinds) != fields["num_hidden_layers"]
+        or not {"dense", "sparse"}.issuperset(map(str, kinds))
+    ):
+        raise _model_error(f"{experts.kinds} must contain dense or sparse for each layer")
+    scaling = fields.get(experts.scaling) if experts.scaling else None
+    if scaling is not None and (isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling <= 0):
+        raise _model_error(f"{experts.scaling} must be a positive number, got {repr(scaling)[:40]}")
+    chosen = fields["num_experts_per_tok"]
+    if experts.sigmoid and (chosen == 1 or not (experts.normalized and fields.get(experts.normalized, True))):
+        raise _model_error(
+            f"weights of experts that do not sum to 1 ({experts.normalized} false, or num_experts_per_tok 1) are not "
+            f"supported for {fields['model_type']}"
+        )
+    groups, group_limit = expert_groups(fields)
+    # A group's score is the sum of its two highest scores. Megatron sums num_experts_per_tok / topk_group scores.
+    if groups > 1 and (num_experts(fields) % groups or group_limit > groups or chosen != 2 * group_limit):
+        raise _model_error(
+            f"{groups} groups of experts (n_group) with topk_group {group_limit} are not supported; n_group must "
+            f"divide the {num_experts(fields)} experts, and topk_group must be half of num_experts_per_tok ({chosen})"
+        )
 
 
 _LARGEST_SIZE = 2**31
@@ -171,7 +209,12 @@ def mixture_layers(content: Mapping[str, Any]) -> list[bool]:
     experts = FAMILIES[content["model_type"]].experts
     if experts is None:
         return [False for _ in layers]
+    kinds = content.get(experts.kinds) if experts.kinds else None
+    if kinds is not None:
+        return [kind == "sparse" for kind in kinds]
     dense = (content.get(experts.dense_layers) if experts.dense_layers else None) or ()
+    if experts.first_dense:
+        dense = range(with_defaults(content).get(experts.first_dense) or 0)
     period = (content.get(experts.period) if experts.period else None) or 1
     return [layer not in dense and (layer + 1) % period == 0 for layer in layers]
 
@@ -184,6 +227,47 @@ def head_size(content: Mapping[str, Any]) -> int:
 def key_value_heads(content: Mapping[str, Any]) -> int:
     """Return the number of key and value heads."""
     return int(with_defaults(content).get("num_key_value_heads") or content["num_attention_heads"])
+
+
+def _rotated_share(fields: Mapping[str, Any]) -> Any:
+    """Return the value of ``partial_rotary_factor``, of which transformers also reads the older place."""
+    factor = rope_of(fields).get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    return 1 if factor is None else factor
+
+
+def rotary_size(content: Mapping[str, Any]) -> int:
+    """Return the number of elements of a head that the rotary embedding rotates."""
+    return int(head_size(content) * _rotated_share(with_defaults(content)))
+
+
+def rotates_pairs(content: Mapping[str, Any]) -> bool:
+    """Return whether the rotary embedding rotates neighbouring elements (``Family.rotary_pairs``)."""
+    pairs = FAMILIES[content["model_type"]].rotary_pairs
+    return bool(with_defaults(content).get(pairs)) if isinstance(pairs, str) else pairs
+
+
+def has_qk_norm(content: Mapping[str, Any]) -> bool:
+    """Return whether the heads of queries and keys have norms."""
+    norm = FAMILIES[content["model_type"]].qk_norm
+    return bool(with_defaults(content).get(norm)) if isinstance(norm, str) else norm
+
+
+def shared_width(content: Mapping[str, Any]) -> int:
+    """Return the intermediate size of the shared experts of an MoE layer, or 0 if it has none."""
+    experts = FAMILIES[content["model_type"]].experts
+    if experts is None or experts.shared is None:
+        return 0
+    return int(with_defaults(content).get(experts.shared) or 0) * int(content[experts.width])
+
+
+def expert_groups(content: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of groups of experts, and of groups from which a token's experts are chosen: (1, 1) if the
+    experts are not grouped."""
+    experts = FAMILIES[content["model_type"]].experts
+    if experts is None or experts.groups is None:
+        return 1, 1
+    groups, chosen = (with_defaults(content).get(field) or 1 for field in experts.groups)
+    return int(groups), int(chosen)
 
 
 def has_qkv_bias(content: Mapping[str, Any]) -> bool:

@@ -285,6 +285,7 @@ def _layer_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> tuple[f
     gpu = transformer_engine(policy, layout)
     sharded = layout.tensor if policy.megatron_cfg.sequence_parallel else 1
     norms = 2 * (2 if gpu else _norm_floats(policy)) * shape.hidden / sharded
+    norms += 2 * _norm_floats(policy) * shape.hidden / sharded * shape.post_norms  # never fused with a linear layer
     query = shape.query / layout.tensor
     keys_values = shape.key_value / layout.tensor
     ffn = _ffn_floats(policy, shape, layout)
@@ -320,6 +321,7 @@ def _ffn_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
     routed = shape.active_experts * (_mlp_parts(layout) * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
     # The router saves logits, scores and probabilities of all experts in float32.
     routed += 12 / BYTES[policy.precision] * shape.experts
+    routed += _mlp_parts(layout) * shape.shared_ffn / layout.tensor
     moe_fraction = len(shape.moe_layers) / shape.layers
     return moe_fraction * routed + (1 - moe_fraction) * dense
 

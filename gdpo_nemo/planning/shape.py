@@ -10,12 +10,14 @@ from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.data import prefixes
 from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.models.architectures import (
+    has_qk_norm,
     has_qkv_bias,
     head_size,
     key_value_heads,
     last_name,
     mixture_layers,
     num_experts,
+    shared_width,
 )
 from gdpo_nemo.models.families import FAMILIES, Modules
 from gdpo_nemo.models.sources import ModelFacts
@@ -93,6 +95,9 @@ class Shape:
     """Indices of the layers with a mixture-of-experts MLP."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    post_norms: bool = False
+    shared_ffn: int = 0
+    """Intermediate size of the shared experts, which process all tokens."""
     modules: Modules = Modules()
     """Names of the linear layers, which determine where adapters are added."""
 
@@ -122,11 +127,12 @@ class Shape:
     def _layers(self, tensor: int, layers: range, expert: int, expert_tensor: int) -> tuple[int, int]:
         """Return the numbers of (dense, expert) parameters of ``layers`` on one rank of the parallel layout."""
         width = self.query + self.key_value
-        attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
+        norm = self.hidden * (1 + self.post_norms)
+        attention = norm + self.hidden * width // tensor + self.query * self.hidden // tensor
         attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
         moe_count = sum(layer in self.moe_layers for layer in layers)
-        mlp = self.hidden + 3 * self.hidden * self.ffn // tensor
-        router = self.hidden + self.hidden * self.experts
+        mlp = norm + 3 * self.hidden * self.ffn // tensor
+        router = norm + self.hidden * self.experts + 3 * self.hidden * self.shared_ffn // tensor
         dense = len(layers) * attention + (len(layers) - moe_count) * mlp + moe_count * router
         if not moe_count:
             return dense, 0
@@ -199,7 +205,9 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         expert_ffn=content[family.experts.width] if experts and family.experts else 0,
         moe_layers=tuple(layer for layer, is_moe in enumerate(mixture_layers(content)) if is_moe),
         qkv_bias=has_qkv_bias(content),
-        qk_norm=family.qk_norm,
+        qk_norm=has_qk_norm(content),
+        post_norms=family.post_norms,
+        shared_ffn=shared_width(content),
         modules=family.modules,
     )
 

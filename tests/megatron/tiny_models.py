@@ -37,6 +37,21 @@ _LLAMA_3_ROPE = dict(
 _EXPERTS = dict(num_experts=4, moe_intermediate_size=24)
 
 MODELS: dict[str, dict] = {
+    "glm4": dict(model_type="glm4", head_dim=16, attention_bias=True),
+    # Two groups of experts, of which a token uses one; a shared expert; norms of q and k.
+    "glm4-moe": dict(
+        model_type="glm4_moe",
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        moe_intermediate_size=24,
+        n_group=2,
+        topk_group=1,
+        head_dim=16,
+        use_qk_norm=True,
+        attention_bias=True,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
+    ),
     "llama": dict(model_type="llama", rope_parameters=_LLAMA_3_ROPE),
     "mistral": dict(model_type="mistral", sliding_window=None),
     "phi3": dict(model_type="phi3"),
@@ -75,6 +90,9 @@ def write_model(name: str, folder: Path, seed: int = 7, **fields: object) -> Pat
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return folder
 

@@ -25,6 +25,10 @@ class Modules:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Two modules, or a fused module whose rows are the rows of the gate, then the rows of the up projection."""
     down: str = "mlp.down_proj"
+    attention_post_norm: str = "post_self_attn_layernorm"
+    """Norm of the attention's output before the residual addition, if ``Family.post_norms`` is true."""
+    mlp_post_norm: str = "post_mlp_layernorm"
+    """Norm of the MLP's output before the residual addition, if ``Family.post_norms`` is true."""
 
     @property
     def mlp(self) -> tuple[str, ...]:
@@ -35,6 +39,25 @@ class Modules:
     def linear(self) -> tuple[str, ...]:
         """Linear layers of a dense layer."""
         return (*self.qkv, self.attention_output, *self.mlp)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): module names, relative to the layer.
+
+    A projection to a small latent vector, a norm and a second projection replace each of the projections of q, k and v.
+    k and v share a latent vector. One head of k with the rotary embedding is shared by all heads.
+    """
+
+    query: str = "self_attn.q_proj"
+    """Projection of q in models without a latent vector of q (``q_lora_rank`` null)."""
+    query_down: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    key_value_down: str = "self_attn.kv_a_proj_with_mqa"
+    """Projection to the latent vector of k and v, and to the shared head of k."""
+    key_value_norm: str = "self_attn.kv_a_layernorm"
+    key_value_up: str = "self_attn.kv_b_proj"
 
 
 @dataclass(frozen=True)
@@ -62,6 +85,27 @@ class Experts:
     stacked_router: str = "mlp.gate.weight"
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
+    sigmoid: bool = False
+    """True if the router scores each expert with a sigmoid, and scales the scores of the chosen experts to sum to 1.
+
+    Otherwise, the scores are a softmax over the experts.
+    """
+    bias: str | None = None
+    """Tensor that is added to the scores to choose the experts, but not to their weights. Training does not change it.
+    """
+    groups: tuple[str, str] | None = None
+    """Fields with the number of groups of experts, and with the number of groups from which experts are chosen."""
+    scaling: str | None = None
+    """Field with a factor of the weights of the chosen experts."""
+    shared: str | None = None
+    """Field with the number of shared experts, which process all tokens and form one MLP."""
+    shared_gate: str = "mlp.shared_experts.gate_proj"
+    shared_up: str = "mlp.shared_experts.up_proj"
+    shared_down: str = "mlp.shared_experts.down_proj"
+    first_dense: str | None = None
+    """Field with the number of leading layers whose MLP is dense."""
+    kinds: str | None = None
+    """Field with a list that contains ``dense`` or ``sparse`` for each layer."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +119,9 @@ class Family:
     modules: Modules = Modules()
     qkv_bias: bool | str = False
     """True if q, k and v have biases, or the name of the boolean field in config.json that enables them."""
-    qk_norm: bool = False
-    """True if each head of q and k has a norm before the rotary embedding."""
+    qk_norm: bool | str = False
+    """True if each head of q and k has a norm before the rotary embedding, or the name of the boolean field in
+    config.json that enables these norms."""
     activation: str = "silu"
     """Activation function of the MLP, as in the field ``hidden_act``."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
@@ -88,3 +133,12 @@ class Family:
 
     Only fields that gdpo_nemo reads, and whose default value is not None, are listed.
     """
+    post_norms: bool = False
+    """True if the outputs of attention and MLP have norms before the residual addition."""
+    partial_rotary: bool = False
+    """True if the field ``partial_rotary_factor`` may limit the rotary embedding to the first part of each head."""
+    rotary_pairs: bool | str = False
+    """True if the rotary embedding rotates pairs of neighbouring elements instead of elements of the two halves, or the
+    name of the boolean field in config.json that says so."""
+    latent: Latent | None = None
+    """Modules of latent attention (None for separate projections of q, k and v)."""
