@@ -43,6 +43,8 @@ def row(family: Family) -> tuple[str, ...]:
     """Return a family's cells of the table."""
     modules = family.modules
     qkv = ["one matrix" if len(modules.qkv) == 1 else "three matrices"]
+    if family.latent:
+        qkv = ["latent vectors"]
     qkv += [f"biases if `{family.qkv_bias}`" if isinstance(family.qkv_bias, str) else "biases"] * bool(family.qkv_bias)
     norms = f"norms on q and k if `{family.qk_norm}`" if isinstance(family.qk_norm, str) else "norms on q and k"
     qkv += [norms] * bool(family.qk_norm)

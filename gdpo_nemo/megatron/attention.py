@@ -370,7 +370,7 @@ class PackedAttention(MegatronModule):
 
     Args:
         rotary: inverse frequencies [rotated elements / 2] of the rotary embedding, and the scaling factor of cos and
-            sin. If a head has more elements, the others are not rotated.
+            sin. If a head has more elements, its first elements are rotated, or its last with latent attention.
         pairs: True if the rotary embedding rotates pairs of neighbouring elements.
     """
 
@@ -453,6 +453,8 @@ class PackedAttention(MegatronModule):
         size = packing.cos.size(-1)
         if size == x.size(-1):
             return self._rotated(x, packing.cos, packing.sin)
+        if self.config.multi_latent_attention:
+            return torch.cat((x[..., :-size], self._rotated(x[..., -size:], packing.cos, packing.sin)), -1)
         return torch.cat((self._rotated(x[..., :size], packing.cos, packing.sin), x[..., size:]), -1)
 
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):

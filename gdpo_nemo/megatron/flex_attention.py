@@ -142,6 +142,8 @@ class FlexAttention(PackedAttention):
         self, config, layer_number, attn_mask_type, attention_type, *, rotary, pairs=False, unshared=None, **options
     ):
         super().__init__(config, layer_number, attn_mask_type, attention_type, rotary=rotary, pairs=pairs, **options)
+        if "v_channels" in options:  # Megatron pads the values of latent attention to the size of the keys
+            options["v_channels"] = options["k_channels"]
         self.unshared = unshared and unshared(
             config=config,
             layer_number=layer_number,

@@ -18,7 +18,7 @@ from megatron.core.optimizer import (
     get_standard_config_overrides,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.layout import stage_layers
@@ -35,6 +35,7 @@ from gdpo_nemo.megatron.lora import attach
 from gdpo_nemo.megatron.model_config import family_of, layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.optimizer import make_schedule
 from gdpo_nemo.megatron.routers import freeze_expert_biases, freeze_routers, in_precision
+from gdpo_nemo.models.architectures import rotates_pairs
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.progress import hidden
 
@@ -233,7 +234,8 @@ def transformer_config(
         options |= engine_options(hf, layout, attention)
     if layout.fp8:
         options |= dict(fp8=layout.fp8, fp8_recipe=layout.fp8_recipe)
-    return TransformerConfig(
+    kind = MLATransformerConfig if family_of(hf).latent else TransformerConfig
+    return kind(
         **transformer_fields(hf),
         **options,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -312,10 +314,12 @@ def build_chunks(
     use_te = use_te and layout.attention_backend != "sdpa"
     if layout.fp8 and not use_te:
         raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
-    attention = select_attention(layout.attention_backend, use_te, sharing)
+    family = family_of(hf)
+    attention = select_attention(layout.attention_backend, use_te, sharing, family.latent is not None)
     config = transformer_config(hf, layout, dtype, use_te, attention)
     fused = use_fused_logprobs(layout.fused_logprobs)
     frequencies = rotary(hf)
+    pairs = rotates_pairs(hf.to_dict())
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
     model_class = ValueModel if values else PolicyModel
@@ -325,7 +329,7 @@ def build_chunks(
     for stage in range(virtual) if virtual else [None]:
         model = model_class(
             config,
-            layer_spec(config, frequencies, use_te, attention, adapted, family_of(hf).post_norms),
+            layer_spec(config, frequencies, use_te, attention, adapted, family.post_norms, pairs),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(layer_symbols(hf), layout),

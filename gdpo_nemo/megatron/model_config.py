@@ -80,6 +80,23 @@ def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
     )
 
 
+def _latent_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
+    if family.latent is None:
+        return {}
+    rope = architectures.rope_of(fields)
+    return dict(
+        q_lora_rank=fields["q_lora_rank"],
+        kv_lora_rank=fields["kv_lora_rank"],
+        qk_head_dim=fields["qk_nope_head_dim"],
+        qk_pos_emb_head_dim=fields["qk_rope_head_dim"],
+        v_head_dim=fields["v_head_dim"],
+        rope_type="rope",  # PackedAttention applies the rotary embedding, so Megatron's is not used
+        # Megatron multiplies the attention scores by the square of 0.1 * mscale_all_dim * ln(factor) + 1.
+        rotary_scaling_factor=rope.get("factor", 1.0),
+        mscale_all_dim=rope.get("mscale_all_dim", 0.0) if rope["rope_type"] != "default" else 0.0,
+    )
+
+
 def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig that depend only on the model's architecture.
 
@@ -101,9 +118,11 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         add_bias_linear=False,
         add_qkv_bias=architectures.has_qkv_bias(fields),
         qk_layernorm=architectures.has_qk_norm(fields),
-        rotary_interleaved=architectures.rotates_pairs(fields),
+        # Megatron refuses this field for latent attention, whose rotary embedding PackedAttention applies.
+        rotary_interleaved=architectures.rotates_pairs(fields) and not family.latent,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         init_method_std=fields["initializer_range"],
+        **_latent_fields(fields, family),
         **_expert_fields(fields, family),
     )

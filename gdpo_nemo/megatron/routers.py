@@ -21,9 +21,9 @@ def freeze_routers(chunks: Iterable[torch.nn.Module]) -> None:
 
 def freeze_expert_biases(chunk: torch.nn.Module) -> None:
     """Exclude the biases of routers from Megatron's update, which counteracts an unequal load of the experts."""
-    for module in chunk.modules():
-        if hasattr(module, "frozen_expert_bias"):
-            module.frozen_expert_bias = True
+    routers: list[Any] = [module for module in chunk.modules() if hasattr(module, "frozen_expert_bias")]
+    for router in routers:
+        router.frozen_expert_bias = True
 
 
 def in_precision(config: TransformerConfig, chunk: torch.nn.Module) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gdpo_nemo.models.families import FAMILIES, Family
+from gdpo_nemo.models.families import FAMILIES, Family, Latent, Modules
 
 # Ways to split a weight over tensor-parallel ranks. The last two also define the order of the rows in Megatron.
 REPLICATED = "replicated"
@@ -59,6 +59,27 @@ def top_weights(model_type: str) -> dict[str, Weight]:
     }
 
 
+def _attention_weights(modules: Modules) -> dict[str, Weight]:
+    return {
+        "self_attention.linear_qkv.weight": _weights(QKV_ROWS, *modules.qkv),
+        "self_attention.linear_qkv.bias": Weight(QKV_ROWS, tuple(f"{module}.bias" for module in modules.qkv)),
+        "self_attention.q_layernorm.weight": _weights(REPLICATED, modules.q_norm),
+        "self_attention.k_layernorm.weight": _weights(REPLICATED, modules.k_norm),
+    }
+
+
+def _latent_weights(latent: Latent) -> dict[str, Weight]:
+    return {
+        "self_attention.linear_q_proj.weight": _weights(ROWS, latent.query),
+        "self_attention.linear_q_down_proj.weight": _weights(REPLICATED, latent.query_down),
+        "self_attention.q_layernorm.weight": _weights(REPLICATED, latent.query_norm),
+        "self_attention.linear_q_up_proj.weight": _weights(ROWS, latent.query_up),
+        "self_attention.linear_kv_down_proj.weight": _weights(REPLICATED, latent.key_value_down),
+        "self_attention.kv_layernorm.weight": _weights(REPLICATED, latent.key_value_norm),
+        "self_attention.linear_kv_up_proj.weight": _weights(ROWS, latent.key_value_up),
+    }
+
+
 @cache
 def dense_weights(model_type: str) -> dict[str, Weight]:
     """Return the weights of a dense layer, by their Megatron names in a Hybrid layer.
@@ -73,14 +94,12 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
         "self_attn_bda.norm.weight": _weights(REPLICATED, modules.attention_post_norm),
         "mlp_bda.norm.weight": _weights(REPLICATED, modules.mlp_post_norm),
     }
+    attention = _latent_weights(family.latent) if family.latent else _attention_weights(modules)
     return {
         # Each norm has a second name, because TransformerEngine fuses the norm with the linear layer that follows.
         "input_layernorm.weight": attention_norm,
         "self_attention.linear_qkv.layer_norm_weight": attention_norm,
-        "self_attention.linear_qkv.weight": _weights(QKV_ROWS, *modules.qkv),
-        "self_attention.linear_qkv.bias": Weight(QKV_ROWS, tuple(f"{module}.bias" for module in modules.qkv)),
-        "self_attention.q_layernorm.weight": _weights(REPLICATED, modules.q_norm),
-        "self_attention.k_layernorm.weight": _weights(REPLICATED, modules.k_norm),
+        **attention,
         "self_attention.linear_proj.weight": _weights(COLUMNS, modules.attention_output),
         "pre_mlp_layernorm.weight": mlp_norm,
         "mlp.linear_fc1.layer_norm_weight": mlp_norm,

@@ -33,6 +33,9 @@ The types dynamic and longrope are not supported, because their frequencies depe
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes supported by vLLM's CPU kernels."""
 
+CPU_LATENT_WIDTH = 576
+"""Sum of ``kv_lora_rank`` and ``qk_rope_head_dim`` that vLLM's CPU kernels for latent attention support."""
+
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 """Fields that config.json must contain. For a missing field, transformers would use a default size."""
 
@@ -142,6 +145,15 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
     for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         if content.get(key) is not None:
             _check_size(key, content[key])
+    if family.latent:
+        fields = with_defaults(content)
+        for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
+            if key != "q_lora_rank" or fields.get(key) is not None:
+                _check_size(key, fields.get(key))
+        if fields["v_head_dim"] > head_size(content):
+            raise _model_error("v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim")
+        if key_value_heads(content) != content["num_attention_heads"]:
+            raise _model_error("num_key_value_heads must be equal to num_attention_heads with latent attention")
     experts = family.experts
     if experts:
         _check_size(experts.count, num_experts(content))
@@ -220,7 +232,10 @@ def mixture_layers(content: Mapping[str, Any]) -> list[bool]:
 
 
 def head_size(content: Mapping[str, Any]) -> int:
-    """Return the size of one attention head."""
+    """Return the size of one head of queries and keys."""
+    fields = with_defaults(content)
+    if FAMILIES[content["model_type"]].latent:
+        return int(fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"])
     return int(with_defaults(content).get("head_dim") or content["hidden_size"] // content["num_attention_heads"])
 
 
@@ -237,13 +252,28 @@ def _rotated_share(fields: Mapping[str, Any]) -> Any:
 
 def rotary_size(content: Mapping[str, Any]) -> int:
     """Return the number of elements of a head that the rotary embedding rotates."""
-    return int(head_size(content) * _rotated_share(with_defaults(content)))
+    fields = with_defaults(content)
+    if FAMILIES[content["model_type"]].latent:
+        return int(fields["qk_rope_head_dim"])
+    return int(head_size(content) * _rotated_share(fields))
 
 
 def rotates_pairs(content: Mapping[str, Any]) -> bool:
     """Return whether the rotary embedding rotates neighbouring elements (``Family.rotary_pairs``)."""
     pairs = FAMILIES[content["model_type"]].rotary_pairs
     return bool(with_defaults(content).get(pairs)) if isinstance(pairs, str) else pairs
+
+
+def latent_widths(content: Mapping[str, Any]) -> tuple[int, int, int, int] | None:
+    """Return the widths of the latent vectors of q (0: none) and of k and v, of the rotated part of a head, and of a
+    head's values, or None if the model has no latent attention."""
+    if FAMILIES[content["model_type"]].latent is None:
+        return None
+    fields = with_defaults(content)
+    q, key_value, rotated, value = (
+        int(fields[key] or 0) for key in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
+    )
+    return q, key_value, rotated, value
 
 
 def has_qk_norm(content: Mapping[str, Any]) -> bool:
@@ -288,18 +318,25 @@ def rope_of(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**parameters, "rope_type": "default" if kind is None else kind}
 
 
-def check_adapted_layers(targets: Sequence[str], family: Family, tied: bool) -> None:
+def check_adapted_layers(
+    targets: Sequence[str], family: Family, tied: bool, content: Mapping[str, Any] | None = None
+) -> None:
     """Check that LoRA adapters can be added to the target modules.
 
     Args:
         targets: last parts of module names, as in ``policy.lora.target_modules``.
         tied: True if the output layer shares its weight with the embedding.
+        content: fields of config.json, which decide what modules latent attention has. None: accept all of its modules.
 
     Raises:
         ConfigError: if the model has no such module, or adapters are not supported for it.
     """
     key = "policy.lora.target_modules"
     known = linear_layers(family)
+    if family.latent and content is not None:
+        factored = with_defaults(content).get("q_lora_rank") is not None
+        absent = last_name(family.latent.query if factored else family.latent.query_up)
+        known = tuple(name for name in known if name != absent)
     missing = [name for name in targets if name not in known]
     if missing:
         raise ConfigError(

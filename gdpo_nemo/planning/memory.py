@@ -463,6 +463,8 @@ def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemo
     tensor = vllm.tensor_parallel_size
     weights = shape.parameters * size // tensor
     per_token = 2 * shape.layers * max(1, shape.kv_heads // tensor) * shape.head_size * size
+    if shape.latent:  # each rank of the engine holds the complete latent vectors
+        per_token = shape.layers * (shape.latent[1] + shape.latent[2]) * size
     if not config.cluster.gpus_per_node:
         return EngineMemory(weights, vllm.kv_cache_memory_bytes, per_token)
     room = int(device_bytes * vllm.gpu_memory_utilization) - weights - GPU_RESERVE

@@ -15,6 +15,7 @@ from gdpo_nemo.models.architectures import (
     head_size,
     key_value_heads,
     last_name,
+    latent_widths,
     mixture_layers,
     num_experts,
     shared_width,
@@ -96,6 +97,9 @@ class Shape:
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norms: bool = False
+    latent: tuple[int, int, int, int] | None = None
+    """With latent attention: widths of the latent vectors of q (0: none) and of k and v, of the rotated part of a head,
+    and of a head's values."""
     shared_ffn: int = 0
     """Intermediate size of the shared experts, which process all tokens."""
     modules: Modules = Modules()
@@ -130,6 +134,8 @@ class Shape:
         norm = self.hidden * (1 + self.post_norms)
         attention = norm + self.hidden * width // tensor + self.query * self.hidden // tensor
         attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
+        if self.latent:
+            attention = norm + self._latent_parameters(tensor)
         moe_count = sum(layer in self.moe_layers for layer in layers)
         mlp = norm + 3 * self.hidden * self.ffn // tensor
         router = norm + self.hidden * self.experts + 3 * self.hidden * self.shared_ffn // tensor
@@ -137,6 +143,15 @@ class Shape:
         if not moe_count:
             return dense, 0
         return dense, moe_count * self.experts // expert * (3 * self.hidden * self.expert_ffn // expert_tensor)
+
+    def _latent_parameters(self, tensor: int) -> int:
+        """Return the number of parameters of latent attention on one rank. The projections to latent vectors are
+        replicated."""
+        q, key_value, rotated, value = self.latent or (0, 0, 0, 0)
+        heads = self.heads * (self.head_size - rotated + value)
+        replicated = (q and (self.hidden + 1) * q) + self.hidden * (key_value + rotated) + key_value
+        split = (q or self.hidden) * self.query + key_value * heads + self.heads * value * self.hidden
+        return replicated + split // tensor
 
     def on_rank(self, layout: Layout, stage: int) -> tuple[int, int]:
         """Return the numbers of (dense, expert) parameters on a rank of ``stage``, with tied copies and padding."""
@@ -154,19 +169,32 @@ class Shape:
         Every tensor rank holds the unsharded matrices.
         """
         targets = set(lora.target_modules)
-        layer = sum(
-            self._adapter_width(fused, widths, targets, layout.tensor, lora.share_a)
-            for fused, widths in (
-                (self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2)),
-                (self.modules.gate_up, (self.ffn, self.ffn)),
-            )
+        fused_modules: list[tuple[tuple[str, ...], tuple[int, ...]]] = [(self.modules.gate_up, (self.ffn, self.ffn))]
+        output = self.query
+        layer = 0
+        if self.latent:
+            output, layer = self._latent_adapters(targets, layout.tensor)
+        else:
+            fused_modules += [(self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2))]
+        layer += sum(
+            self._adapter_width(fused, widths, targets, layout.tensor, lora.share_a) for fused, widths in fused_modules
         )
-        for module, width in ((self.modules.attention_output, self.query), (self.modules.down, self.ffn)):
+        for module, width in ((self.modules.attention_output, output), (self.modules.down, self.ffn)):
             layer += (last_name(module) in targets) * (width // layout.tensor + self.hidden)
         head = 0
         if last_name(self.modules.head) in targets and stage == layout.pipeline - 1:
             head = self.hidden + -(-self.vocabulary // layout.tensor)
         return (len(self.on_stage(layout, stage)) * layer + head) * lora.rank
+
+    def _latent_adapters(self, targets: set[str], tensor: int) -> tuple[int, int]:
+        """Return the width of the output projection's input, and the number of LoRA parameters of the other modules of
+        latent attention per unit of LoRA rank."""
+        q, key_value, rotated, value = self.latent or (0, 0, 0, 0)
+        query, query_up, key_value_up = (last_name(module) in targets for module in self.modules.qkv)
+        adapted = query_up if q else query
+        count = adapted * ((q or self.hidden) + self.query // tensor)
+        count += key_value_up * (key_value + self.heads * (self.head_size - rotated + value) // tensor)
+        return self.heads * value, count
 
     def _adapter_width(
         self, modules: tuple[str, ...], widths: tuple[int, ...], targets: set[str], tensor: int, share_a: bool
@@ -208,6 +236,7 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         qk_norm=has_qk_norm(content),
         post_norms=family.post_norms,
         shared_ffn=shared_width(content),
+        latent=latent_widths(content),
         modules=family.modules,
     )
 

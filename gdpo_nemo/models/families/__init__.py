@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Mapping
 
-from gdpo_nemo.models.families import glm, llama, qwen
+from gdpo_nemo.models.families import deepseek, glm, llama, qwen
 from gdpo_nemo.models.families.declaration import Experts, Family, Latent, Modules
 
-_DECLARATIONS = (*glm.FAMILIES, *llama.FAMILIES, *qwen.FAMILIES)
+_DECLARATIONS = (*deepseek.FAMILIES, *glm.FAMILIES, *llama.FAMILIES, *qwen.FAMILIES)
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in sorted(_DECLARATIONS, key=lambda family: family.model_type)

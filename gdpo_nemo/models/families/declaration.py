@@ -17,7 +17,10 @@ class Modules:
     head: str = "lm_head"
     attention_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three modules, or a fused module whose rows are all queries, then all keys, then all values."""
+    """Three modules, or a fused module whose rows are all queries, then all keys, then all values.
+
+    With latent attention: the modules whose outputs have heads, of which a model has only some.
+    """
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     attention_output: str = "self_attn.o_proj"
@@ -58,6 +61,11 @@ class Latent:
     """Projection to the latent vector of k and v, and to the shared head of k."""
     key_value_norm: str = "self_attn.kv_a_layernorm"
     key_value_up: str = "self_attn.kv_b_proj"
+
+    @property
+    def by_heads(self) -> tuple[str, str, str]:
+        """Modules whose outputs have heads. Tensor parallelism splits them, and adapters are supported for them."""
+        return self.query, self.query_up, self.key_value_up
 
 
 @dataclass(frozen=True)
@@ -105,7 +113,7 @@ class Experts:
     first_dense: str | None = None
     """Field with the number of leading layers whose MLP is dense."""
     kinds: str | None = None
-    """Field with a list that contains ``dense`` or ``sparse`` for each layer."""
+    """Field with a list that contains ``dense`` or ``sparse`` for each layer, and takes precedence over the others."""
 
 
 @dataclass(frozen=True)

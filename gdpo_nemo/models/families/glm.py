@@ -1,25 +1,11 @@
-"""GLM-4 (0414, dense) and the mixtures GLM-4.5, 4.6 and 4.7."""
+"""GLM-4 (0414, dense), and the mixtures GLM-4.5, 4.6, 4.7 and GLM-4.7-Flash."""
 
 from __future__ import annotations
 
-from gdpo_nemo.models.families.declaration import Experts, Family, Modules
+from dataclasses import replace
 
-EXPERTS = Experts(
-    router="mlp.gate",
-    gate="mlp.experts.{}.gate_proj",
-    up="mlp.experts.{}.up_proj",
-    down="mlp.experts.{}.down_proj",
-    count="n_routed_experts",
-    width="moe_intermediate_size",
-    normalized="norm_topk_prob",
-    sigmoid=True,
-    bias="mlp.gate.e_score_correction_bias",
-    groups=("n_group", "topk_group"),
-    scaling="routed_scaling_factor",
-    shared="n_shared_experts",
-    first_dense="first_k_dense_replace",
-)
-"""DeepSeek-V3's experts (arXiv 2412.19437), which GLM-4.5 adopted."""
+from gdpo_nemo.models.families.declaration import Family, Modules
+from gdpo_nemo.models.families.deepseek import EXPERTS, LATENT, LATENT_DEFAULTS
 
 FAMILIES = (
     Family(
@@ -56,5 +42,24 @@ FAMILIES = (
             "num_nextn_predict_layers": 1,
         },
         partial_rotary=True,
+    ),
+    Family(
+        "glm4_moe_lite",
+        "Glm4MoeLiteForCausalLM",
+        r"zai-org/GLM-4\.7-Flash",
+        rope_types=("default",),
+        modules=Modules(qkv=LATENT.by_heads),
+        experts=replace(EXPERTS, kinds="mlp_layer_types"),
+        defaults={
+            **LATENT_DEFAULTS,
+            "num_key_value_heads": 20,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "routed_scaling_factor": 1.8,
+            "first_k_dense_replace": 1,
+        },
+        rotary_pairs="rope_interleave",
+        latent=LATENT,
     ),
 )
