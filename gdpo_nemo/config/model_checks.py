@@ -16,6 +16,7 @@ from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig, Meg
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
 from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
+    CPU_LATENT_WIDTH,
     check_adapted_layers,
     check_model_content,
     has_logit_cap,
@@ -23,6 +24,7 @@ from gdpo_nemo.models.architectures import (
     is_tied,
     is_windowed,
     key_value_heads,
+    latent_widths,
     layer_windows,
     num_experts,
     special_attention,
@@ -272,8 +274,14 @@ def check_engines(model: ModelFacts) -> None:
     """Check that vLLM on CPU supports the model's head size, if it is known. Raises ConfigError."""
     if model.fields is None:
         return
+    latent = latent_widths(model.fields)
+    if latent and latent[1] + latent[2] != CPU_LATENT_WIDTH:
+        raise ConfigError(
+            f"policy.model_name: vLLM on CPUs supports latent attention only with kv_lora_rank + qk_rope_head_dim = "
+            f"{CPU_LATENT_WIDTH}, got {latent[1] + latent[2]}"
+        )
     size = head_size(model.fields)
-    if size not in CPU_HEAD_SIZES:
+    if not latent and size not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"policy.model_name: vLLM on CPUs does not support attention heads of size {size}; supported "
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
@@ -330,7 +338,7 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
             )
     if policy.lora.rank:
         family = FAMILIES[content["model_type"]]
-        check_adapted_layers(policy.lora.target_modules, family, is_tied(content))
+        check_adapted_layers(policy.lora.target_modules, family, is_tied(content), content)
     _check_attention(content, policy.megatron_cfg)
     if experts and layout.tensor > 1 and not policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be true for a model with experts and tensor parallelism")
