@@ -31,7 +31,16 @@ from gdpo_nemo.models.architectures import (
 )
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
-from gdpo_nemo.models.sources import HUB_NAME, Format, ModelFacts, Source, described_by, recognise, source_fields
+from gdpo_nemo.models.sources import (
+    HUB_NAME,
+    Format,
+    ModelFacts,
+    Source,
+    dequantised_fields,
+    described_by,
+    recognise,
+    source_fields,
+)
 from gdpo_nemo.models.weight_files import check_tensors, check_weight_files, tensor_shapes
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object
@@ -139,7 +148,7 @@ def _known_fields(policy: PolicyConfig) -> dict[str, Any] | None:
     if policy.model_factory:
         return _factory_config(policy.model_factory)
     file = next(iter(_cached_configs(policy.model_name)), None)
-    return read_model_config(file) if file else None
+    return dequantised_fields(read_model_config(file)) if file else None
 
 
 def _factory_config(reference: str) -> dict[str, Any] | None:

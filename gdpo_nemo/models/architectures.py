@@ -90,10 +90,6 @@ def _check_not_quantised(fields: Mapping[str, Any]) -> None:
     if quantization or fields.get("quantization"):
         by = method or ("MLX" if fields.get("quantization") else None)
         origin = f", these are by {by}" if by else ""
-        if method == "mxfp4":
-            raise _model_error(
-                "MXFP4 weights are only read from a local folder; specify the path of the downloaded model"
-            )
         raise _model_error(
             f"quantised weights ({key}) are not supported{origin}; specify the folder of the unquantised model"
         )
