@@ -118,7 +118,7 @@ def layer_spec(
     return _with_post_norms(spec, config) if post_norms else spec
 
 
-def _latent(linear: Any, output: Any, core: partial) -> ModuleSpec:
+def _latent(linear: Any, output: Any, core: partial[Any]) -> ModuleSpec:
     """Return latent attention whose projections to and from heads are ``linear`` and ``output``."""
     modules = MLASelfAttentionSubmodules(
         linear_q_up_proj=linear,
