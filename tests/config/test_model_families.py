@@ -59,7 +59,7 @@ REFUSED = {
         ),  # fmt: skip
         "quantised weights (quantization_config) are not supported, these are by fp8",
     ),
-    "large groups": (
+    "large_groups": (
         shape("deepseek_v3", 2048, 27, 16, 16, 11264, 163840, 8192, **MOONLIGHT | dict(n_group=8, topk_group=2)),
         "8 groups of experts (n_group) with topk_group 2 are not supported; n_group must divide the 64 experts, and "
         "topk_group must be half of num_experts_per_tok (6)",

@@ -66,18 +66,20 @@ def test_the_plan_counts_experts_on_the_pipeline_stages_that_have_them():
 
 
 @pytest.mark.parametrize("share_a", [False, True])
-@pytest.mark.parametrize("name", tiny_models.DENSE)
+@pytest.mark.parametrize("name", [*tiny_models.DENSE, "deepseek-v3", "glm4-flash"])
 def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
     from transformers import AutoModelForCausalLM
 
     config = tiny_models.hf_config(name)
     family = FAMILIES[config.model_type]
-    targets = [last_name(module) for module in family.modules.linear[1:]]
+    modules = family.modules
+    linear = (*modules.qkv, modules.attention_output) if family.latent else modules.linear[1:]
+    targets = [last_name(module) for module in linear]
     model = AutoModelForCausalLM.from_config(config)
     adapted = [module for key, module in model.named_modules() if last_name(key) in targets]
     expected = 3 * sum(module.in_features + module.out_features for module in adapted)
-    if share_a:  # k and v, gate and up
-        shared = (len(family.modules.qkv) > 1) + (len(family.modules.gate_up) > 1)
+    if share_a and not family.latent:  # k and v, gate and up
+        shared = (len(modules.qkv) > 1) + (len(modules.gate_up) > 1)
         expected -= 3 * shared * config.hidden_size * config.num_hidden_layers
     lora = LoraConfig(rank=3, target_modules=targets, share_a=share_a)
     assert shape_from(config.to_dict()).adapters(resolve_layout(Config()), 0, lora) == expected

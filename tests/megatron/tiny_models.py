@@ -54,6 +54,9 @@ _DEEPSEEK = dict(
     qk_rope_head_dim=8,
     v_head_dim=12,
     num_nextn_predict_layers=0,
+    # vLLM reads these fields of published models, which transformers ignores.
+    topk_method="noaux_tc",
+    first_k_dense_replace=1,
 )
 
 MODELS: dict[str, dict] = {
@@ -83,7 +86,6 @@ MODELS: dict[str, dict] = {
         topk_group=1,
         q_lora_rank=12,
         rms_norm_eps=1e-3,
-        first_k_dense_replace=1,
         rope_parameters=dict(
             rope_type="yarn",
             rope_theta=1e4,

@@ -114,7 +114,7 @@ ENGINES = (
         "models/architectures.py",
         "chosen != 2 * group_limit",
         "chosen % group_limit",
-        "config/test_model_families.py::test_a_model_that_cannot_be_trained_is_refused_by_name[plan-large groups]",
+        "config/test_model_families.py::test_a_model_that_cannot_be_trained_is_refused_by_name[plan-large_groups]",
         "Megatron scores a group by more than its two best experts",
     ),
     mutant(

@@ -39,7 +39,7 @@ FAMILIES = (
     Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        r"(deepseek-ai/DeepSeek-(V3|R1)(-Base|-Zero|-\d{4})?|moonshotai/Moonlight-.*)",
+        r"moonshotai/Moonlight-.*",  # the hub's weights of DeepSeek-V3 and R1 are FP8
         rope_types=("default", "yarn"),
         modules=Modules(qkv=LATENT.by_heads),
         experts=EXPERTS,
