@@ -10,9 +10,9 @@ from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.algorithms.loss_selection import is_import_path
 from gdpo_nemo.commands.arguments import Commands, add_config, add_verbosity, say, verbosity
+from gdpo_nemo.config.data_files import data_paths, is_local, is_rows_function
 from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.load import load_config, to_yaml
-from gdpo_nemo.config.model_checks import data_paths, is_local, is_rows_function
 from gdpo_nemo.config.schema import Config, DatasetConfig, RunConfig
 from gdpo_nemo.data.records import max_prompt_tokens, splits_to_read
 from gdpo_nemo.data.rows import Row, environment_of_row, load_rows

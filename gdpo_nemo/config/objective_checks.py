@@ -28,8 +28,9 @@ from gdpo_nemo.config.algorithm_choice import (
     resolved_loss,
     trains_stale_samples_as_new,
 )
+from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.layout import Layout, samples_per_step, updates_per_step
-from gdpo_nemo.config.model_checks import check_model, may_be_on_the_hub, read_model
+from gdpo_nemo.config.model_checks import check_model, read_model
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.config.sections import LoraConfig
 from gdpo_nemo.utils.errors import ConfigError

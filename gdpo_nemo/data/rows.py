@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Sequence
 
 from gdpo_nemo.config.algorithm_choice import is_transform
-from gdpo_nemo.config.model_checks import DATA_SUFFIXES, check_data_file, check_difficulty, data_paths, is_rows_function
+from gdpo_nemo.config.data_files import DATA_SUFFIXES, check_data_file, check_difficulty, data_paths, is_rows_function
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
 from gdpo_nemo.utils.files import HalfPair, check_pairs, open_file, parse_json

@@ -11,14 +11,9 @@ from typing import Any
 import yaml
 
 from gdpo_nemo.config.algorithm_choice import spec_of
+from gdpo_nemo.config.data_files import DATA_SUFFIXES, is_local, is_rows_function, may_be_on_the_hub
 from gdpo_nemo.config.effects import value_of
-from gdpo_nemo.config.model_checks import (
-    DATA_SUFFIXES,
-    is_local,
-    is_rows_function,
-    may_be_on_the_hub,
-    read_model_config,
-)
+from gdpo_nemo.config.model_checks import read_model_config
 from gdpo_nemo.config.schema import Config, DatasetConfig, GdpoConfig
 from gdpo_nemo.config.sections import DataConfig
 from gdpo_nemo.observe.console import number

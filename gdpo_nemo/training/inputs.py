@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
+from gdpo_nemo.config.data_files import is_broken_link
 from gdpo_nemo.config.layout import Resolved
-from gdpo_nemo.config.model_checks import check_continued, companion, is_broken_link, read_model_config
+from gdpo_nemo.config.model_checks import check_continued, companion, read_model_config
 from gdpo_nemo.config.rollout_checks import check_turns_kept
 from gdpo_nemo.config.schema import Config, RunConfig, TeacherConfig, WeightsConfig
 from gdpo_nemo.config.sections import PolicyConfig

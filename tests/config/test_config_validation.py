@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from bad_input import EMBEDDING_ONLY
 
+from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config, save_config
-from gdpo_nemo.config.model_checks import may_be_on_the_hub, resolve
+from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.planning.report import describe
 from gdpo_nemo.planning.shape import model_shape
 from gdpo_nemo.training.validation import validate

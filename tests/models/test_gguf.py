@@ -18,8 +18,8 @@ from gdpo_nemo.training.model_conversion import write_folder
 from gdpo_nemo.utils.errors import ConfigError
 
 # llama.cpp has no mixture with dense layers between, and always lets the chosen experts' shares add up to 1.
-NAMES = [name for name in MODELS if name.partition("-")[0] not in ("gemma2", "gemma3", "gpt")]
-NAMES = [name for name in NAMES if not name.endswith(("-mixed", "-window"))]
+NAMES = [name for name, fields in MODELS.items() if fields["model_type"] in tiny_gguf.ARCHITECTURES]
+NAMES = [name for name, fields in MODELS.items() if fields["model_type"] in tiny_gguf.ARCHITECTURES]
 
 
 def logits(folder) -> torch.Tensor:

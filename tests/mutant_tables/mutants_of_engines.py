@@ -98,7 +98,7 @@ ENGINES = (
     ),
     mutant(
         "megatron/attention.py",
-        "angles.repeat_interleave(2, -1) if self.pairs else torch.cat((angles, angles), -1)",
+        "angles.repeat_interleave(2, -1) if self.layer.pairs else torch.cat((angles, angles), -1)",
         "torch.cat((angles, angles), -1)",
         "megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-glm4]",
         "neighbouring elements are rotated by the angles of elements of the two halves",

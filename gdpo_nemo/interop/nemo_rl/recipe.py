@@ -14,8 +14,9 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.load import MOST_FILES
-from gdpo_nemo.config.model_checks import may_be_on_the_hub, read_model_config
+from gdpo_nemo.config.model_checks import read_model_config
 from gdpo_nemo.models.architectures import check_model_content, num_experts
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.utils.errors import ConfigError, message_line
