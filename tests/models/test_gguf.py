@@ -19,7 +19,7 @@ from gdpo_nemo.utils.errors import ConfigError
 
 # llama.cpp has no mixture with dense layers between, and always lets the chosen experts' shares add up to 1.
 NAMES = [name for name, fields in MODELS.items() if fields["model_type"] in tiny_gguf.ARCHITECTURES]
-NAMES = [name for name, fields in MODELS.items() if fields["model_type"] in tiny_gguf.ARCHITECTURES]
+NAMES = [name for name in NAMES if not name.endswith(("-mixed", "-window"))]
 
 
 def logits(folder) -> torch.Tensor:
