@@ -23,6 +23,11 @@ hypothesis.settings.load_profile("shared machine")
 # two threads takes ten times as long. Read when torch is imported, here and in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Hundreds of processes import the package. Where Python may not write bytecode, as in many containers, each would
+# compile the package again, and each worker the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 pytest_plugins = ["time_table"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 

@@ -37,7 +37,7 @@ SETTINGS = (
         "interop/rollout_dumps.py",
         "if value is None or (isinstance(value, float) and np.isnan(value)):",
         "if value is None:",
-        "interop/test_rollout_dumps.py::test_a_dump_of_trl_gives_the_advantages_that_trl_recorded",
+        "interop/test_rollout_dumps.py::test_nan_of_a_dump_is_a_missing_reward",
         "NaN of a dump is a missing reward",
     ),
     mutant(
