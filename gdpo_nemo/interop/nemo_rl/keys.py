@@ -7,7 +7,7 @@ from typing import Any
 from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
-from gdpo_nemo.interop.translation import Act, RuleResult, fixed, gated, idle, missing, required, to, where
+from gdpo_nemo.interop.translation import Act, RuleResult, fixed, gated, idle, matches, missing, required, to, where
 from gdpo_nemo.models.architectures import FAMILIES, last_name
 
 _MEGATRON = "policy.megatron_cfg"
@@ -399,6 +399,4 @@ RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *
 
 def result_of(key: str, value: Any, recipe: Recipe) -> RuleResult | None:
     """Return the result of the first matching rule, or None if none matches."""
-    from fnmatch import fnmatchcase
-
-    return next((act(value, recipe) for pattern, act in RULES if fnmatchcase(key, pattern)), None)
+    return next((act(value, recipe) for pattern, act in RULES if matches(key, pattern)), None)
