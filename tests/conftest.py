@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.utils.progress import importing
+from gdpo_nemo.utils.progress import hidden, importing
 
 # A property that is slow once because the machine is busy is not broken. The planted mutants are found by 30 examples.
 hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=30)
@@ -23,14 +23,19 @@ hypothesis.settings.load_profile("shared machine")
 # two threads takes ten times as long. Read when torch is imported, here and in the processes that tests start.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Hundreds of processes import the package. Where Python may not write bytecode, as in many containers, each would
+# compile the package again, and each worker the tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 pytest_plugins = ["time_table"]
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What test files import stays until the end."""
-    with importing():
+    """What test files import stays until the end. Megatron-core imports trackers, unless it is imported by a rank."""
+    with importing(), hidden("wandb", "torch.utils.tensorboard"):
         return (yield)
 
 

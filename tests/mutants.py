@@ -162,9 +162,6 @@ def run_tests(copy: Path, tests: Sequence[str], stop: bool) -> int:
     sys.path[:] = [str(copy), *(entry for entry in sys.path if entry != own)]
     os.environ["PYTHONPATH"] = str(copy)
     if stop:
-        # The bytecode of the sound package was written by the run without a mutant.
-        sys.dont_write_bytecode = True
-        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
         signal.alarm(LIMIT_S)
     chosen = ["-n", "0", "-q", "-p", "no:cacheprovider", "-rfE", "--tb=line", *(["-x"] if stop else []), *tests]
     return int(pytest.main(chosen))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from copy import deepcopy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -167,6 +168,11 @@ def _is_written(values: Mapping[str, Any], key: str) -> bool:
     return any(name == key or name.startswith(key + ".") for name in values)
 
 
+def matches(key: str, pattern: str) -> bool:
+    """Return whether a key matches a key or pattern of a rule. Few rules have a pattern, and fnmatch is slow."""
+    return key == pattern or ("*" in pattern and fnmatchcase(key, pattern))
+
+
 def values_to_write(results: Mapping[str, tuple[Any, RuleResult | None]], findings: Findings) -> dict[str, Any]:
     """Return the values of the translated config, by dotted key. The findings take precedence over the rules."""
     values = {key: value for _, outcome in results.values() if outcome for key, value in outcome.values.items()}
@@ -241,7 +247,7 @@ def _loaded(content: dict[str, Any]) -> Config:
 def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
     """Return a copy for the checks, in which missing files are replaced by Hub names and settings of NeMo Gym's servers
     are absent."""
-    copy: dict[str, Any] = yaml.safe_load(yaml.safe_dump(content))
+    copy = deepcopy(content)
     sections = [copy.get("policy", {}), *(copy.get("data", {}).get(split) or {} for split in ("train", "validation"))]
     for section in sections:
         for key in ("model_name", "tokenizer_name", "path"):
@@ -448,7 +454,7 @@ class Findings:
         """Return the name of the blocker that prevents the translation of a recipe key (empty if no blocker does)."""
         if key in self.blockers:
             return key
-        return next((name for pattern, name in self.covered.items() if fnmatchcase(key, pattern)), "")
+        return next((name for pattern, name in self.covered.items() if matches(key, pattern)), "")
 
     def needs(self, *files: str) -> None:
         """Record files that must exist in the working directory of the run."""

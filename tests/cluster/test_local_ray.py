@@ -16,11 +16,18 @@ from gdpo_nemo.cluster import idle_agent
 from gdpo_nemo.cluster.local_ray import _free_port
 from gdpo_nemo.cluster.session import _scratch
 
-SLOW_AGENTS = """
-import sys, time
+LATE_AGENTS = """
+import os, time
 command = open("/proc/self/cmdline").read()
-if "runtime_env/agent/main.py" in command:
-    time.sleep(20)  # a raylet aborts when its agents are not there after 15 s
+while "runtime_env/agent/main.py" in command and not os.path.exists("{started}"):
+    time.sleep(0.1)
+"""
+CALL_AGENTS = """
+from gdpo_nemo.cluster import local_ray
+
+# A raylet that waits for its agents aborts after 15 s, and the session does not start.
+start = local_ray.start
+local_ray.start = lambda initialize: (start(initialize), open("{started}", "w").close())
 """
 KILL_THE_FIRST_RAYLET = """
 from ray._private import services
@@ -100,8 +107,10 @@ def _session(tmp_path: Path, before: str = "", after: str = "", **environment: s
 
 
 def test_agents_that_are_late_do_not_end_the_raylet(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(SLOW_AGENTS)
-    assert _session(tmp_path, PYTHONPATH=str(tmp_path)) == ["set 1 None"]
+    started = tmp_path / "started"
+    (tmp_path / "sitecustomize.py").write_text(LATE_AGENTS.format(started=started))
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).resolve().parents[2])])
+    assert _session(tmp_path, CALL_AGENTS.format(started=started), PYTHONPATH=path) == ["set 1 None"]
 
 
 def test_a_session_starts_again_after_its_raylet_died(tmp_path):

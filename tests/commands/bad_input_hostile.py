@@ -238,7 +238,7 @@ CODE = [
         (
             TRAIN + MINE,
             "import threading\nthreading.Event().wait()\n",
-            "its import is stuck: no CPU time or I/O for 10 s",
+            "its import is stuck: no CPU time or I/O for 4 s",
         ),
     )
 ]

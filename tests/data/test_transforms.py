@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import datasets
 import pytest
 
 from gdpo_nemo.config.algorithm_choice import is_transform
@@ -63,6 +62,8 @@ def rows(tmp_path):
 def test_a_function_of_a_row_does_what_map_of_datasets_does(removed, rows):
     def whole(row):
         return {"prompt": row["question"].upper(), "answer": row["answer"].split("#### ")[1]}
+
+    import datasets
 
     expected = datasets.Dataset.from_list(ROWS).map(whole, remove_columns=removed).to_list()
     found = rows("whole", remove_columns=removed)

@@ -29,18 +29,20 @@ def tool_model(tmp_path_factory):
     return folder
 
 
-def test_three_steps_on_three_named_rewards(real_gym, tool_model, tmp_path):
-    launched = subprocess.run(
-        [
-            sys.executable, str(REPOSITORY / "examples" / "run_gdpo.py"), "--config", CONFIG, f"run.dir={tmp_path /
-            'run'}",
-            f"policy.model_name={tool_model}", f"env.tools.servers.{TOOLS}={real_gym.urls[TOOLS]}",
-            "logger.console=plain",
-            "logger.plot=false", "logger.tensorboard.enabled=false", "checkpointing.export_hf=false",
-        ],
-        capture_output=True, text=True, cwd=REPOSITORY, timeout=1800,
-    )  # fmt: skip
-    assert launched.returncode == 0, launched.stderr
+def test_three_steps_on_three_named_rewards(real_gym, tool_model, tmp_path, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    overrides = (
+        f"run.dir={tmp_path / 'run'}",
+        f"policy.model_name={tool_model}",
+        f"env.tools.servers.{TOOLS}={real_gym.urls[TOOLS]}",
+        "gdpo.num_prompts_per_step=4",
+        "gdpo.num_generations_per_prompt=4",
+        "logger.console=plain",
+        "logger.plot=false",
+        "logger.tensorboard.enabled=false",
+        "checkpointing.export_hf=false",
+    )
+    assert main(["train", "--config", CONFIG, *overrides]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert unknown_metrics(rows) == []
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -12,10 +12,8 @@ import urllib.request
 from pathlib import Path
 
 import numpy as np
-import openenv_server  # before openenv itself, which does without its tools from then on
 import pytest
 from hostile_openenv_server import HostileServer
-from openenv.core import GenericEnvClient
 
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
@@ -27,7 +25,7 @@ from gdpo_nemo.environments.openenv.settings import read_settings
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
-SERVER = Path(openenv_server.__file__)
+SERVER = Path(__file__).with_name("openenv_server.py")
 DEADLINE = 60.0
 TIMEOUT = 3.0
 """Of steps that are never answered."""
@@ -123,6 +121,9 @@ def test_rewards_and_observations_equal_those_of_openenvs_own_client(pool, serve
     ends = []
     for guesses in ([str(n) for n in range(1, 20, 4)], [str(n) for n in range(20)]):
         reply, *replies = play(pool, prompt, guesses)
+        import openenv_server  # noqa: F401 - openenv does without its tools from then on
+        from openenv.core import GenericEnvClient
+
         with GenericEnvClient(base_url=f"{server}/guess").sync() as client:
             first = client.reset(**arguments)
             results = [client.step({"guess": int(guess)}) for guess, _ in zip(guesses, replies)]

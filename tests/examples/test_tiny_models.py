@@ -163,22 +163,33 @@ def test_warm_up_texts_depend_on_the_seed_alone():
 
 # -- files ----------------------------------------------------------------------------------------------------------
 
-MAKE_TWO = """
+MAKE_THREE = """
 import sys
 from make_tiny_model import make_tiny_model
-for folder in sys.argv[1:]:
+for folder in sys.argv[1:3]:
     make_tiny_model(folder, seed=5, steps=3)
+make_tiny_model(sys.argv[3], 0)
 """
 
 
 @pytest.fixture(scope="module")
-def warmed_up(tmp_path_factory):
-    """Two folders made from one seed, one after the other in one process, and what was printed."""
-    root = tmp_path_factory.mktemp("models")
-    process = fresh_process(MAKE_TWO, root / "a", root / "b", stdout=subprocess.PIPE, text=True)
-    printed, _ = process.communicate(timeout=1200)
-    assert process.returncode == 0
-    return root / "a", root / "b", printed
+def made_in_a_process(tmp_path_factory):
+    """Two folders made from one seed, one after the other in one process, which is killed while it makes a third; and
+    what it printed."""
+    root, third = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("killed") / "model"
+    process = fresh_process(MAKE_THREE, root / "a", root / "b", third, stdout=subprocess.PIPE, text=True)
+    printed = list(itertools.takewhile(lambda line: "1/200" not in line, process.stdout))
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=240)
+    assert process.returncode == -signal.SIGKILL, printed
+    return root / "a", root / "b", third, "".join(printed)
+
+
+@pytest.fixture
+def warmed_up(made_in_a_process):
+    """The two folders of one seed, and what was printed."""
+    first, second, _, printed = made_in_a_process
+    return first, second, printed
 
 
 def digest(folder):
@@ -246,19 +257,11 @@ def test_a_failed_making_leaves_nothing(tmp_path, monkeypatch):
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_a_killed_making_leaves_no_model_under_the_name(tmp_path):
-    process = fresh_process(
-        "import sys; from make_tiny_model import make_tiny_model; make_tiny_model(sys.argv[1], 0)",
-        tmp_path / "model",
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline().startswith("warm-up step   1/200")
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(timeout=240) == -signal.SIGKILL
-    assert not (tmp_path / "model").exists()
-    makers.make_random_model(tmp_path / "model", 0)
-    assert (tmp_path / "model" / "model.safetensors").exists()
+def test_a_killed_making_leaves_no_model_under_the_name(made_in_a_process):
+    folder = made_in_a_process[2]
+    assert not folder.exists()
+    makers.make_random_model(folder, 0)
+    assert (folder / "model.safetensors").exists()
 
 
 def test_the_command_line_makes_the_model_and_reports_a_taken_folder_in_one_line(tmp_path, capfd):

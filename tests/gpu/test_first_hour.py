@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -57,7 +58,16 @@ def test_a_step_that_hangs_or_fails_leaves_no_process_and_keeps_what_it_found(tm
         f"print('the last word', flush=True); {ends}"
     )
     other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    outcome = first_hour.run_step(step(code, limit_s=20.0 if status == "timeout" else 240.0), tmp_path)
+
+    class Spoken(subprocess.Popen):
+        def wait(self, timeout=None):
+            """The time limit begins with the last word, however long the processes take to start."""
+            while "the last word" not in (tmp_path / "one.log").read_text():
+                time.sleep(0.05)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(subprocess, "Popen", Spoken)
+    outcome = first_hour.run_step(step(code, limit_s=0.5 if status == "timeout" else 240.0), tmp_path)
     assert outcome.status == status
     assert [row["name"] for row in outcome.findings] == ["before"] and outcome.error == "the last word"
     assert len(pids.read_text().split()) == 2

@@ -92,6 +92,11 @@ def test_the_samples_of_a_prompt_are_one_group_wherever_verl_writes_them(tmp_pat
     assert "2 groups, 8 samples; 1 acc + 1 style by gdpo" in out and "does not contain advantages" in out
 
 
+def test_nan_of_a_dump_is_a_missing_reward(tmp_path):
+    groups, _ = read_dump("verl", verl_dump(tmp_path, {"acc": float("nan")}))
+    assert groups[0].trajectories[0].rewards == {"acc": None, "style": 0.0}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -43,9 +43,14 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_changes(model, tmp_path
         and capfd.readouterr().out == ""
     )
     assert not list(folder.parent.glob(".*"))
-    other = write_model("qwen2", tmp_path / "other", seed=8)
-    tiny_gguf.write_gguf(other, file)
-    assert model_folder(config_of(file, tmp_path), model_source(config_of(file, tmp_path).policy)) != folder
+
+    def converted() -> Path:
+        config = config_of(file, tmp_path)
+        return converted_path(config.run, model_source(config.policy), None)
+
+    assert converted() == folder
+    tiny_gguf.write_gguf(write_model("qwen2", tmp_path / "other", seed=8), file)
+    assert not converted().exists(), "a changed file is converted to another folder"
 
 
 def test_an_adapter_goes_with_the_content_of_its_base(model, tmp_path):

@@ -210,6 +210,13 @@ ENGINES = (
     ),
     mutant(
         "cluster/local_ray.py",
+        "            _predefined_agent_ports(),",
+        "",
+        "cluster/test_local_ray.py::test_agents_that_are_late_do_not_end_the_raylet",
+        "a raylet does not wait for its agents",
+    ),
+    mutant(
+        "cluster/local_ray.py",
         'f"={interface}"',
         'f"{interface}"',
         "cluster/test_network.py::test_on_one_machine_all_libraries_stay_on_the_loopback_interface",

@@ -27,6 +27,13 @@ SETTINGS = (
         "the control of tool calling has the authors' KL penalty",
     ),
     mutant(
+        "interop/translation.py",
+        'key == pattern or ("*" in pattern and fnmatchcase(key, pattern))',
+        "key == pattern",
+        "interop/test_from_trl.py::test_every_field_of_trl_has_a_rule_and_every_default_runs",
+        "a rule may have a pattern of keys",
+    ),
+    mutant(
         "interop/rollout_dumps.py",
         "groups.setdefault(run if by_order else prompt, [])",
         "groups.setdefault(run, [])",
@@ -37,7 +44,7 @@ SETTINGS = (
         "interop/rollout_dumps.py",
         "if value is None or (isinstance(value, float) and np.isnan(value)):",
         "if value is None:",
-        "interop/test_rollout_dumps.py::test_a_dump_of_trl_gives_the_advantages_that_trl_recorded",
+        "interop/test_rollout_dumps.py::test_nan_of_a_dump_is_a_missing_reward",
         "NaN of a dump is a missing reward",
     ),
     mutant(

@@ -6,10 +6,8 @@ import json
 import socket
 from urllib.parse import urlsplit
 
-import anthropic
 import httpx
 import numpy as np
-import openai
 import pytest
 
 from gdpo_nemo.generation.requests import Completion, Sampling
@@ -36,6 +34,8 @@ def roomy(resting_endpoint):
 
 @pytest.fixture
 def client(roomy):
+    import openai
+
     with openai.OpenAI(base_url=f"{roomy.url}/v1", api_key="none", max_retries=0, timeout=600) as made:
         yield made
 
@@ -102,6 +102,8 @@ def test_stop_strings_end_the_turn_and_are_cut_from_its_text(client, roomy, stag
 
 
 def test_calls_remain_text_without_tool_choice_and_forced_calls_are_refused(client, stage):
+    import openai
+
     messages = list(HELLO)
     for turn in range(3):
         choice = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL], tool_choice="none")
@@ -134,6 +136,8 @@ def test_a_streamed_response_is_the_response(client, roomy):
 
 
 def test_messages_of_anthropic_are_the_same_conversation_streamed_or_not(roomy, stage):
+    import anthropic
+
     tool = {"name": FUNCTION["name"], "description": "", "input_schema": FUNCTION["parameters"]}
     settings = {"model": "policy", "max_tokens": 80, "system": "Be brief.", "tools": [tool]}
     messages: list = [{"role": "user", "content": "begin"}]
@@ -202,6 +206,9 @@ def guarded(stage):
 
 
 def test_a_client_needs_the_access_token_if_there_is_one(guarded):
+    import anthropic
+    import openai
+
     for key, error in (("secret", None), ("wrong", openai.AuthenticationError), ("sécret", openai.AuthenticationError)):
         header = {"authorization": f"Bearer {key}".encode()}
         assert httpx.get(f"{guarded.url}/v1/models", headers=header).status_code == (401 if error else 200)

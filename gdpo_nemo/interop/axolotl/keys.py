@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import Any
 
 from gdpo_nemo.interop.axolotl.config import AxolotlConfig
-from gdpo_nemo.interop.translation import Act, RuleResult, combined, fixed, idle, is_off, missing, to, where
+from gdpo_nemo.interop.translation import Act, RuleResult, combined, fixed, idle, is_off, matches, missing, to, where
 
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _SCHEDULER = "policy.megatron_cfg.scheduler"
@@ -326,9 +325,9 @@ PATTERNS = [*(pattern for pattern, _ in RULES), *(pattern for _, patterns in _GR
 
 def result_of(key: str, value: Any, config: AxolotlConfig) -> RuleResult | None:
     """Return the result of the first matching rule, or None if none matches."""
-    act = next((act for pattern, act in RULES if fnmatchcase(key, pattern)), None)
+    act = next((act for pattern, act in RULES if matches(key, pattern)), None)
     if act is None:
-        act = next((act for act, patterns in _GROUPS if any(fnmatchcase(key, name) for name in patterns)), None)
+        act = next((act for act, patterns in _GROUPS if any(matches(key, name) for name in patterns)), None)
     if act is None:
         return RuleResult(text="not set", same=True) if value is None else None
     return act(value, config)

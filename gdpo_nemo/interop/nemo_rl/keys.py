@@ -8,7 +8,7 @@ from gdpo_nemo.config.allowed_values import OPTIMIZER_DTYPES
 from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
-from gdpo_nemo.interop.translation import Act, RuleResult, fixed, gated, idle, missing, required, to, where
+from gdpo_nemo.interop.translation import Act, RuleResult, fixed, gated, idle, matches, missing, required, to, where
 from gdpo_nemo.models.architectures import last_name
 from gdpo_nemo.models.families import FAMILIES
 
@@ -416,6 +416,4 @@ RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *
 
 def result_of(key: str, value: Any, recipe: Recipe) -> RuleResult | None:
     """Return the result of the first matching rule, or None if none matches."""
-    from fnmatch import fnmatchcase
-
-    return next((act(value, recipe) for pattern, act in RULES if fnmatchcase(key, pattern)), None)
+    return next((act(value, recipe) for pattern, act in RULES if matches(key, pattern)), None)

@@ -5,10 +5,9 @@ The rules in ``rows`` and ``sampled`` are for fields that only other trainers ha
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import Any
 
-from gdpo_nemo.interop.translation import Act, RuleResult, combined, fixed, idle, missing, to, where
+from gdpo_nemo.interop.translation import Act, RuleResult, combined, fixed, idle, matches, missing, to, where
 from gdpo_nemo.interop.trl import defaults, rows, sampled
 from gdpo_nemo.interop.trl.run import TrlRun
 
@@ -203,7 +202,7 @@ _IDLE = (
 def result_of(key: str, value: Any, run: TrlRun) -> RuleResult | None:
     """Return the result of the first matching rule, or None if none matches."""
     rules = [*(sampled.RULES.get(run.trainer, []) if run.samples else rows.RULES), *RULES, *defaults.RULES]
-    act = next((act for pattern, act in rules if fnmatchcase(key, pattern)), None)
-    if act is None and any(fnmatchcase(key, pattern) for pattern in _IDLE):
+    act = next((act for pattern, act in rules if matches(key, pattern)), None)
+    if act is None and any(matches(key, pattern) for pattern in _IDLE):
         act = _FILES
     return None if act is None else act(value, run)
