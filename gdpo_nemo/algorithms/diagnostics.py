@@ -181,11 +181,11 @@ class Diagnostics:
 
     def _disagreements(self) -> list[str]:
         """Return a sentence for each pair of components whose terms have opposite signs in at least a third of the
-        rows."""
+        samples."""
         pairs = zip(*np.nonzero(np.triu(np.nan_to_num(self.sign_conflicts) >= 1 / 3, 1)), strict=True)
         return [
             f"{self.names[k]!r} and {self.names[m]!r} pull in opposite directions in {self.sign_conflicts[k, m]:.0%}"
-            f" of the rows in which both terms are non-zero (correlation {self.correlation[k, m]:+.2f})"
+            f" of the samples in which both terms are non-zero (correlation {self.correlation[k, m]:+.2f})"
             for k, m in pairs
         ]
 

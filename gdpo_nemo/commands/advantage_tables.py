@@ -116,6 +116,14 @@ def explain_dump(
     return _explanation(path, groups, recorded, config, shown)
 
 
+COLUMNS_EXPLAINED = (
+    "effective: share of the variance of the advantages; dead groups: groups whose samples all have the same reward "
+    "(TRL: frac_reward_zero_std); missing: samples without the reward (None); saturation: position of the mean between "
+    "the smallest and the largest reward; term: normalised reward times weight; if summed: advantage of the weighted "
+    "sum (TRL: sum_then_normalize)"
+)
+
+
 def _explanation(path: Path, groups: list[Group], recorded: np.ndarray, config: Config, shown: int) -> RenderableType:
     """Return the diagnostics of a step and tables of its groups."""
     if shown < 0:
@@ -125,6 +133,7 @@ def _explanation(path: Path, groups: list[Group], recorded: np.ndarray, config: 
     parts: list[RenderableType] = [
         _heading(path, step),
         Text(step.advantages.diagnostics.describe()),
+        Text(COLUMNS_EXPLAINED),
         Text(_agreement(step, recorded)),
     ]
     parts += [Text(line) for line in _collapse_lines(step)]

@@ -87,6 +87,10 @@ def _compare(estimator: Estimator, name: str, cases: list[Case], rule: str) -> i
         for other in equal:
             agreements[other] += 1
         table.add_row(case.name, case.question, _cell(outcome, case.advantages[rule]), ", ".join(equal) or "none")
+    say(
+        f"Column {rule}: largest difference of an advantage from {rule}, for advantages of variance 1. error: {name} "
+        f"raises an error; no error: only {rule} raises one."
+    )
     terminal().print(table)
     nearest = max(agreements, key=lambda other: (agreements[other], other == rule))
     say(f"{name} equals {rule} in {agreements[rule]} of {len(cases)} batches.")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.commands.arguments import Commands, add_verbosity, say, terminal, verbosity
 from gdpo_nemo.observe.display import covered, shown
-from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 from gdpo_nemo.utils.files import write_whole
 from gdpo_nemo.utils.progress import phase
 
@@ -97,7 +97,7 @@ SIGN_CHANGES = "sign_changes.jsonl"
 
 
 def _print_other_objective(plan: Plan) -> int:
-    """Print how the advantages, gradient norms and weights differ under the other objective."""
+    """Print how the advantages, gradients and weights differ under the other objective."""
     from rich.table import Table
 
     from gdpo_nemo.commands.advantage_tables import with_weights_of
@@ -108,7 +108,9 @@ def _print_other_objective(plan: Plan) -> int:
         {row["step"]: row["grad_norm"] for row in read_metrics(folder) if "grad_norm" in row}
         for folder in (plan.run_dir, plan.out)
     )
-    table = Table("step", "cosine of advantages", "samples with another sign", "grad_norm", "instead")
+    table = Table(
+        "step", "cosine of advantages", "samples with another sign", "grad_norm in the run", "grad_norm instead"
+    )
     changes: list[dict[str, Any]] = []
     for segment in plan.segments:
         for step in range(segment.first, segment.last + 1):
@@ -119,6 +121,8 @@ def _print_other_objective(plan: Plan) -> int:
     terminal().print(table)
     first = plan.segments[0].first
     say(f"{plan.last - first + 1} steps trained with the other objective in {plan.out}")
+    if plan.gradients is not None:
+        say(_gradient_comparison(plan, before[first], now[first]))
     if plan.original is not None and (differ := compare_weights(plan)):
         say(f"After step {plan.last}, {len(differ)} tensors differ from those of the run; {differ[0]}.")
     if changes:
@@ -128,6 +132,35 @@ def _print_other_objective(plan: Plan) -> int:
     if plan.last > first:
         say(f"The samples of steps {first + 1} to {plan.last} come from the weights of the original run.")
     return 0
+
+
+def _gradient_comparison(plan: Plan, before: float, now: float) -> str:
+    """Return a sentence about the gradients of the first step with both objectives.
+
+    Args:
+        before, now: ``grad_norm`` of this step in the run and in the replay.
+
+    Raises:
+        RunError: if the compared gradients are not those of the updates.
+    """
+    import numpy as np
+
+    from gdpo_nemo.config.algorithm_choice import spec_of
+    from gdpo_nemo.config.layout import updates_per_step
+
+    assert plan.gradients is not None
+    first = plan.segments[0]
+    norms = np.sqrt(plan.gradients.diagonal())
+    if updates_per_step(first.config, spec_of(first.config)) == 1 and not np.allclose(norms, [before, now], rtol=0.01):
+        raise RunError(
+            f"step {first.first}: the compared gradients have norms {norms[0]:.4g} and {norms[1]:.4g}, but the updates "
+            f"had grad_norm {before:.4g} and {now:.4g}; report the config as a bug"
+        )
+    cosine = plan.gradients[0, 1] / norms.prod() if norms.all() else float("nan")
+    return (
+        f"The gradients of both objectives at the weights before step {first.first} have the cosine {cosine:.3f} "
+        "(1: same direction, 0: orthogonal, -1: opposite)."
+    )
 
 
 def _compare_advantages(run_dir: Path, step: int, config: Config) -> tuple[float, float, list[dict[str, Any]]]:

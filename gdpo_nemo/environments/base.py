@@ -6,10 +6,13 @@ import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, NamedTuple, Sequence
 
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
 from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Environment:
@@ -50,6 +53,10 @@ class Environment:
 
     def __init__(self, options: Mapping[str, Any] | None = None):
         pass
+
+    def token_ids(self, text: str) -> np.ndarray | None:
+        """Return the token ids of a text if ``verify`` reads token ids, for checks without a policy."""
+        return None
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory, in order. The method may block; the pool enforces the time limit.

@@ -359,7 +359,7 @@ def moved(history: History) -> list[str]:
         causes = sorted(sums, key=lambda part: (part != name, -abs(sums[part])))
         text = ", ".join(f"{'itself' if part == name else part} {sums[part]:+.3f}" for part in causes)
         steps = max(len(values) for _, values in parts.values())
-        lines.append(f"gradients   {name} moved by {text} (first-order changes in {steps} steps)")
+        lines.append(f"gradients   mean {name} changed by {text} (estimates, sum of {steps} steps)")
     return lines
 
 

@@ -69,7 +69,7 @@ def _page(run_dir: Path, history: History) -> str:
 def _effects(history: History) -> list[str]:
     """Return the plot of the first-order changes of the expected rewards, if they were measured."""
     png = effects_png(history)
-    about = "First-order changes of each expected reward by the gradient of each component, summed over the steps."
+    about = "Estimated change of each mean reward by the gradient of each reward component, summed over the steps."
     return [] if png is None else [image(png, "gradients by component"), f"<p class=dim>{about}</p>"]
 
 

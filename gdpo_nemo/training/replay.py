@@ -44,6 +44,8 @@ from gdpo_nemo.training.resume import config_files, record_config
 from gdpo_nemo.utils.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from gdpo_nemo.training.trainer import Trainer
 
 
@@ -64,6 +66,8 @@ class Segment:
     last: int
     config: Config
     total_updates: int
+    recorded: Config | None = None
+    """Config of the original run, if the replay has another objective."""
 
 
 @dataclass
@@ -81,6 +85,9 @@ class Plan:
     model: Path
     original: Path | None
     """Checkpoint or exported model with the original weights after the last step. None if neither exists."""
+    gradients: np.ndarray | None = None
+    """Products of the gradients of the first step with the recorded and the other objective: float64 [2, 2]. None
+    before the replay, or without another objective."""
 
     @property
     def last(self) -> int:
@@ -141,7 +148,10 @@ def plan_rerun(
     _require(run_dir, "rollouts/ (rollout.save_samples)", steps_to_train, {step for step, _ in rollout_files(run_dir)})
     segments = _segments(run_dir, entries)
     if instead:
-        segments = [replace(segment, config=changed_objective(segment.config, instead)) for segment in segments]
+        segments = [
+            replace(segment, config=changed_objective(segment.config, instead), recorded=segment.config)
+            for segment in segments
+        ]
     for segment in segments:
         check_own_functions(segment.config)
         if not load_algorithm(segment.config, spec_of(segment.config)).samples:
@@ -294,6 +304,8 @@ def _train(plan: Plan, log: RunLog) -> None:
     state = plan.state
     for segment in plan.segments:
         with _trainer(plan, segment, state, checkpoint, log) as trainer:
+            if segment.recorded is not None and segment is plan.segments[0]:
+                plan.gradients = _compare_gradients(trainer, plan)
             while trainer.state.step < segment.last:
                 trainer.step()
             if segment is plan.segments[-1]:
@@ -301,6 +313,26 @@ def _train(plan: Plan, log: RunLog) -> None:
             else:  # the original run was stopped here and resumed with another config
                 trainer.save()
                 checkpoint = trainer.checkpoints.path(trainer.state.step)
+
+
+def _compare_gradients(trainer: Trainer, plan: Plan) -> np.ndarray:
+    """Return the products of the gradients of the first step's first update at the current weights: float64 [2, 2].
+
+    The first gradient has the recorded objective, and the second that of the replay.
+    """
+    first = plan.segments[0]
+    assert first.recorded is not None
+    made = trainer.algorithm
+    for number, config in enumerate((first.recorded, first.config)):
+        gdpo = replace(config.gdpo, component_gradient_period=0)
+        config = _quiet(replace(config, gdpo=gdpo), plan.out)
+        # A step moves the weights of constraints, so the trainer's algorithm must not prepare the step here.
+        algorithm = type(made)(config, made.policy, made.tokenizer, made.log)
+        algorithm.load_state(plan.state.algorithm)
+        update = next(iter(algorithm.updates(algorithm.prepare(trainer.stream.get_batch(trainer.state.step)))))
+        trainer.policy.component_gradients(update, [algorithm.loss], first=number == 0)
+    # The arrays of a rank's result are in Ray's memory, which is unmapped when the session ends.
+    return trainer.policy.gradient_products().products.copy()
 
 
 def _export(plan: Plan, policy: Any) -> None:
@@ -326,7 +358,7 @@ def _trainer(plan: Plan, segment: Segment, state: RunState, checkpoint: Path | N
     parts = RunComponents(resolved, plan.out, log, Stop(), _checkpoints(plan.out), state)
     kind = load_algorithm(segment.config, resolved.algorithm)
     placement = reserve(config.cluster, placed.layout, [plan.run_dir.absolute(), plan.out.absolute(), plan.model])
-    reference = kind.needs_reference(config)
+    reference = any(kind.needs_reference(each) for each in (config, segment.recorded) if each is not None)
     policy = PolicyGroup(placed.config, str(plan.model), segment.total_updates, placement, reference)
     try:
         policy.ready()

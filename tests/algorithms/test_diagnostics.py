@@ -123,7 +123,7 @@ def test_the_description_names_components_conflicts_and_alerts():
     assert "100.0%" in lines[3] and "nan" not in "".join(lines)
     assert lines[5].startswith("2 distinct advantages, 2 if the rewards were summed; 0.0% of the groups")
     assert lines[6] == (
-        "'a' and 'b' pull in opposite directions in 100% of the rows in which both terms are non-zero "
+        "'a' and 'b' pull in opposite directions in 100% of the samples in which both terms are non-zero "
         "(correlation -1.00)"
     )
     assert lines[7] == "component 'a' is outvoted: the advantage moves against it (weight 20%)"

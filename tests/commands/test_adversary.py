@@ -2,12 +2,16 @@
 
 import json
 import re
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from gdpo_nemo.commands import cli
-from gdpo_nemo.commands.env.adversary import Tried, findings, judge
+from gdpo_nemo.commands.env.adversary import Tried, _in_parts, findings, judge
 from gdpo_nemo.commands.env.attacks import Gold, probes
+from gdpo_nemo.commands.env.check import as_sampled, sample_of
+from gdpo_nemo.environments.base import Environment
 
 QUESTIONS = {"r1": ("Which is larger, 22 or 72?", "72"), "r2": ("Which is larger, 35 or 19?", "35")}
 
@@ -116,3 +120,31 @@ def test_command_names_rows_whose_components_exclude_each_other(tmp_path, capsys
     assert "correctness: the right answer does not get 1 on 1 of 3 rows: 0 on 1 (train/1)" in shown
     assert "correctness and integer exclude each other on 1 of 2 attacked rows (train/1)" in shown
     assert cli.main([*command, "--completion", "x"]) == 2
+
+
+def test_texts_are_verified_in_parts_unless_a_verdict_depends_on_other_samples():
+    class Verifier(Environment):
+        by_sample = True
+
+    calls = []
+
+    def verify(samples):
+        calls.append(len(samples))
+        return list(samples)
+
+    environment, pool = Verifier(), SimpleNamespace(verify=verify)
+    assert _in_parts(environment, pool, 2, list(range(35))) == list(range(35)) and calls == [16, 16, 3]
+    environment.by_sample = False
+    assert _in_parts(environment, pool, 2, list(range(35))) == list(range(35)) and calls[3:] == [35]
+
+
+def test_an_environment_that_reads_token_ids_gets_those_of_its_tokenizer():
+    class Words(Environment):
+        def token_ids(self, text):
+            return np.array([len(word) for word in text.split()], np.int32)
+
+    row = {"id": "r", "prompt": "one three"}
+    sample = as_sampled(sample_of(row, "a bc"), Words())
+    assert sample.completion_ids.tolist() == [1, 2] and sample.prompt.token_ids.tolist() == [3, 5]
+    assert len(sample.logprobs) == 2
+    assert as_sampled(sample_of(row, "a bc"), Environment()).completion_ids.tolist() == list(b"a bc")

@@ -18,6 +18,7 @@ from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.observe.samples import write_rollouts
 from gdpo_nemo.rollouts.credit import advantages_of
 from gdpo_nemo.training.replay import Segment
+from gdpo_nemo.utils.errors import RunError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 
@@ -181,6 +182,7 @@ def test_a_replay_with_another_objective_compares_the_advantages_of_each_step(tm
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plan = SimpleNamespace(
         run_dir=tmp_path, out=tmp_path / "out", segments=[Segment(7, 7, other, 9)], last=7, original=None,
+        gradients=np.array([[0.0625, -0.1], [-0.1, 0.25]]),
     )  # fmt: skip
     assert _print_other_objective(plan) == 0
     told = capsys.readouterr().out
@@ -189,6 +191,10 @@ def test_a_replay_with_another_objective_compares_the_advantages_of_each_step(tm
     changed = np.mean(np.sign(before.round(6)) != np.sign(after.round(6)))
     assert 0.1 < changed < 1 and cosine < 0.999
     assert row.replace("│", " ").split() == ["7", f"{cosine:.3f}", f"{changed:.1%}", "0.25", "0.5"]
+    assert "at the weights before step 7 have the cosine -0.800" in " ".join(told.split())
+    plan.gradients[1, 1] = 0.3  # not the square of the replay's grad_norm
+    with pytest.raises(RunError, match=r"norms 0.25 and 0.5477, but the updates had grad_norm 0.25 and 0.5"):
+        _print_other_objective(plan)
     listed = [json.loads(line) for line in (tmp_path / "out" / "sign_changes.jsonl").read_text().splitlines()]
     samples = [t for group in groups for t in group.trajectories]
     expected = [i for i in range(len(samples)) if np.sign(before[i].round(6)) != np.sign(after[i].round(6))]

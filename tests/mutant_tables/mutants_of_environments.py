@@ -223,6 +223,20 @@ ENVIRONMENTS = (
         "reading the last answer is not a weakness",
     ),
     mutant(
+        "commands/env/adversary.py",
+        "if splits else max(1, len(samples))",
+        "if True else 0",
+        "commands/test_adversary.py::test_texts_are_verified_in_parts_unless_a_verdict_depends_on_other_samples",
+        "samples that are compared with each other are verified together",
+    ),
+    mutant(
+        "commands/env/check.py",
+        "sample.prompt = replace(sample.prompt, token_ids=prompt)",
+        "pass",
+        "commands/test_adversary.py::test_an_environment_that_reads_token_ids_gets_those_of_its_tokenizer",
+        "prompts have the token ids of the environment's tokenizer",
+    ),
+    mutant(
         "commands/env/attacks.py",
         'if probe.kind != "attack" or not _is_right(probe.text, own)',
         "if True",

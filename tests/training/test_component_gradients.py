@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,8 +17,10 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import GradientProducts, Group, Prompt, Trajectory, UpdateResult
 from gdpo_nemo.rollouts.batches import Rollout
 from gdpo_nemo.rollouts.credit import advantages_of, updates_of
+from gdpo_nemo.training.checkpoints import RunState
 from gdpo_nemo.training.component_gradients import FEWEST_UPDATES, ComponentGradients, score_coefficients
 from gdpo_nemo.training.gdpo import GDPO
+from gdpo_nemo.training.replay import Segment, _compare_gradients
 from gdpo_nemo.utils.errors import RunError
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
@@ -173,3 +176,38 @@ def test_an_estimator_whose_terms_do_not_sum_to_its_advantages_is_refused_by_nam
     )
     with pytest.raises(RunError, match="the terms of gdpo.estimator .*mine.py:halved differ from its advantages"):
         diagnosed(f"gdpo.estimator={tmp_path}/mine.py:halved", "gdpo.batch_norm=false")
+
+
+def test_a_replay_compares_gradients_of_both_objectives_and_leaves_the_trainer_as_it_was(tmp_path):
+    policy, log = Logits(), SimpleNamespace()
+    policy.before, shared = policy.weights, np.empty((2, 2))
+
+    def products():
+        np.copyto(shared, Logits.gradient_products(policy).products)
+        return SimpleNamespace(products=shared)
+
+    policy.gradient_products = products
+    # The period would replace the stored gradients, and a second step of the constraint would move its weight.
+    recorded = config("gdpo.component_gradient_period=1")
+    other = config("gdpo.estimator=grpo", "gdpo.constraints={high: {at_least: 0.9, lr: 0.5}}")
+    made = GDPO(other, policy, None, log)
+    stream = SimpleNamespace(get_batch=lambda step: rollout())
+    trainer = SimpleNamespace(algorithm=made, policy=policy, stream=stream, state=SimpleNamespace(step=0))
+    plan = SimpleNamespace(
+        segments=[Segment(1, 1, other, 1, recorded)], out=tmp_path, state=RunState(algorithm={"weights": {"high": 3.0}})
+    )
+    found = _compare_gradients(trainer, plan)
+    shared.fill(np.nan)  # as memory of a session that has ended
+    rows = []
+    for settings, weight in ((recorded, 2.0), (other, 3.0 + 0.5 * (0.9 - np.mean(rewards_of("high"))))):
+        batch, settings = rollout(), config(f"gdpo.estimator={settings.gdpo.estimator}", f"gdpo.rewards.high={weight}")
+        (update,) = updates_of(batch.trajectories, advantages_of(batch.groups, settings).values.numpy(), settings)
+        rows.append(policy.gradient(update, LossSettings()))
+    expected = torch.stack(rows) @ torch.stack(rows).T
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    assert abs(expected[0, 1]) < 0.999 * (expected[0, 0] * expected[1, 1]) ** 0.5
+    assert made.state() == {"weights": {"high": 2.0}}
+
+
+def rewards_of(name: str) -> list[float]:
+    return [t.rewards[name] for t in rollout().trajectories]

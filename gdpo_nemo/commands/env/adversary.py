@@ -12,7 +12,7 @@ from itertools import combinations, zip_longest
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.commands.env.attacks import Probe, probes
-from gdpo_nemo.commands.env.check import candidates, parsed, sample_of, verifier_of
+from gdpo_nemo.commands.env.check import as_sampled, candidates, sample_of, verifier_of
 from gdpo_nemo.commands.gym.trial import expected_answers
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
@@ -22,8 +22,14 @@ from gdpo_nemo.utils.errors import ConfigError
 
 SUSPICIOUS = 20
 """Maximum number of additional rows to attack: rows whose right answer does not win in every component."""
+_PER_WORKER = 8
+"""Number of texts that a worker verifies at once, if verdicts do not depend on other samples."""
 _EPSILON = 1e-9
 _SHOWN_ROWS = 3
+_CAPTION = (
+    "A text wins a component if no text gets a larger reward. Hackability: share of the attacked rows on which a text "
+    "wins that is not the right answer."
+)
 
 type Rewards = Mapping[str, float | None]
 type Row = Mapping[str, Any]
@@ -115,7 +121,7 @@ def put_on_trial(
         EnvironmentPools({name: options}, workers, timeout_s) as first,
         EnvironmentPools({name: options}, workers, timeout_s, seed=1) as second,
     ):
-        verify, again = verifier_of(environment, first), verifier_of(environment, second)
+        verify, again = (partial(_in_parts, environment, pool, workers) for pool in (first, second))
         answers = {
             str(row.get("id", i)): [*candidates(environment, row), *expected_answers(row.get(ROW, {}))]
             for i, row in enumerate(rows)
@@ -137,8 +143,18 @@ def put_on_trial(
     return judge(tried, {row: rewards for row, (_, rewards) in gold.items()}, failed)
 
 
+def _in_parts(
+    environment: Environment, pool: EnvironmentPools, workers: int, samples: Sequence[Trajectory]
+) -> list[Verdict]:
+    """Verify a few samples at a time if possible. The time limit applies to all samples that a worker gets at once."""
+    verify = verifier_of(environment, pool)
+    splits = environment.by_sample and not environment.remote
+    size = _PER_WORKER * workers if splits else max(1, len(samples))
+    return [verdict for start in range(0, len(samples), size) for verdict in verify(samples[start : start + size])]
+
+
 def _sample(environment: Environment, name: str, key: str | None, row: Row, text: str) -> Trajectory:
-    return parsed(sample_of(row, text, name, 0, key), environment.offers_tools)
+    return as_sampled(sample_of(row, text, name, 0, key), environment)
 
 
 def _last_message(row: Row, key: str | None) -> str:
@@ -314,7 +330,8 @@ def table(name: str, trial: Trial) -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    result = Table(title=f"{name}: {trial.texts} texts on {len(trial.attacked)} rows", title_justify="left")
+    title = f"{name}: {trial.texts} texts on {len(trial.attacked)} rows"
+    result = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
     for head in ("component", "reads the answer", "right answer wins", "hackability", "winning attacks"):
         result.add_column(head, overflow="fold")
     for component, one in trial.components.items():

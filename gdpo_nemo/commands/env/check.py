@@ -1,7 +1,7 @@
 """Check of an environment before a run: verify completions for a few rows in worker processes, without a model.
 
 The completions come from the environment's ``examples(row)``, the row's ``answer`` column and the caller. An empty
-completion is also verified. Token ids are the UTF-8 bytes of the text, because a check has no tokenizer.
+completion is also verified. Token ids are the UTF-8 bytes of the text, unless the environment has a tokenizer.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def check_environment(
         raise ConfigError(f"{name}: its episodes require the model of a run, which this check does not load")
     groups = [
         [
-            parsed(sample_of(row, text, name, index, key), environment.offers_tools)
+            as_sampled(sample_of(row, text, name, index, key), environment)
             for index, text in enumerate(_completions(environment, row, completions))
         ]
         for row in rows
@@ -145,9 +145,14 @@ def verifier_of(environment: Environment, pool: EnvironmentPools) -> Callable[[S
     return partial(_episodes, pool, environment.verifies) if environment.has_turns else pool.verify
 
 
-def parsed(sample: Trajectory, offers_tools: bool) -> Trajectory:
-    """Parse tool calls in the format of Hermes if the prompt has tools."""
-    tools = sample.prompt.fields.get("tools") or ([_ANY_TOOL] if offers_tools else None)
+def as_sampled(sample: Trajectory, environment: Environment) -> Trajectory:
+    """Add what an engine adds: token ids if the environment reads them, and tool calls in the format of Hermes if the
+    prompt has tools."""
+    if (tokens := environment.token_ids(sample.text)) is not None:
+        sample.completion_ids, sample.logprobs = tokens, np.zeros(len(tokens), np.float32)
+        if (prompt := environment.token_ids(sample.prompt.text)) is not None:
+            sample.prompt = replace(sample.prompt, token_ids=prompt)
+    tools = sample.prompt.fields.get("tools") or ([_ANY_TOOL] if environment.offers_tools else None)
     if isinstance(tools, list) and tools:
         sample.reply = parse_hermes(sample.text, tools)
     return sample

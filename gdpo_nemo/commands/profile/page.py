@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 _HEADS = (
     "component", "weight", "mean", "pass rate", "live groups", "saturation", "effective", "noise", "length", "ms",
 )  # fmt: skip
+_EXPLAINED = (
+    "pass rate: share of samples with the largest reward; live groups: groups whose samples have different rewards; "
+    "saturation: position of the mean between the smallest and the largest reward; effective: share of the variance of "
+    "the advantages; noise: share of the variance that changes when the same samples are verified again; length: "
+    "correlation with the number of tokens; ms: time to verify a sample"
+)
 _BINS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
@@ -37,7 +43,7 @@ def summary(measured: Measured, out: Path) -> RenderableType:
         grid.add_row(*map(Text, row))
     lines = [*heading(measured), "", *findings(measured), "", *proposals(measured), "", f"{out / 'profile.html'}"]
     first, *rest = map(Text, lines)
-    return Lines(first, grid, *rest)
+    return Lines(first, grid, Text(_EXPLAINED), *rest)
 
 
 def heading(measured: Measured) -> list[str]:

@@ -108,6 +108,12 @@ class Ebft(Environment):
             )
         self._model = model.eval()
 
+    def token_ids(self, text: str) -> np.ndarray:
+        """Return the text's token ids in the vocabulary of the frozen model, which is that of the policy."""
+        if self._model is None:
+            self.prepare()
+        return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int64)
+
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory. The samples of a prompt must be consecutive."""
         groups = [list(members) for _, members in groupby(trajectories, key=lambda t: t.prompt.id)]
@@ -129,9 +135,7 @@ class Ebft(Environment):
         """Return the tokens of the reference answer."""
         if prompt.answer_ids is not None:
             return prompt.answer_ids
-        return np.array(
-            self._tokenizer(column(prompt, self._gold_key), add_special_tokens=False)["input_ids"], np.int64
-        )
+        return self.token_ids(column(prompt, self._gold_key))
 
     def _without_end(self, ids: np.ndarray) -> np.ndarray:
         """Return the tokens without a final end token, because reference answers rarely have an end token."""
