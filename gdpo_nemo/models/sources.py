@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import tarfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -178,8 +179,8 @@ def _describe_format(file: Path, start: bytes) -> str:
     if start[:1] == b"\x80" and start[1:2] in b"\x02\x03\x04\x05":
         return pickled
     if start[257:262] == b"ustar" or start[:2] == b"\x1f\x8b":
-        if _has_member(file, "model_config.yaml"):
-            return "a NeMo 1 checkpoint (.nemo), which is not supported; export it to Hugging Face's format with NeMo 1"
+        if description := _describe_nemo_1(file, compressed=start[:2] == b"\x1f\x8b"):
+            return description
         return "an archive, which is not a supported model format; unpack it"
     # An ONNX file begins with its ir_version, followed by the producer's name.
     if start[:1] == b"\x08" and 0 < int.from_bytes(start[1:2], "big") < 32 and start[2:3] in (b"\x12", b"\x1a", b":"):
@@ -188,17 +189,44 @@ def _describe_format(file: Path, start: bytes) -> str:
 
 
 def _has_member(file: Path, name: str) -> bool:
-    """Return whether an archive contains a file with this name."""
+    """Return whether a zip archive contains a file with this name."""
     try:
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                names = archive.namelist()
-        else:
-            with tarfile.open(file) as tar:
-                names = tar.getnames()
-    except (OSError, EOFError, zipfile.BadZipFile, tarfile.TarError):
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+    except (OSError, EOFError, zipfile.BadZipFile):
         return False
     return any(member.rpartition("/")[2] == name for member in names)
+
+
+_MOST_MEMBERS, _MOST_BYTES = 10_000, 2**28
+"""Limits on an archive's listing: members, and decompressed bytes. A compressed archive is read to be listed."""
+_NEMO_1 = "a NeMo 1 checkpoint (.nemo)"
+_OTHERWISE = "which is not supported; convert it to Hugging Face's format with nemo-toolkit"
+
+
+def _describe_nemo_1(file: Path, compressed: bool) -> str:
+    """Describe a NeMo 1 archive by its members (empty if the archive is of another kind). Nothing is unpacked."""
+    names: list[str] = []
+    try:
+        with tarfile.open(file) as tar:
+            for member in tar:
+                names.append(member.name.removeprefix("./"))
+                read = member.offset_data + member.size if compressed else 0
+                if len(names) == _MOST_MEMBERS or read > _MOST_BYTES:
+                    break
+    except (OSError, EOFError, tarfile.TarError, zlib.error):
+        return ""
+    files = {name.rpartition("/")[2] for name in names}
+    if "model_config.yaml" not in files and not any(name.startswith("model_weights") for name in names):
+        return ""
+    if any(name.endswith(".ckpt") for name in files):
+        return f"{_NEMO_1} with weights in a PyTorch pickle, {_OTHERWISE}"
+    if ".zarray" in files:
+        return f"{_NEMO_1} with weights in format zarr, {_OTHERWISE}"
+    if ".metadata" in files:
+        folder = next(name for name in names if name.endswith(".metadata")).rpartition("/")[0]
+        return f"{_NEMO_1} with weights in format torch_dist; unpack it and specify its folder {folder}"
+    return f"{_NEMO_1}, {_OTHERWISE}"
 
 
 HUB_NAME = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?=.{,96}$)[A-Za-z0-9]([\w.-]*\w)?/\w([\w.-]*\w)?", re.ASCII)

@@ -149,7 +149,10 @@ def model_tensors(
             f"{key}: {folder} has a vocabulary of {rows} tokens, but its config.json has {fields['vocab_size']}"
         )
     if fields.get("tie_word_embeddings") and "output_layer.weight" in found:
-        raise ConfigError(f"{key}: {folder} has a separate output layer, but its config.json ties the embeddings")
+        raise ConfigError(
+            f"{key}: {folder} has a separate output layer, but its config.json ties the embeddings; "
+            "set tie_word_embeddings to false there"
+        )
     return found
 
 

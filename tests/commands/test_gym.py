@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo.commands.cli import main
+from gdpo_nemo.commands.gym.agent_trial import choose
 from gdpo_nemo.commands.gym.environments import Environments
 from gdpo_nemo.commands.gym.scan import scan_checkout
 from gdpo_nemo.utils.errors import ConfigError, RunError
@@ -105,6 +106,62 @@ def test_scan_gives_each_server_the_class_of_what_it_needs(checkout, capsys):
     for options in (["--limit", "0"], ["--rows", "0"], ["--only", "z*"]):
         assert main(["gym", "scan", str(checkout), *options]) == 2
         assert capsys.readouterr().err.startswith(f"error: {options[0]}: ")
+
+
+def agent_config(checkout: Path, name: str, server: str, **settings) -> None:
+    """Write a configuration of the agent ``loops`` in front of a server."""
+    references = {
+        "resources_server": {"type": "resources_servers", "name": server},
+        "model_server": {"type": "responses_api_models", "name": "policy_model"},
+    }
+    entry = {"entrypoint": "app.py", **references, **settings}
+    servers = {server: {"resources_servers": {server: {"entrypoint": "app.py"}}}} if server != "gone" else {}
+    content = {**servers, name: {"responses_api_agents": {"loops": entry}}}
+    file = checkout / "responses_api_agents" / "loops" / "configs" / f"{name}.yaml"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content))
+
+
+def test_scan_chooses_the_configuration_in_which_an_agent_lacks_least_and_reports_what_it_lacks(checkout, capsys):
+    model = checkout / "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
+    model.parent.mkdir(parents=True)
+    model.write_text(json.dumps({"policy_model": {"responses_api_models": {"vllm_model": {"entrypoint": "app.py"}}}}))
+    agent(
+        checkout, "loops", "await self.client.post(server_name=self.config.model_server.name, url_path='/v1/responses')"
+    )
+    server(checkout, "adds", row={"responses_create_params": {"input": []}})  # the agent writes the prompt
+    server(checkout, "keyed", fields="api_key: str")
+    server(checkout, "unset", settings={"address": "${policy_base_url}"})
+    judge = {"judge": {"type": "responses_api_models", "name": "judge_model"}}
+
+    def chosen() -> tuple:
+        found = {(one.kind, one.name): one for one in scan_checkout(checkout)}
+        unset = {key: one.unset for key, one in found.items()}
+        return choose("loops", found["responses_api_agents", "loops"].files, checkout, unset)
+
+    def lacking(name: str, server: str, **settings) -> tuple[str, ...]:
+        agent_config(checkout, name, server, **settings)
+        one = chosen()
+        (checkout / "responses_api_agents/loops/configs" / f"{name}.yaml").unlink()
+        return one.lacking
+
+    assert chosen().lacking == ("no configuration file defines the agent with its servers",)
+    assert lacking("a", "gone") == ("a refers to gone, which the file does not define", "no example rows")
+    assert lacking("b", "keyed") == ("keyed needs a configuration: api_key",)
+    assert lacking("c", "adds", **judge) == ("c refers to judge_model, which the file does not define",)
+    assert lacking("d", "unset") == ()  # the trial defines the address of the policy
+    agent_config(checkout, "keyed_agent", "keyed")
+    agent_config(checkout, "last", "adds")
+    best = chosen()
+    assert (best.file, best.name) == ("responses_api_agents/loops/configs/last.yaml", "last")
+    assert best.needed == {"last", "adds", "policy_model"} and best.row == {"responses_create_params": {"input": []}}
+    (checkout / "responses_api_agents/loops/configs/last.yaml").unlink()
+    # Without an agent that can be started, no engine starts.
+    options = ["--only", "loops", "--try", "--model", str(checkout), "--log-dir", str(checkout / "logs")]
+    assert main(["gym", "scan", str(checkout), *options]) == 0
+    assert "loops: skipped: keyed needs a configuration: api_key" in capsys.readouterr().out
+    assert main(["gym", "scan", str(checkout), "--model", str(checkout)]) == 2
+    assert capsys.readouterr().err == "error: --model: requires --try\n"
 
 
 CONFIG = {

@@ -16,6 +16,7 @@ from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.data.server_replies import Failure, check_measurement, depth_exceeds, parse_json, retry_after_s
 from gdpo_nemo.environments.http_client import Cookies, api_key
+from gdpo_nemo.environments.nemo_gym.agent_environment import NemoGymAgent
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.rows import ROW, read_row, request_body, reward_spans_of, routes_of
 from gdpo_nemo.environments.nemo_gym.settings import read_rules, read_settings, rewards_of
@@ -57,6 +58,15 @@ def test_a_row_becomes_a_chat_with_tools_and_stays_itself():
     assert body["id"] == 3 and "temperature" not in body["responses_create_params"]
     assert body["response"]["tools"] == [TOOL] and body["response"]["output"][0]["content"][0]["text"] == "hello"
     assert {"id", "created_at", "model", "object", "parallel_tool_calls", "tool_choice"} <= body["response"].keys()
+
+
+def test_a_row_without_messages_is_read_for_an_agent_and_refused_for_a_server():
+    """Agents such as Aviary's write the first prompt themselves, and the row is sent to them as it is."""
+    row = {"responses_create_params": {"input": []}, "task_idx": 3}
+    found = NemoGymAgent({"agents": {"aviary": "http://127.0.0.1:1"}}).read_row(row)
+    assert found == {"messages": [{"role": "user", "content": ""}], ROW: row}
+    with pytest.raises(ConfigError, match="responses_create_params.input must be text or a list"):
+        read_row(row)
 
 
 def test_the_spans_of_a_reply_count_from_the_begin_of_the_text_with_its_reasoning():

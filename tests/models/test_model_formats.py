@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from gdpo_nemo.commands import cli
+from gdpo_nemo.models import sources
 from gdpo_nemo.models.architectures import check_family
 from gdpo_nemo.models.sources import Format, recognise
 from gdpo_nemo.utils.errors import ConfigError
@@ -25,16 +26,32 @@ def old_pytorch(path: Path) -> None:
     torch.save({"weight": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
 
 
+def archive(path: Path, *names: str, mode: str = "w", size: int = 2) -> None:
+    with tarfile.open(path, mode) as tar:
+        for name in names:
+            info = tarfile.TarInfo(name)
+            info.size = size
+            tar.addfile(info, io.BytesIO(bytes(size)))
+
+
 def nemo_1(path: Path) -> None:
-    with tarfile.open(path, "w") as tar:
-        info = tarfile.TarInfo("./model_config.yaml")
-        info.size = 2
-        tar.addfile(info, io.BytesIO(b"{}"))
+    archive(path, "./model_config.yaml", "./model_weights.ckpt")
 
 
 def nemo_1_compressed(path: Path) -> None:
-    with tarfile.open(path, "w:gz") as tar:
-        tar.addfile(tarfile.TarInfo("model_config.yaml"), io.BytesIO())
+    archive(path, "model_config.yaml", mode="w:gz")
+
+
+def nemo_1_zarr(path: Path) -> None:
+    archive(path, "./model_weights/metadata.json", "./model_weights/model.embedding.weight/.zarray")
+
+
+def nemo_1_torch_dist(path: Path) -> None:
+    archive(path, "./model_weights/.metadata", "./model_weights/__0_0.distcp", "./model_config.yaml")
+
+
+def other_archive(path: Path) -> None:
+    archive(path, "../model.safetensors", "/etc/passwd")
 
 
 def onnx(path: Path) -> None:
@@ -54,8 +71,11 @@ def words(path: Path) -> None:
 FILES = [
     (pytorch, "a PyTorch pickle, which may run code"),
     (old_pytorch, "a PyTorch pickle, which may run code"),
-    (nemo_1, "a NeMo 1 checkpoint"),
-    (nemo_1_compressed, "a NeMo 1 checkpoint"),
+    (nemo_1, "with weights in a PyTorch pickle, which is not supported; convert it"),
+    (nemo_1_compressed, "which is not supported; convert it to Hugging Face's format with nemo-toolkit"),
+    (nemo_1_zarr, "with weights in format zarr, which is not supported"),
+    (nemo_1_torch_dist, "with weights in format torch_dist; unpack it and specify its folder model_weights"),
+    (other_archive, "an archive, which is not a supported model format"),
     (onnx, "an ONNX graph"),
     (safetensors, "a single safetensors file; specify the folder"),
     (words, "not a model in a supported format"),
@@ -68,6 +88,19 @@ def test_a_file_is_told_by_its_content_whatever_it_is_called(write, message, tmp
     write(file)
     with pytest.raises(ConfigError, match=message):
         recognise(file)
+
+
+def test_a_compressed_archive_is_listed_up_to_a_limit_and_its_members_are_not_unpacked(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_MOST_BYTES", 2**20)
+    names = [f"model_weights/part{number}" for number in range(64)]
+    archive(tmp_path / "large.nemo", *names, "model_config.yaml", "last.ckpt", mode="w:gz", size=2**18)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"a NeMo 1 checkpoint \(.nemo\), which is not supported"):
+        recognise(tmp_path / "large.nemo")
+    assert [path.name for path in tmp_path.iterdir()] == ["large.nemo"]
+    (tmp_path / "large.nemo").write_bytes((tmp_path / "large.nemo").read_bytes()[:100])
+    with pytest.raises(ConfigError, match="an archive, which is not a supported model format"):
+        recognise(tmp_path / "large.nemo")
 
 
 def folder(path: Path, **files: str) -> Path:

@@ -17,7 +17,7 @@ from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import model_source
 from gdpo_nemo.models.hf_folder import differences
-from gdpo_nemo.models.torch_dist import read_dist_metadata
+from gdpo_nemo.models.torch_dist import EMBEDDING, Held, model_tensors, read_dist_metadata
 from gdpo_nemo.training.inputs import converted_path, model_folder, starting_adapter
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -173,6 +173,17 @@ def test_an_index_of_a_checkpoint_that_would_run_code_is_refused(what, model, tm
     arguments = ["convert", "--to", "hf", str(checkpoint), str(tmp_path / "out"), "--model", str(model)]
     assert cli.main(arguments) == 2 and capsys.readouterr().err.count("\n") == 1
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_separate_output_layer_is_refused_if_config_json_ties_the_embeddings(tmp_path):
+    """NeMo's Qwen2 models have one, even those whose Hugging Face model ties the embeddings."""
+    weights = {f"module.{EMBEDDING}": (8, 4), "module.output_layer.weight": (8, 4), "module.decoder.layers.0.a": (4,)}
+    stored = {name: Held(shape, "bfloat16") for name, shape in weights.items()}
+    fields = {"hidden_size": 4, "num_hidden_layers": 1, "vocab_size": 7, "tie_word_embeddings": False}
+    found = model_tensors(stored, fields, tmp_path, "SOURCE")
+    assert found.keys() == {EMBEDDING, "output_layer.weight", "decoder.layers.0.a"}
+    with pytest.raises(ConfigError, match="ties the embeddings; set tie_word_embeddings to false there"):
+        model_tensors(stored, {**fields, "tie_word_embeddings": True}, tmp_path, "SOURCE")
 
 
 def test_a_nemo_2_checkpoint_asks_for_its_architecture_by_the_name_it_has(tmp_path):

@@ -208,4 +208,18 @@ SETTINGS = (
         "commands/test_drilled_run.py::test_both_words_of_a_lost_raylet_name_it",
         "a drill recognises the report of a lost raylet by a Ray client",
     ),
+    mutant(
+        "models/sources.py",
+        "if len(names) == _MOST_MEMBERS or read > _MOST_BYTES:",
+        "if False:",
+        "models/test_model_formats.py::test_a_compressed_archive_is_listed_up_to_a_limit_and_its_members_are_not_unpacked",
+        "a compressed archive is not read to its end",
+    ),
+    mutant(
+        "models/sources.py",
+        'if any(name.endswith(".ckpt") for name in files):',
+        "if False:",
+        "models/test_model_formats.py::test_a_file_is_told_by_its_content_whatever_it_is_called",
+        "an archive with a pickle is refused as such",
+    ),
 )

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from real_nemo_gym import installed
 
+from gdpo_nemo.commands.gym.agent_trial import play
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.data.server_replies import FailureKind
@@ -232,6 +233,19 @@ def test_a_prompt_without_room_is_masked_and_other_agents_go_on(stage, endpoint,
     long, short = checked(play_with_agents(environment, prompts, context), prompts, context, "agents")
     assert all(t.outcome is Outcome.ENV_FAILED and "no turn of the policy" in t.detail and not t.rewards for t in long)
     assert all(t.trains for t in short), [t.detail for t in short]
+
+
+def test_the_trial_of_an_agent_reports_its_episode_or_its_failure(stage, endpoint, agents):
+    """``gdpo-nemo gym scan --try --model`` plays one row with the agent."""
+    name = f"{SERVERS[0]}_agent"
+    row = json.loads((packages() / "resources_servers" / SERVERS[0] / "data/example.jsonl").read_text().splitlines()[0])
+    context = stage.context(None, samples=1, max_turns=5, max_tokens=400, endpoint=endpoint, sampling=SAMPLING)
+    endpoint.service.budgets = Budgets(5, 400, stage.config.policy.max_total_sequence_length)
+    played = play(name, agents[name], row, context)
+    assert played["status"] == "played" and played["turns"] >= 1 and played["tokens"] >= 1
+    assert played["summary"].startswith(f"played: {played['turns']} turns, {played['tokens']} tokens, reward ")
+    failed = play(name, "http://127.0.0.1:9", row, context)
+    assert failed["status"] == "failed" and failed["summary"].startswith(f"episode failed: connection: {name}: ")
 
 
 def test_a_dead_or_slow_agent_fails_its_trajectory_and_preflight_reports_it(stage, endpoint, agents):

@@ -209,9 +209,9 @@ class Speaker:
         self.tokenizer = source.tokenizer
         self.replies = reply_parser(config, source.tokenizer)
         template_kwargs = config.data.train.chat_template_kwargs
-        conversation = Conversation(source.tokenizer, source.chat, template_kwargs, self.replies)
+        self.conversation = Conversation(source.tokenizer, source.chat, template_kwargs, self.replies)
         context = config.policy.max_total_sequence_length
-        self.dialogue = Dialogue(conversation, system, context, sampling.max_new_tokens)
+        self.dialogue = Dialogue(self.conversation, system, context, sampling.max_new_tokens)
         self._sampling = sampling
         cluster = replace(config.cluster, cpus_per_node=max(1, cores(config.cluster) // share))
         # Without policy ranks, Ray chooses the engine's devices.

@@ -39,13 +39,18 @@ def add(commands: Commands) -> None:
     action.add_argument(
         "--only", metavar="PATTERN", action="append", default=[], help="names to scan, such as math_*; repeatable"
     )
-    action.add_argument("--limit", metavar="N", type=int, help="number of servers to try (default: all)")
+    action.add_argument("--limit", metavar="N", type=int, help="number of servers and of agents to try (default: all)")
     action.add_argument("--json", metavar="FILE", help="also write the result as JSON")
     action.add_argument(
         "--try",
         dest="trial",
         action="store_true",
         help="start each server that needs nothing else, and verify the answers to its example rows",
+    )
+    action.add_argument(
+        "--model",
+        metavar="DIR",
+        help="with --try, also start each plain agent and let it play an example row with this model",
     )
     action.add_argument(
         "--rows", metavar="N", type=int, default=5, help="number of example rows per server (default: 5)"

@@ -1,21 +1,23 @@
 """``gdpo-nemo gym scan``: classify every server and agent of a NeMo Gym checkout by the parts that it needs.
 
 Code and configuration are parsed, never executed. With ``--try``, ``trial.py`` starts the servers that need no other
-part and verifies answers to their example rows.
+part and verifies answers to their example rows. With ``--model``, ``agent_trial.py`` lets the agents play.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Iterator, Mapping
+from typing import Any, Iterator, Mapping, NamedTuple
 
 from gdpo_nemo.commands.arguments import say, terminal
+from gdpo_nemo.commands.gym.agent_trial import POLICY_KEYS, Trials, choose, serve
 from gdpo_nemo.commands.gym.code import Code
 from gdpo_nemo.commands.gym.environments import Environments
 from gdpo_nemo.commands.gym.trial import example_rows, try_server
@@ -39,8 +41,6 @@ _GIVEN = {"host", "port", "entrypoint", "name", "domain", "num_workers", "model_
 """Config fields that this project or NeMo Gym sets."""
 _UNSET = re.compile(r"\?\?\?|\$\{([\w.]+)(?::([^,}]*),?(?:\s*null)?([^}]*))?\}")
 """Matches a missing value, ``${name}``, and ``${oc.env:NAME,default}``."""
-_POLICY = ("policy_base_url", "policy_api_key", "policy_model_name")
-"""Names that ``gdpo-nemo gym up`` defines for agents."""
 
 
 @dataclass
@@ -57,6 +57,10 @@ class Scanned:
     """Number of example rows."""
     settings: dict[str, Any] = field(default_factory=dict)
     """The server's entry in its configuration."""
+    files: tuple[str, ...] = ()
+    """Configuration files with the server, as paths in the checkout."""
+    unset: tuple[str, ...] = ()
+    """Settings without a value."""
     outside: tuple[str, ...] = ()
     """Requirements from other places than the package index, and calls that install or download them."""
     trial: dict[str, Any] = field(default_factory=dict)
@@ -83,6 +87,8 @@ def scan(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--only: no server or agent of {arguments.checkout} matches {', '.join(arguments.only)}")
     if arguments.trial:
         _try(found, checkout, arguments)
+    elif arguments.model:
+        raise ConfigError("--model: requires --try")
     _print(found)
     if arguments.json:
         content = [{"class": one.category, **asdict(one)} for one in found]
@@ -91,7 +97,8 @@ def scan(arguments: argparse.Namespace) -> int:
 
 
 def _try(found: list[Scanned], checkout: Path, arguments: argparse.Namespace) -> None:
-    """Start the servers that need no judge, images or configuration, and record what they return."""
+    """Start the servers that need no judge, images or configuration, and record what they return. With ``--model``,
+    also start the plain agents."""
     from gdpo_nemo.cluster.cleanup_process import guard_children
 
     logs = log_folder(arguments.log_dir)
@@ -102,6 +109,19 @@ def _try(found: list[Scanned], checkout: Path, arguments: argparse.Namespace) ->
         folder = checkout / one.kind / one.name
         one.trial = try_server(one.name, one.settings, folder, arguments.rows, source, logs, arguments.timeout)
         say(f"{one.name}: {one.trial['summary']}")
+    agents = [one for one in found if one.kind == _AGENTS and one.category == PLAIN][: arguments.limit]
+    if agents and arguments.model:
+        _try_agents(agents, Trials(checkout, source, logs, arguments.timeout), Path(arguments.model))
+
+
+def _try_agents(agents: list[Scanned], trials: Trials, model: Path) -> None:
+    """Let agents play an example row with a model. The engine starts if at least one agent can be started."""
+    unset = {(one.kind, one.name): one.unset for one in scan_checkout(trials.checkout)}
+    chosen = [choose(one.name, one.files, trials.checkout, unset) for one in agents]
+    with serve(model) if not all(one.lacking for one in chosen) else contextlib.nullcontext() as context:
+        for one, playable in zip(agents, chosen):
+            one.trial = trials.run(playable, context)
+            say(f"{one.name}: {one.trial['summary']}")
 
 
 def _selected(name: str, patterns: list[str]) -> bool:
@@ -126,9 +146,19 @@ def scan_checkout(checkout: Path) -> list[Scanned]:
     return found
 
 
-def _configs(checkout: Path) -> dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Return [(settings, file's content)] by (kind, folder), from all configuration files of servers and agents."""
-    found: dict[tuple[str, str], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+class _Config(NamedTuple):
+    """A server's entry in a configuration file."""
+
+    settings: dict[str, Any]
+    content: dict[str, Any]
+    """The whole file."""
+    file: str
+    """Path in the checkout."""
+
+
+def _configs(checkout: Path) -> dict[tuple[str, str], list[_Config]]:
+    """Return the entries by (kind, folder), from all configuration files of servers and agents."""
+    found: dict[tuple[str, str], list[_Config]] = {}
     for file in sorted(checkout.glob("res*/*/configs/*.yaml")):
         try:
             content = read_config(file)
@@ -137,14 +167,16 @@ def _configs(checkout: Path) -> dict[tuple[str, str], list[tuple[dict[str, Any],
         for instance in instances_of([content]).values():
             key = (instance.kind, instance.implementation)
             own = file.parent.parent.name == instance.implementation
-            found.setdefault(key, []).insert(0 if own and not found.get(key) else len(found.get(key, [])), (
-                instance.settings, content))  # fmt: skip
+            entries = found.setdefault(key, [])
+            entry = _Config(instance.settings, content, str(file.relative_to(checkout)))
+            entries.insert(0 if own and not entries else len(entries), entry)
     return found
 
 
-def _classify(one: Scanned, folder: Path, checkout: Path, configs: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
-    options = [(settings, list(_unset(settings, content))) for settings, content in configs]
+def _classify(one: Scanned, folder: Path, checkout: Path, configs: list[_Config]) -> None:
+    options = [(entry.settings, list(_unset(entry.settings, entry.content))) for entry in configs]
     one.settings, unset = min(options, key=lambda option: len(option[1])) if options else ({}, [])
+    one.files = tuple(dict.fromkeys(entry.file for entry in configs))
     entrypoint = folder / str(one.settings.get("entrypoint") or "app.py")
     if not entrypoint.is_file():
         one.needs[REFUSED] = f"contains no {entrypoint.name}"
@@ -163,9 +195,10 @@ def _classify(one: Scanned, folder: Path, checkout: Path, configs: list[tuple[di
     lacking = [n for n, (_, needed) in fields.items() if needed and n not in one.settings and n not in references]
     unset = [*unset, *(name for name in lacking if name not in _GIVEN)]
     if one.kind == _AGENTS:
-        unset = [name for name in unset if name not in _POLICY]
+        unset = [name for name in unset if name not in POLICY_KEYS]
+    one.unset = tuple(dict.fromkeys(unset))
     if unset:
-        one.needs[CONFIGURATION] = ", ".join(dict.fromkeys(unset))
+        one.needs[CONFIGURATION] = ", ".join(one.unset)
     if one.kind == _SERVERS:
         _classify_server(one, folder, entrypoint, code)
     elif not code.samples_from_model_server():

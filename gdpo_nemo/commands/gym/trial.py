@@ -43,14 +43,22 @@ def try_server(
     Returns:
         status, summary, seconds and, if the server has started, the reward components and each answer's rewards.
     """
+    with attempted() as result, _served(name, settings, source, logs, timeout_s) as url:
+        result |= verify_rows(name, url, example_rows(folder)[:limit], recorded_answers(folder)[:limit])
+    return result
+
+
+@contextlib.contextmanager
+def attempted() -> Iterator[dict[str, Any]]:
+    """Yield a result to fill. If the block raises ``GdpoError``, the result becomes ``did not start``."""
     begin = time.monotonic()
+    result: dict[str, Any] = {}
     try:
-        with _served(name, settings, source, logs, timeout_s) as url:
-            result = verify_rows(name, url, example_rows(folder)[:limit], recorded_answers(folder)[:limit])
+        yield result
     except GdpoError as error:
         last = printable(str(error).rpartition(" | ")[2], _DETAIL)
-        result = {"status": "did not start", "summary": f"did not start: {last}", "detail": str(error)}
-    return {**result, "seconds": round(time.monotonic() - begin, 1)}
+        result |= {"status": "did not start", "summary": f"did not start: {last}", "detail": str(error)}
+    result["seconds"] = round(time.monotonic() - begin, 1)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,8 @@ class Wanted:
     """Host and port by name, from the URLs in the config."""
     endpoint: dict[str, Any] = field(default_factory=dict)
     """Address of the run's endpoint. Model servers with this address already run."""
+    only: frozenset[str] = frozenset()
+    """Servers to start, or empty for all."""
 
 
 @dataclass
@@ -84,7 +86,7 @@ def up(arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         started: dict[str, tuple[Addressed, list[Served]]] = {}
         for name, one in wanted.items():
-            addressed = _address(name, one, source)
+            addressed = wanted_address(one, source)
             stack.callback(addressed.close)
             starting = start(f"env.{name}", name, addressed, source, logs)
             started[name] = addressed, [stack.enter_context(_ended(process)) for process in starting]
@@ -153,14 +155,20 @@ def start(label: str, name: str, addressed: Addressed, source: Source, logs: Pat
         yield Served(label, addressed, names, pythons[server], [folder, *source.path], folder, log)
 
 
-def _address(name: str, wanted: Wanted, source: Source) -> Addressed:
+def wanted_address(wanted: Wanted, source: Source) -> Addressed:
+    """Resolve NeMo Gym's global config, and open a socket for each server to start.
+
+    Raises:
+        RunError: if NeMo Gym refuses the config, or an address is in use.
+    """
     content = wanted.content
     if "config_paths" in content:
         content["config_paths"] = _files(content["config_paths"], source.folder)
         content = resolve(content, source.base(), source.path)
     for server, (kind, implementation, settings) in served_instances(content).items():
         place = settings | wanted.places.get(server, {})
-        if kind == "responses_api_models" and wanted.endpoint and wanted.endpoint.items() <= place.items():
+        runs = kind == "responses_api_models" and wanted.endpoint and wanted.endpoint.items() <= place.items()
+        if runs or wanted.only and server not in wanted.only:
             del content[server][kind][implementation]["entrypoint"]
     return address(content, wanted.places)
 

@@ -85,7 +85,7 @@ class NemoGymAgent(Environment):
     def read_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a row of NeMo Gym's JSONL to prompt columns. Raises ConfigError if the row is invalid or matches no
         agent."""
-        columns = read_row(row)
+        columns = read_row(row, agent=True)
         choose_server(row, self.agents)
         return columns
 

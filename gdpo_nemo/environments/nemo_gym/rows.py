@@ -26,8 +26,12 @@ _ROLES = {"developer": "system"}
 """Roles of the Responses API that chat templates do not support, and their replacements."""
 
 
-def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def read_row(row: Mapping[str, Any], agent: bool = False) -> dict[str, Any]:
     """Convert a NeMo Gym row to the columns ``messages``, ``tools`` (in chat format) and ``ROW`` (the unchanged row).
+
+    Args:
+        agent: True if an agent plays the row. If the row has no messages, because the agent or its server writes the
+            prompt, ``messages`` is an empty user message.
 
     Raises ConfigError if the row is not in NeMo Gym's format or contains other content than text.
     """
@@ -38,7 +42,9 @@ def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
         json.dumps(row, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"cannot be sent as JSON: {error}") from None
-    columns: dict[str, Any] = {"messages": _messages(parameters), ROW: row}
+    written_later = agent and parameters.get("input") == []
+    shown = {**parameters, "input": ""} if written_later else parameters
+    columns: dict[str, Any] = {"messages": _messages(shown), ROW: row}
     if tools := [_chat_tool(tool) for tool in parameters.get("tools") or []]:
         columns["tools"] = tools
     return columns
