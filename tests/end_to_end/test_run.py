@@ -28,7 +28,7 @@ from launch import (
     train_here,
 )
 from safetensors.torch import load_file
-from starting_points import LR, TARGETS, gdpo, write_adapter
+from starting_points import LR, TARGETS, gdpo, write_adapter, write_mixture
 
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.commands.drill.faults import FAULTS, RANK, SUPERVISOR, Target
@@ -281,17 +281,18 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step
 
 @pytest.fixture(scope="module")
 def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, list[str]]:
-    """A run of two turns with KL to the starting model as a reward. Its checkpoints go to a file system of their own
-    with room for one of them (13 MB each): the launch, its status, stderr, and what the file system held in the
-    end."""
+    """A run of a mixture, of two turns, with KL to the starting model as a reward. Its checkpoints go to a file system
+    of their own with room for one of them (41 MB each): the launch, its status, stderr, and what the file system held
+    in the end."""
     scratch = tmp_path_factory.mktemp("small_disk")
+    write_mixture(scratch / "mixture", digit_model)
     folder = scratch / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    mount = f"mount -t tmpfs -o size=20m tmpfs {folder} && "
+    mount = f"mount -t tmpfs -o size=64m tmpfs {folder} && "
     listing = f"; status=$?; ls {folder} > {scratch}/kept; exit $status"
     launch = Launch(
         scratch / "run",
-        digit_model,
+        scratch / "mixture",
         *("--config", "configs/gdpo_turns_cpu.yaml"),
         "gdpo.kl_in_reward=0.1",
         "checkpointing.save_period=1",
@@ -326,12 +327,14 @@ def test_two_turns_are_trained_and_sampler_and_trainer_agree(on_a_small_disk):
             assert s["loss_mask"].count(0) == 2 and s["turns"] == 2  # the hint: a digit (or +) and =
 
 
-def test_kl_to_the_starting_model_can_be_part_of_the_reward(on_a_small_disk, digit_model):
+def test_kl_to_the_starting_model_can_be_part_of_the_reward(on_a_small_disk):
     launch = on_a_small_disk[0]
     first, second = [row for row in rows(launch.run_dir) if "loss" in row]
     # Before any update sampler and reference are one model: what is left of the log-ratio is rounding.
     assert abs(first["rollout/reference_kl"]) < 1e-4
-    assert second["rollout/reference_kl"] == pytest.approx(_log_ratio(launch.run_dir, 2, digit_model), abs=1e-4)
+    assert second["rollout/reference_kl"] == pytest.approx(
+        _log_ratio(launch.run_dir, 2, launch.run_dir.parent / "mixture"), abs=1e-4
+    )
     assert abs(second["rollout/reference_kl"]) > 1e-3
 
 

@@ -6,6 +6,20 @@ from mutant_tables.mutant import mutant
 
 ENGINES = (
     mutant(
+        "weights/vllm_receiver.py",
+        "            method.moe_kernel = None\n",
+        "            pass\n",
+        "megatron/test_engine_updates.py::test_an_engine_scores_as_transformers_before_and_after_an_update",
+        "new expert weights are packed for vLLM's CPU kernels",
+    ),
+    mutant(
+        "config/model_checks.py",
+        "if num_experts(model.fields) and hidden % CPU_EXPERT_MULTIPLE:",
+        "if num_experts(model.fields) and hidden % 16:",
+        "config/test_config_validation.py::test_experts_need_a_model_that_has_some",
+        "a hidden size that vLLM's CPU kernels cannot use is refused",
+    ),
+    mutant(
         "weights/manifest.py",
         "if zlib.crc32(buffer[entry.offset : stop]) != entry.crc32:",
         "if entry.crc32 is None:",
