@@ -13,7 +13,7 @@ from typing import Any
 from gdpo_nemo.config.algorithm_choice import is_transform, spec_of
 from gdpo_nemo.config.layout import Layout, Resolved, check_stages, resolve_layout
 from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig
-from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
+from gdpo_nemo.config.sections import LoraConfig, PolicyConfig, replays_router
 from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
     FAMILIES,
@@ -302,6 +302,7 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
             raise ConfigError(
                 f"{megatron}.{name}: has no effect because the model in {policy.model_name} has no experts; remove it"
             )
+    _check_router_replay(policy, bool(experts), layout)
     if policy.lora.rank:
         family = FAMILIES[content["model_type"]]
         check_adapted_layers(policy.lora.target_modules, family, bool(content.get("tie_word_embeddings")))
@@ -311,6 +312,21 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
     length = policy.max_total_sequence_length
     if longest is not None and longest < length:
         raise ConfigError(f"policy.max_total_sequence_length: {length} exceeds the {longest} positions of the model")
+
+
+def _check_router_replay(policy: PolicyConfig, has_experts: bool, layout: Layout) -> None:
+    key = "policy.router_replay"
+    if policy.router_replay not in ("off", False, "sampler"):  # YAML reads off as false
+        raise ConfigError(f"{key}: {policy.router_replay!r} is not a valid value (accepted: off, sampler)")
+    if not replays_router(policy):
+        return
+    if not has_experts:
+        raise ConfigError(f"{key}: has no effect because the model in {policy.model_name} has no experts; remove it")
+    if not layout.gpus and layout.engine_tensor > 1:
+        raise ConfigError(
+            f"{key}: sampler requires policy.generation.vllm_cfg.tensor_parallel_size=1 on CPUs, got "
+            f"{layout.engine_tensor}"
+        )
 
 
 def _check_divides(key: str, size: int, counts: list[tuple[int, str]]) -> None:

@@ -58,6 +58,10 @@ class Packing(PackedSeqParams):
     """Sines of the rotary embedding, with the same shape as ``cos``."""
     block_mask: Any = None
     """Mask for ``FlexAttention`` (``flex_attention.block_mask``), or None if another attention computes the pack."""
+    routing: torch.Tensor | None = None
+    """int16 [local tokens, MoE layers * experts per token]: experts that the sampler chose (``PackedRows.routing``)."""
+    counted: set[int] = field(default_factory=set)
+    """MoE layers that have compared their choice with the sampler's (``RouterReplay``)."""
 
 
 @dataclass

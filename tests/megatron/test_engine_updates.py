@@ -48,6 +48,16 @@ def by_transformers(folder: Path) -> np.ndarray:
     return np.concatenate(found)
 
 
+def chosen_by_transformers(folder: Path, ids: np.ndarray) -> np.ndarray:
+    """int64 [tokens, layers * experts per token]: the experts of each token, best first."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids)[None].long(), output_router_logits=True).router_logits
+    return torch.cat([layer.topk(model.config.num_experts_per_tok).indices for layer in logits], -1).numpy()
+
+
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
     """The program that makes engines; its own complaints are in the file."""
@@ -84,3 +94,7 @@ def test_an_engine_scores_as_transformers_before_and_after_an_update(family, sco
     assert status == 0, errors[-4000:]
     np.testing.assert_allclose(scores["before"], expected[0], atol=2e-4, rtol=0)
     np.testing.assert_allclose(scores["after"], expected[1], atol=2e-4, rtol=0)
+    for number in range(2 if FAMILIES[family].experts else 0):
+        ids, routing = scores[f"ids{number}"], scores[f"routing{number}"]
+        experts = chosen_by_transformers(tmp_path / "8", ids)
+        assert np.array_equal(routing[:-1], experts[:-1]) and (routing[-1] == -1).all()

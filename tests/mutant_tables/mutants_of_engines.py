@@ -6,6 +6,55 @@ from mutant_tables.mutant import mutant
 
 ENGINES = (
     mutant(
+        "megatron/router_replay.py",
+        "[: layer.layer_number - 1].count",
+        "[: layer.layer_number].count",
+        "megatron/test_router_replay.py::test_layouts_recomputation_and_shared_prompts_use_the_same_experts",
+        "a layer replays its own experts",
+    ),
+    mutant(
+        "megatron/router_replay.py",
+        "chosen.chunk(tensor_ranks)[parallel_state.get_tensor_model_parallel_rank()]",
+        "chosen.chunk(tensor_ranks)[0]",
+        "megatron/test_router_replay.py::test_layouts_recomputation_and_shared_prompts_use_the_same_experts",
+        "a tensor-parallel rank replays the experts of its tokens",
+    ),
+    mutant(
+        "megatron/router_replay.py",
+        "experts = torch.where(known, self.chosen, own)",
+        "experts = torch.where(known, self.chosen, 0)",
+        "megatron/test_router_replay.py::test_an_update_equals_transformers_with_the_same_experts",
+        "unknown experts are those of the router",
+    ),
+    mutant(
+        "data/packing.py",
+        "routing.append(padded_choices[token_indices])",
+        "routing.append(padded_choices[: len(token_indices)])",
+        "megatron/test_router_replay.py::test_layouts_recomputation_and_shared_prompts_use_the_same_experts",
+        "a context-parallel rank replays the experts of its tokens",
+    ),
+    mutant(
+        "generation/routing.py",
+        "self._block_size + tokens % self._block_size",
+        "self._block_size",
+        "megatron/test_engine_updates.py::test_an_engine_scores_as_transformers_before_and_after_an_update",
+        "recorded experts are those of their tokens",
+    ),
+    mutant(
+        "rollouts/context.py",
+        "self._routing.append((np.concatenate([*prompt, *self._context_rows]), completion.routing))",
+        "self._routing.append((np.arange(len(completion.routing)), completion.routing))",
+        "rollouts/test_contexts.py::test_update_does_not_depend_on_where_the_history_was_cut",
+        "experts of a turn belong to its context",
+    ),
+    mutant(
+        "data/contexts.py",
+        "indices + len(prompt)])",
+        "indices])",
+        "rollouts/test_contexts.py::test_update_does_not_depend_on_where_the_history_was_cut",
+        "experts belong to the tokens of their sequence",
+    ),
+    mutant(
         "weights/vllm_receiver.py",
         "            method.moe_kernel = None\n",
         "            pass\n",
