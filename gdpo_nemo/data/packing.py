@@ -55,8 +55,8 @@ class TrainSequence:
     terms: np.ndarray | None = None
     """float32 [completion tokens, terms]: terms of the advantages (``TokenFields.terms``), or None."""
     routing: np.ndarray | None = None
-    """int8 or int16 [tokens, MoE layers * experts per token]: experts that the sampler chose for each token of prompt and
-    completion, or -1 if unknown. The policy uses these experts instead of its own choice. None if all are unknown."""
+    """int8 or int16 [tokens, MoE layers * experts per token]: experts that the sampler chose for each token of prompt
+    and completion, or -1 if unknown. The policy uses these experts instead of its choice. None if all are unknown."""
     pair: int = 0
     """Pair of completions in the update, numbered from 1 (0 for no pair). The number is negative for the rejected or
     undesirable completion. Both completions are in the same micro-batch."""
