@@ -171,8 +171,7 @@ METRICS = {
     ),
     "routing/differing": (
         "share",
-        "Routing decisions (of a token in a layer) in which the trainer would have chosen other experts than the "
-        "sampler, whose choice it uses (policy.router_replay)",
+        "Choices (of a token in an MoE layer) of which the trainer's would differ from the sampler's (router_replay)",
     ),
     "parity/mean_abs": (
         "nats",
