@@ -317,7 +317,7 @@ def test_two_turns_are_trained_and_sampler_and_trainer_agree(on_a_small_disk):
     steps = [row for row in rows(run_dir) if "loss" in row]
     assert len(steps) == 2 and all(row["parity/max_abs"] < 1e-4 for row in steps)
     assert all(row["rollout/turns"] == 2.0 and row["rollout/not_contiguous"] == 0.0 for row in steps)
-    assert all(row["routing/differing"] < 0.01 for row in steps)
+    assert all(row["routing/differing"] < 0.01 and row["parity/probe_own_experts"] < 1e-4 for row in steps)
     assert len({row["grad_norm"] for row in steps}) == 2 and steps[0]["reward/first/std"] > 0
     assert any("validation/second" in row for row in rows(run_dir))
     for row in steps:
