@@ -63,6 +63,8 @@ class Suite:
             "gdpo.val_prompts=null",
             f"gdpo.val_generations_per_prompt={self.samples}",
             f"gdpo.val_temperature={0.6 if self.samples > 1 else 0.0}",
+            f"gdpo.val_top_p={0.95 if self.samples > 1 else 1.0}",
+            "gdpo.val_top_k=-1",
             f"gdpo.val_pass_at_k={list(self.pass_at)}",
         ]
 
@@ -73,7 +75,7 @@ SUITES = {
     "gsm8k": Suite("gsm8k", ["strict=true", "math_verify=true"]),
     "math_length": Suite("math", ["exceed=4000"], 16, (1, 4, 16)),
 }
-"""Benchmarks by name. ``math_length`` samples as the GDPO paper does, without its top_p of 0.95."""
+"""Benchmarks by name. ``math_length`` samples as the GDPO paper does."""
 
 
 def add(commands: Commands) -> None:

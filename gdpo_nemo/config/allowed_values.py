@@ -13,7 +13,8 @@ from gdpo_nemo.algorithms.settings import PRESETS
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS
 from gdpo_nemo.config.health import PRESETS as PRESETS_OF_HEALTH
 from gdpo_nemo.config.transports import TRANSPORTS
-from gdpo_nemo.models.architectures import FAMILIES, linear_layers
+from gdpo_nemo.models.architectures import linear_layers
+from gdpo_nemo.models.families import FAMILIES
 
 LORA_TARGETS = tuple(dict.fromkeys(name for family in FAMILIES.values() for name in linear_layers(family)))
 OPTIMIZER_DTYPES = ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")

@@ -391,6 +391,8 @@ SWITCHED_OFF: tuple[Effect | AlgorithmEffect, ...] = (
             "gdpo.val_generations_per_prompt",
             "gdpo.val_pass_at_k",
             "gdpo.val_temperature",
+            "gdpo.val_top_p",
+            "gdpo.val_top_k",
         ),
         _validates,
         "while gdpo.val_period is 0 and gdpo.val_at_start is false",

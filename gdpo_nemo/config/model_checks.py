@@ -16,13 +16,13 @@ from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig, replays_router
 from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
-    FAMILIES,
     check_adapted_layers,
     check_model_content,
     head_size,
     key_value_heads,
     num_experts,
 )
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
 from gdpo_nemo.models.sources import HUB_NAME, Format, ModelFacts, Source, described_by, recognise, source_fields
 from gdpo_nemo.models.weight_files import check_tensors, check_weight_files, tensor_shapes

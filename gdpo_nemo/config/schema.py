@@ -192,6 +192,10 @@ class GdpoConfig:
     samples. Each k is at most val_generations_per_prompt. Example: `[1, 4, 8]`."""
     val_temperature: Annotated[float, Range(0)] = 1.0
     """Sampling temperature for validation; 0 is greedy."""
+    val_top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    """Nucleus sampling threshold for validation."""
+    val_top_k: Annotated[int, Range(1, also=(-1,))] = -1
+    """Number of most likely tokens to sample from in validation; -1: all tokens."""
     max_skipped_steps: Annotated[int, Range(1)] = 3
     """Maximum number of consecutive steps with a non-finite loss or gradient. The run stops with an error if this
     number is exceeded."""

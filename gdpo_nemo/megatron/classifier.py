@@ -9,7 +9,7 @@ from typing import Any, Iterable
 import torch
 from transformers import PretrainedConfig
 
-from gdpo_nemo.megatron.conversion import family_of
+from gdpo_nemo.megatron.model_config import family_of
 from gdpo_nemo.models.hf_folder import write_model
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 from itertools import groupby
 from typing import Any, Callable, Iterable, Iterator
 
@@ -12,10 +11,18 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from gdpo_nemo.models import architectures
-from gdpo_nemo.models.architectures import FAMILIES, Family, check_family
+from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts
+from gdpo_nemo.megatron.weight_map import (
+    COLUMNS,
+    GATED_ROWS,
+    QKV_ROWS,
+    REPLICATED,
+    SCORE,
+    Weight,
+    layer_weight,
+    top_weights,
+)
 from gdpo_nemo.weights.manifest import Entry, Manifest, divide, weight_metadata
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -282,187 +289,6 @@ def _gather(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[list[
     sizes = [tensor.numel() for tensor in tensors]
     ranks = gathered.split(own.numel())
     return [[part.view(tensor.shape) for part, tensor in zip(rank.split(sizes), tensors)] for rank in ranks]
-
-
-# Ways to split a weight over tensor-parallel ranks. The last two also define the order of the rows in Megatron.
-REPLICATED = "replicated"
-ROWS = "rows"
-COLUMNS = "columns"
-QKV_ROWS = "rows by query group: queries, key, value"
-GATED_ROWS = "rows of the gate, then rows of the other half, on each rank"
-
-SCORE = "score.weight"
-"""Name of a reward model's head, both in Megatron's model and in transformers' sequence classifiers."""
-
-ACTIVATIONS = {"silu": torch.nn.functional.silu}
-"""Activation functions by the value of ``hidden_act`` in a Hugging Face config."""
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A Megatron parameter and the corresponding Hugging Face tensors."""
-
-    split: str
-    """Split over tensor-parallel ranks: ``REPLICATED``, ``ROWS``, ``COLUMNS``, ``QKV_ROWS`` or ``GATED_ROWS``."""
-    sources: tuple[str, ...]
-    """Names of the Hugging Face tensors. The names for an expert contain ``{}`` in place of its index."""
-    expert: int | None = None
-    """Local index of the expert on its rank, or None if the parameter does not belong to an expert."""
-    stacked: str | None = None
-    """Name of the tensor that replaces the sources in folders that store all experts of a layer together.
-
-    The shape of this tensor is [experts, ...] if ``expert`` is set.
-    """
-    vocabulary: bool = False
-    """True if each row belongs to a token of the vocabulary. Megatron pads these rows."""
-
-
-def _weights(split: str, *modules: str, **options: Any) -> Weight:
-    return Weight(split, tuple(f"{module}.weight" for module in modules), **options)
-
-
-@cache
-def top_weights(model_type: str) -> dict[str, Weight]:
-    """Return the weights outside the layers, by their Megatron names."""
-    modules = FAMILIES[model_type].modules
-    return {
-        "embedding.word_embeddings.weight": _weights(ROWS, modules.embedding, vocabulary=True),
-        "output_layer.weight": _weights(ROWS, modules.head, vocabulary=True),
-        "decoder.final_norm.weight": _weights(REPLICATED, modules.final_norm),
-        SCORE: Weight(REPLICATED, (SCORE,)),
-    }
-
-
-@cache
-def dense_weights(model_type: str) -> dict[str, Weight]:
-    """Return the weights of a dense layer, by their Megatron names in a Hybrid layer.
-
-    The sources are relative to the Hugging Face layer.
-    """
-    family = FAMILIES[model_type]
-    modules = family.modules
-    attention_norm = _weights(REPLICATED, modules.attention_norm)
-    mlp_norm = _weights(REPLICATED, modules.mlp_norm)
-    return {
-        # Each norm has a second name, because TransformerEngine fuses the norm with the linear layer that follows.
-        "input_layernorm.weight": attention_norm,
-        "self_attention.linear_qkv.layer_norm_weight": attention_norm,
-        "self_attention.linear_qkv.weight": _weights(QKV_ROWS, *modules.qkv),
-        "self_attention.linear_qkv.bias": Weight(QKV_ROWS, tuple(f"{module}.bias" for module in modules.qkv)),
-        "self_attention.q_layernorm.weight": _weights(REPLICATED, modules.q_norm),
-        "self_attention.k_layernorm.weight": _weights(REPLICATED, modules.k_norm),
-        "self_attention.linear_proj.weight": _weights(COLUMNS, modules.attention_output),
-        "pre_mlp_layernorm.weight": mlp_norm,
-        "mlp.linear_fc1.layer_norm_weight": mlp_norm,
-        "mlp.linear_fc1.weight": _weights(GATED_ROWS, *modules.gate_up),
-        "mlp.linear_fc2.weight": _weights(COLUMNS, modules.down),
-    }
-
-
-# local_experts.3.linear_fc1.weight, or linear_fc1.weight3 in TransformerEngine's grouped linear layers
-_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?linear_fc([12])\.weight(\d*)")
-
-
-def layer_weight(family: Family, name: str) -> Weight:
-    """Return the weight of the Megatron parameter ``name`` in a Hybrid layer.
-
-    The sources are relative to the Hugging Face layer.
-    """
-    experts = family.experts
-    if experts is not None and name == "mlp.router.weight":
-        return _weights(REPLICATED, experts.router, stacked=experts.stacked_router)
-    match = _EXPERT.fullmatch(name)
-    if match is None or experts is None:
-        return dense_weights(family.model_type)[name]
-    number = int(match[1] or match[3])
-    if match[2] == "1":
-        return _weights(GATED_ROWS, experts.gate, experts.up, expert=number, stacked=experts.stacked_gate_up)
-    return _weights(COLUMNS, experts.down, expert=number, stacked=experts.stacked_down)
-
-
-def fields_of(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config.json. Missing fields have the values that transformers uses by default."""
-    return config.to_dict()
-
-
-def family_of(config: PretrainedConfig) -> Family:
-    """Return the model family of a Hugging Face configuration.
-
-    Raises:
-        ConfigError: if the family is not supported. The message lists the supported families.
-    """
-    return check_family(fields_of(config))
-
-
-def head_size(config: PretrainedConfig) -> int:
-    """Return the size of one attention head."""
-    return architectures.head_size(fields_of(config))
-
-
-def rotary(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Return transformers' inverse rotary frequencies [head size / 2] and the scaling factor of cos and sin."""
-    parameters = config.rope_parameters
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        size = head_size(config)
-        exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-
-
-def num_experts(config: PretrainedConfig) -> int:
-    """Return the number of experts in an MoE layer, or 0 for a dense model family."""
-    return architectures.num_experts(fields_of(config))
-
-
-def layer_symbols(config: PretrainedConfig) -> list[str]:
-    """Return the Hybrid layers of each Hugging Face layer: attention (``*``), then dense (``-``) or MoE (``E``) MLP."""
-    return ["*E" if is_moe else "*-" for is_moe in architectures.mixture_layers(fields_of(config))]
-
-
-def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
-    experts = family.experts
-    if experts is None:
-        return {}
-    normalized = fields[experts.normalized] if experts.normalized else True
-    return dict(
-        num_moe_experts=architectures.num_experts(fields),
-        moe_router_topk=fields["num_experts_per_tok"],
-        moe_ffn_hidden_size=fields[experts.width],
-        # A softmax over the chosen experts equals a softmax over all experts that is renormalised over the chosen
-        # experts.
-        moe_router_pre_softmax=not normalized,
-        moe_router_load_balancing_type="none",
-        moe_aux_loss_coeff=0.0,
-    )
-
-
-def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig that depend only on the model's architecture.
-
-    ``num_layers`` counts Hybrid layers: attention and MLP are separate layers.
-    """
-    fields = fields_of(config)
-    family = check_family(fields)
-    return dict(
-        num_layers=2 * fields["num_hidden_layers"],
-        hidden_size=fields["hidden_size"],
-        num_attention_heads=fields["num_attention_heads"],
-        num_query_groups=architectures.key_value_heads(fields),
-        kv_channels=architectures.head_size(fields),
-        ffn_hidden_size=fields["intermediate_size"],
-        normalization="RMSNorm",
-        layernorm_epsilon=fields["rms_norm_eps"],
-        gated_linear_unit=True,
-        activation_func=ACTIVATIONS[family.activation],
-        add_bias_linear=False,
-        add_qkv_bias=architectures.has_qkv_bias(fields),
-        qk_layernorm=family.qk_norm,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        init_method_std=fields["initializer_range"],
-        **_expert_fields(fields, family),
-    )
 
 
 def with_score_head(

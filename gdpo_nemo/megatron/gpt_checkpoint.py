@@ -15,7 +15,8 @@ from typing import Any, Callable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from gdpo_nemo.models.architectures import Family, check_model_content, mixture_layers, num_experts
+from gdpo_nemo.models.architectures import check_model_content, mixture_layers, num_experts
+from gdpo_nemo.models.families import Family
 from gdpo_nemo.models.hf_folder import copy_companions
 from gdpo_nemo.models.sources import COMPANION, Source
 from gdpo_nemo.models.torch_dist import EMBEDDING, Held, model_tensors, read_dist_metadata
@@ -52,7 +53,9 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
 
     metadata = read_dist_metadata(source.path, key)  # read before Megatron opens the same file
     runtime.prepare()
-    from gdpo_nemo.megatron.conversion import family_of, fields_of, separate, top_weights
+    from gdpo_nemo.megatron.conversion import separate
+    from gdpo_nemo.megatron.model_config import family_of, fields_of
+    from gdpo_nemo.megatron.weight_map import top_weights
 
     fields = fields_of(config)
     family = check_model_content(fields)
@@ -101,7 +104,7 @@ def _layer_slices(
     key: str,
 ) -> Iterator[tuple[_Slice, Any]]:
     """Yield (slice, weight) for each tensor of one layer."""
-    from gdpo_nemo.megatron.conversion import dense_weights, layer_weight
+    from gdpo_nemo.megatron.weight_map import dense_weights, layer_weight
 
     # The checkpoint stores either one tensor per layer, or one tensor for all layers with a leading layer dimension.
     separate_layers = any(name.startswith(f"decoder.layers.{layer}.") for name in tensors)
@@ -218,7 +221,7 @@ def save_megatron(policy: Any, folder: str | Path) -> None:
     )
 
     from gdpo_nemo.megatron.checkpoint import sharded_weights
-    from gdpo_nemo.megatron.conversion import layer_symbols
+    from gdpo_nemo.megatron.model_config import layer_symbols
 
     folder = Path(folder)
     try:

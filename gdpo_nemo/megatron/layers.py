@@ -34,8 +34,8 @@ from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.megatron.attention import PackedAttention
-from gdpo_nemo.megatron.conversion import head_size, num_experts, rotary
 from gdpo_nemo.megatron.flex_attention import FlexAttention
+from gdpo_nemo.megatron.model_config import head_size, num_experts, rotary
 from gdpo_nemo.utils.errors import RunError
 
 

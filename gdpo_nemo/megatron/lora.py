@@ -25,8 +25,9 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.megatron.conversion import family_of, head_size
-from gdpo_nemo.models.architectures import Modules, check_adapted_layers, last_name
+from gdpo_nemo.megatron.model_config import family_of, head_size
+from gdpo_nemo.models.architectures import check_adapted_layers, last_name
+from gdpo_nemo.models.families import Modules
 from gdpo_nemo.weights.adapters import Pairs, peft_name
 
 _LINEAR_NAME = re.compile(

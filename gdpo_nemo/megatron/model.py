@@ -24,7 +24,6 @@ from transformers import PretrainedConfig
 
 from gdpo_nemo.config.layout import stage_layers
 from gdpo_nemo.config.schema import LoraConfig, MegatronConfig
-from gdpo_nemo.megatron.conversion import layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.layers import (
     Attention,
     engine_options,
@@ -34,6 +33,7 @@ from gdpo_nemo.megatron.layers import (
 )
 from gdpo_nemo.megatron.logprobs import EntropyUse, fused_token_logprobs, token_logprobs, use_fused_logprobs
 from gdpo_nemo.megatron.lora import attach
+from gdpo_nemo.megatron.model_config import layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.optimizer import make_schedule
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.progress import hidden

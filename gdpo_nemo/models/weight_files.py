@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from gdpo_nemo.models.architectures import Family
+from gdpo_nemo.models.families import Family
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import open_file, parse_json, read_text
 

@@ -12,8 +12,6 @@ from gdpo_nemo.config.sections import replays_router
 from gdpo_nemo.data import prefixes
 from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.models.architectures import (
-    FAMILIES,
-    Modules,
     has_qkv_bias,
     head_size,
     key_value_heads,
@@ -21,6 +19,7 @@ from gdpo_nemo.models.architectures import (
     mixture_layers,
     num_experts,
 )
+from gdpo_nemo.models.families import FAMILIES, Modules
 from gdpo_nemo.models.sources import ModelFacts
 
 _QWEN25 = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2)

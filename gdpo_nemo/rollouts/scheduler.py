@@ -476,7 +476,9 @@ class RolloutScheduler:
 
     async def _evaluate(self, prompts: Sequence[Prompt], as_in_training: bool) -> list[Group]:
         gdpo = self._config.gdpo
-        validation = replace(self._sampling, temperature=gdpo.val_temperature, top_p=1.0, top_k=-1)
+        validation = replace(
+            self._sampling, temperature=gdpo.val_temperature, top_p=gdpo.val_top_p, top_k=gdpo.val_top_k
+        )
         sampling = self._sampling if as_in_training else validation
         done, total = self._updates
         done += (self._step - self._first[0]) * self._updates_per_step

@@ -64,10 +64,13 @@ class OnPolicyDistillation(GDPO):
         self.log.step(row, prepared.rollout.groups, means, prepared.trainer_logprobs)
 
     def validate(self, evaluated: Sequence[Group]) -> dict[str, float]:
-        """Return the rewards on the held-out prompts, and at temperature 1 also the KL to the teacher."""
+        """Return the rewards on the held-out prompts, and the KL to the teacher if the samples are from the policy's
+        distribution.
+        """
         row = super().validate(evaluated)
         answers = [t for group in evaluated for t in group.trajectories if t.trains]
-        if answers and self.config.gdpo.val_temperature == 1:
+        gdpo = self.config.gdpo
+        if answers and (gdpo.val_temperature, gdpo.val_top_p, gdpo.val_top_k) == (1, 1, -1):
             gaps = [gap[_policy_tokens(t)] for t, gap in zip(answers, self._gaps(answers))]
             row["validation/teacher_kl"] = -float(np.concatenate(gaps).mean(dtype=np.float64))
         return row

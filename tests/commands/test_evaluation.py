@@ -113,8 +113,9 @@ def test_suite_selects_environment_components_and_sampling_for_any_config(name, 
     offered = load_environment(environment, config.env[environment]).reward_names
     extra = {"tool_calling": "ast", "bfcl": "ast", "gsm8k": "math_verify", "math_length": "exceed"}[name]
     assert extra in offered and config.gdpo.val_prompts == 5
-    sampling = (config.gdpo.val_generations_per_prompt, config.gdpo.val_temperature, config.gdpo.val_pass_at_k)
-    assert sampling == ((16, 0.6, [1, 4, 16]) if name == "math_length" else (1, 0.0, []))
+    gdpo = config.gdpo
+    sampling = (gdpo.val_generations_per_prompt, gdpo.val_temperature, gdpo.val_top_p, gdpo.val_pass_at_k)
+    assert sampling == ((16, 0.6, 0.95, [1, 4, 16]) if name == "math_length" else (1, 0.0, 1.0, []))
 
 
 def judged(rows: list[list[float | None]]) -> list[Group]:

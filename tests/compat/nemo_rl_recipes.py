@@ -14,7 +14,7 @@ from typing import Iterator
 from gdpo_nemo.interop.nemo_rl.recipe import open_recipe
 from gdpo_nemo.interop.nemo_rl.translate import translate
 from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, SAME, Translation
-from gdpo_nemo.models.architectures import FAMILIES
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.utils.errors import ConfigError
 
 UNREADABLE = "cannot be read"

@@ -12,13 +12,8 @@ from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.models.architectures import (
-    CPU_HEAD_SIZES,
-    FAMILIES,
-    check_adapted_layers,
-    check_model_content,
-    num_experts,
-)
+from gdpo_nemo.models.architectures import CPU_HEAD_SIZES, check_adapted_layers, check_model_content, num_experts
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
 

@@ -27,7 +27,7 @@ from gdpo_nemo.generation.vllm_core import (
     sampling_parameters,
     scoring_parameters,
 )
-from gdpo_nemo.models.architectures import FAMILIES
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.hf_folder import open_weights, weight_names
 from gdpo_nemo.weights.manifest import pack
 from gdpo_nemo.weights.transports.memory import MemoryReceiver

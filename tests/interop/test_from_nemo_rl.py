@@ -161,6 +161,10 @@ def test_values_arrive_where_they_mean_the_same(tmp_path):
         3,
     )
     assert not config.logger.tensorboard.enabled
+    optimizer = megatron.optimizer
+    assert (optimizer.use_precision_aware_optimizer, optimizer.exp_avg_dtype) == (True, "bfloat16")
+    assert optimizer.exp_avg_sq_dtype == optimizer.main_grads_dtype == "float32"
+    assert (config.gdpo.val_temperature, config.gdpo.val_top_p, config.gdpo.val_top_k) == (0.3, 0.8, -1)
 
 
 @pytest.mark.parametrize("stale, placement, engines", [(False, "colocated", 4), (True, "separate", 2)])

@@ -483,7 +483,7 @@ def test_megatrons_layers_are_the_familys_layers_of_hugging_face(model_type, exp
 
 
 def test_no_name_on_the_hub_is_claimed_by_two_families():
-    from gdpo_nemo.models.architectures import FAMILIES
+    from gdpo_nemo.models.families import FAMILIES
     from gdpo_nemo.planning.shape import KNOWN
 
     for name, content in KNOWN.items():

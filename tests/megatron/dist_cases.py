@@ -15,7 +15,7 @@ def gpt_model(place, folder, seed: int = 5):
     from megatron.core.transformer import TransformerConfig
     from transformers import AutoConfig
 
-    from gdpo_nemo.megatron.conversion import num_experts, transformer_fields
+    from gdpo_nemo.megatron.model_config import num_experts, transformer_fields
 
     hf = AutoConfig.from_pretrained(folder)
     fields = transformer_fields(hf) | dict(num_layers=hf.num_hidden_layers)

@@ -11,7 +11,8 @@ import tiny_models
 import torch
 
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.models.architectures import FAMILIES, last_name
+from gdpo_nemo.models.architectures import last_name
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.hf_folder import open_weights, weight_names
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.adapters import merged_into, modules_of, peft_name

@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 import torch
 
-from gdpo_nemo.models.architectures import FAMILIES
+from gdpo_nemo.models.families import FAMILIES
 
 # vLLM on CPUs has no attention for the smaller heads of the other tests.
 WIDE = dict(hidden_size=128, num_attention_heads=4, intermediate_size=64)

@@ -10,9 +10,10 @@ from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwe
 
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.schema import Config, LoraConfig, PolicyConfig
-from gdpo_nemo.megatron.conversion import family_of, rotary
+from gdpo_nemo.megatron.model_config import family_of, rotary
 from gdpo_nemo.models import architectures
-from gdpo_nemo.models.architectures import FAMILIES, SIZES, last_name
+from gdpo_nemo.models.architectures import SIZES, last_name
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.planning.shape import shape_from
 from gdpo_nemo.utils.errors import ConfigError
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.models.architectures import FAMILIES
+from gdpo_nemo.models.families import FAMILIES
 
 # 99 tokens: the vocabulary has to be padded as soon as it is split.
 VOCABULARY = 99

@@ -35,6 +35,8 @@ class ScriptedEngine:
         """Whether it says that its KV cache is full and requests wait for it."""
         self.batches: list[list[int]] = []
         """Seeds of each ``submit``, in order."""
+        self.samplings: list[Any] = []
+        """Sampling of each request, in order."""
         self.aborted: list[str] = []
         self._running: dict[str, tuple[Any, float, list[tuple[int, int]]]] = {}
         self._lock = threading.Condition()
@@ -50,6 +52,7 @@ class ScriptedEngine:
     def submit(self, requests):
         with self._lock:
             self.batches.append([request.seed for request, _ in requests.values()])
+            self.samplings += [sampling for _, sampling in requests.values()]
             for name, (request, _) in requests.items():
                 due = time.monotonic() + self.script.delay(self.index, request)
                 self._running[name] = (request, due, [])

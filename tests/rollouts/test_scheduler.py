@@ -101,14 +101,18 @@ def test_dead_groups_are_replaced_by_no_prompt_past_the_limit(world):
 
 
 def test_validation_draws_the_same_samples_each_time_and_none_of_trainings(world):
-    w = world("gdpo.val_temperature=0.5", "gdpo.val_generations_per_prompt=3")
+    changes = ("gdpo.val_temperature=0.5", "gdpo.val_top_p=0.9", "gdpo.val_top_k=7")
+    w = world(*changes, "gdpo.val_generations_per_prompt=3")
     for _ in range(2):
         groups = w.scheduler.evaluate([w.prompt(0), w.prompt(1)]).result()
         assert [[t.rewards["correctness"] for t in g.trajectories] for g in groups] == [[0, 1, 2]] * 2
     first, second = w.submitted()
     assert first == second and len(set(first)) == 6
+    drawn = {(s.temperature, s.top_p, s.top_k) for engine in w.script.engines for s in engine.samplings}
+    assert drawn == {(0.5, 0.9, 7)}
     w.train()
     assert not set(w.submitted()[2]) & set(first)
+    assert w.script.engines[-1].samplings[-1].top_p == 1
 
 
 def test_who_watches_a_step_sees_its_samples_and_verdicts_as_they_come(world):

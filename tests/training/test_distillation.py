@@ -97,8 +97,11 @@ def test_the_advantage_of_a_token_is_how_much_more_the_teacher_likes_it(teacher)
     assert prepared.measured["teacher/kl"] == pytest.approx((0.05 + 0.15 + 0.25 + 0.45) / 4)
     found = algorithm.validate([group])
     assert found["validation/teacher_kl"] == pytest.approx(0.225) and found["validation/correctness"] == 0.5
-    algorithm.config.gdpo.val_temperature = 0.0
-    assert "validation/teacher_kl" not in algorithm.validate([group])
+    for key, value in (("val_temperature", 0.0), ("val_top_p", 0.9), ("val_top_k", 5)):
+        usual = getattr(algorithm.config.gdpo, key)
+        setattr(algorithm.config.gdpo, key, value)
+        assert "validation/teacher_kl" not in algorithm.validate([group])
+        setattr(algorithm.config.gdpo, key, usual)
 
 
 def test_advantage_is_finite_if_the_sampler_gave_no_log_prob(teacher):

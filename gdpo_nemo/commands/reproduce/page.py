@@ -67,8 +67,7 @@ WEAKNESSES = {
         "The paper has no GSM8K experiment. The published values are ends of training curves, read from a figure.",
     ),
     "math_length": (
-        "The paper reports the mean of 16 samples of up to 32,000 tokens at top_p 0.95. Here the limit is that of "
-        "training, and samples are not cut at top_p.",
+        "The paper reports the mean of 16 samples of up to 32,000 tokens. Here the limit is that of training.",
         "The code of this experiment is not published; docs/paper.md lists the settings that are assumptions.",
     ),
 }

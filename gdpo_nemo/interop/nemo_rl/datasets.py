@@ -45,7 +45,7 @@ _MATH = ("math", "math_default")
 _PUZZLE = "sliding_puzzle_game"
 """Environment of ``run_grpo_sliding_puzzle.py``, which generates its prompts and ignores the section ``data``."""
 _OF_DATA = ("data.default.*", "grpo.val_*generations_per_prompt", "grpo.val_batch_size", "grpo.max_val_samples",
-            "policy.generation.val_temperature")  # fmt: skip
+            "policy.generation.val_temperature", "policy.generation.val_top_*")  # fmt: skip
 """Recipe keys that are not translated if the dataset cannot be translated."""
 
 
@@ -277,3 +277,6 @@ def _validation(recipe: Recipe, findings: Findings) -> None:
         )
     temperature = recipe.get("policy.generation.val_temperature", recipe.get("policy.generation.temperature", 1.0))
     findings.set("gdpo.val_temperature", float(temperature), "val_temperature")
+    for name, usual in (("top_p", 1.0), ("top_k", -1)):
+        value = recipe.get(f"policy.generation.val_{name}", recipe.get(f"policy.generation.{name}"))
+        findings.set(f"gdpo.val_{name}", usual if value is None else type(usual)(value), f"val_{name}")

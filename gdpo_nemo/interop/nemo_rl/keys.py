@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from gdpo_nemo.config.allowed_values import OPTIMIZER_DTYPES
 from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.translation import Act, RuleResult, fixed, gated, idle, missing, required, to, where
-from gdpo_nemo.models.architectures import FAMILIES, last_name
+from gdpo_nemo.models.architectures import last_name
+from gdpo_nemo.models.families import FAMILIES
 
 _MEGATRON = "policy.megatron_cfg"
 _VLLM = "policy.generation.vllm_cfg"
@@ -305,7 +307,20 @@ _SIZES = (
     "expert_model_parallel_size", "expert_tensor_parallel_size",
 )  # fmt: skip
 _OPTIMIZER = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
+_PRECISION_AWARE = f"{_MEGATRON}.optimizer.use_precision_aware_optimizer"
+_FLOAT32 = fixed("float32", "main weights, gradients and moments are in float32")
 _DDP = f"{_MEGATRON}.distributed_data_parallel_config"
+
+
+def _dtype(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _sets_dtypes(recipe: Recipe) -> bool:
+    """Return whether the optimizer's data types have an effect, here also that they are supported."""
+    offloaded = recipe.get(f"{_MEGATRON}.optimizer.optimizer_cpu_offload")
+    return bool(recipe.get(_PRECISION_AWARE)) and not offloaded
+
 
 MEGATRON = [
     (f"{_MEGATRON}.enabled", idle("training always uses Megatron")),
@@ -352,9 +367,11 @@ MEGATRON = [
     (f"{_MEGATRON}.optimizer.fp16", _of_megatron(fixed(False, "float16 is not supported"))),
     (f"{_MEGATRON}.optimizer.params_dtype", _of_megatron(fixed("float32", "main weights are in float32"))),
     (f"{_MEGATRON}.optimizer.sgd_momentum", idle("AdamW does not use momentum")),
-    (f"{_MEGATRON}.optimizer.use_precision_aware_optimizer", idle(
-        "moments are in float32 unless a key sets their dtype")),
-    (f"{_MEGATRON}.optimizer.*_dtype", _of_megatron(fixed("float32", "main weights and moments are in float32"))),
+    (_PRECISION_AWARE, _of_megatron(where(_sets_dtypes, to(_PRECISION_AWARE), idle("moments are in float32")))),
+    *((f"{_MEGATRON}.optimizer.{name}", _of_megatron(where(
+        _sets_dtypes, to(f"{_MEGATRON}.optimizer.{name}", _dtype), _FLOAT32)))
+      for name in OPTIMIZER_DTYPES),
+    (f"{_MEGATRON}.optimizer.*_dtype", _of_megatron(_FLOAT32)),
     (f"{_MEGATRON}.optimizer.optimizer_cpu_offload", _of_megatron(to(f"{_MEGATRON}.optimizer.offload"))),
     (f"{_MEGATRON}.optimizer.*offload*", idle("the optimizer is offloaded to the host completely or not at all")),
     (f"{_MEGATRON}.optimizer.overlap_cpu_optimizer_d2h_h2d", idle("affects only speed")),

@@ -104,8 +104,9 @@ GENERATION = [
     ("policy.generation.stop_token_ids", _ends),
     ("policy.generation.val_temperature", where(
         lambda r: r.validates, required("gdpo.val_temperature"), idle("the recipe has no held-out data"))),
-    ("policy.generation.val_top_p", missing("validation samples from the full distribution", 1.0)),
-    ("policy.generation.val_top_k", missing("validation samples from the full distribution", -1)),
+    *((f"policy.generation.{name}", where(
+        lambda r: r.validates, required(f"gdpo.{name}"), idle("the recipe has no held-out data")))
+      for name in ("val_top_p", "val_top_k")),
     (f"{_VLLM}.tensor_parallel_size", to(f"{_VLLM}.tensor_parallel_size")),
     (f"{_VLLM}.pipeline_parallel_size", missing(
         "engines do not use pipeline parallelism, so each GPU needs more memory", 1)),

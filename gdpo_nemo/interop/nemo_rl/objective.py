@@ -10,7 +10,8 @@ from gdpo_nemo.interop.nemo_rl.datasets import components, env_name
 from gdpo_nemo.interop.nemo_rl.keys import adapted
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.translation import Findings
-from gdpo_nemo.models.architectures import FAMILIES, linear_layers
+from gdpo_nemo.models.architectures import linear_layers
+from gdpo_nemo.models.families import FAMILIES
 
 _MEGATRON = "policy.megatron_cfg"
 _KV = {

@@ -16,7 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gdpo_nemo.config.load import MOST_FILES
 from gdpo_nemo.config.model_checks import may_be_on_the_hub, read_model_config
-from gdpo_nemo.models.architectures import FAMILIES, check_model_content, num_experts
+from gdpo_nemo.models.architectures import check_model_content, num_experts
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.utils.errors import ConfigError, message_line
 from gdpo_nemo.utils.files import check_interpolations, check_yaml, parse_yaml, read_text
 

@@ -244,6 +244,8 @@ def _validation(run: TrlRun, findings: Findings) -> None:
     samples = run.get("num_generations_eval", run.get("num_generations"))
     findings.set("gdpo.val_generations_per_prompt", samples, "num_generations_eval, or num_generations")
     findings.set("gdpo.val_temperature", float(run.get("temperature")), "temperature")
+    for name, usual in (("top_p", 1.0), ("top_k", -1)):
+        findings.set(f"gdpo.val_{name}", run.get(name) or usual, name)
 
 
 def _files(run: TrlRun, findings: Findings) -> None:

@@ -1,0 +1,101 @@
+"""Fields of Megatron's ``TransformerConfig`` and layer pattern, derived from a model's config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from gdpo_nemo.models import architectures
+from gdpo_nemo.models.architectures import check_family
+from gdpo_nemo.models.families import Family
+
+ACTIVATIONS = {"silu": torch.nn.functional.silu}
+"""Activation functions by the value of ``hidden_act`` in a Hugging Face config."""
+
+
+def fields_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of a config.json. Missing fields have the values that transformers uses by default."""
+    return config.to_dict()
+
+
+def family_of(config: PretrainedConfig) -> Family:
+    """Return the model family of a Hugging Face configuration.
+
+    Raises:
+        ConfigError: if the family is not supported. The message lists the supported families.
+    """
+    return check_family(fields_of(config))
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Return the size of one attention head."""
+    return architectures.head_size(fields_of(config))
+
+
+def rotary(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
+    """Return transformers' inverse rotary frequencies [head size / 2] and the scaling factor of cos and sin."""
+    parameters = config.rope_parameters
+    kind = parameters.get("rope_type", "default")
+    if kind == "default":
+        size = head_size(config)
+        exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+
+
+def num_experts(config: PretrainedConfig) -> int:
+    """Return the number of experts in an MoE layer, or 0 for a dense model family."""
+    return architectures.num_experts(fields_of(config))
+
+
+def layer_symbols(config: PretrainedConfig) -> list[str]:
+    """Return the Hybrid layers of each Hugging Face layer: attention (``*``), then dense (``-``) or MoE (``E``) MLP."""
+    return ["*E" if is_moe else "*-" for is_moe in architectures.mixture_layers(fields_of(config))]
+
+
+def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
+    experts = family.experts
+    if experts is None:
+        return {}
+    normalized = fields[experts.normalized] if experts.normalized else True
+    return dict(
+        num_moe_experts=architectures.num_experts(fields),
+        moe_router_topk=fields["num_experts_per_tok"],
+        moe_ffn_hidden_size=fields[experts.width],
+        # A softmax over the chosen experts equals a softmax over all experts that is renormalised over the chosen
+        # experts.
+        moe_router_pre_softmax=not normalized,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+    )
+
+
+def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig that depend only on the model's architecture.
+
+    ``num_layers`` counts Hybrid layers: attention and MLP are separate layers.
+    """
+    fields = fields_of(config)
+    family = check_family(fields)
+    return dict(
+        num_layers=2 * fields["num_hidden_layers"],
+        hidden_size=fields["hidden_size"],
+        num_attention_heads=fields["num_attention_heads"],
+        num_query_groups=architectures.key_value_heads(fields),
+        kv_channels=architectures.head_size(fields),
+        ffn_hidden_size=fields["intermediate_size"],
+        normalization="RMSNorm",
+        layernorm_epsilon=fields["rms_norm_eps"],
+        gated_linear_unit=True,
+        activation_func=ACTIVATIONS[family.activation],
+        add_bias_linear=False,
+        add_qkv_bias=architectures.has_qkv_bias(fields),
+        qk_layernorm=family.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=fields["initializer_range"],
+        **_expert_fields(fields, family),
+    )

@@ -1,0 +1,90 @@
+"""Dataclasses that declare a model family. The default values describe Llama."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Mapping
+
+
+@dataclass(frozen=True)
+class Modules:
+    """Hugging Face names of a model's modules. The names inside a layer are relative to the layer."""
+
+    layer: str = "model.layers.{}."
+    """Prefix of a layer's modules; ``{}`` is the index of the layer."""
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    """Three modules, or a fused module whose rows are all queries, then all keys, then all values."""
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
+    attention_output: str = "self_attn.o_proj"
+    mlp_norm: str = "post_attention_layernorm"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """Two modules, or a fused module whose rows are the rows of the gate, then the rows of the up projection."""
+    down: str = "mlp.down_proj"
+
+    @property
+    def mlp(self) -> tuple[str, ...]:
+        """Linear layers of a dense MLP."""
+        return (*self.gate_up, self.down)
+
+    @property
+    def linear(self) -> tuple[str, ...]:
+        """Linear layers of a dense layer."""
+        return (*self.qkv, self.attention_output, *self.mlp)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """MoE layers of a family: module names relative to the layer, and names of fields in config.json.
+
+    ``{}`` in a module name is the index of the expert.
+    """
+
+    router: str
+    gate: str
+    up: str
+    down: str
+    count: str
+    """Field with the number of experts."""
+    width: str
+    """Field with the intermediate size of an expert."""
+    normalized: str | None = None
+    """Boolean field that normalizes the weights of the selected experts to sum to 1 (None if they always sum to 1)."""
+    dense_layers: str | None = None
+    """Field with the indices of layers whose MLP is dense (None if the family has no such field)."""
+    period: str | None = None
+    """Field with a number N: only every N-th layer is an MoE layer. None if the family lacks the field."""
+    # transformers stacks the experts of a layer in one tensor per projection, and some folders use these names.
+    stacked_router: str = "mlp.gate.weight"
+    stacked_gate_up: str = "mlp.experts.gate_up_proj"
+    stacked_down: str = "mlp.experts.down_proj"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Description of a supported Hugging Face architecture. The defaults describe Llama."""
+
+    model_type: str
+    architecture: str
+    hub_names: str
+    """Regular expression for model names on the hub. The name identifies the family if config.json is not available."""
+    modules: Modules = Modules()
+    qkv_bias: bool | str = False
+    """True if q, k and v have biases, or the name of the boolean field in config.json that enables them."""
+    qk_norm: bool = False
+    """True if each head of q and k has a norm before the rotary embedding."""
+    activation: str = "silu"
+    """Activation function of the MLP, as in the field ``hidden_act``."""
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    """Types of ``ROPE_PARAMETERS`` that both transformers and vLLM support for this family."""
+    experts: Experts | None = None
+    """Description of the MoE layers (None for dense models)."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values that transformers uses for fields missing in config.json.
+
+    Only fields that gdpo_nemo reads, and whose default value is not None, are listed.
+    """
