@@ -316,7 +316,7 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
 
 def _check_router_replay(policy: PolicyConfig, has_experts: bool, layout: Layout) -> None:
     key = "policy.router_replay"
-    if policy.router_replay not in ("off", False, "sampler"):  # YAML reads off as false
+    if policy.router_replay not in ("off", False, "sampler"):
         raise ConfigError(f"{key}: {policy.router_replay!r} is not a valid value (accepted: off, sampler)")
     if not replays_router(policy):
         return

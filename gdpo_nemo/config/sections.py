@@ -235,8 +235,8 @@ class PolicyConfig:
     Accepted values: true, false, or auto. auto shares prompts only if this saves at least a tenth of an update. On
     GPUs, auto counts the slower attention of shared prompts. With shared prefixes, micro_batch_tokens counts only the
     computed tokens."""
-    router_replay: Any = "off"
-    """Experts that an MoE policy uses for sampled sequences, in updates and log-probs: off (its own choice) or sampler
+    router_replay: Any = False  # YAML reads off as false
+    """Experts that an MoE policy uses for sampled sequences, in updates and log-probs: off (its own choice), or sampler
     (the choice of the engine that sampled them, called rollout routing replay, R3, in arXiv 2510.11370). Routers are
     still trained. The reference model always uses its own choice."""
     offload_reference: bool = True

@@ -38,7 +38,7 @@ def build_policy(
     scheduler=None,
     scores=False,
     share_prompts=False,
-    router_replay="off",
+    router_replay=False,
 ):
     """A Policy on this rank; ``optimizer`` and ``scheduler`` hold fields of the sections that differ from the
     layout's."""
