@@ -8,7 +8,10 @@ from gdpo_nemo.commands.arguments import Commands, say
 from gdpo_nemo.models.architectures import linear_layers
 from gdpo_nemo.models.families import FAMILIES, Family
 
-COLUMNS = ("`model_type`", "MLP", "q, k, v", "rope scalings", "LoRA on", "layouts")
+COLUMNS = ("`model_type`", "MLP", "q, k, v", "windows", "rope scalings", "LoRA on", "layouts")
+
+
+_WINDOWS = {"none": "no", "all": "all layers", "late": "some layers", "periodic": "some layers"}
 
 
 def add(commands: Commands) -> None:
@@ -34,13 +37,14 @@ def row(family: Family) -> tuple[str, ...]:
     modules = family.modules
     qkv = ["one matrix" if len(modules.qkv) == 1 else "three matrices"]
     qkv += [f"biases if `{family.qkv_bias}`" if isinstance(family.qkv_bias, str) else "biases"] * bool(family.qkv_bias)
-    qkv += ["norms on q and k"] * family.qk_norm
+    qkv += ["norms on q and k"] * family.qk_norm + ["sinks"] * bool(family.sinks)
     adapted = [name for name in linear_layers(family) if not family.experts or f"mlp.{name}" not in modules.mlp]
     return (
         f"`{family.model_type}`",
         "experts" if family.experts else "dense",
         ", ".join(qkv),
+        _WINDOWS[family.windows],
         ", ".join(kind for kind in family.rope_types if kind != "default") or "none",
         " ".join(f"`{name}`" for name in adapted),
-        "TP PP CP DP" + " EP ETP" * bool(family.experts),
+        "TP PP CP DP" + " EP" * bool(family.experts) + " ETP" * (bool(family.experts) and not family.biases),
     )

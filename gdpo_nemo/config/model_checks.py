@@ -12,15 +12,20 @@ from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import is_transform, spec_of
 from gdpo_nemo.config.layout import Layout, Resolved, check_stages, resolve_layout
-from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig
+from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig, MegatronConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig, replays_router
 from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
     check_adapted_layers,
     check_model_content,
+    has_logit_cap,
     head_size,
+    is_tied,
+    is_windowed,
     key_value_heads,
+    layer_windows,
     num_experts,
+    special_attention,
 )
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
@@ -64,6 +69,8 @@ def check_files(config: Config, layout: Layout) -> ModelFacts:
     model = check_model(config.policy, layout)
     if not config.cluster.gpus_per_node:
         check_engines(model)
+    if spec_of(config).samples:
+        check_engine_windows(model)
     check_tokenizer(config.policy, model)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
@@ -272,11 +279,27 @@ def check_engines(model: ModelFacts) -> None:
             f"policy.model_name: vLLM on CPUs does not support attention heads of size {size}; supported "
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
         )
+    kind = model.fields["model_type"]
+    experts = FAMILIES[kind].experts
+    if experts is not None and experts.only_stacked:  # vLLM's reload does not find these weights
+        raise ConfigError(f"policy.model_name: vLLM on CPUs does not support weight updates of {kind}; use GPUs")
     hidden = model.fields["hidden_size"]
     if num_experts(model.fields) and hidden % CPU_EXPERT_MULTIPLE:
         raise ConfigError(
             f"policy.model_name: vLLM on CPUs requires a hidden size that is a multiple of {CPU_EXPERT_MULTIPLE} for "
             f"models with experts, got {hidden}"
+        )
+
+
+def check_engine_windows(model: ModelFacts) -> None:
+    """Check that vLLM applies sliding windows to the same layers as the policy. Raises ConfigError."""
+    if model.fields is None or FAMILIES[model.fields["model_type"]].windows != "late":
+        return
+    if is_windowed(model.fields) and not all(layer_windows(model.fields)):
+        # vLLM's Qwen models have one window for all layers.
+        raise ConfigError(
+            "policy.model_name: vLLM does not support a sliding window in only some layers (max_window_layers, "
+            f"layer_types) of {model.fields['model_type']}; set use_sliding_window: false in config.json"
         )
 
 
@@ -297,6 +320,8 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {policy.model_name} has no experts")
     if experts:
         _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
+        if layout.expert_tensor > 1 and FAMILIES[content["model_type"]].biases:
+            raise ConfigError(f"{megatron}.expert_tensor_parallel_size: must be 1, because the experts have biases")
     for name in ("freeze_moe_router", "moe_router_dtype"):
         if getattr(policy.megatron_cfg, name) and not experts:
             raise ConfigError(
@@ -305,7 +330,8 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
     _check_router_replay(policy, bool(experts), layout)
     if policy.lora.rank:
         family = FAMILIES[content["model_type"]]
-        check_adapted_layers(policy.lora.target_modules, family, bool(content.get("tie_word_embeddings")))
+        check_adapted_layers(policy.lora.target_modules, family, is_tied(content))
+    _check_attention(content, policy.megatron_cfg)
     if experts and layout.tensor > 1 and not policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be true for a model with experts and tensor parallelism")
     longest = content.get("max_position_embeddings")
@@ -326,6 +352,21 @@ def _check_router_replay(policy: PolicyConfig, has_experts: bool, layout: Layout
         raise ConfigError(
             f"{key}: sampler requires policy.generation.vllm_cfg.tensor_parallel_size=1 on CPUs, got "
             f"{layout.engine_tensor}"
+        )
+
+
+def _check_attention(content: dict[str, Any], megatron: MegatronConfig) -> None:
+    """Check that the kernels in the config support the model's attention and logits. Raises ConfigError."""
+    special = special_attention(content)
+    if special and megatron.attention_backend in ("flash", "fused", "unfused"):
+        raise ConfigError(
+            f"policy.megatron_cfg.attention_backend: {megatron.attention_backend} is not supported for a model with "
+            f"{special}; use auto or flex"
+        )
+    if megatron.fused_logprobs and has_logit_cap(content):
+        raise ConfigError(
+            "policy.megatron_cfg.fused_logprobs: true is not supported for a model with a soft cap of its logits; "
+            "remove it"
         )
 
 

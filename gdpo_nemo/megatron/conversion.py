@@ -19,6 +19,7 @@ from gdpo_nemo.megatron.weight_map import (
     QKV_ROWS,
     REPLICATED,
     SCORE,
+    STACKED_EXPERT,
     Weight,
     layer_weight,
     top_weights,
@@ -118,11 +119,41 @@ def _by_matrix(tensor: torch.Tensor, config: PretrainedConfig) -> list[torch.Ten
 def separate(tensor: torch.Tensor, weight: Weight, config: PretrainedConfig) -> list[torch.Tensor]:
     """Split an unsharded Megatron tensor into Hugging Face tensors, one for each name in ``weight.sources``."""
     parts = [tensor]
-    if weight.split == QKV_ROWS:
+    if weight.interleaved:
+        parts = [_interleaved(tensor, weight.split)]
+    elif weight.split == QKV_ROWS:
         parts = _by_matrix(tensor, config)
     elif weight.split == GATED_ROWS:
         parts = list(tensor.chunk(2))
     return parts if len(parts) == len(weight.sources) else [torch.cat(parts)]
+
+
+def _as_rows(tensor: torch.Tensor, split: str) -> torch.Tensor:
+    """Return an expert's tensor of ``Weight.interleaved`` in the order of Megatron's parameter."""
+    tensor = tensor.t() if tensor.dim() == 2 else tensor
+    return torch.cat((tensor[::2], tensor[1::2])) if split == GATED_ROWS else tensor
+
+
+def _interleaved(tensor: torch.Tensor, split: str) -> torch.Tensor:
+    """Return the tensor that folders store. This is the inverse of ``_as_rows``."""
+    if split == GATED_ROWS:
+        tensor = torch.stack(tensor.chunk(2), 1).flatten(0, 1)
+    return tensor.t() if tensor.dim() == 2 else tensor
+
+
+def _stack_experts(tensors: Iterator[tuple[str, torch.Tensor]], count: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors. Stack the slices of experts (``STACKED_EXPERT``) as soon as they are complete."""
+    slices: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors:
+        match = STACKED_EXPERT.fullmatch(name)
+        if match is None:
+            yield name, tensor
+            continue
+        experts = slices.setdefault(match[1], {})
+        experts[int(match[2])] = tensor
+        if len(experts) == count:
+            yield match[1], torch.stack([experts[index] for index in range(count)])
+            del slices[match[1]]
 
 
 def _shard(tensor: torch.Tensor, split: str, rank: int, size: int) -> torch.Tensor:
@@ -167,6 +198,8 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
         if weight.vocabulary and config.tie_word_embeddings:
             sources = top["embedding.word_embeddings.weight"].sources
         tensor = _read(read, sources, weight.stacked, expert)
+        if weight.interleaved:
+            tensor = _as_rows(tensor, weight.split)
         if weight.split == QKV_ROWS:
             _check_rows(tensor, config.num_key_value_heads * sum(_qkv_rows(config)), sources)
             tensor = _by_query_group(tensor, config)
@@ -228,6 +261,13 @@ def _export_stage(
     Args:
         shapes_only: True to yield tensors without memory, on the device ``meta``, without communication.
     """
+    return _stack_experts(_export_parts(chunks, config, shapes_only), num_experts(config))
+
+
+def _export_parts(
+    chunks: list[torch.nn.Module], config: PretrainedConfig, shapes_only: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield like ``_export_stage``, but yield stacked experts as one slice per expert."""
     head = top_weights(family_of(config).model_type)["output_layer.weight"]
     weights = (
         (parameter.detach().to("meta") if shapes_only else parameter.detach(), weight)

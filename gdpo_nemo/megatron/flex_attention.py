@@ -19,16 +19,15 @@ import torch
 from gdpo_nemo.megatron.attention import (
     GatherContext,
     PackedAttention,
-    Packing,
-    local_positions,
-    packing_arrays,
-    position_arrays,
     rotated,
 )
+from gdpo_nemo.megatron.packing import Packing, local_positions, packing_arrays, position_arrays
 
 _BLOCK = 128
 """Rows and columns of a block of the score matrix. Blocks are empty, full or evaluated with the mask."""
+# Name prefixes of the arrays of the masks without and with a sliding window.
 _PREFIX = "mask."
+_WINDOW_PREFIX = "window."
 
 
 def end_rows(lengths: list[int], shared: list[int]) -> np.ndarray:
@@ -50,11 +49,14 @@ def end_rows(lengths: list[int], shared: list[int]) -> np.ndarray:
     return ends
 
 
-def mask_arrays(lengths: list[int], shared: list[int], rank: int, size: int) -> dict[str, np.ndarray]:
+def mask_arrays(
+    lengths: list[int], shared: list[int], rank: int, size: int, window: int | None = None
+) -> dict[str, np.ndarray]:
     """Compute the mask of a pack on context-parallel rank ``rank`` of ``size``, with the kind of each block.
 
     Args:
         lengths, shared: see ``end_rows``. Lengths include the tokens of all context-parallel ranks.
+        window: see ``packing_arrays``.
 
     Returns:
         Arrays for ``block_mask``, which accepts them on any device.
@@ -71,10 +73,19 @@ def mask_arrays(lengths: list[int], shared: list[int], rank: int, size: int) -> 
     # As with torch's create_block_mask, blocks with rows beyond the last row are not full.
     full &= np.arange(1, len(first) + 1)[:, None] * _BLOCK <= len(rows)
     arrays = {"ends": ends, "rows": rows.astype(np.int32)}
+    if window is not None:
+        positions = np.concatenate([count + np.arange(n) for count, n in zip(shared, lengths)])
+        nearest_query, farthest_query = _extremes(positions[rows])
+        nearest_key, farthest_key = _extremes(positions)
+        # Positions in a block may be of several sequences, so some blocks are evaluated needlessly.
+        used &= nearest_query[:, None] - farthest_key < window
+        full &= farthest_query[:, None] - nearest_key < window
+        arrays |= {"positions": positions.astype(np.int32), "window": np.array([window], np.int32)}
     for kind, blocks in (("", used & ~full), ("full_", full)):
         arrays[f"{kind}kv_num_blocks"], arrays[f"{kind}kv_indices"] = _compressed(blocks)
         arrays[f"{kind}q_num_blocks"], arrays[f"{kind}q_indices"] = _compressed(blocks.T)
-    return {_PREFIX + name: array for name, array in arrays.items()}
+    prefix = _PREFIX if window is None else _WINDOW_PREFIX
+    return {prefix + name: array for name, array in arrays.items()}
 
 
 def _extremes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -90,25 +101,37 @@ def _compressed(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return blocks.sum(1, dtype=np.int32)[None, None], columns.astype(np.int32)[None, None]
 
 
-def block_mask(arrays: Mapping[str, torch.Tensor]) -> Any:
+def block_mask(arrays: Mapping[str, torch.Tensor], windowed: bool = False) -> Any:
     """Create a ``torch.nn.attention.flex_attention.BlockMask`` from the result of ``mask_arrays``.
 
-    Return None if ``arrays`` contains no mask.
+    Return None if ``arrays`` contains no such mask.
+
+    Args:
+        windowed: True for the mask with a sliding window.
     """
-    if _PREFIX + "ends" not in arrays:
+    prefix = _WINDOW_PREFIX if windowed else _PREFIX
+    if prefix + "ends" not in arrays:
         return None
     from torch.nn.attention.flex_attention import BlockMask
 
     tensors: dict[str, Any] = {
-        name.removeprefix(_PREFIX): tensor for name, tensor in arrays.items() if name.startswith(_PREFIX)
+        name.removeprefix(prefix): tensor for name, tensor in arrays.items() if name.startswith(prefix)
     }
     ends, rows = tensors.pop("ends"), tensors.pop("rows")
+    positions, window = tensors.pop("positions", None), tensors.pop("window", None)
 
     def attends(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         row = rows[query]
         return (key <= row) & (row < ends[key])
 
-    return BlockMask(seq_lengths=(len(rows), len(ends)), BLOCK_SIZE=(_BLOCK, _BLOCK), mask_mod=attends, **tensors)
+    def attends_in_window(
+        batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        row = rows[query]
+        return (key <= row) & (row < ends[key]) & (positions[row] - positions[key] < window[0])
+
+    mask_mod = attends_in_window if windowed else attends
+    return BlockMask(seq_lengths=(len(rows), len(ends)), BLOCK_SIZE=(_BLOCK, _BLOCK), mask_mod=mask_mod, **tensors)
 
 
 @cache
@@ -135,8 +158,8 @@ class FlexAttention(PackedAttention):
     The other arguments are those of ``PackedAttention``.
     """
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rotary, unshared=None, **options):
-        super().__init__(config, layer_number, attn_mask_type, attention_type, rotary=rotary, **options)
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, *, layers, unshared=None, **options):
+        super().__init__(config, layer_number, attn_mask_type, attention_type, layers=layers, **options)
         self.unshared = unshared and unshared(
             config=config,
             layer_number=layer_number,
@@ -151,6 +174,8 @@ class FlexAttention(PackedAttention):
         arrays = packing_arrays(lengths, rank, size, rectangles=False) | position_arrays(lengths, rank, size, shared)
         if any(shared) or self.unshared is None:
             arrays |= mask_arrays(lengths, shared, rank, size)
+            if self.window is not None:
+                arrays |= mask_arrays(lengths, shared, rank, size, self.window)
         return arrays
 
     def forward(
@@ -176,7 +201,25 @@ class FlexAttention(PackedAttention):
             both = GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
             key, value = both.unbind(1)
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        out = self._flex(
-            query, key, value, block_mask=packing.block_mask, scale=self.scale, enable_gqa=query.size(1) > key.size(1)
-        )
-        return out[0].transpose(0, 1).flatten(1)
+        options: dict[str, Any] = dict(scale=self.scale, enable_gqa=query.size(1) > key.size(1))
+        options["block_mask"] = packing.block_mask if self.layer.window is None else packing.window_block_mask
+        if self.layer.score_cap is not None:
+            options["score_mod"] = soft_cap(self.layer.score_cap)
+        if not self.layer.sinks:
+            return self._flex(query, key, value, **options)[0].transpose(0, 1).flatten(1)
+        from torch.nn.attention.flex_attention import AuxRequest
+
+        # A sink adds exp(sink) to the sum of exponentials, whose logarithm is lse, and thus scales the output.
+        out, auxiliary = self._flex(query, key, value, **options, return_aux=AuxRequest(lse=True))
+        share = torch.sigmoid(auxiliary.lse[0] - self.sinks.float()[:, None])
+        return (out[0] * share.to(out.dtype)[..., None]).transpose(0, 1).flatten(1)
+
+
+@cache
+def soft_cap(cap: float) -> Callable[..., torch.Tensor]:
+    """Return the score function of FlexAttention for a soft cap. Layers share a function, so it is compiled once."""
+
+    def capped(score, batch, head, query, key):
+        return cap * torch.tanh(score / cap)
+
+    return capped

@@ -59,6 +59,7 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
 
     fields = fields_of(config)
     family = check_model_content(fields)
+    check_gpt_format(family, key)
     tensors = model_tensors(metadata, fields, source.path, key)
     embedding = next(name for name in metadata if name.endswith(EMBEDDING) and not name.startswith("optimizer"))
     read = _reader(source, embedding.removesuffix(EMBEDDING), key)
@@ -84,6 +85,13 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
             f"{key}: {source.path} has {len(unread)} tensors that do not belong to {family.model_type}, for example "
             f"{min(unread)}"
         )
+
+
+def check_gpt_format(family: Family, key: str) -> None:
+    """Check that checkpoints of Megatron-core's GPTModel support the family. Raises ConfigError."""
+    modules = family.modules
+    if modules.post_attention_norm or modules.post_mlp_norm or family.sinks or family.biases:
+        raise ConfigError(f"{key}: Megatron-core checkpoints of {family.model_type} models are not supported")
 
 
 def _first_stored(names: tuple[str, ...] | list[str], tensors: Mapping[str, Held], source: Source, key: str) -> str:
@@ -136,6 +144,8 @@ def _has_weight(name: str, is_moe: bool, family: Family, fields: dict[str, Any])
     """Return whether a dense or MoE layer of this model has the weight ``name`` of ``dense_weights``."""
     from gdpo_nemo.models.architectures import has_qkv_bias
 
+    if name.endswith("linear_proj.bias"):
+        return family.biases
     if name.endswith("linear_qkv.bias"):
         return has_qkv_bias(fields)
     if "_layernorm.weight" in name and name.startswith("self_attention."):
@@ -221,9 +231,10 @@ def save_megatron(policy: Any, folder: str | Path) -> None:
     )
 
     from gdpo_nemo.megatron.checkpoint import sharded_weights
-    from gdpo_nemo.megatron.model_config import layer_symbols
+    from gdpo_nemo.megatron.model_config import family_of, layer_symbols
 
     folder = Path(folder)
+    check_gpt_format(family_of(policy.built.hf_config), "--to megatron")
     try:
         maps = gpt_compatible_layer_maps("".join(layer_symbols(policy.built.hf_config)))
     except ValueError as error:

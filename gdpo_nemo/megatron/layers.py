@@ -11,7 +11,7 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Callable, Sequence
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -24,6 +24,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -33,9 +34,9 @@ from megatron.core.transformer.transformer_layer import (
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import MegatronConfig
-from gdpo_nemo.megatron.attention import PackedAttention
+from gdpo_nemo.megatron.attention import LayerAttention, PackedAttention
 from gdpo_nemo.megatron.flex_attention import FlexAttention
-from gdpo_nemo.megatron.model_config import head_size, num_experts, rotary
+from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts, rotary
 from gdpo_nemo.utils.errors import RunError
 
 
@@ -71,14 +72,15 @@ class Attention(Enum):
     """``FlexAttention`` for packs with shared prompts, and TransformerEngine's attention for other packs."""
 
 
-def select_attention(backend: str, use_te: bool, sharing: bool) -> Attention:
+def select_attention(backend: str, use_te: bool, sharing: bool, special: str | None = None) -> Attention:
     """Return the attention of the layers.
 
     Args:
         backend: ``policy.megatron_cfg.attention_backend``.
         sharing: True if packs may contain shared prompts.
+        special: property of the model that TransformerEngine's attention does not support (``special_attention``).
     """
-    if backend == "flex":
+    if backend == "flex" or (use_te and special):
         return Attention.FLEX
     if not use_te:
         return Attention.PACKED
@@ -86,8 +88,9 @@ def select_attention(backend: str, use_te: bool, sharing: bool) -> Attention:
 
 
 def layer_spec(
+    hf: PretrainedConfig,
     config: TransformerConfig,
-    rotary: tuple[torch.Tensor, float],
+    layers: Sequence[LayerAttention],
     use_te: bool,
     attention: Attention,
     adapted: bool = False,
@@ -95,14 +98,17 @@ def layer_spec(
     """Return the layer stack: Megatron's TransformerEngine stack, or local layers that need only torch.
 
     Args:
-        rotary: inverse rotary frequencies and the scaling factor of cos and sin. Not used by ``Attention.ENGINE``.
+        layers: attention of each layer of the model. Not used by ``Attention.ENGINE``.
         adapted: True if the linear layers get adapters. Norms are then separate modules, because adapters need the
             inputs of the linear layers.
     """
     if use_te:
-        return _engine_stack(adapted, rotary, attention)
-    core = FlexAttention if attention is Attention.FLEX else PackedAttention
-    return _local_stack(config, partial(core, rotary=rotary))
+        spec = _engine_stack(adapted, layers, attention)
+    else:
+        core = FlexAttention if attention is Attention.FLEX else PackedAttention
+        spec = _local_stack(config, partial(core, layers=layers))
+    modules = family_of(hf).modules
+    return _with_post_norms(spec, config, use_te, bool(modules.post_attention_norm), bool(modules.post_mlp_norm))
 
 
 def engine_options(hf: PretrainedConfig, layout: MegatronConfig, attention: Attention) -> dict[str, Any]:
@@ -110,8 +116,7 @@ def engine_options(hf: PretrainedConfig, layout: MegatronConfig, attention: Atte
     backend = "auto" if attention is Attention.FLEX else layout.attention_backend
     uses_rope = attention is Attention.ENGINE
     options: dict[str, Any] = dict(attention_backend=AttnBackend[backend], apply_rope_fusion=uses_rope)
-    scaling = rotary(hf)[1]
-    if uses_rope and scaling != 1.0:
+    if uses_rope and (scaling := rotary(hf)[1]) != 1.0:
         # TransformerEngine's rotary kernel does not support scaling factors of queries and keys (YaRN). Apply both
         # factors to the attention scores instead.
         options |= dict(softmax_scale=scaling**2 / math.sqrt(head_size(hf)))
@@ -126,7 +131,7 @@ _QKV_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
-def _engine_stack(adapted: bool, rotary, attention: Attention) -> ModuleSpec:
+def _engine_stack(adapted: bool, layers: Sequence[LayerAttention], attention: Attention) -> ModuleSpec:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
@@ -134,7 +139,7 @@ def _engine_stack(adapted: bool, rotary, attention: Attention) -> ModuleSpec:
     if attention is Attention.ENGINE:
         return spec
     unshared = TEDotProductAttention if attention is Attention.ENGINE_AND_FLEX else None
-    core = partial(FlexAttention, rotary=rotary, unshared=unshared)
+    core = partial(FlexAttention, layers=layers, unshared=unshared)
     layer = spec.submodules.attention_layer
     inner = layer.submodules.self_attention
     inner = replace(inner, submodules=replace(inner.submodules, core_attention=core))
@@ -181,22 +186,79 @@ def _for_adapters(spec: ModuleSpec) -> ModuleSpec:
 
 
 class RMSNorm(torch.nn.Module):
-    """RMS norm, whose weight gradient is summed over the tensor-parallel group under sequence parallelism."""
+    """RMS norm, whose weight gradient is summed over the tensor-parallel group under sequence parallelism.
+
+    With ``layernorm_zero_centered_gamma``, the factor of the normalised values is 1 + weight.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused):
         super().__init__()
         self.eps = eps
+        self.offset = config.layernorm_zero_centered_gamma
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device()))
         # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of x [..., hidden]."""
-        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if not self.offset:
+            return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # As in transformers, compute in float32: bfloat16 would round 1 + weight.
+        normed = torch.nn.functional.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps)
+        return normed.to(x.dtype)
 
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class NormAndAdd(torch.nn.Module):
+    """Norm of a layer's output, followed by the addition to the residual. Replaces Megatron's bias, dropout and add.
+
+    Args:
+        norm: builder of the norm.
+    """
+
+    def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module]):
+        super().__init__()
+        self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
+        """Return the function that Megatron's layer calls, as ``get_bias_dropout_add`` does. Dropout is not used."""
+
+        def add(output_and_bias, residual, dropout):
+            output, bias = output_and_bias
+            # Megatron enables gradients here even in passes without gradients. The norm must not store its input then.
+            with torch.set_grad_enabled(output.requires_grad):
+                output = self.norm(output if bias is None else output + bias)
+            return residual + output
+
+        return add
+
+
+def _with_post_norms(
+    spec: ModuleSpec, config: TransformerConfig, use_te: bool, attention: bool, mlp: bool
+) -> ModuleSpec:
+    """Return the stack with norms after the attention and the MLP, before their outputs are added to the residual."""
+    if not (attention or mlp):
+        return spec
+    norm: Any = RMSNorm
+    if use_te:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        norm = TENorm
+    add = ModuleSpec(NormAndAdd, params=dict(config=config, norm=norm))
+    stack = spec.submodules
+    changes = {}
+    for name, field, is_normed in (
+        ("attention_layer", "self_attn_bda", attention),
+        ("mlp_layer", "mlp_bda", mlp),
+        ("moe_layer", "mlp_bda", mlp),
+    ):
+        layer = getattr(stack, name)
+        if is_normed and isinstance(layer, ModuleSpec):
+            changes[name] = replace(layer, submodules=replace(layer.submodules, **{field: add}))
+    return replace(spec, submodules=replace(stack, **changes))
 
 
 class LocalHybridStack(HybridStack):
@@ -248,15 +310,35 @@ def _local_stack(config: TransformerConfig, core) -> ModuleSpec:
     )
 
 
+class ExpertRowLinear(RowParallelLinear):
+    """Linear layer of an expert with a bias, which Megatron's MLP adds to the output in place."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # Megatron would sum the bias's gradient over the tensor-parallel group, which the expert's data-parallel group
+        # contains.
+        setattr(self.bias, "sequence_parallel", False)  # noqa: B010
+
+    def forward(self, input_):
+        """Return a copy of the output, because autograd does not allow changes of the original, and the bias."""
+        output, bias = super().forward(input_)
+        return output.clone(), bias
+
+
 def _local_moe(config: TransformerConfig):
     """Return the MoE layer, which computes its experts sequentially."""
     if not config.num_moe_experts:
         return IdentityOp
+    mlp: Any = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+    if config.add_bias_linear:
+        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowLinear)
+        experts = partial(SequentialMLP, submodules=linear)
+        mlp = partial(mlp, submodules=replace(mlp.keywords["submodules"], experts=experts))
     return ModuleSpec(
         module=MoETransformerLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=RMSNorm,
-            mlp=get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

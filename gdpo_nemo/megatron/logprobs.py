@@ -177,16 +177,17 @@ def why_not_fused() -> str | None:
     return None
 
 
-def use_fused_logprobs(setting: bool | None) -> bool:
+def use_fused_logprobs(setting: bool | None, logit_cap: float | None = None) -> bool:
     """Return whether to use the fused kernels.
 
     Args:
         setting: value of ``policy.megatron_cfg.fused_logprobs``. None uses the fused kernels if they can run on a GPU.
+        logit_cap: soft cap of the model's logits, which the fused kernels do not support, or None.
 
     Raises:
         ConfigError: if the setting is true but the kernels cannot run in this process.
     """
-    reason = why_not_fused()
+    reason = why_not_fused() if logit_cap is None else "the model has a soft cap of its logits"
     if setting and reason:
         raise ConfigError(f"policy.megatron_cfg.fused_logprobs: true is not supported, because {reason}")
     if setting is None:

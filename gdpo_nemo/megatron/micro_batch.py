@@ -11,8 +11,9 @@ import torch
 
 from gdpo_nemo.algorithms import TokenFields
 from gdpo_nemo.data.packing import PackedRows, TrainSequence
-from gdpo_nemo.megatron.attention import PackedAttention, Packing, packing_arrays, packing_of
+from gdpo_nemo.megatron.attention import PackedAttention
 from gdpo_nemo.megatron.flex_attention import block_mask
+from gdpo_nemo.megatron.packing import Packing, packing_arrays, packing_of
 
 _DTYPES = {"staleness": np.int32, "chosen": bool}
 """Data types of the fields that are not float32."""
@@ -100,6 +101,7 @@ def make_micro_batch(
     tensors = to_device(arrays, device)
     packing = packing_of(rows.padded_lengths, tensors)
     packing.block_mask = block_mask(tensors)
+    packing.window_block_mask = block_mask(tensors, windowed=True)
     packing.routing = tensors.get("routing")
     return MicroBatch(
         rows,

@@ -11,12 +11,6 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.optimizer import (
-    OptimizerConfig as MegatronOptimizerConfig,
-    ParamKey,
-    get_megatron_optimizer,
-    get_standard_config_overrides,
-)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -33,8 +27,17 @@ from gdpo_nemo.megatron.layers import (
 )
 from gdpo_nemo.megatron.logprobs import EntropyUse, fused_token_logprobs, token_logprobs, use_fused_logprobs
 from gdpo_nemo.megatron.lora import attach
-from gdpo_nemo.megatron.model_config import layer_symbols, rotary, transformer_fields
-from gdpo_nemo.megatron.optimizer import make_schedule
+from gdpo_nemo.megatron.model_config import (
+    embedding_scale,
+    family_of,
+    fields_of,
+    layer_attentions,
+    layer_symbols,
+    logit_cap,
+    transformer_fields,
+)
+from gdpo_nemo.megatron.optimizer import build_optimizer
+from gdpo_nemo.models import architectures
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.progress import hidden
 
@@ -54,6 +57,10 @@ class PolicyModel(HybridModel):
     entropy: EntropyUse = "gradient"
     fused = False
     real_vocab_size: int
+    embedding_scale = 1.0
+    """Factor of the embeddings."""
+    logit_cap: float | None = None
+    """Soft cap c of the logits x, c * tanh(x / c), before the division by the temperature."""
 
     def forward(self, input_ids, packing, rows, targets):
         """Run one micro-batch.
@@ -72,6 +79,8 @@ class PolicyModel(HybridModel):
         if embedded is not None and self.training and not embedded.requires_grad:
             # LoRA freezes the embeddings, but activation recomputation needs an input that requires a gradient.
             embedded.requires_grad_()
+        if embedded is not None and self.embedding_scale != 1.0:
+            embedded = embedded * self.embedding_scale
         angles = None
         if self.position_embedding_type == "rope":
             angles = self.rotary_pos_emb(packing.max_seqlen_q, packed_seq=True)
@@ -116,6 +125,8 @@ class PolicyModel(HybridModel):
         logits = torch.nn.functional.linear(hidden, weight)
         if (head := self._head_adapter()) is not None:
             logits = logits + head(hidden)
+        if self.logit_cap is not None:
+            logits = self.logit_cap * torch.tanh(logits / self.logit_cap)
         return self._columns(*token_logprobs(logits, targets, self.pg_collection.tp, **self._options()))
 
     def _options(self) -> dict[str, Any]:
@@ -255,7 +266,7 @@ def transformer_config(
         # `_accumulate_into_main_grad`.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=use_te or torch.cuda.is_available(),
+        bias_activation_fusion=family_of(hf).activation == "silu" and (use_te or torch.cuda.is_available()),
         bias_dropout_fusion=use_te or torch.cuda.is_available(),
         batch_p2p_comm=False,
         variable_seq_lengths=True,
@@ -312,10 +323,11 @@ def build_chunks(
     use_te = use_te and layout.attention_backend != "sdpa"
     if layout.fp8 and not use_te:
         raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
-    attention = select_attention(layout.attention_backend, use_te, sharing)
+    layers = layer_attentions(hf)
+    special = architectures.special_attention(fields_of(hf))
+    attention = select_attention(layout.attention_backend, use_te, sharing, special)
     config = transformer_config(hf, layout, dtype, use_te, attention)
-    fused = use_fused_logprobs(layout.fused_logprobs)
-    frequencies = rotary(hf)
+    fused = use_fused_logprobs(layout.fused_logprobs, logit_cap(hf))
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
     model_class = ValueModel if values else PolicyModel
@@ -325,7 +337,7 @@ def build_chunks(
     for stage in range(virtual) if virtual else [None]:
         model = model_class(
             config,
-            layer_spec(config, frequencies, use_te, attention, adapted),
+            layer_spec(hf, config, layers, use_te, attention, adapted),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(layer_symbols(hf), layout),
@@ -338,10 +350,12 @@ def build_chunks(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
         if attention is Attention.ENGINE:
-            model.rotary_pos_emb.inv_freq = frequencies[0]
+            model.rotary_pos_emb.inv_freq = layers[0].rotary[0]
         model.temperature = temperature
         model.fused = fused
         model.real_vocab_size = hf.vocab_size
+        model.embedding_scale = embedding_scale(hf, dtype)
+        model.logit_cap = logit_cap(hf)
         chunks.append(model.cuda() if torch.cuda.is_available() else model)
     return config, chunks
 
@@ -381,51 +395,6 @@ def _accumulate_into_main_grad(chunks: list[PolicyModel]) -> None:
         for module in chunk.modules():
             if hasattr(module, "fuse_wgrad_accumulation"):
                 module.fuse_wgrad_accumulation = True
-
-
-def build_optimizer(
-    layout: MegatronConfig,
-    dtype: torch.dtype,
-    wrapped: list[Any],
-    total_updates: int,
-    value_lr_mult: float | None = None,
-):
-    """Return Megatron's AdamW and a learning-rate scheduler that takes one step per update.
-
-    Args:
-        wrapped: wrapped chunks of the model.
-        total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
-        value_lr_mult: learning-rate multiplier of the value head, or None if the model has no value head.
-    """
-    o = layout.optimizer
-    config = MegatronOptimizerConfig(
-        optimizer="adam",
-        lr=o.lr,
-        min_lr=o.min_lr,
-        weight_decay=o.weight_decay,
-        adam_beta1=o.adam_beta1,
-        adam_beta2=o.adam_beta2,
-        adam_eps=o.adam_eps,
-        clip_grad=o.clip_grad,
-        bf16=dtype == torch.bfloat16,
-        params_dtype=dtype,
-        use_distributed_optimizer=layout.use_distributed_optimizer,
-        overlap_param_gather=layout.overlap_param_gather,
-        use_precision_aware_optimizer=o.use_precision_aware_optimizer,
-        # The 16-bit remainders of the main weights could not be loaded by an optimizer that stores the main weights.
-        store_param_remainders=False,
-        exp_avg_dtype=getattr(torch, o.exp_avg_dtype),
-        exp_avg_sq_dtype=getattr(torch, o.exp_avg_sq_dtype),
-        main_grads_dtype=getattr(torch, o.main_grads_dtype),
-    )
-    overrides = None
-    if value_lr_mult is not None:
-        # is_decoupled_lr identifies this group when a checkpoint is loaded. The learning rates cannot identify the
-        # group, because a resumed run may change them.
-        head: Any = dict(is_decoupled_lr=True, max_lr=value_lr_mult * o.lr, min_lr=value_lr_mult * o.min_lr)
-        overrides = {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): head}
-    optimizer = get_megatron_optimizer(config, wrapped, overrides)
-    return optimizer, make_schedule(optimizer, layout, total_updates)
 
 
 def _read_config(folder: str | Path) -> PretrainedConfig:

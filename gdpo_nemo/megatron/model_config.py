@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from gdpo_nemo.megatron.attention import LayerAttention
 from gdpo_nemo.models import architectures
 from gdpo_nemo.models.architectures import check_family
 from gdpo_nemo.models.families import Family
 
-ACTIVATIONS = {"silu": torch.nn.functional.silu}
-"""Activation functions by the value of ``hidden_act`` in a Hugging Face config."""
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+"""Activation functions by their names in a Hugging Face config."""
 
 
 def fields_of(config: PretrainedConfig) -> dict[str, Any]:
@@ -35,15 +41,45 @@ def head_size(config: PretrainedConfig) -> int:
     return architectures.head_size(fields_of(config))
 
 
-def rotary(config: PretrainedConfig) -> tuple[torch.Tensor, float]:
-    """Return transformers' inverse rotary frequencies [head size / 2] and the scaling factor of cos and sin."""
-    parameters = config.rope_parameters
+def rotary(config: PretrainedConfig, layers: str = "") -> tuple[torch.Tensor, float]:
+    """Return transformers' inverse rotary frequencies [head size / 2] and the scaling factor of cos and sin.
+
+    Args:
+        layers: value of ``layer_types`` whose embedding is returned, if the embedding depends on it.
+    """
+    parameters = config.rope_parameters[layers] if layers else config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind == "default":
         size = head_size(config)
         exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **({"layer_type": layers} if layers else {}))
+
+
+def layer_attentions(config: PretrainedConfig) -> list[LayerAttention]:
+    """Return the properties of the attention in each layer."""
+    fields = fields_of(config)
+    family = check_family(fields)
+    windows = architectures.layer_windows(fields)
+    ropes = [""] * len(windows)
+    if family.layer_rope:
+        ropes = [architectures.FULL if window is None else architectures.SLIDING for window in windows]
+    embeddings = {rope: rotary(config, rope) for rope in set(ropes)}
+    cap = fields.get(family.score_cap) if family.score_cap else None
+    sinks = family.sinks is not None
+    return [LayerAttention(embeddings[rope], rope, window, cap, sinks) for rope, window in zip(ropes, windows)]
+
+
+def embedding_scale(config: PretrainedConfig, dtype: torch.dtype) -> float:
+    """Return the factor of the embeddings, rounded to ``dtype`` as in transformers."""
+    scaled = family_of(config).embedding_scale
+    return torch.tensor(config.hidden_size**0.5).to(dtype).item() if scaled else 1.0
+
+
+def logit_cap(config: PretrainedConfig) -> float | None:
+    """Return the soft cap c of the logits x, c * tanh(x / c), or None if the model has none."""
+    field = family_of(config).logit_cap
+    return getattr(config, field) if field else None
 
 
 def num_experts(config: PretrainedConfig) -> int:
@@ -73,6 +109,16 @@ def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
     )
 
 
+def _activation_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
+    if family.swiglu_limit is None:
+        return dict(activation_func=ACTIVATIONS[family.activation])
+    return dict(
+        activation_func=quick_gelu,  # x * sigmoid(1.702 x)
+        glu_linear_offset=1.0,
+        activation_func_clamp_value=fields[family.swiglu_limit],
+    )
+
+
 def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig that depend only on the model's architecture.
 
@@ -90,8 +136,10 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         normalization="RMSNorm",
         layernorm_epsilon=fields["rms_norm_eps"],
         gated_linear_unit=True,
-        activation_func=ACTIVATIONS[family.activation],
-        add_bias_linear=False,
+        **_activation_fields(fields, family),
+        layernorm_zero_centered_gamma=family.norm_offset,
+        softmax_scale=fields[family.score_scale] ** -0.5 if family.score_scale else None,
+        add_bias_linear=family.biases,
         add_qkv_bias=architectures.has_qkv_bias(fields),
         qk_layernorm=family.qk_norm,
         attention_dropout=0.0,

@@ -7,6 +7,12 @@ from inspect import unwrap
 from typing import Any, Iterable, Iterator
 
 import torch
+from megatron.core.optimizer import (
+    OptimizerConfig as MegatronOptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
@@ -291,3 +297,48 @@ def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) ->
         override_opt_param_scheduler=True,
         hold=s.lr_hold_updates,
     )
+
+
+def build_optimizer(
+    layout: MegatronConfig,
+    dtype: torch.dtype,
+    wrapped: list[Any],
+    total_updates: int,
+    value_lr_mult: float | None = None,
+):
+    """Return Megatron's AdamW and a learning-rate scheduler that takes one step per update.
+
+    Args:
+        wrapped: wrapped chunks of the model.
+        total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
+        value_lr_mult: learning-rate multiplier of the value head, or None if the model has no value head.
+    """
+    o = layout.optimizer
+    config = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=o.lr,
+        min_lr=o.min_lr,
+        weight_decay=o.weight_decay,
+        adam_beta1=o.adam_beta1,
+        adam_beta2=o.adam_beta2,
+        adam_eps=o.adam_eps,
+        clip_grad=o.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=layout.use_distributed_optimizer,
+        overlap_param_gather=layout.overlap_param_gather,
+        use_precision_aware_optimizer=o.use_precision_aware_optimizer,
+        # The 16-bit remainders of the main weights could not be loaded by an optimizer that stores the main weights.
+        store_param_remainders=False,
+        exp_avg_dtype=getattr(torch, o.exp_avg_dtype),
+        exp_avg_sq_dtype=getattr(torch, o.exp_avg_sq_dtype),
+        main_grads_dtype=getattr(torch, o.main_grads_dtype),
+    )
+    overrides = None
+    if value_lr_mult is not None:
+        # is_decoupled_lr identifies this group when a checkpoint is loaded. The learning rates cannot identify the
+        # group, because a resumed run may change them.
+        head: Any = dict(is_decoupled_lr=True, max_lr=value_lr_mult * o.lr, min_lr=value_lr_mult * o.min_lr)
+        overrides = {**get_standard_config_overrides(config), ParamKey(name="*value_head.*"): head}
+    optimizer = get_megatron_optimizer(config, wrapped, overrides)
+    return optimizer, make_schedule(optimizer, layout, total_updates)

@@ -24,7 +24,7 @@ from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.config.sections import replays_router
 from gdpo_nemo.data.packing import TrainSequence, pack_rows
 from gdpo_nemo.data.records import TokenValues, UpdateResult
-from gdpo_nemo.megatron.attention import PackedAttention, local_positions
+from gdpo_nemo.megatron.attention import PackedAttention
 from gdpo_nemo.megatron.conversion import export_hf
 from gdpo_nemo.megatron.logprobs import EntropyUse
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters, start_adapters
@@ -32,6 +32,7 @@ from gdpo_nemo.megatron.micro_batch import MicroBatch, MicroBatches, make_micro_
 from gdpo_nemo.megatron.model import BuiltModel, build, build_frozen
 from gdpo_nemo.megatron.model_config import layer_symbols
 from gdpo_nemo.megatron.optimizer import OptimizerOffload, Reference
+from gdpo_nemo.megatron.packing import local_positions
 from gdpo_nemo.megatron.router_replay import RouterReplay
 from gdpo_nemo.megatron.runtime import Runtime
 from gdpo_nemo.utils.errors import RunError
@@ -120,8 +121,7 @@ class Policy:
         if self.layout.optimizer.offload and runtime.device.type == "cuda":
             self._offload = OptimizerOffload(self.built.optimizer, self._parameters(), runtime.device)
         modules = (m for chunk in self.chunks for m in chunk.modules())
-        replayed = self.chunks if replays_router(config) else []
-        self._replay = RouterReplay(replayed, layer_symbols(self.built.hf_config))
+        self._replay = RouterReplay(self.chunks if replays_router(config) else [], layer_symbols(self.built.hf_config))
         self._attention = next((m for m in modules if isinstance(m, PackedAttention)), None)
 
     # -- rank in the layout --------------------------------------------------------------------------------------

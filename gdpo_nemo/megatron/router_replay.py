@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from gdpo_nemo.megatron.attention import Packing
+from gdpo_nemo.megatron.packing import Packing
 
 
 class SamplerChoice:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gdpo_nemo.models.families import FAMILIES, Family
+from gdpo_nemo.models.families import FAMILIES, Experts, Family
 
 # Ways to split a weight over tensor-parallel ranks. The last two also define the order of the rows in Megatron.
 REPLICATED = "replicated"
@@ -35,6 +35,8 @@ class Weight:
 
     The shape of this tensor is [experts, ...] if ``expert`` is set.
     """
+    interleaved: bool = False
+    """True if the stored tensor is transposed, and its rows of gate and up alternate (``Experts.only_stacked``)."""
     vocabulary: bool = False
     """True if each row belongs to a token of the vocabulary. Megatron pads these rows."""
 
@@ -65,7 +67,11 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
     modules = family.modules
     attention_norm = _weights(REPLICATED, modules.attention_norm)
     mlp_norm = _weights(REPLICATED, modules.mlp_norm)
+    post_norms = {"self_attn_bda": modules.post_attention_norm, "mlp_bda": modules.post_mlp_norm}
+    sinks = {"self_attention.core_attention.sinks": Weight(ROWS, (family.sinks,))} if family.sinks else {}
     return {
+        **sinks,
+        **{f"{name}.norm.weight": _weights(REPLICATED, norm) for name, norm in post_norms.items() if norm},
         # Each norm has a second name, because TransformerEngine fuses the norm with the linear layer that follows.
         "input_layernorm.weight": attention_norm,
         "self_attention.linear_qkv.layer_norm_weight": attention_norm,
@@ -74,6 +80,7 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
         "self_attention.q_layernorm.weight": _weights(REPLICATED, modules.q_norm),
         "self_attention.k_layernorm.weight": _weights(REPLICATED, modules.k_norm),
         "self_attention.linear_proj.weight": _weights(COLUMNS, modules.attention_output),
+        "self_attention.linear_proj.bias": Weight(REPLICATED, (f"{modules.attention_output}.bias",)),
         "pre_mlp_layernorm.weight": mlp_norm,
         "mlp.linear_fc1.layer_norm_weight": mlp_norm,
         "mlp.linear_fc1.weight": _weights(GATED_ROWS, *modules.gate_up),
@@ -82,7 +89,19 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
 
 
 # local_experts.3.linear_fc1.weight, or linear_fc1.weight3 in TransformerEngine's grouped linear layers
-_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?linear_fc([12])\.weight(\d*)")
+_EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?linear_fc([12])\.(weight|bias)(\d*)")
+
+
+STACKED_EXPERT = re.compile(r"(.+\.experts\.\w+)\.(\d+)")
+"""Name of an expert's slice of a stacked tensor: the name of the tensor, and the index of the expert."""
+
+
+def _stacked_weight(experts: Experts, is_first: bool, is_bias: bool, number: int) -> Weight:
+    """Return the weight or bias of a linear layer of expert ``number``, which no folder stores separately."""
+    tensor = experts.stacked_gate_up if is_first else experts.stacked_down
+    split = GATED_ROWS if is_first else REPLICATED if is_bias else COLUMNS
+    tensor += "_bias" * is_bias
+    return Weight(split, (tensor + ".{}",), expert=number, stacked=tensor, interleaved=True)
 
 
 def layer_weight(family: Family, name: str) -> Weight:
@@ -93,10 +112,14 @@ def layer_weight(family: Family, name: str) -> Weight:
     experts = family.experts
     if experts is not None and name == "mlp.router.weight":
         return _weights(REPLICATED, experts.router, stacked=experts.stacked_router)
+    if experts is not None and name == "mlp.router.bias":
+        return Weight(REPLICATED, (f"{experts.router}.bias",))
     match = _EXPERT.fullmatch(name)
     if match is None or experts is None:
         return dense_weights(family.model_type)[name]
-    number = int(match[1] or match[3])
+    number = int(match[1] or match[4])
+    if experts.only_stacked:
+        return _stacked_weight(experts, match[2] == "1", match[3] == "bias", number)
     if match[2] == "1":
         return _weights(GATED_ROWS, experts.gate, experts.up, expert=number, stacked=experts.stacked_gate_up)
     return _weights(COLUMNS, experts.down, expert=number, stacked=experts.stacked_down)

@@ -39,6 +39,9 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")
 """Fields that enable projection biases. Only the field named by ``Family.qkv_bias`` may be true."""
 
+SWIGLU_ALPHA = 1.702
+"""Supported factor in the sigmoid of a clamped SwiGLU (``Family.swiglu_limit``)."""
+
 EXPERT_COUNTS = ("num_experts", "num_local_experts")
 """Fields with the number of experts. The field's name depends on the family."""
 
@@ -61,13 +64,17 @@ def check_family(content: Mapping[str, Any]) -> Family:
             f"architecture {', '.join(map(str, names))} is not supported; supported: {family.architecture}"
         )
     fields = with_defaults(content)
-    _check_window(fields)
-    activation = fields.get("hidden_act", family.activation)
+    _check_window(fields, family)
+    activation = fields.get(family.activation_field, family.activation)
     if activation != family.activation:
         raise _model_error(f"activation {activation!r} is not supported; supported: {family.activation}")
     for key in BIASES:
         if fields.get(key) and key != family.qkv_bias:
             raise _model_error(f"{key} (projection biases) is not supported for {family.model_type}")
+    if family.biases and not has_qkv_bias(fields):
+        raise _model_error(f"attention_bias: false is not supported for {family.model_type}")
+    if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
+        raise _model_error(f"swiglu_alpha {fields['swiglu_alpha']} is not supported; supported: {SWIGLU_ALPHA}")
     _check_not_quantised(fields)
     _check_rope(fields, family)
     return family
@@ -80,27 +87,74 @@ def _check_not_quantised(fields: Mapping[str, Any]) -> None:
     if quantization or fields.get("quantization"):
         by = method or ("MLX" if fields.get("quantization") else None)
         origin = f", these are by {by}" if by else ""
+        if method == "mxfp4":
+            raise _model_error(
+                "MXFP4 weights are only read from a local folder; specify the path of the downloaded model"
+            )
         raise _model_error(
             f"quantised weights ({key}) are not supported{origin}; specify the folder of the unquantised model"
         )
 
 
-def _check_window(fields: Mapping[str, Any]) -> None:
-    window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+def _check_window(fields: Mapping[str, Any], family: Family) -> None:
+    window = _window(fields)
+    if window is not None and family.windows == "none":
+        raise _model_error(f"sliding-window attention ({window} tokens) is not supported for {family.model_type}")
     if window is not None:
-        raise _model_error(f"sliding-window attention ({window} tokens) is not supported")
+        _check_size("sliding_window", window)
     layers = fields.get("layer_types") or []
     if not isinstance(layers, list):
         raise _model_error(f"layer_types must be a list of texts, got {str(layers)[:40]}")
-    kinds = sorted({str(kind) for kind in layers} - {"full_attention"})
+    supported = [FULL, SLIDING] if family.windows in ("late", "periodic") and window is not None else [FULL]
+    kinds = sorted({str(kind) for kind in layers} - set(supported))
     if kinds:
         raise _model_error(
-            f"layers of type {', '.join(kinds)} (layer_types) are not supported; supported: full_attention"
+            f"layers of type {', '.join(kinds)} (layer_types) are not supported; supported: {', '.join(supported)}"
         )
+    if fields.get("use_bidirectional_attention"):
+        raise _model_error("bidirectional attention (use_bidirectional_attention) is not supported")
+
+
+FULL = "full_attention"
+"""Value of ``layer_types`` for layers whose queries attend to all earlier keys."""
+SLIDING = "sliding_attention"
+"""Value of ``layer_types`` for layers with a sliding window."""
+
+
+def _window(fields: Mapping[str, Any]) -> Any:
+    return fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+
+
+def is_windowed(content: Mapping[str, Any]) -> bool:
+    """Return whether config.json enables a sliding window, even if no layer uses it."""
+    return _window(with_defaults(content)) is not None
+
+
+def layer_windows(content: Mapping[str, Any]) -> list[int | None]:
+    """Return for each layer the number of keys that a query attends to, or None for all keys."""
+    fields = with_defaults(content)
+    windows = FAMILIES[fields["model_type"]].windows
+    count = fields["num_hidden_layers"]
+    window = _window(fields)
+    if windows == "all":
+        return [window] * count
+    if windows == "none" or window is None:
+        return [None] * count
+    if kinds := fields.get("layer_types"):
+        sliding = [kind == SLIDING for kind in kinds]
+    elif windows == "late":
+        sliding = [layer >= fields["max_window_layers"] for layer in range(count)]
+    else:
+        sliding = [(layer + 1) % fields["sliding_window_pattern"] != 0 for layer in range(count)]
+    return [window if is_sliding else None for is_sliding in sliding]
 
 
 def _check_rope(fields: Mapping[str, Any], family: Family) -> None:
-    rope = rope_of(fields)
+    for layers in (FULL, SLIDING) if family.layer_rope else ("",):
+        _check_rope_of(fields, family, rope_of(fields, layers))
+
+
+def _check_rope_of(fields: Mapping[str, Any], family: Family, rope: Mapping[str, Any]) -> None:
     kind = rope["rope_type"]
     if kind not in family.rope_types:
         supported = ", ".join(family.rope_types)
@@ -192,12 +246,44 @@ def has_qkv_bias(content: Mapping[str, Any]) -> bool:
     return bool(with_defaults(content).get(bias)) if isinstance(bias, str) else bias
 
 
-def rope_of(content: Mapping[str, Any]) -> dict[str, Any]:
+def special_attention(content: Mapping[str, Any]) -> str | None:
+    """Return a property of the model for which FlexAttention replaces TransformerEngine's attention, or None."""
+    fields = with_defaults(content)
+    family = FAMILIES[fields["model_type"]]
+    properties = {
+        "sliding windows": any(layer_windows(fields)),
+        "a soft cap of attention scores": family.score_cap and fields.get(family.score_cap) is not None,
+        "attention sinks": family.sinks,
+        "several rotary embeddings": family.layer_rope,
+    }
+    return next((name for name, is_present in properties.items() if is_present), None)
+
+
+def has_logit_cap(content: Mapping[str, Any]) -> bool:
+    """Return whether the model has a soft cap of its logits."""
+    fields = with_defaults(content)
+    field = FAMILIES[fields["model_type"]].logit_cap
+    return field is not None and fields.get(field) is not None
+
+
+def is_tied(content: Mapping[str, Any]) -> bool:
+    """Return whether the output layer shares its weight with the embedding."""
+    return bool(with_defaults(content).get("tie_word_embeddings"))
+
+
+def rope_of(content: Mapping[str, Any], layers: str = "") -> dict[str, Any]:
     """Return the parameters of the rotary embedding, including ``rope_type``.
 
     They are read from ``rope_parameters``, or from the older field ``rope_scaling``.
+
+    Args:
+        layers: value of ``layer_types`` whose parameters are returned, if the parameters depend on it.
     """
     parameters = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    if layers and isinstance(parameters, Mapping):
+        # The older field applies only to layers without a window.
+        is_nested = FULL in parameters or SLIDING in parameters
+        parameters = parameters.get(layers) or {} if is_nested else parameters if layers == FULL else {}
     if not isinstance(parameters, Mapping):
         raise _model_error(f"the rotary parameters in the model's config.json must be an object, got {parameters!r}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))

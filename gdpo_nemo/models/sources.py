@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from gdpo_nemo.models.architectures import check_model_content
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.gguf import MAGIC, read_gguf_model
 from gdpo_nemo.models.peft import CONFIG as PEFT_CONFIG, PeftAdapter, read_peft_adapter
 from gdpo_nemo.models.torch_dist import model_tensors, read_dist_metadata
@@ -31,6 +32,7 @@ class Format(Enum):
     CHECKPOINT = "a checkpoint of gdpo_nemo"
     MEGATRON = "a Megatron-core checkpoint"
     NEMO_2 = "a NeMo 2 checkpoint"
+    MXFP4 = "a Hugging Face folder with MXFP4 weights"
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,21 @@ def recognise(path: Path, key: str = "policy.model_name") -> Source | None:
     if (path / PEFT_CONFIG).is_file() and not model:
         return Source(Format.PEFT, path, path)
     if (path / "config.json").is_file():
-        return None
+        return Source(Format.MXFP4, path, path) if _is_mxfp4(path / "config.json") else None
     if (path / "files.json").is_file() and (path / "state.json").is_file():
         return Source(Format.CHECKPOINT, path, path)
     return _megatron(path, key) or _gguf_file(path, key)
+
+
+def _is_mxfp4(file: Path) -> bool:
+    """Return whether a config.json describes MXFP4 weights of a family whose experts are stacked."""
+    try:
+        content = parse_json(read_text(file))
+        family = FAMILIES.get(content["model_type"])
+        is_stacked = family is not None and family.experts is not None and family.experts.only_stacked
+        return is_stacked and content["quantization_config"]["quant_method"] == "mxfp4"
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # the file's reader reports the error
 
 
 def _megatron(path: Path, key: str) -> Source | None:
@@ -199,6 +212,11 @@ def source_fields(source: Source, key: str, companion: str | None = None) -> dic
     """
     if source.format is Format.GGUF:
         return read_gguf_model(source.path, key).fields
+    if source.format is Format.MXFP4:
+        content = read_json_object(source.path / "config.json", key)
+        del content["quantization_config"]
+        check_model_content(content)
+        return content
     folder = described_by(source, key, companion)
     if folder is None:
         return None
@@ -226,6 +244,8 @@ def described_by(source: Source, key: str, companion: str | None = None) -> Path
         return folder
     if source.format is Format.CHECKPOINT:
         return _folder(companion or _model_of_run(source.path), key, "the initial model of the run")
+    if source.format is Format.MXFP4:
+        return source.path
     folders = [*([Path(companion)] if companion else []), source.path / COMPANION, source.root / COMPANION]
     found = next((candidate for candidate in folders if (candidate / "config.json").is_file()), None)
     if found is None:

@@ -284,7 +284,9 @@ def _layer_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> tuple[f
     """Return the floats that a layer saves per local token as (norms with their inputs, core attention, others)."""
     gpu = transformer_engine(policy, layout)
     sharded = layout.tensor if policy.megatron_cfg.sequence_parallel else 1
-    norms = 2 * (2 if gpu else _norm_floats(policy)) * shape.hidden / sharded
+    modules = shape.modules
+    count = 2 + bool(modules.post_attention_norm) + bool(modules.post_mlp_norm)
+    norms = count * (2 if gpu else _norm_floats(policy)) * shape.hidden / sharded
     query = shape.query / layout.tensor
     keys_values = shape.key_value / layout.tensor
     ffn = _ffn_floats(policy, shape, layout)

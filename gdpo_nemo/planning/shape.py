@@ -14,6 +14,7 @@ from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.models.architectures import (
     has_qkv_bias,
     head_size,
+    is_tied,
     key_value_heads,
     last_name,
     mixture_layers,
@@ -95,8 +96,11 @@ class Shape:
     """Indices of the layers with a mixture-of-experts MLP."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    sinks: bool = False
+    biases: bool = False
+    """True if the attention's output, routers and experts have biases."""
     modules: Modules = Modules()
-    """Names of the linear layers, which determine where adapters are added."""
+    """Names of the modules: of linear layers, to which adapters are added, and of norms after attention and MLP."""
 
     @property
     def query(self) -> int:
@@ -126,13 +130,18 @@ class Shape:
         width = self.query + self.key_value
         attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
         attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
+        attention += self.heads // tensor * self.sinks + self.hidden * self.biases
+        attention += self.hidden * bool(self.modules.post_attention_norm)
+        attention += self.hidden * bool(self.modules.post_mlp_norm)
         moe_count = sum(layer in self.moe_layers for layer in layers)
         mlp = self.hidden + 3 * self.hidden * self.ffn // tensor
-        router = self.hidden + self.hidden * self.experts
+        router = self.hidden + (self.hidden + self.biases) * self.experts
         dense = len(layers) * attention + (len(layers) - moe_count) * mlp + moe_count * router
         if not moe_count:
             return dense, 0
-        return dense, moe_count * self.experts // expert * (3 * self.hidden * self.expert_ffn // expert_tensor)
+        per_expert = 3 * self.hidden * self.expert_ffn // expert_tensor
+        per_expert += (2 * self.expert_ffn + self.hidden) * self.biases
+        return dense, moe_count * self.experts // expert * per_expert
 
     def on_rank(self, layout: Layout, stage: int) -> tuple[int, int]:
         """Return the numbers of (dense, expert) parameters on a rank of ``stage``, with tied copies and padding."""
@@ -195,13 +204,15 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         head_size=head_size(content),
         ffn=content["intermediate_size"],
         vocabulary=content["vocab_size"],
-        tied=bool(content.get("tie_word_embeddings", False)),
+        tied=is_tied(content),
         experts=experts,
         active_experts=content["num_experts_per_tok"] if experts else 0,
         expert_ffn=content[family.experts.width] if experts and family.experts else 0,
         moe_layers=tuple(layer for layer, is_moe in enumerate(mixture_layers(content)) if is_moe),
         qkv_bias=has_qkv_bias(content),
         qk_norm=family.qk_norm,
+        sinks=family.sinks is not None,
+        biases=family.biases,
         modules=family.modules,
     )
 

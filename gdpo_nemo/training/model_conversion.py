@@ -57,6 +57,12 @@ def _write(source: Source, folder: Path, key: str, companion: str | None) -> Non
 
         _write_model(folder, merged_weights(read_peft_adapter(source.path, key), base, key), config, base)
         return
+    if source.format is Format.MXFP4:
+        from gdpo_nemo.models.mxfp4 import mxfp4_weights
+
+        del config.quantization_config
+        _write_model(folder, mxfp4_weights(source.path, key), config, base)
+        return
     from gdpo_nemo.megatron.gpt_checkpoint import megatron_weights
 
     _write_model(folder, megatron_weights(source, config, key), config, base)

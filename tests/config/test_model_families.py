@@ -52,30 +52,14 @@ REFUSED = {
         ),  # fmt: skip
         "model type 'deepseek_v3' is not supported",
     ),
-    "gpt-oss": (
-        shape(
-            "gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, architectures=["GptOssForCausalLM"], attention_bias=True,
-            sliding_window=128, num_local_experts=32, head_dim=64, hidden_act="silu",
-        ),  # fmt: skip
-        "model type 'gpt_oss' is not supported",
-    ),
     "Nemotron-H": (
         shape("nemotron_h", 4096, 52, 32, 8, 21504, 131072, 8192, hybrid_override_pattern="M-M-M-M*-",
         mlp_hidden_act="relu2"),
         "model type 'nemotron_h' is not supported",
     ),
-    "Gemma 2": (
-        shape("gemma2", 2304, 26, 8, 4, 9216, 256000, 8192, head_dim=256, sliding_window=4096,
-        hidden_act="gelu_pytorch_tanh"),
-        "model type 'gemma2' is not supported",
-    ),
     "Gemma 3": (
         {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA_3_TEXT},
         "model type 'gemma3' (a text model inside another model, text_config) is not supported",
-    ),
-    "Phi-3": (
-        shape("phi3", 3072, 32, 32, 32, 8192, 32064, 4096, sliding_window=2047, architectures=["Phi3ForCausalLM"]),
-        "sliding-window attention (2047 tokens) is not supported",
     ),
     "Phi-3 with 128k": (
         shape("phi3", 3072, 32, 32, 32, 8192, 32064, 131072, rope_scaling=dict(type="longrope", short_factor=[1.0])),
@@ -85,21 +69,18 @@ REFUSED = {
         {"model_type": "qwen2_vl", "text_config": shape("qwen2_vl_text", 1536, 28, 12, 2, 8960, 151936, 32768)},
         "model type 'qwen2_vl' (a text model inside another model, text_config) is not supported",
     ),
-    "Mistral 7B v0.1": (
-        shape("mistral", 4096, 32, 32, 8, 14336, 32000, 32768, sliding_window=4096),
-        "sliding-window attention (4096 tokens) is not supported",
-    ),
-    "a Mistral that leaves its window to transformers": (
-        shape("mistral", 4096, 32, 32, 8, 14336, 32000, 32768),
-        "sliding-window attention (4096 tokens) is not supported",
-    ),
-    "Qwen2 with its window on": (
-        shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, sliding_window=131072, use_sliding_window=True),
-        "sliding-window attention (131072 tokens) is not supported",
-    ),
     "layers of two kinds": (
         shape("qwen3", 1024, 28, 16, 8, 3072, 151936, 40960, layer_types=["full_attention", "sliding_attention"]),
         "layers of type sliding_attention (layer_types) are not supported; supported: full_attention",
+    ),
+    "a Llama with a window": (
+        shape("llama", 4096, 32, 32, 8, 14336, 32000, 4096, sliding_window=4096),
+        "sliding-window attention (4096 tokens) is not supported for llama",
+    ),
+    "gpt-oss without biases": (
+        shape("gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, num_local_experts=32, num_experts_per_tok=4,
+        attention_bias=False),
+        "attention_bias: false is not supported for gpt_oss",
     ),
     "a part of each head rotated": (
         shape("llama", 4096, 32, 32, 32, 11008, 32000, 4096, partial_rotary_factor=0.5),
@@ -139,7 +120,7 @@ REFUSED = {
         shape("qwen2", 64, 2, 4, 4, 128, 99, 2048),
         "vLLM on CPUs does not support attention heads of size 16",
     ),
-    "no model type": ({"hidden_size": 64}, "has no model_type; supported: llama"),
+    "no model type": ({"hidden_size": 64}, "has no model_type; supported: gemma2"),
     "no sizes": ({"model_type": "llama"}, "num_hidden_layers in the model's config.json must be a positive integer, "
                                           "got None"),
 }  # fmt: skip
@@ -160,6 +141,20 @@ SUPPORTED = {
     sliding_window=None),
     "Phi-4": shape("phi3", 5120, 40, 40, 10, 17920, 100352, 16384, architectures=["Phi3ForCausalLM"], rope_scaling=None,
     sliding_window=None),
+    "Mistral 7B v0.1": shape("mistral", 4096, 32, 32, 8, 14336, 32000, 32768, sliding_window=4096),
+    "Phi-3": shape("phi3", 3072, 32, 32, 32, 8192, 32064, 4096, sliding_window=2047),
+    "Qwen2 with its window on": shape(
+        "qwen2", 3584, 28, 28, 4, 18944, 152064, 32768, sliding_window=131072, use_sliding_window=True,
+        max_window_layers=0,
+    ),
+    "Gemma 2": shape("gemma2", 2304, 26, 8, 4, 9216, 256000, 8192, head_dim=256, sliding_window=4096,
+    hidden_act="gelu_pytorch_tanh"),
+    "Gemma 3": GEMMA_3_TEXT,
+    "gpt-oss": shape(
+        "gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, architectures=["GptOssForCausalLM"], attention_bias=True,
+        sliding_window=128, num_local_experts=32, num_experts_per_tok=4, head_dim=64, hidden_act="silu",
+        rope_scaling=dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
+    ),
     "Qwen2.5 with YaRN": shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 131072, rope_scaling=QWEN_YARN),
 }  # fmt: skip
 
@@ -244,6 +239,26 @@ def test_the_layers_to_adapt_are_named_where_the_usual_names_do_not_fit(folder, 
         validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED['Phi-4'])}", "policy.lora.rank=8"]))
 
 
+@pytest.mark.parametrize(
+    "setting, message",
+    [
+        ("attention_backend=flash", "flash is not supported for a model with sliding windows; use auto or flex"),
+        ("fused_logprobs=true", "fused_logprobs: true is not supported for a model with a soft cap of its logits"),
+    ],
+)
+def test_kernels_that_cannot_compute_the_model_are_refused(folder, minimal, setting, message):
+    model = f"policy.model_name={folder(SUPPORTED['Gemma 2'])}"
+    with pytest.raises(ConfigError, match=message):
+        validate(load_config(minimal, [model, *GPUS, f"policy.megatron_cfg.{setting}"]))
+
+
+@pytest.mark.parametrize("max_window_layers", [14, 28])
+def test_windows_that_engines_would_give_to_all_layers_are_refused_for_sampling(folder, minimal, max_window_layers):
+    content = {**SUPPORTED["Qwen2 with its window on"], "max_window_layers": max_window_layers}
+    with pytest.raises(ConfigError, match="vLLM does not support a sliding window in only some layers"):
+        validate(load_config(minimal, [f"policy.model_name={folder(content)}", *GPUS]))
+
+
 def test_a_window_that_is_given_but_off_by_default_is_no_obstacle():
     check_model_content({**SUPPORTED["Qwen3"], "sliding_window": 4096})
 
@@ -252,6 +267,13 @@ def test_head_sizes_matter_to_the_engines_on_cpu_alone(folder, minimal):
     model = f"policy.model_name={folder(REFUSED['heads of 16'][0])}"
     validate(load_config(minimal, [model, *GPUS]))
     assert 16 not in CPU_HEAD_SIZES
+
+
+def test_a_mixture_whose_updates_engines_on_cpu_lose_is_refused_there(folder, minimal):
+    model = f"policy.model_name={folder(SUPPORTED['gpt-oss'])}"
+    validate(load_config(minimal, [model, *GPUS]))
+    with pytest.raises(ConfigError, match="vLLM on CPUs does not support weight updates of gpt_oss; use GPUs"):
+        validate(load_config(minimal, [model]))
 
 
 def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too(folder, tmp_path, capsys):

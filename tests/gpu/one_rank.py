@@ -158,9 +158,9 @@ def _cost_of_flex_attention(stand: Stand, built: Any) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     from gdpo_nemo.data.prefixes import FLEX_COST
-    from gdpo_nemo.megatron.attention import packing_of
     from gdpo_nemo.megatron.flex_attention import FlexAttention, block_mask, mask_arrays
     from gdpo_nemo.megatron.micro_batch import to_device
+    from gdpo_nemo.megatron.packing import packing_of
 
     core = next((m for m in built.chunks[0].modules() if isinstance(m, FlexAttention)), None)
     if core is None:

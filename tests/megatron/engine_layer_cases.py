@@ -136,7 +136,7 @@ def gathered_order(place, lengths, size) -> list[int]:
     """The tokens of a pack, numbered in its order, as context ranks hold and gather them, put back in order."""
     import numpy as np
 
-    from gdpo_nemo.megatron.attention import local_positions, packing_arrays
+    from gdpo_nemo.megatron.packing import local_positions, packing_arrays
 
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     gathered = np.concatenate(

@@ -23,6 +23,13 @@ class Run:
     weights: dict[str, torch.Tensor]
 
 
+def load(folder):
+    """The model in ``folder`` in float32. transformers' SDPA would ignore soft caps."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
 def run(
     folder,
     batch: list[TrainSequence],
@@ -33,9 +40,7 @@ def run(
 ) -> Run:
     """``steps`` on-policy policy-gradient updates of the model in ``folder``, or of another ``objective`` of the
     completions' log-probs."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load(folder)
     adam = _adam(model, options)
     first = None
     rows = []
@@ -52,9 +57,10 @@ def run(
 
 def _adam(model, options: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW whose decay leaves norms and biases alone."""
+    exempt = {name for name, p in model.named_parameters() if p.dim() == 1 or name.endswith("bias")}
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": options.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for name, p in model.named_parameters() if (name in exempt) == is_exempt], "weight_decay": decay}
+        for is_exempt, decay in ((False, options.weight_decay), (True, 0.0))
     ]
     betas = (options.adam_beta1, options.adam_beta2)
     return torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.adam_eps)

@@ -56,6 +56,12 @@ def parse(name: str) -> Layout:
     return Layout(MegatronConfig(**fields, optimizer=optimizer()), ranks)
 
 
+def fitting(layout: str, model: str) -> str:
+    """The layout, with undivided experts for a model whose experts have biases."""
+    divided = re.search(r"TP(?!1)\d", layout) and "ETP" not in layout
+    return re.sub(r"^([^+]*)", r"\1xETP1", layout) if divided and model == "gpt-oss" else layout
+
+
 def optimizer() -> OptimizerConfig:
     """The optimizer of all cases.
 
@@ -68,4 +74,8 @@ def optimizer() -> OptimizerConfig:
 
 def in_turn(layouts: list[str], models: list[str], each: int) -> list[tuple[str, str]]:
     """Every layout with ``each`` of the models, all of which get their turn."""
-    return [(layout, models[(each * i + j) % len(models)]) for i, layout in enumerate(layouts) for j in range(each)]
+    return [
+        (fitting(layout, model := models[(each * i + j) % len(models)]), model)
+        for i, layout in enumerate(layouts)
+        for j in range(each)
+    ]

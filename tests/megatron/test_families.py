@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import layouts
 import pytest
 import tiny_models
 import torch
-from transformers import AutoConfig, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import AutoConfig, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.schema import Config, LoraConfig, PolicyConfig
-from gdpo_nemo.megatron.model_config import family_of, rotary
+from gdpo_nemo.megatron.layers import Attention, NormAndAdd, RMSNorm, select_attention
+from gdpo_nemo.megatron.logprobs import use_fused_logprobs
+from gdpo_nemo.megatron.model_config import family_of, layer_attentions, logit_cap, rotary
 from gdpo_nemo.models import architectures
 from gdpo_nemo.models.architectures import SIZES, last_name
 from gdpo_nemo.models.families import FAMILIES
@@ -26,11 +30,17 @@ def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
 
 
 @pytest.mark.parametrize(
-    "config",
-    [MistralConfig(sliding_window=4096), Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=0)],
+    "config, message",
+    [
+        (LlamaConfig(sliding_window=4096), "sliding-window"),
+        (LlamaConfig(layer_types=["sliding_attention"] * 32), "sliding_attention"),
+        (MistralConfig(sliding_window=0), "sliding_window"),
+        (Gemma2Config(layer_types=["chunked_attention"] * 26), "chunked_attention"),
+        (Gemma2Config(use_bidirectional_attention=True), "bidirectional"),
+    ],
 )
-def test_a_sliding_window_is_refused(config):
-    with pytest.raises(ConfigError, match="sliding-window"):
+def test_windows_that_the_family_lacks_are_refused(config, message):
+    with pytest.raises(ConfigError, match=message):
         family_of(config)
 
 
@@ -72,6 +82,11 @@ def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
     assert shape_from(config.to_dict()).adapters(resolve_layout(Config()), 0, lora) == expected
 
 
+def caps(family) -> list[str]:
+    """Names of the fields that scale or cap scores and logits."""
+    return [field for field in (family.score_scale, family.score_cap, family.logit_cap) if field]
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
     sizes = dict.fromkeys(SIZES, 96) | dict(num_attention_heads=12)
@@ -83,9 +98,10 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
     assert architectures.key_value_heads(bare) == config.num_key_value_heads
     assert architectures.mixture_layers(bare) == architectures.mixture_layers(filled)
     ours = architectures.with_defaults(bare)
-    for key in ("sliding_window", "tie_word_embeddings", *architectures.BIASES):
+    assert architectures.layer_windows(bare) == architectures.layer_windows(filled)
+    for key in (*caps(family), "tie_word_embeddings", *architectures.BIASES):
         assert bool(ours.get(key)) == bool(filled.get(key)), key
-    assert filled["hidden_act"] == family.activation
+    assert filled[family.activation_field] == family.activation
     if isinstance(family.qkv_bias, str):
         assert architectures.has_qkv_bias(bare) == filled[family.qkv_bias]
 
@@ -103,6 +119,8 @@ def test_the_modules_that_are_declared_are_those_of_transformers(name):
     linear = family.modules.linear if dense else (*family.modules.qkv, family.modules.attention_output)
     assert all(kinds[prefix + module] is torch.nn.Linear for module in linear)
     inside = {key.removeprefix(prefix) for key, kind in kinds.items() if key.startswith(prefix)}
+    norms = family.modules.post_attention_norm, family.modules.post_mlp_norm
+    assert {norm for norm in norms if norm} <= inside
     assert (family.modules.q_norm in inside) == (family.modules.k_norm in inside) == family.qk_norm
     bias = model.get_submodule(prefix + family.modules.qkv[0]).bias
     assert (bias is not None) == architectures.has_qkv_bias(config.to_dict())
@@ -113,6 +131,53 @@ def test_which_layers_are_mixtures_follows_from_the_declared_fields():
     placed = architectures.mixture_layers({**content, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert placed == [False, True, False, False, False, True]
     assert shape_from({**content, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).moe_layers == (1, 5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(model_type="qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=2),
+        dict(model_type="gemma2", sliding_window=64),
+        dict(model_type="gemma3_text", sliding_window=64, sliding_window_pattern=3),
+        dict(model_type="gpt_oss"),
+        dict(model_type="phi3", sliding_window=2047),
+    ],
+    ids=lambda fields: fields["model_type"],
+)
+def test_windows_of_layers_are_those_of_transformers(fields):
+    """Also if config.json lacks ``layer_types``, as in older folders."""
+    bare = dict(num_hidden_layers=7, **fields)
+    config = AutoConfig.for_model(**bare)
+    kinds = getattr(config, "layer_types", ["sliding_attention"] * 7)
+    expected = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
+    assert architectures.layer_windows(bare) == architectures.layer_windows(config.to_dict()) == expected
+
+
+@pytest.mark.parametrize("model", ["gemma2", "gpt-oss", "mistral-window"])
+def test_layers_beyond_transformer_engine_select_flex_attention(model):
+    special = architectures.special_attention(tiny_models.hf_config(model).to_dict())
+    assert special == "sliding windows"
+    for sharing in (False, True):
+        assert select_attention("auto", True, sharing, special) is Attention.FLEX
+        assert select_attention("auto", False, sharing, special) is Attention.PACKED
+    assert architectures.special_attention(tiny_models.hf_config("qwen2").to_dict()) is None
+
+
+def test_the_fused_kernels_are_refused_for_capped_logits():
+    cap = logit_cap(tiny_models.hf_config("gemma2"))
+    assert cap == 2.5 and use_fused_logprobs(None, cap) is False
+    with pytest.raises(ConfigError, match="fused_logprobs: true is not supported, because the model has a soft cap"):
+        use_fused_logprobs(True, cap)
+
+
+def test_norms_after_layers_store_nothing_in_passes_without_gradients():
+    """Megatron enables gradients around them, so that a pass without gradients would keep the inputs of all layers."""
+    config = SimpleNamespace(hidden_size=4, layernorm_epsilon=1e-6, params_dtype=torch.float32,
+                             sequence_parallel=False, layernorm_zero_centered_gamma=True)  # fmt: skip
+    add = NormAndAdd(config, RMSNorm)(training=True, fused=False)
+    output = torch.ones(2, 4)
+    assert not add((output, None), output, 0.0).requires_grad
+    assert add((output.requires_grad_(), None), output, 0.0).requires_grad
 
 
 def test_a_sliding_window_that_is_switched_off_is_no_obstacle():
@@ -135,12 +200,17 @@ def test_rotary_frequencies_are_those_of_transformers(name, kind):
 
     keys = ("rope_theta", *architectures.ROPE_PARAMETERS[kind])
     tiny = next(tiny for tiny, fields in tiny_models.MODELS.items() if fields["model_type"] == name)
-    config = tiny_models.hf_config(tiny, rope_parameters=dict(rope_type=kind, **{key: ROPE[key] for key in keys}))
+    rope = dict(rope_type=kind, **{key: ROPE[key] for key in keys})
+    if FAMILIES[name].layer_rope:
+        rope = dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=1e3))
+    config = tiny_models.hf_config(tiny, rope_parameters=rope)
     family_of(config)
     theirs = AutoModelForCausalLM.from_config(config).model.rotary_emb
-    frequencies, scaling = rotary(config)
-    assert torch.equal(frequencies, theirs.inv_freq)
-    assert scaling == theirs.attention_scaling
+    for layers in sorted({layer.rope for layer in layer_attentions(config)}):
+        frequencies, scaling = rotary(config, layers)
+        prefix = f"{layers}_" if layers else ""
+        assert torch.equal(frequencies, getattr(theirs, f"{prefix}inv_freq"))
+        assert scaling == getattr(theirs, f"{prefix}attention_scaling")
 
 
 YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=64)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gdpo_nemo.megatron import flex_attention as ours
-from gdpo_nemo.megatron.attention import local_positions
+from gdpo_nemo.megatron.packing import local_positions
 
 
 def random_pack(draw, longest: int, multiple: int = 1) -> tuple[list[int], list[int]]:
@@ -23,8 +23,8 @@ def random_pack(draw, longest: int, multiple: int = 1) -> tuple[list[int], list[
     return lengths, shared
 
 
-def dense(lengths, shared, rank=0, size=1) -> np.ndarray:
-    """bool [local rows, keys]: each query attends to the tokens of its own sequence at positions up to its own."""
+def dense(lengths, shared, rank=0, size=1, window=None) -> np.ndarray:
+    """bool [local rows, keys]: each query attends to the last tokens of its own sequence at positions up to its own."""
     bounds = np.concatenate(([0], np.cumsum(lengths)))
     mask = []
     keys = np.zeros(0, np.int64)
@@ -32,7 +32,8 @@ def dense(lengths, shared, rank=0, size=1) -> np.ndarray:
         keys = np.concatenate((keys[:count], start + np.arange(length)))
         for position in local_positions(length, rank, size):
             row = np.zeros(bounds[-1], bool)
-            row[keys[: count + position + 1]] = True
+            end = count + position + 1
+            row[keys[max(0, end - (window or end)) : end]] = True
             mask.append(row)
     return np.array(mask)
 
@@ -41,16 +42,19 @@ def tensors(arrays) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("block, size", [(3, 1), (128, 1), (8, 2), (5, 4)])
-def test_the_mask_of_a_pack_is_that_of_its_dense_definition_in_every_block(monkeypatch, block, size):
+@pytest.mark.parametrize(
+    "block, size, window", [(3, 1, None), (128, 1, None), (8, 2, None), (5, 4, None), (3, 1, 7), (8, 2, 40)]
+)
+def test_the_mask_of_a_pack_is_that_of_its_dense_definition_in_every_block(monkeypatch, block, size, window):
     monkeypatch.setattr(ours, "_BLOCK", block)
     draw = np.random.default_rng(block)
     kinds = set()
     for _ in range(12):
         lengths, shared = random_pack(draw, 4 * block + 9, 2 * size if size > 1 else 1)
         rank = int(draw.integers(size))
-        expected = dense(lengths, shared, rank, size)
-        mask = ours.block_mask(tensors(ours.mask_arrays(lengths, shared, rank, size)))
+        expected = dense(lengths, shared, rank, size, window)
+        arrays = ours.mask_arrays(lengths, shared, rank, size, window)
+        mask = ours.block_mask(tensors(arrays), windowed=window is not None)
         rows, keys = (torch.arange(n) for n in expected.shape)
         np.testing.assert_array_equal(mask.mask_mod(0, 0, rows[:, None], keys[None]), expected)
         assert mask.shape[-2:] == expected.shape
@@ -61,7 +65,8 @@ def test_the_mask_of_a_pack_is_that_of_its_dense_definition_in_every_block(monke
                 kinds.add(kind)
                 assert kind != "empty" or not cells.any()
                 assert kind != "full" or (cells.all() and cells.shape == (block, block))
-                if size == 1:  # with context parallelism, an empty block may be evaluated
+                # With context parallelism or a window, an empty block may be evaluated.
+                if size == 1 and window is None:
                     assert (kind == "empty") == (not cells.any())
                     assert (kind == "full") == (cells.all() and cells.shape == (block, block))
     assert kinds == {"empty", "evaluated", "full"}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import rank_cases
 import tiny_models
+from layouts import fitting
 from safetensors.numpy import load_file, save_file
 
 
@@ -18,7 +19,8 @@ def test_round_trip_is_bit_exact(on_ranks, model_folder, layout):
 @pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "PP2"])
 def test_round_trip_of_experts_is_bit_exact(on_ranks, model_folder, layout):
     """The experts in several batches of several tensors, the last of which is not full."""
-    check({name: model_folder(name) for name in tiny_models.MIXTURES}, on_ranks, layout, 31_000)
+    names = [name for name in tiny_models.MIXTURES if fitting(layout, name) == layout]
+    check({name: model_folder(name) for name in names}, on_ranks, layout, 31_000)
 
 
 def test_experts_are_read_from_fused_tensors_too(on_ranks, model_folder, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import rank_cases
 import tiny_models
 from hf_reference import relative_error
-from layouts import in_turn
+from layouts import fitting, in_turn
 
 from gdpo_nemo.algorithms import LossSettings, OffPolicySettings
 from gdpo_nemo.config.schema import LoraConfig
@@ -66,11 +66,13 @@ def pytest_generate_tests(metafunc):
     ):
         if metafunc.function is function:
             cases = (
-                [(layout, model) for layout in layouts for model in models] if whole else in_turn(layouts, models, 1)
+                [(fitting(layout, model), model) for layout in layouts for model in models]
+                if whole
+                else in_turn(layouts, models, 1)
             )
             metafunc.parametrize("layout, model", cases)
     if metafunc.function is test_flex_attention_trains_shared_prompts_like_packed_attention:
-        cases = [("CP2", "qwen3")]
+        cases = [("CP2", "qwen3"), ("CP2", "gpt-oss"), ("TP1", "gemma2")]
         if whole:
             cases = [(n, "qwen3") for n in LAYOUTS] + [(n, "qwen3-moe") for n in MIXTURE_LAYOUTS]
         metafunc.parametrize("layout, model", cases)

@@ -34,17 +34,55 @@ _LLAMA_3_ROPE = dict(
 )
 
 
+_TWO_ROPES = dict(
+    full_attention=dict(rope_type="linear", rope_theta=1e5, factor=4.0),
+    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+)
+_YARN = dict(
+    rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, truncate=False, beta_fast=32.0,
+    beta_slow=1.0,
+)  # fmt: skip
 _EXPERTS = dict(num_experts=4, moe_intermediate_size=24)
 
 MODELS: dict[str, dict] = {
+    # Windows of 8 keys: all sequences but the shortest are longer.
+    "gemma2": dict(
+        model_type="gemma2",
+        head_dim=16,
+        sliding_window=8,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=1.5,
+        final_logit_softcapping=2.5,
+        tie_word_embeddings=True,
+    ),
+    "gemma3": dict(
+        model_type="gemma3_text",
+        head_dim=16,
+        sliding_window=8,
+        query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters=_TWO_ROPES,
+    ),
     "llama": dict(model_type="llama", rope_parameters=_LLAMA_3_ROPE),
+    "mistral-window": dict(model_type="mistral", sliding_window=8),
     "mistral": dict(model_type="mistral", sliding_window=None),
     "phi3": dict(model_type="phi3"),
     "qwen2": dict(model_type="qwen2"),
+    "qwen2-window": dict(model_type="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2),
     "qwen2-tied": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=16),
     "seed-oss": dict(model_type="seed_oss", head_dim=16),
     "mixtral": dict(model_type="mixtral", **_MIXTURE, num_local_experts=4, sliding_window=None),
+    "gpt-oss": dict(
+        model_type="gpt_oss",
+        **_MIXTURE,
+        num_local_experts=4,
+        intermediate_size=24,
+        head_dim=16,
+        sliding_window=8,
+        swiglu_limit=0.7,
+        rope_parameters=_YARN,
+    ),
     "qwen3-moe": dict(model_type="qwen3_moe", **_MIXTURE, **_EXPERTS, head_dim=16, norm_topk_prob=True),
     # Dense and mixture layers in turn, and shares of the chosen experts that do not add up to 1.
     "qwen3-moe-mixed": dict(
@@ -72,8 +110,8 @@ def write_model(name: str, folder: Path, seed: int = 7, **fields: object) -> Pat
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(hf_config(name, **fields))
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return folder

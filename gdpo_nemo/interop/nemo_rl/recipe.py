@@ -371,8 +371,8 @@ _UNSUPPORTED = (
     (r"moonshotai/Moonlight-.*", "deepseek_v3", True),
     (r"meta-llama/Llama-4-.*", "llama4", True),
     (r"mistralai/.*", "a newer Mistral family", False),
-    (r"google/gemma-.*", "gemma", False),
-    (r"openai/gpt-oss-.*", "gpt_oss", True),
+    (r"google/gemma-3-.*", "gemma3, a text model inside an image model", False),
+    (r"google/gemma-.*", "another Gemma family", False),
     (r"((openai-community/)?gpt2|distilbert/distilgpt2|distilgpt2)(-(medium|large|xl))?", "gpt2", False),
     (r"nvidia/(NVIDIA-)?Nemotron-.*", "nemotron_h", True),
     (r"zai-org/GLM-.*", "glm", True),
@@ -389,6 +389,8 @@ _TIED = (
     (r"meta-llama/Llama-3\.2-[13]B.*", True),
     (r"meta-llama/(Meta-)?Llama-3(\.[13])?-(8|70|405)B.*", False),
     (r"mistralai/.*", False),
+    (r"google/gemma-.*", True),
+    (r"openai/gpt-oss-.*", False),
 )
 """(pattern of the Hub name, True if config.json has tie_word_embeddings). The first match applies."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Mapping
 
-from gdpo_nemo.models.families import llama, qwen
+from gdpo_nemo.models.families import gemma, gpt_oss, llama, qwen
 from gdpo_nemo.models.families.declaration import Experts, Family, Modules
 
-_DECLARATIONS = (*llama.FAMILIES, *qwen.FAMILIES)
+_DECLARATIONS = (*gemma.FAMILIES, *gpt_oss.FAMILIES, *llama.FAMILIES, *qwen.FAMILIES)
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in sorted(_DECLARATIONS, key=lambda family: family.model_type)

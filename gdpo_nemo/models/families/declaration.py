@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Mapping
+from typing import Any, Literal, Mapping
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,10 @@ class Modules:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """Two modules, or a fused module whose rows are the rows of the gate, then the rows of the up projection."""
     down: str = "mlp.down_proj"
+    post_attention_norm: str | None = None
+    """Norm of the attention's output, before it is added to the residual. None if the family has no such norm."""
+    post_mlp_norm: str | None = None
+    """Norm of the MLP's output, before it is added to the residual."""
 
     @property
     def mlp(self) -> tuple[str, ...]:
@@ -62,6 +66,9 @@ class Experts:
     stacked_router: str = "mlp.gate.weight"
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
+    only_stacked: bool = False
+    """True if every folder of the family stacks the experts, as transposed matrices with alternating rows of gate and
+    up, and with biases."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +95,31 @@ class Family:
 
     Only fields that gdpo_nemo reads, and whose default value is not None, are listed.
     """
+    activation_field: str = "hidden_act"
+    """Field with the activation function of the MLP."""
+    norm_offset: bool = False
+    """True if norms multiply by 1 + weight instead of by the weight."""
+    embedding_scale: bool = False
+    """True if the embeddings are multiplied by the square root of the hidden size."""
+    windows: Literal["none", "all", "late", "periodic"] = "none"
+    """Layers whose queries attend to at most ``sliding_window`` keys.
+
+    - none: no layer; a model with a window is refused.
+    - all: every layer, if the model has a window.
+    - late: the layers of ``layer_types``, or the layers from index ``max_window_layers`` on if this field is missing.
+    - periodic: the layers of ``layer_types``, or all but every N-th layer, where N is ``sliding_window_pattern``.
+    """
+    layer_rope: bool = False
+    """True if each value of ``layer_types`` has different rotary parameters."""
+    score_scale: str | None = None
+    """Field x whose inverse square root scales the attention scores, instead of the inverse root of the head size."""
+    score_cap: str | None = None
+    """Field with the soft cap c of attention scores s, c * tanh(s / c)."""
+    logit_cap: str | None = None
+    """Field with the soft cap of the logits."""
+    sinks: str | None = None
+    """Tensor in a layer with the attention sinks, one score per head. None if the family has no sinks."""
+    biases: bool = False
+    """True if all linear layers of attention, routers and experts have biases."""
+    swiglu_limit: str | None = None
+    """Field with the limit L of a clamped SwiGLU: g * sigmoid(1.702 g) * (u + 1), with g <= L and -L <= u <= L."""

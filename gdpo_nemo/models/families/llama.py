@@ -13,13 +13,15 @@ FAMILIES = (
     Family(
         "mistral",
         "MistralForCausalLM",
-        r"mistralai/Mistral-(7B-(Instruct-)?v0\.[23]|Nemo-).*",
+        r"mistralai/Mistral-(7B-(Instruct-)?v0\.[123]|Nemo-).*",
+        windows="all",
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
     ),
     Family(
         "mixtral",
         "MixtralForCausalLM",
         r"mistralai/Mixtral-.*",
+        windows="all",
         rope_types=("default", "linear", "llama3"),  # yarn fails in transformers, because Mixtral's head_dim is null
         experts=Experts(
             router="block_sparse_moe.gate",
@@ -34,8 +36,9 @@ FAMILIES = (
     Family(
         "phi3",
         "Phi3ForCausalLM",
-        r"microsoft/[Pp]hi-4(-reasoning.*)?",
+        r"microsoft/([Pp]hi-4(-reasoning.*)?|Phi-3-(mini|medium)-4k-instruct)",
         modules=Modules(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+        windows="all",
         rope_types=("default",),
     ),
     Family(

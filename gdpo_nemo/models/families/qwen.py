@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gdpo_nemo.models.families.declaration import Experts, Family
 
-_QWEN_WINDOW = {"use_sliding_window": False}
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES = (
     Family(
@@ -13,6 +13,7 @@ FAMILIES = (
         r"(Qwen/(Qwen2(\.5)?-(?!57B-A14B)|QwQ-)|deepseek-ai/DeepSeek-R1-Distill-Qwen-"
         r"|(agentica-org/DeepScaleR|nvidia/OpenMath-Nemotron|nvidia/AceReason-Nemotron)-).*",
         qkv_bias=True,
+        windows="late",
         defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
     ),
     Family(
@@ -20,6 +21,7 @@ FAMILIES = (
         "Qwen3ForCausalLM",
         r"Qwen/Qwen3-[\d.]+B(?!-A\d).*",
         qk_norm=True,
+        windows="late",
         defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
     ),
     Family(
@@ -27,6 +29,7 @@ FAMILIES = (
         "Qwen3MoeForCausalLM",
         r"Qwen/Qwen3-(Coder-)?\d+B-A\d+B.*",
         qk_norm=True,
+        windows="all",
         experts=Experts(
             router="mlp.gate",
             gate="mlp.experts.{}.gate_proj",

@@ -1,0 +1,56 @@
+"""Gemma 2 and the text models of Gemma 3."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from gdpo_nemo.models.families.declaration import Family, Modules
+
+_GEMMA_2 = Family(
+    "gemma2",
+    "Gemma2ForCausalLM",
+    r"google/gemma-2-.*",
+    modules=Modules(
+        mlp_norm="pre_feedforward_layernorm",
+        post_attention_norm="post_attention_layernorm",
+        post_mlp_norm="post_feedforward_layernorm",
+    ),
+    activation="gelu_pytorch_tanh",
+    activation_field="hidden_activation",
+    norm_offset=True,
+    embedding_scale=True,
+    windows="periodic",
+    score_scale="query_pre_attn_scalar",
+    score_cap="attn_logit_softcapping",
+    logit_cap="final_logit_softcapping",
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+    },
+)
+
+FAMILIES = (
+    _GEMMA_2,
+    replace(
+        _GEMMA_2,
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        hub_names=r"google/gemma-3-(1b|270m)-.*",
+        qk_norm=True,
+        layer_rope=True,
+        defaults={
+            **_GEMMA_2.defaults,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+            "sliding_window_pattern": 6,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+        },
+    ),
+)
