@@ -8,10 +8,13 @@ from gdpo_nemo.commands.arguments import Commands, say
 from gdpo_nemo.models.architectures import linear_layers
 from gdpo_nemo.models.families import FAMILIES, Family
 
-COLUMNS = ("`model_type`", "MLP", "q, k, v", "windows", "rope scalings", "LoRA on", "layouts")
+COLUMNS = ("`model_type`", "MLP", "q, k, v", "also", "rope scalings", "LoRA on", "layouts")
 
-
-_WINDOWS = {"none": "no", "all": "all layers", "late": "some layers", "periodic": "some layers"}
+_WINDOWS = {
+    "all": ["windows in all layers"],
+    "late": ["windows in some layers"],
+    "periodic": ["windows in some layers"],
+}
 
 
 def add(commands: Commands) -> None:
@@ -32,18 +35,32 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
+def _particulars(family: Family) -> list[str]:
+    """Return the differences from Llama that no other column contains."""
+    rotary = " and ".join(["partial"] * family.partial_rotary + ["interleaved"] * bool(family.rotary_pairs))
+    mixture = family.experts
+    experts = ["sigmoid router"] * bool(mixture and mixture.sigmoid) + ["shared experts"] * bool(
+        mixture and mixture.shared
+    )
+    norms = ["norms of outputs"] * bool(family.modules.post_attention_norm)
+    return _WINDOWS.get(family.windows, []) + experts + norms + [f"{rotary} rotary embedding"] * bool(rotary)
+
+
 def row(family: Family) -> tuple[str, ...]:
     """Return a family's cells of the table."""
     modules = family.modules
     qkv = ["one matrix" if len(modules.qkv) == 1 else "three matrices"]
+    if family.latent:
+        qkv = ["latent vectors"]
     qkv += [f"biases if `{family.qkv_bias}`" if isinstance(family.qkv_bias, str) else "biases"] * bool(family.qkv_bias)
-    qkv += ["norms on q and k"] * family.qk_norm + ["sinks"] * bool(family.sinks)
+    norms = f"norms on q and k if `{family.qk_norm}`" if isinstance(family.qk_norm, str) else "norms on q and k"
+    qkv += [norms] * bool(family.qk_norm) + ["sinks"] * bool(family.sinks)
     adapted = [name for name in linear_layers(family) if not family.experts or f"mlp.{name}" not in modules.mlp]
     return (
         f"`{family.model_type}`",
         "experts" if family.experts else "dense",
         ", ".join(qkv),
-        _WINDOWS[family.windows],
+        ", ".join(_particulars(family)) or "-",
         ", ".join(kind for kind in family.rope_types if kind != "default") or "none",
         " ".join(f"`{name}`" for name in adapted),
         "TP PP CP DP" + " EP" * bool(family.experts) + " ETP" * (bool(family.experts) and not family.biases),

@@ -16,6 +16,7 @@ from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig, Meg
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig, replays_router
 from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
+    CPU_LATENT_WIDTH,
     check_adapted_layers,
     check_model_content,
     has_logit_cap,
@@ -23,13 +24,23 @@ from gdpo_nemo.models.architectures import (
     is_tied,
     is_windowed,
     key_value_heads,
+    latent_widths,
     layer_windows,
     num_experts,
     special_attention,
 )
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
-from gdpo_nemo.models.sources import HUB_NAME, Format, ModelFacts, Source, described_by, recognise, source_fields
+from gdpo_nemo.models.sources import (
+    HUB_NAME,
+    Format,
+    ModelFacts,
+    Source,
+    dequantised_fields,
+    described_by,
+    recognise,
+    source_fields,
+)
 from gdpo_nemo.models.weight_files import check_tensors, check_weight_files, tensor_shapes
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object
@@ -138,7 +149,7 @@ def _known_fields(policy: PolicyConfig) -> dict[str, Any] | None:
     if policy.model_factory:
         return _factory_config(policy.model_factory)
     file = next(iter(_cached_configs(policy.model_name)), None)
-    return read_model_config(file) if file else None
+    return dequantised_fields(read_model_config(file)) if file else None
 
 
 def _factory_config(reference: str) -> dict[str, Any] | None:
@@ -273,8 +284,14 @@ def check_engines(model: ModelFacts) -> None:
     """Check that vLLM on CPU supports the model's sizes, if they are known. Raises ConfigError."""
     if model.fields is None:
         return
+    latent = latent_widths(model.fields)
+    if latent and latent[1] + latent[2] != CPU_LATENT_WIDTH:
+        raise ConfigError(
+            f"policy.model_name: vLLM on CPUs supports latent attention only with kv_lora_rank + qk_rope_head_dim = "
+            f"{CPU_LATENT_WIDTH}, got {latent[1] + latent[2]}"
+        )
     size = head_size(model.fields)
-    if size not in CPU_HEAD_SIZES:
+    if not latent and size not in CPU_HEAD_SIZES:
         raise ConfigError(
             f"policy.model_name: vLLM on CPUs does not support attention heads of size {size}; supported "
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
@@ -330,7 +347,7 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
     _check_router_replay(policy, bool(experts), layout)
     if policy.lora.rank:
         family = FAMILIES[content["model_type"]]
-        check_adapted_layers(policy.lora.target_modules, family, is_tied(content))
+        check_adapted_layers(policy.lora.target_modules, family, is_tied(content), content)
     _check_attention(content, policy.megatron_cfg)
     if experts and layout.tensor > 1 and not policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be true for a model with experts and tensor parallelism")

@@ -236,7 +236,15 @@ def attention_cost(model: Mapping[str, Any]) -> float:
     if experts := model.get("num_experts_per_tok"):
         width = model.get("moe_intermediate_size") or width
         active = experts
-    layer = hidden * size * 2 * (heads + groups) + 3 * hidden * width * active
+    projections = hidden * size * 2 * (heads + groups)
+    if latent := model.get("kv_lora_rank"):
+        rotated, value = model["qk_rope_head_dim"], model["v_head_dim"]
+        head, q = model["qk_nope_head_dim"] + rotated, model.get("q_lora_rank")
+        projections = hidden * (latent + rotated + heads * value) + latent * heads * (head - rotated + value)
+        projections += q * (hidden + heads * head) if q else hidden * heads * head
+        size = (head + value) / 2
+    active += model.get("n_shared_experts") or 0
+    layer = projections + 3 * hidden * width * active
     layers = model["num_hidden_layers"]
     per_token: float = layers * heads * size / (layers * layer + hidden * model["vocab_size"])
     return per_token

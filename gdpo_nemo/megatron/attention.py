@@ -100,7 +100,10 @@ class LayerAttention:
     """Properties of the attention in one Hugging Face layer."""
 
     rotary: tuple[torch.Tensor, float]
-    """Inverse frequencies [head size / 2] of the rotary embedding, and the scaling factor of cos and sin."""
+    """Inverse frequencies [rotated elements / 2] of the rotary embedding, and the scaling factor of cos and sin.
+
+    If a head has more elements, its first elements are rotated, or its last with latent attention.
+    """
     rope: str = ""
     """Name of the rotary embedding. Layers with equal names have equal rotary embeddings."""
     window: int | None = None
@@ -109,6 +112,14 @@ class LayerAttention:
     """Soft cap c of the scores, which replaces a score s by c * tanh(s / c), or None."""
     sinks: bool = False
     """True if each head has a trainable sink: a score of a key without a value in every softmax."""
+    pairs: bool = False
+    """True if the rotary embedding rotates pairs of neighbouring elements instead of elements of the two halves."""
+
+
+def rotated_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Like ``rotated``, but rotate pairs of neighbouring elements instead of elements of the two halves."""
+    turned = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+    return x * cos + turned * sin
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -181,7 +192,7 @@ class PackedAttention(MegatronModule):
         self.layer = layers[(layer_number - 1) // 2]  # layer_number counts Hybrid layers, two per layer of the model
         self.rotary = self.layer.rotary
         self.window = next((layer.window for layer in layers if layer.window is not None), None)
-        self._rotated = rotated
+        self._rotated = rotated_pairs if self.layer.pairs else rotated
         if self.layer.sinks:
             heads = config.num_attention_heads // self.tensor_group.size()
             self.sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
@@ -241,10 +252,17 @@ class PackedAttention(MegatronModule):
                 frequencies = frequencies.to(x.device)
                 self.rotary = frequencies, scaling
             angles = packing.positions.float()[:, None] * frequencies[None, :]
-            angles = torch.cat((angles, angles), -1)[:, None, :]
+            angles = angles.repeat_interleave(2, -1) if self.layer.pairs else torch.cat((angles, angles), -1)
+            angles = angles[:, None, :]
             # Compute angles in float32: bfloat16 cannot distinguish positions above 256.
             packing.rotations[rope] = (angles.cos() * scaling).to(x.dtype), (angles.sin() * scaling).to(x.dtype)
-        return self._rotated(x, *packing.rotations[rope])
+        cos, sin = packing.rotations[rope]
+        size = cos.size(-1)
+        if size == x.size(-1):
+            return self._rotated(x, cos, sin)
+        if self.config.multi_latent_attention:
+            return torch.cat((x[..., :-size], self._rotated(x[..., -size:], cos, sin)), -1)
+        return torch.cat((self._rotated(x[..., :size], cos, sin), x[..., size:]), -1)
 
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
         stores_scores = self.layer.sinks or self.layer.score_cap is not None

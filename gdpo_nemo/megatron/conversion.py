@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, Callable, Iterable, Iterator
 
 import torch
@@ -15,6 +15,7 @@ from transformers import PretrainedConfig
 from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts
 from gdpo_nemo.megatron.weight_map import (
     COLUMNS,
+    EXPERT_BIAS,
     GATED_ROWS,
     QKV_ROWS,
     REPLICATED,
@@ -29,17 +30,17 @@ from gdpo_nemo.weights.manifest import Entry, Manifest, divide, weight_metadata
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-def local_weights(
-    chunks: list[torch.nn.Module], config: PretrainedConfig
-) -> Iterator[tuple[torch.nn.Parameter, Weight]]:
+def local_weights(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[torch.Tensor, Weight]]:
     """Yield (parameter, ``Weight`` with full Hugging Face names) for every parameter of this rank, in a fixed order.
 
-    Adapters and the value head are excluded, because the Hugging Face model does not contain them.
+    The biases of routers, which are buffers, are included. Adapters and the value head are excluded, because the
+    Hugging Face model does not contain them.
     """
     family = family_of(config)
     top = top_weights(family.model_type)
     for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
+        biases = (pair for pair in chunk.named_buffers() if pair[0].endswith(EXPERT_BIAS))
+        for name, parameter in chain(chunk.named_parameters(), biases):
             if ".adapters." in name or name.startswith("value_head."):
                 continue
             match = _LAYER.fullmatch(name)

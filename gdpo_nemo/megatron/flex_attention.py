@@ -20,6 +20,7 @@ from gdpo_nemo.megatron.attention import (
     GatherContext,
     PackedAttention,
     rotated,
+    rotated_pairs,
 )
 from gdpo_nemo.megatron.packing import Packing, local_positions, packing_arrays, position_arrays
 
@@ -135,17 +136,19 @@ def block_mask(arrays: Mapping[str, torch.Tensor], windowed: bool = False) -> An
 
 
 @cache
-def kernels() -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
-    """Return FlexAttention and the rotary embedding (``rotated``), on GPUs compiled once for all layers and lengths.
+def kernels(pairs: bool = False) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """Return FlexAttention and the rotary embedding, on GPUs compiled once for all layers and lengths.
+
+    The rotary embedding is ``rotated``, or ``rotated_pairs`` if ``pairs`` is true.
 
     On CPUs, torch compiles only the forward pass of FlexAttention.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
-    functions: tuple[Any, Any] = flex_attention, rotated
+    functions: tuple[Any, Any] = flex_attention, rotated_pairs if pairs else rotated
     if torch.cuda.is_available():
         # The lengths of packs vary, so they are symbolic. Otherwise each length would be compiled.
-        functions = torch.compile(functions[0], dynamic=True), torch.compile(rotated, dynamic=True)
+        functions = torch.compile(functions[0], dynamic=True), torch.compile(functions[1], dynamic=True)
     return functions
 
 
@@ -160,6 +163,8 @@ class FlexAttention(PackedAttention):
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, *, layers, unshared=None, **options):
         super().__init__(config, layer_number, attn_mask_type, attention_type, layers=layers, **options)
+        if "v_channels" in options:  # Megatron pads the values of latent attention to the size of the keys
+            options["v_channels"] = options["k_channels"]
         self.unshared = unshared and unshared(
             config=config,
             layer_number=layer_number,
@@ -167,7 +172,7 @@ class FlexAttention(PackedAttention):
             attention_type=attention_type,
             **options,
         )
-        self._flex, self._rotated = kernels()
+        self._flex, self._rotated = kernels(self.layer.pairs)
 
     def arrays(self, lengths: list[int], rank: int, size: int, shared: list[int]) -> dict[str, np.ndarray]:
         """See ``PackedAttention.arrays``. The mask is included if FlexAttention computes the pack."""

@@ -88,10 +88,14 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
 
 
 def check_gpt_format(family: Family, key: str) -> None:
-    """Check that checkpoints of Megatron-core's GPTModel support the family. Raises ConfigError."""
+    """Check that layers of the family have only the modules of GPTModel's standard layers. Raises ConfigError."""
     modules = family.modules
-    if modules.post_attention_norm or modules.post_mlp_norm or family.sinks or family.biases:
-        raise ConfigError(f"{key}: Megatron-core checkpoints of {family.model_type} models are not supported")
+    added = modules.post_attention_norm or modules.post_mlp_norm or family.sinks or family.biases or family.latent
+    if added or (family.experts and family.experts.sigmoid):
+        raise ConfigError(
+            f"{key}: Megatron-core checkpoints of {family.model_type} models are not supported; use Hugging Face "
+            "folders"
+        )
 
 
 def _first_stored(names: tuple[str, ...] | list[str], tensors: Mapping[str, Held], source: Source, key: str) -> str:
@@ -142,14 +146,14 @@ def _layer_slices(
 
 def _has_weight(name: str, is_moe: bool, family: Family, fields: dict[str, Any]) -> bool:
     """Return whether a dense or MoE layer of this model has the weight ``name`` of ``dense_weights``."""
-    from gdpo_nemo.models.architectures import has_qkv_bias
+    from gdpo_nemo.models.architectures import has_qk_norm, has_qkv_bias
 
     if name.endswith("linear_proj.bias"):
         return family.biases
     if name.endswith("linear_qkv.bias"):
         return has_qkv_bias(fields)
     if "_layernorm.weight" in name and name.startswith("self_attention."):
-        return family.qk_norm
+        return has_qk_norm(fields)
     return not is_moe or not name.startswith("mlp.") or name.endswith("layer_norm_weight")
 
 
@@ -221,7 +225,7 @@ def save_megatron(policy: Any, folder: str | Path) -> None:
     Megatron-core merges each pair into one layer.
 
     Raises:
-        ConfigError: if the model has both dense and MoE layers, which GPTModel's format does not support.
+        ConfigError: if the model has both dense and MoE layers, or modules that GPTModel's format does not support.
         OSError: if the folder cannot be written.
     """
     from megatron.core import dist_checkpointing

@@ -25,6 +25,7 @@ from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import (
     MoETransformerLayer,
@@ -36,6 +37,7 @@ from transformers import PretrainedConfig
 from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.megatron.attention import LayerAttention, PackedAttention
 from gdpo_nemo.megatron.flex_attention import FlexAttention
+from gdpo_nemo.megatron.latent_attention import LatentAttention
 from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts, rotary
 from gdpo_nemo.utils.errors import RunError
 
@@ -72,19 +74,22 @@ class Attention(Enum):
     """``FlexAttention`` for packs with shared prompts, and TransformerEngine's attention for other packs."""
 
 
-def select_attention(backend: str, use_te: bool, sharing: bool, special: str | None = None) -> Attention:
+def select_attention(
+    backend: str, use_te: bool, sharing: bool, special: str | None = None, latent: bool = False
+) -> Attention:
     """Return the attention of the layers.
 
     Args:
         backend: ``policy.megatron_cfg.attention_backend``.
         sharing: True if packs may contain shared prompts.
         special: property of the model that TransformerEngine's attention does not support (``special_attention``).
+        latent: True for latent attention, whose rotary embedding ``FlexAttention`` applies.
     """
     if backend == "flex" or (use_te and special):
         return Attention.FLEX
     if not use_te:
         return Attention.PACKED
-    return Attention.ENGINE_AND_FLEX if sharing else Attention.ENGINE
+    return Attention.ENGINE_AND_FLEX if sharing or latent else Attention.ENGINE
 
 
 def layer_spec(
@@ -102,13 +107,45 @@ def layer_spec(
         adapted: True if the linear layers get adapters. Norms are then separate modules, because adapters need the
             inputs of the linear layers.
     """
-    if use_te:
+    if use_te and config.multi_latent_attention:
+        spec = _latent_engine_stack(layers, attention)
+    elif use_te:
         spec = _engine_stack(adapted, layers, attention)
     else:
         core = FlexAttention if attention is Attention.FLEX else PackedAttention
         spec = _local_stack(config, partial(core, layers=layers))
     modules = family_of(hf).modules
     return _with_post_norms(spec, config, use_te, bool(modules.post_attention_norm), bool(modules.post_mlp_norm))
+
+
+def _latent(linear: Any, output: Any, core: partial[Any]) -> ModuleSpec:
+    """Return latent attention whose projections to and from heads are ``linear`` and ``output``."""
+    modules = MLASelfAttentionSubmodules(
+        linear_q_up_proj=linear,
+        linear_proj=output,
+        core_attention=ModuleSpec(module=core.func, params=core.keywords),
+        q_layernorm=RMSNorm,
+        kv_layernorm=RMSNorm,
+    )
+    return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=modules)
+
+
+def _latent_engine_stack(layers: Sequence[LayerAttention], attention: Attention) -> ModuleSpec:
+    """Return TransformerEngine's stack with latent attention. Its norms are separate from the linear layers."""
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TEDotProductAttention,
+        TERowParallelLinear,
+    )
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    spec = _for_adapters(hybrid_stack_spec)
+    unshared = None if attention is Attention.FLEX else TEDotProductAttention
+    core = partial(FlexAttention, layers=layers, unshared=unshared)
+    layer = spec.submodules.attention_layer
+    inner = _latent(TEColumnParallelLinear, TERowParallelLinear, core)
+    layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
+    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
 
 
 def engine_options(hf: PretrainedConfig, layout: MegatronConfig, attention: Attention) -> dict[str, Any]:
@@ -273,21 +310,24 @@ class LocalHybridStack(HybridStack):
 
 def _local_stack(config: TransformerConfig, core) -> ModuleSpec:
     head_norm = RMSNorm if config.qk_layernorm else None
+    inner = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=core,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+    if config.multi_latent_attention:
+        inner = _latent(ColumnParallelLinear, RowParallelLinear, core)
     attention = ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=core,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
+            self_attention=inner,
             self_attn_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=_QKV_NORM_KEYS,
         ),

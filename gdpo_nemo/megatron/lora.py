@@ -31,17 +31,21 @@ from gdpo_nemo.models.families import Modules
 from gdpo_nemo.weights.adapters import Pairs, peft_name
 
 _LINEAR_NAME = re.compile(
-    r"decoder\.layers\.(\d+)\.(self_attention\.linear_qkv|self_attention\.linear_proj|mlp\.linear_fc1|mlp\.linear_fc2)"
+    r"decoder\.layers\.(\d+)\."
+    r"(self_attention\.linear_(?:qkv|q_proj|q_up_proj|kv_up_proj)|self_attention\.linear_proj|mlp\.linear_fc1|mlp\.linear_fc2)"
 )
 _HEAD = "output_layer"
 _QKV = "self_attention.linear_qkv"
 _GATE_UP = "mlp.linear_fc1"
+_LATENT = ("self_attention.linear_q_proj", "self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj")
 _SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")
 
 
 def _hf_modules(linear_name: str, modules: Modules) -> tuple[str, ...]:
     """Return the Hugging Face modules that a linear layer of Megatron contains."""
     attention_output, down = _SPLIT_BY_COLUMNS
+    if linear_name in _LATENT:  # in this order in the modules of latent attention
+        return (modules.qkv[_LATENT.index(linear_name)],)
     return {
         _QKV: modules.qkv,
         attention_output: (modules.attention_output,),
@@ -251,7 +255,7 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
     """
     family = family_of(hf)
     modules = family.modules
-    check_adapted_layers(settings.target_modules, family, hf.tie_word_embeddings)
+    check_adapted_layers(settings.target_modules, family, hf.tie_word_embeddings, hf.to_dict())
     for chunk in chunks:
         chunk.requires_grad_(False)
         if chunk.post_process and last_name(modules.head) in settings.target_modules:

@@ -12,8 +12,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.layout import stage_layers
@@ -37,6 +36,7 @@ from gdpo_nemo.megatron.model_config import (
     transformer_fields,
 )
 from gdpo_nemo.megatron.optimizer import build_optimizer
+from gdpo_nemo.megatron.routers import freeze_expert_biases, freeze_routers, in_precision
 from gdpo_nemo.models import architectures
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.progress import hidden
@@ -244,7 +244,8 @@ def transformer_config(
         options |= engine_options(hf, layout, attention)
     if layout.fp8:
         options |= dict(fp8=layout.fp8, fp8_recipe=layout.fp8_recipe)
-    return TransformerConfig(
+    kind = MLATransformerConfig if family_of(hf).latent else TransformerConfig
+    return kind(
         **transformer_fields(hf),
         **options,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
@@ -325,7 +326,8 @@ def build_chunks(
         raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
     layers = layer_attentions(hf)
     special = architectures.special_attention(fields_of(hf))
-    attention = select_attention(layout.attention_backend, use_te, sharing, special)
+    latent = family_of(hf).latent is not None
+    attention = select_attention(layout.attention_backend, use_te, sharing, special, latent)
     config = transformer_config(hf, layout, dtype, use_te, attention)
     fused = use_fused_logprobs(layout.fused_logprobs, logit_cap(hf))
     virtual = layout.virtual_pipeline_model_parallel_size
@@ -351,21 +353,15 @@ def build_chunks(
         )
         if attention is Attention.ENGINE:
             model.rotary_pos_emb.inv_freq = layers[0].rotary[0]
+            model.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
         model.temperature = temperature
         model.fused = fused
         model.real_vocab_size = hf.vocab_size
         model.embedding_scale = embedding_scale(hf, dtype)
         model.logit_cap = logit_cap(hf)
+        freeze_expert_biases(model)
         chunks.append(model.cuda() if torch.cuda.is_available() else model)
     return config, chunks
-
-
-def freeze_routers(chunks: list[PolicyModel]) -> None:
-    """Freeze the routers of MoE layers. Call this function before ``wrap``, which allocates gradient buffers."""
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if ".mlp.router." in name:
-                parameter.requires_grad_(False)
 
 
 def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronConfig) -> list[DistributedDataParallel]:
@@ -376,7 +372,7 @@ def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronC
         overlap_grad_reduce=layout.overlap_grad_reduce,
         overlap_param_gather=layout.overlap_param_gather,
     )
-    inner = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    inner = [in_precision(config, chunk) for chunk in chunks]
     wrapped = [
         DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0) for index, module in enumerate(inner)
     ]
@@ -420,7 +416,7 @@ def build_frozen(folder: str | Path, layout: MegatronConfig, dtype: torch.dtype,
     load_hf(list(chunks), open_weights(folder), hf)
     for chunk in chunks:
         chunk.requires_grad_(False)
-    inner = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    inner = [in_precision(config, chunk) for chunk in chunks]
     return BuiltModel(hf, config, chunks, inner)
 
 

@@ -42,7 +42,7 @@ def head_size(config: PretrainedConfig) -> int:
 
 
 def rotary(config: PretrainedConfig, layers: str = "") -> tuple[torch.Tensor, float]:
-    """Return transformers' inverse rotary frequencies [head size / 2] and the scaling factor of cos and sin.
+    """Return transformers' inverse rotary frequencies [rotated elements / 2] and the scaling factor of cos and sin.
 
     Args:
         layers: value of ``layer_types`` whose embedding is returned, if the embedding depends on it.
@@ -50,7 +50,7 @@ def rotary(config: PretrainedConfig, layers: str = "") -> tuple[torch.Tensor, fl
     parameters = config.rope_parameters[layers] if layers else config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        size = head_size(config)
+        size = architectures.rotary_size(fields_of(config))
         exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **({"layer_type": layers} if layers else {}))
@@ -66,8 +66,10 @@ def layer_attentions(config: PretrainedConfig) -> list[LayerAttention]:
         ropes = [architectures.FULL if window is None else architectures.SLIDING for window in windows]
     embeddings = {rope: rotary(config, rope) for rope in set(ropes)}
     cap = fields.get(family.score_cap) if family.score_cap else None
-    sinks = family.sinks is not None
-    return [LayerAttention(embeddings[rope], rope, window, cap, sinks) for rope, window in zip(ropes, windows)]
+    options: dict[str, Any] = dict(
+        score_cap=cap, sinks=family.sinks is not None, pairs=architectures.rotates_pairs(fields)
+    )
+    return [LayerAttention(embeddings[rope], rope, window, **options) for rope, window in zip(ropes, windows)]
 
 
 def embedding_scale(config: PretrainedConfig, dtype: torch.dtype) -> float:
@@ -97,15 +99,39 @@ def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
     if experts is None:
         return {}
     normalized = fields[experts.normalized] if experts.normalized else True
+    groups, chosen = architectures.expert_groups(fields)
     return dict(
         num_moe_experts=architectures.num_experts(fields),
         moe_router_topk=fields["num_experts_per_tok"],
         moe_ffn_hidden_size=fields[experts.width],
         # A softmax over the chosen experts equals a softmax over all experts that is renormalised over the chosen
         # experts.
-        moe_router_pre_softmax=not normalized,
+        moe_router_pre_softmax=not normalized and not experts.sigmoid,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
+        moe_router_score_function="sigmoid" if experts.sigmoid else "softmax",
+        moe_router_enable_expert_bias=experts.bias is not None,
+        moe_router_num_groups=groups if groups > 1 else None,
+        moe_router_group_topk=chosen if groups > 1 else None,
+        moe_router_topk_scaling_factor=fields[experts.scaling] if experts.scaling else None,
+        moe_shared_expert_intermediate_size=architectures.shared_width(fields) or None,
+    )
+
+
+def _latent_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
+    if family.latent is None:
+        return {}
+    rope = architectures.rope_of(fields)
+    return dict(
+        q_lora_rank=fields["q_lora_rank"],
+        kv_lora_rank=fields["kv_lora_rank"],
+        qk_head_dim=fields["qk_nope_head_dim"],
+        qk_pos_emb_head_dim=fields["qk_rope_head_dim"],
+        v_head_dim=fields["v_head_dim"],
+        rope_type="rope",  # PackedAttention applies the rotary embedding, so Megatron's is not used
+        # Megatron multiplies the attention scores by the square of 0.1 * mscale_all_dim * ln(factor) + 1.
+        rotary_scaling_factor=rope.get("factor", 1.0),
+        mscale_all_dim=rope.get("mscale_all_dim", 0.0) if rope["rope_type"] != "default" else 0.0,
     )
 
 
@@ -141,9 +167,12 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         softmax_scale=fields[family.score_scale] ** -0.5 if family.score_scale else None,
         add_bias_linear=family.biases,
         add_qkv_bias=architectures.has_qkv_bias(fields),
-        qk_layernorm=family.qk_norm,
+        qk_layernorm=architectures.has_qk_norm(fields),
+        # Megatron refuses this field for latent attention, whose rotary embedding PackedAttention applies.
+        rotary_interleaved=architectures.rotates_pairs(fields) and not family.latent,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         init_method_std=fields["initializer_range"],
+        **_latent_fields(fields, family),
         **_expert_fields(fields, family),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gdpo_nemo.models.families import FAMILIES, Experts, Family
+from gdpo_nemo.models.families import FAMILIES, Experts, Family, Latent, Modules
 
 # Ways to split a weight over tensor-parallel ranks. The last two also define the order of the rows in Megatron.
 REPLICATED = "replicated"
@@ -18,6 +18,10 @@ GATED_ROWS = "rows of the gate, then rows of the other half, on each rank"
 
 SCORE = "score.weight"
 """Name of a reward model's head, both in Megatron's model and in transformers' sequence classifiers."""
+
+
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""Name of the buffer that a router adds to its scores to choose experts."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,27 @@ def top_weights(model_type: str) -> dict[str, Weight]:
     }
 
 
+def _attention_weights(modules: Modules) -> dict[str, Weight]:
+    return {
+        "self_attention.linear_qkv.weight": _weights(QKV_ROWS, *modules.qkv),
+        "self_attention.linear_qkv.bias": Weight(QKV_ROWS, tuple(f"{module}.bias" for module in modules.qkv)),
+        "self_attention.q_layernorm.weight": _weights(REPLICATED, modules.q_norm),
+        "self_attention.k_layernorm.weight": _weights(REPLICATED, modules.k_norm),
+    }
+
+
+def _latent_weights(latent: Latent) -> dict[str, Weight]:
+    return {
+        "self_attention.linear_q_proj.weight": _weights(ROWS, latent.query),
+        "self_attention.linear_q_down_proj.weight": _weights(REPLICATED, latent.query_down),
+        "self_attention.q_layernorm.weight": _weights(REPLICATED, latent.query_norm),
+        "self_attention.linear_q_up_proj.weight": _weights(ROWS, latent.query_up),
+        "self_attention.linear_kv_down_proj.weight": _weights(REPLICATED, latent.key_value_down),
+        "self_attention.kv_layernorm.weight": _weights(REPLICATED, latent.key_value_norm),
+        "self_attention.linear_kv_up_proj.weight": _weights(ROWS, latent.key_value_up),
+    }
+
+
 @cache
 def dense_weights(model_type: str) -> dict[str, Weight]:
     """Return the weights of a dense layer, by their Megatron names in a Hybrid layer.
@@ -69,16 +94,14 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
     mlp_norm = _weights(REPLICATED, modules.mlp_norm)
     post_norms = {"self_attn_bda": modules.post_attention_norm, "mlp_bda": modules.post_mlp_norm}
     sinks = {"self_attention.core_attention.sinks": Weight(ROWS, (family.sinks,))} if family.sinks else {}
+    attention = _latent_weights(family.latent) if family.latent else _attention_weights(modules)
     return {
         **sinks,
         **{f"{name}.norm.weight": _weights(REPLICATED, norm) for name, norm in post_norms.items() if norm},
         # Each norm has a second name, because TransformerEngine fuses the norm with the linear layer that follows.
         "input_layernorm.weight": attention_norm,
         "self_attention.linear_qkv.layer_norm_weight": attention_norm,
-        "self_attention.linear_qkv.weight": _weights(QKV_ROWS, *modules.qkv),
-        "self_attention.linear_qkv.bias": Weight(QKV_ROWS, tuple(f"{module}.bias" for module in modules.qkv)),
-        "self_attention.q_layernorm.weight": _weights(REPLICATED, modules.q_norm),
-        "self_attention.k_layernorm.weight": _weights(REPLICATED, modules.k_norm),
+        **attention,
         "self_attention.linear_proj.weight": _weights(COLUMNS, modules.attention_output),
         "self_attention.linear_proj.bias": Weight(REPLICATED, (f"{modules.attention_output}.bias",)),
         "pre_mlp_layernorm.weight": mlp_norm,
@@ -114,6 +137,12 @@ def layer_weight(family: Family, name: str) -> Weight:
         return _weights(REPLICATED, experts.router, stacked=experts.stacked_router)
     if experts is not None and name == "mlp.router.bias":
         return Weight(REPLICATED, (f"{experts.router}.bias",))
+    if experts is not None and experts.bias and name == EXPERT_BIAS:
+        return Weight(REPLICATED, (experts.bias,))
+    if experts is not None and name == "mlp.shared_experts.linear_fc1.weight":
+        return _weights(GATED_ROWS, experts.shared_gate, experts.shared_up)
+    if experts is not None and name == "mlp.shared_experts.linear_fc2.weight":
+        return _weights(COLUMNS, experts.shared_down)
     match = _EXPERT.fullmatch(name)
     if match is None or experts is None:
         return dense_weights(family.model_type)[name]

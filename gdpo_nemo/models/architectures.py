@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.models.families import FAMILIES, Family
+from gdpo_nemo.models.families import FAMILIES, Experts, Family
 from gdpo_nemo.utils.errors import ConfigError
 
 
@@ -33,6 +33,9 @@ The types dynamic and longrope are not supported, because their frequencies depe
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes supported by vLLM's CPU kernels."""
 
+CPU_LATENT_WIDTH = 576
+"""Sum of ``kv_lora_rank`` and ``qk_rope_head_dim`` that vLLM's CPU kernels for latent attention support."""
+
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 """Fields that config.json must contain. For a missing field, transformers would use a default size."""
 
@@ -42,7 +45,7 @@ BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")
 SWIGLU_ALPHA = 1.702
 """Supported factor in the sigmoid of a clamped SwiGLU (``Family.swiglu_limit``)."""
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields with the number of experts. The field's name depends on the family."""
 
 
@@ -87,10 +90,6 @@ def _check_not_quantised(fields: Mapping[str, Any]) -> None:
     if quantization or fields.get("quantization"):
         by = method or ("MLX" if fields.get("quantization") else None)
         origin = f", these are by {by}" if by else ""
-        if method == "mxfp4":
-            raise _model_error(
-                "MXFP4 weights are only read from a local folder; specify the path of the downloaded model"
-            )
         raise _model_error(
             f"quantised weights ({key}) are not supported{origin}; specify the folder of the unquantised model"
         )
@@ -162,8 +161,11 @@ def _check_rope_of(fields: Mapping[str, Any], family: Family, rope: Mapping[str,
     for key in ROPE_PARAMETERS[kind]:
         if not isinstance(rope.get(key), (int, float)):
             raise _model_error(f"rope scaling {kind!r} requires the number {key}")
-    if rope.get("partial_rotary_factor", fields.get("partial_rotary_factor")) not in (None, 1):
+    factor = _rotated_share(fields)
+    if factor != 1 and not family.partial_rotary:
         raise _model_error("a partial rotary embedding (partial_rotary_factor) is not supported")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
+        raise _model_error(f"partial_rotary_factor must be a number above 0 and at most 1, got {repr(factor)[:40]}")
 
 
 def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,14 +195,58 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
     for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         if content.get(key) is not None:
             _check_size(key, content[key])
+    if family.latent:
+        fields = with_defaults(content)
+        for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
+            if key != "q_lora_rank" or fields.get(key) is not None:
+                _check_size(key, fields.get(key))
+        if fields["v_head_dim"] > head_size(content):
+            raise _model_error("v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim")
+        if key_value_heads(content) != content["num_attention_heads"]:
+            raise _model_error("num_key_value_heads must be equal to num_attention_heads with latent attention")
     experts = family.experts
     if experts:
         _check_size(experts.count, num_experts(content))
         for key in (experts.width, "num_experts_per_tok"):
             _check_size(key, content.get(key))
+        _check_router(content, experts)
         if experts.period and content.get(experts.period) is not None:
             _check_size(experts.period, content[experts.period])
     return family
+
+
+def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
+    """Check the fields of a router with sigmoid scores, groups and shared experts. Raises ConfigError."""
+    fields = with_defaults(content)
+    for key in (*(experts.groups or ()), experts.shared):
+        if key and fields.get(key) is not None:
+            _check_size(key, fields[key])
+    for key in (experts.first_dense,):
+        if key and fields.get(key):
+            _check_size(key, fields[key])
+    kinds = fields.get(experts.kinds) if experts.kinds else None
+    if kinds is not None and (
+        not isinstance(kinds, list)
+        or len(kinds) != fields["num_hidden_layers"]
+        or not {"dense", "sparse"}.issuperset(map(str, kinds))
+    ):
+        raise _model_error(f"{experts.kinds} must contain dense or sparse for each layer")
+    scaling = fields.get(experts.scaling) if experts.scaling else None
+    if scaling is not None and (isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling <= 0):
+        raise _model_error(f"{experts.scaling} must be a positive number, got {repr(scaling)[:40]}")
+    chosen = fields["num_experts_per_tok"]
+    if experts.sigmoid and (chosen == 1 or not (experts.normalized and fields.get(experts.normalized, True))):
+        raise _model_error(
+            f"weights of experts that do not sum to 1 ({experts.normalized} false, or num_experts_per_tok 1) are not "
+            f"supported for {fields['model_type']}"
+        )
+    groups, group_limit = expert_groups(fields)
+    # A group's score is the sum of its two highest scores. Megatron sums num_experts_per_tok / topk_group scores.
+    if groups > 1 and (num_experts(fields) % groups or group_limit > groups or chosen != 2 * group_limit):
+        raise _model_error(
+            f"{groups} groups of experts (n_group) with topk_group {group_limit} are not supported; n_group must "
+            f"divide the {num_experts(fields)} experts, and topk_group must be half of num_experts_per_tok ({chosen})"
+        )
 
 
 _LARGEST_SIZE = 2**31
@@ -225,19 +271,83 @@ def mixture_layers(content: Mapping[str, Any]) -> list[bool]:
     experts = FAMILIES[content["model_type"]].experts
     if experts is None:
         return [False for _ in layers]
+    kinds = content.get(experts.kinds) if experts.kinds else None
+    if kinds is not None:
+        return [kind == "sparse" for kind in kinds]
     dense = (content.get(experts.dense_layers) if experts.dense_layers else None) or ()
+    if experts.first_dense:
+        dense = range(with_defaults(content).get(experts.first_dense) or 0)
     period = (content.get(experts.period) if experts.period else None) or 1
     return [layer not in dense and (layer + 1) % period == 0 for layer in layers]
 
 
 def head_size(content: Mapping[str, Any]) -> int:
-    """Return the size of one attention head."""
+    """Return the size of one head of queries and keys."""
+    fields = with_defaults(content)
+    if FAMILIES[content["model_type"]].latent:
+        return int(fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"])
     return int(with_defaults(content).get("head_dim") or content["hidden_size"] // content["num_attention_heads"])
 
 
 def key_value_heads(content: Mapping[str, Any]) -> int:
     """Return the number of key and value heads."""
     return int(with_defaults(content).get("num_key_value_heads") or content["num_attention_heads"])
+
+
+def _rotated_share(fields: Mapping[str, Any]) -> Any:
+    """Return the value of ``partial_rotary_factor``, of which transformers also reads the older place."""
+    factor = rope_of(fields).get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    return 1 if factor is None else factor
+
+
+def rotary_size(content: Mapping[str, Any]) -> int:
+    """Return the number of elements of a head that the rotary embedding rotates."""
+    fields = with_defaults(content)
+    if FAMILIES[content["model_type"]].latent:
+        return int(fields["qk_rope_head_dim"])
+    return int(head_size(content) * _rotated_share(fields))
+
+
+def rotates_pairs(content: Mapping[str, Any]) -> bool:
+    """Return whether the rotary embedding rotates neighbouring elements (``Family.rotary_pairs``)."""
+    pairs = FAMILIES[content["model_type"]].rotary_pairs
+    return bool(with_defaults(content).get(pairs)) if isinstance(pairs, str) else pairs
+
+
+def latent_widths(content: Mapping[str, Any]) -> tuple[int, int, int, int] | None:
+    """Return the widths of the latent vectors of q (0: none) and of k and v, of the rotated part of a head, and of a
+    head's values, or None if the model has no latent attention."""
+    if FAMILIES[content["model_type"]].latent is None:
+        return None
+    fields = with_defaults(content)
+    q, key_value, rotated, value = (
+        int(fields[key] or 0) for key in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
+    )
+    return q, key_value, rotated, value
+
+
+def has_qk_norm(content: Mapping[str, Any]) -> bool:
+    """Return whether the heads of queries and keys have norms."""
+    norm = FAMILIES[content["model_type"]].qk_norm
+    return bool(with_defaults(content).get(norm)) if isinstance(norm, str) else norm
+
+
+def shared_width(content: Mapping[str, Any]) -> int:
+    """Return the intermediate size of the shared experts of an MoE layer, or 0 if it has none."""
+    experts = FAMILIES[content["model_type"]].experts
+    if experts is None or experts.shared is None:
+        return 0
+    return int(with_defaults(content).get(experts.shared) or 0) * int(content[experts.width])
+
+
+def expert_groups(content: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number of groups of experts, and of groups from which a token's experts are chosen: (1, 1) if the
+    experts are not grouped."""
+    experts = FAMILIES[content["model_type"]].experts
+    if experts is None or experts.groups is None:
+        return 1, 1
+    groups, chosen = (with_defaults(content).get(field) or 1 for field in experts.groups)
+    return int(groups), int(chosen)
 
 
 def has_qkv_bias(content: Mapping[str, Any]) -> bool:
@@ -290,18 +400,25 @@ def rope_of(content: Mapping[str, Any], layers: str = "") -> dict[str, Any]:
     return {**parameters, "rope_type": "default" if kind is None else kind}
 
 
-def check_adapted_layers(targets: Sequence[str], family: Family, tied: bool) -> None:
+def check_adapted_layers(
+    targets: Sequence[str], family: Family, tied: bool, content: Mapping[str, Any] | None = None
+) -> None:
     """Check that LoRA adapters can be added to the target modules.
 
     Args:
         targets: last parts of module names, as in ``policy.lora.target_modules``.
         tied: True if the output layer shares its weight with the embedding.
+        content: fields of config.json, which decide what modules latent attention has. None: accept all of its modules.
 
     Raises:
         ConfigError: if the model has no such module, or adapters are not supported for it.
     """
     key = "policy.lora.target_modules"
     known = linear_layers(family)
+    if family.latent and content is not None:
+        factored = with_defaults(content).get("q_lora_rank") is not None
+        absent = last_name(family.latent.query if factored else family.latent.query_up)
+        known = tuple(name for name in known if name != absent)
     missing = [name for name in targets if name not in known]
     if missing:
         raise ConfigError(

@@ -277,6 +277,8 @@ def _fields(header: GgufHeader, family: Family, file: Path, key: str) -> dict[st
         eos_token_id=header.metadata.get("tokenizer.ggml.eos_token_id"),
         pad_token_id=header.metadata.get("tokenizer.ggml.padding_token_id"),
     )
+    if family.windows == "late" and fields["sliding_window"]:
+        raise ConfigError(f"{key}: {file} has a sliding window without its layers, which is not supported")
     if family.model_type in ("qwen2", "qwen3", "qwen3_moe"):
         fields["use_sliding_window"] = bool(fields["sliding_window"])
     if read("rope.dimension_count", head) != head:

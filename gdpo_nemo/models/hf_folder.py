@@ -6,8 +6,10 @@ import contextlib
 import errno
 import json
 import math
+import re
 import shutil
 import tempfile
+from itertools import chain
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping
 
@@ -15,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.utils.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -64,10 +67,39 @@ def save_tensors(
 
 
 def weight_names(folder: str | Path) -> list[str]:
-    """Return the names of the weights in a model folder, in the order of the files. A tied output layer is omitted."""
+    """Return the names of the weights that training and engines use, in the order of the files.
+
+    A tied output layer and multi-token-prediction layers are omitted.
+    """
     folder = Path(folder)
-    tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings")
-    return [name for name in _weight_map(folder) if not (tied and name == "lm_head.weight")]
+    config = json.loads((folder / "config.json").read_text())
+    tied = config.get("tie_word_embeddings")
+    omitted = set(_prediction_weights(folder, config))
+    return [name for name in _weight_map(folder) if not (tied and name == "lm_head.weight") and name not in omitted]
+
+
+def _prediction_weights(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the weights of multi-token-prediction layers, which follow the last layer of the model.
+
+    Args:
+        config: fields of the folder's config.json.
+    """
+    family = FAMILIES.get(config.get("model_type", ""))
+    layers = config.get("num_hidden_layers")
+    if family is None or not isinstance(layers, int):
+        return []
+    index = re.compile(re.escape(family.modules.layer).replace(r"\{\}", r"(\d+)"))
+    return [name for name in _weight_map(folder) if (match := index.match(name)) and int(match[1]) >= layers]
+
+
+def _unchanged(source: Path, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of the multi-token-prediction layers in ``source``, if it is another folder with weights."""
+    has_weights = (source / "config.json").is_file() and any(source.glob("*.safetensors"))
+    if source.absolute() == folder.absolute() or not has_weights:
+        return
+    read = open_weights(source)
+    config = json.loads((source / "config.json").read_text())
+    yield from ((name, read(name)) for name in _prediction_weights(source, config))
 
 
 def open_weights(folder: str | Path) -> Callable[[str], torch.Tensor]:
@@ -163,7 +195,7 @@ def write_model(
         folder: folder to write.
         tensors: weights as (name, tensor).
         config: transformers configuration of the model.
-        source: Hugging Face folder with the tokenizer files to copy.
+        source: Hugging Face folder with the tokenizer files to copy. Its multi-token-prediction layers are also copied.
         shard_bytes: maximum size of a safetensors file in bytes. A larger tensor still gets a single file.
     """
     folder = Path(folder)
@@ -183,7 +215,7 @@ def write_model(
 
     maps: list[dict[str, str]] = []
     total = 0
-    for name, tensor in tensors:
+    for name, tensor in chain(tensors, _unchanged(Path(source), folder)):
         size = tensor.numel() * tensor.element_size()
         if shards[-1] and sizes[-1] + size > shard_bytes:
             flush()

@@ -83,14 +83,22 @@ def recognise(path: Path, key: str = "policy.model_name") -> Source | None:
 
 
 def _is_mxfp4(file: Path) -> bool:
-    """Return whether a config.json describes MXFP4 weights of a family whose experts are stacked."""
     try:
         content = parse_json(read_text(file))
-        family = FAMILIES.get(content["model_type"])
-        is_stacked = family is not None and family.experts is not None and family.experts.only_stacked
-        return is_stacked and content["quantization_config"]["quant_method"] == "mxfp4"
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return False  # the file's reader reports the error
+    return isinstance(content, dict) and dequantised_fields(content) != content
+
+
+def dequantised_fields(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json without those of MXFP4 weights, if conversion can dequantise the weights."""
+    family = FAMILIES.get(str(content.get("model_type")))
+    quantization = content.get("quantization_config")
+    if family is None or family.experts is None or not family.experts.only_stacked:
+        return content
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4":
+        return content
+    return {key: value for key, value in content.items() if key != "quantization_config"}
 
 
 def _megatron(path: Path, key: str) -> Source | None:
@@ -213,8 +221,7 @@ def source_fields(source: Source, key: str, companion: str | None = None) -> dic
     if source.format is Format.GGUF:
         return read_gguf_model(source.path, key).fields
     if source.format is Format.MXFP4:
-        content = read_json_object(source.path / "config.json", key)
-        del content["quantization_config"]
+        content = dequantised_fields(read_json_object(source.path / "config.json", key))
         check_model_content(content)
         return content
     folder = described_by(source, key, companion)

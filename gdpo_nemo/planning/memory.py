@@ -284,9 +284,8 @@ def _layer_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> tuple[f
     """Return the floats that a layer saves per local token as (norms with their inputs, core attention, others)."""
     gpu = transformer_engine(policy, layout)
     sharded = layout.tensor if policy.megatron_cfg.sequence_parallel else 1
-    modules = shape.modules
-    count = 2 + bool(modules.post_attention_norm) + bool(modules.post_mlp_norm)
-    norms = count * (2 if gpu else _norm_floats(policy)) * shape.hidden / sharded
+    norms = 2 * (2 if gpu else _norm_floats(policy)) * shape.hidden / sharded
+    norms += shape.post_norms * _norm_floats(policy) * shape.hidden / sharded  # never fused with a linear layer
     query = shape.query / layout.tensor
     keys_values = shape.key_value / layout.tensor
     ffn = _ffn_floats(policy, shape, layout)
@@ -322,6 +321,7 @@ def _ffn_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
     routed = shape.active_experts * (_mlp_parts(layout) * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
     # The router saves logits, scores and probabilities of all experts in float32.
     routed += 12 / BYTES[policy.precision] * shape.experts
+    routed += _mlp_parts(layout) * shape.shared_ffn / layout.tensor
     moe_fraction = len(shape.moe_layers) / shape.layers
     return moe_fraction * routed + (1 - moe_fraction) * dense
 
@@ -463,6 +463,8 @@ def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemo
     tensor = vllm.tensor_parallel_size
     weights = shape.parameters * size // tensor
     per_token = 2 * shape.layers * max(1, shape.kv_heads // tensor) * shape.head_size * size
+    if shape.latent:  # each rank of the engine holds the complete latent vectors
+        per_token = shape.layers * (shape.latent[1] + shape.latent[2]) * size
     if not config.cluster.gpus_per_node:
         return EngineMemory(weights, vllm.kv_cache_memory_bytes, per_token)
     room = int(device_bytes * vllm.gpu_memory_utilization) - weights - GPU_RESERVE

@@ -12,13 +12,16 @@ from gdpo_nemo.config.sections import replays_router
 from gdpo_nemo.data import prefixes
 from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.models.architectures import (
+    has_qk_norm,
     has_qkv_bias,
     head_size,
     is_tied,
     key_value_heads,
     last_name,
+    latent_widths,
     mixture_layers,
     num_experts,
+    shared_width,
 )
 from gdpo_nemo.models.families import FAMILIES, Modules
 from gdpo_nemo.models.sources import ModelFacts
@@ -99,8 +102,18 @@ class Shape:
     sinks: bool = False
     biases: bool = False
     """True if the attention's output, routers and experts have biases."""
+    latent: tuple[int, int, int, int] | None = None
+    """With latent attention: widths of the latent vectors of q (0: none) and of k and v, of the rotated part of a head,
+    and of a head's values."""
+    shared_ffn: int = 0
+    """Intermediate size of the shared experts, which process all tokens."""
     modules: Modules = Modules()
     """Names of the modules: of linear layers, to which adapters are added, and of norms after attention and MLP."""
+
+    @property
+    def post_norms(self) -> int:
+        """Number of norms of a layer's outputs of attention and MLP."""
+        return bool(self.modules.post_attention_norm) + bool(self.modules.post_mlp_norm)
 
     @property
     def query(self) -> int:
@@ -130,18 +143,29 @@ class Shape:
         width = self.query + self.key_value
         attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
         attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
+        if self.latent:
+            attention = self.hidden + self._latent_parameters(tensor)
         attention += self.heads // tensor * self.sinks + self.hidden * self.biases
-        attention += self.hidden * bool(self.modules.post_attention_norm)
-        attention += self.hidden * bool(self.modules.post_mlp_norm)
+        attention += self.hidden * self.post_norms
         moe_count = sum(layer in self.moe_layers for layer in layers)
         mlp = self.hidden + 3 * self.hidden * self.ffn // tensor
         router = self.hidden + (self.hidden + self.biases) * self.experts
+        router += 3 * self.hidden * self.shared_ffn // tensor
         dense = len(layers) * attention + (len(layers) - moe_count) * mlp + moe_count * router
         if not moe_count:
             return dense, 0
         per_expert = 3 * self.hidden * self.expert_ffn // expert_tensor
         per_expert += (2 * self.expert_ffn + self.hidden) * self.biases
         return dense, moe_count * self.experts // expert * per_expert
+
+    def _latent_parameters(self, tensor: int) -> int:
+        """Return the number of parameters of latent attention on one rank. The projections to latent vectors are
+        replicated."""
+        q, key_value, rotated, value = self.latent or (0, 0, 0, 0)
+        heads = self.heads * (self.head_size - rotated + value)
+        replicated = (q and (self.hidden + 1) * q) + self.hidden * (key_value + rotated) + key_value
+        split = (q or self.hidden) * self.query + key_value * heads + self.heads * value * self.hidden
+        return replicated + split // tensor
 
     def on_rank(self, layout: Layout, stage: int) -> tuple[int, int]:
         """Return the numbers of (dense, expert) parameters on a rank of ``stage``, with tied copies and padding."""
@@ -159,19 +183,32 @@ class Shape:
         Every tensor rank holds the unsharded matrices.
         """
         targets = set(lora.target_modules)
-        layer = sum(
-            self._adapter_width(fused, widths, targets, layout.tensor, lora.share_a)
-            for fused, widths in (
-                (self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2)),
-                (self.modules.gate_up, (self.ffn, self.ffn)),
-            )
+        fused_modules: list[tuple[tuple[str, ...], tuple[int, ...]]] = [(self.modules.gate_up, (self.ffn, self.ffn))]
+        output = self.query
+        layer = 0
+        if self.latent:
+            output, layer = self._latent_adapters(targets, layout.tensor)
+        else:
+            fused_modules += [(self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2))]
+        layer += sum(
+            self._adapter_width(fused, widths, targets, layout.tensor, lora.share_a) for fused, widths in fused_modules
         )
-        for module, width in ((self.modules.attention_output, self.query), (self.modules.down, self.ffn)):
+        for module, width in ((self.modules.attention_output, output), (self.modules.down, self.ffn)):
             layer += (last_name(module) in targets) * (width // layout.tensor + self.hidden)
         head = 0
         if last_name(self.modules.head) in targets and stage == layout.pipeline - 1:
             head = self.hidden + -(-self.vocabulary // layout.tensor)
         return (len(self.on_stage(layout, stage)) * layer + head) * lora.rank
+
+    def _latent_adapters(self, targets: set[str], tensor: int) -> tuple[int, int]:
+        """Return the width of the output projection's input, and the number of LoRA parameters of the other modules of
+        latent attention per unit of LoRA rank."""
+        q, key_value, rotated, value = self.latent or (0, 0, 0, 0)
+        query, query_up, key_value_up = (last_name(module) in targets for module in self.modules.qkv)
+        adapted = query_up if q else query
+        count = adapted * ((q or self.hidden) + self.query // tensor)
+        count += key_value_up * (key_value + self.heads * (self.head_size - rotated + value) // tensor)
+        return self.heads * value, count
 
     def _adapter_width(
         self, modules: tuple[str, ...], widths: tuple[int, ...], targets: set[str], tensor: int, share_a: bool
@@ -210,9 +247,11 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         expert_ffn=content[family.experts.width] if experts and family.experts else 0,
         moe_layers=tuple(layer for layer, is_moe in enumerate(mixture_layers(content)) if is_moe),
         qkv_bias=has_qkv_bias(content),
-        qk_norm=family.qk_norm,
+        qk_norm=has_qk_norm(content),
         sinks=family.sinks is not None,
         biases=family.biases,
+        shared_ffn=shared_width(content),
+        latent=latent_widths(content),
         modules=family.modules,
     )
 

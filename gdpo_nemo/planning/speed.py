@@ -388,11 +388,11 @@ def _layer_floats(shape: Shape) -> float:
 
     The result includes the forward and the backward pass.
     """
-    width = shape.active_experts * shape.expert_ffn if shape.moe_layers else shape.ffn
+    width = shape.active_experts * shape.expert_ffn + shape.shared_ffn if shape.moe_layers else shape.ffn
     rotated = shape.query + shape.key_value / 2
-    # Terms: two norms (2 forward, 3 backward), two residuals (3 and 3), rotary embedding (read and written twice), and
-    # gate, up and their product.
-    return 2 * 5 * shape.hidden + 2 * 6 * shape.hidden + 4 * rotated + 8 * width
+    # Terms: two or four norms (2 forward, 3 backward), two residuals (3 and 3), rotary embedding (read and written
+    # twice), and gate, up and their product.
+    return (2 + shape.post_norms) * 5 * shape.hidden + 2 * 6 * shape.hidden + 4 * rotated + 8 * width
 
 
 def _launches(policy: PolicyConfig, shape: Shape, layout: Layout, sequences: float, backward: bool) -> int:

@@ -41,6 +41,13 @@ LLAMA_3_ROPE = dict(
 QWEN_YARN = dict(factor=4.0, original_max_position_embeddings=32768, type="yarn")
 GEMMA_3_TEXT = shape("gemma3_text", 2560, 34, 8, 4, 10240, 262208, 131072, head_dim=256, sliding_window=1024)
 
+MOONLIGHT = dict(
+    architectures=["DeepseekV3ForCausalLM"], q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128,
+    qk_rope_head_dim=64, v_head_dim=128, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
+    moe_intermediate_size=1408, first_k_dense_replace=1, n_group=1, topk_group=1, routed_scaling_factor=2.446,
+    norm_topk_prob=True, num_nextn_predict_layers=0, attention_bias=False,
+)  # fmt: skip
+
 # As published; what a check has no business with is left out.
 REFUSED = {
     "DeepSeek-V3": (
@@ -48,9 +55,14 @@ REFUSED = {
             "deepseek_v3", 7168, 61, 128, 128, 18432, 129280, 163840, architectures=["DeepseekV3ForCausalLM"],
             kv_lora_rank=512,
             q_lora_rank=1536, n_routed_experts=256, first_k_dense_replace=3, rope_scaling=dict(type="yarn", factor=40),
-            quantization_config=dict(quant_method="fp8"),
+            quantization_config=dict(quant_method="fp8"), moe_intermediate_size=2048, num_experts_per_tok=8,
         ),  # fmt: skip
-        "model type 'deepseek_v3' is not supported",
+        "quantised weights (quantization_config) are not supported, these are by fp8",
+    ),
+    "large_groups": (
+        shape("deepseek_v3", 2048, 27, 16, 16, 11264, 163840, 8192, **MOONLIGHT | dict(n_group=8, topk_group=2)),
+        "8 groups of experts (n_group) with topk_group 2 are not supported; n_group must divide the 64 experts, and "
+        "topk_group must be half of num_experts_per_tok (6)",
     ),
     "Nemotron-H": (
         shape("nemotron_h", 4096, 52, 32, 8, 21504, 131072, 8192, hybrid_override_pattern="M-M-M-M*-",
@@ -120,7 +132,7 @@ REFUSED = {
         shape("qwen2", 64, 2, 4, 4, 128, 99, 2048),
         "vLLM on CPUs does not support attention heads of size 16",
     ),
-    "no model type": ({"hidden_size": 64}, "has no model_type; supported: gemma2"),
+    "no model type": ({"hidden_size": 64}, "has no model_type; supported: deepseek_v3, gemma2"),
     "no sizes": ({"model_type": "llama"}, "num_hidden_layers in the model's config.json must be a positive integer, "
                                           "got None"),
 }  # fmt: skip
@@ -154,6 +166,14 @@ SUPPORTED = {
         "gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, architectures=["GptOssForCausalLM"], attention_bias=True,
         sliding_window=128, num_local_experts=32, num_experts_per_tok=4, head_dim=64, hidden_act="silu",
         rope_scaling=dict(rope_type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
+    ),
+    "Moonlight": shape("deepseek_v3", 2048, 27, 16, 16, 11264, 163840, 8192, **MOONLIGHT),
+    "GLM-4": shape("glm4", 4096, 40, 32, 2, 13696, 151552, 32768, head_dim=128, attention_bias=False,
+    partial_rotary_factor=0.5),
+    "GLM-4.5-Air": shape(
+        "glm4_moe", 4096, 46, 96, 8, 10944, 151552, 131072, head_dim=128, attention_bias=True, use_qk_norm=False,
+        n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1408, n_group=1,
+        topk_group=1, first_k_dense_replace=1, partial_rotary_factor=0.5, num_nextn_predict_layers=1,
     ),
     "Qwen2.5 with YaRN": shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 131072, rope_scaling=QWEN_YARN),
 }  # fmt: skip
@@ -226,12 +246,13 @@ def test_yarn_and_adapters_go_with_the_layers_of_transformer_engine(folder, mini
             ["qkv_proj", "down_proj"],
             "type qwen3 has no qkv_proj; its linear layers: q_proj, k_proj",
         ),
+        ("Moonlight", ["q_b_proj", "o_proj"], "deepseek_v3 has no q_b_proj; its linear layers: q_proj, kv_b_proj"),
         ("Qwen3-MoE", ["q_proj", "up_proj"], "experts are not supported; leave out gate_proj, up_proj, down_proj"),
     ],
 )
 def test_adapters_on_layers_that_the_family_lacks_are_refused(model, targets, expected):
     with pytest.raises(ConfigError, match=expected):
-        check_adapted_layers(targets, FAMILIES[SUPPORTED[model]["model_type"]], tied=False)
+        check_adapted_layers(targets, FAMILIES[SUPPORTED[model]["model_type"]], False, SUPPORTED[model])
 
 
 def test_the_layers_to_adapt_are_named_where_the_usual_names_do_not_fit(folder, minimal):
@@ -278,11 +299,9 @@ def test_a_mixture_whose_updates_engines_on_cpu_lose_is_refused_there(folder, mi
 
 def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too(folder, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"policy: {{model_name: {folder(REFUSED['DeepSeek-V3'][0])}}}\ngrpo: {{num_prompts_per_step: 4}}\n"
-    )
+    recipe.write_text(f"policy: {{model_name: {folder(REFUSED['Qwen2-VL'][0])}}}\ngrpo: {{num_prompts_per_step: 4}}\n")
     assert cli.main(["config", "from-nemo-rl", str(recipe)]) != 0
-    assert "model type 'deepseek_v3' is not supported" in capsys.readouterr().err
+    assert "model type 'qwen2_vl' (a text model" in capsys.readouterr().err
 
 
 def test_the_check_needs_no_torch():

@@ -26,6 +26,9 @@ def every_linear_layer(name: str) -> LoraConfig:
     """All that can be adapted in the tiny model ``name``; of a mixture a part of its attention."""
     fields = tiny_models.MODELS[name]
     family = FAMILIES[fields["model_type"]]
+    if family.latent:
+        query = "q_b_proj" if fields["q_lora_rank"] else "q_proj"
+        return dataclasses.replace(ATTENTION, target_modules=[query, "kv_b_proj", "o_proj"])
     if family.experts:
         return ATTENTION
     return LoraConfig(rank=4, alpha=8.0, target_modules=list(map(last_name, family.modules.linear)))

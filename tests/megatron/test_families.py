@@ -66,18 +66,21 @@ def test_the_plan_counts_experts_on_the_pipeline_stages_that_have_them():
 
 
 @pytest.mark.parametrize("share_a", [False, True])
-@pytest.mark.parametrize("name", tiny_models.DENSE)
+@pytest.mark.parametrize("name", [*tiny_models.DENSE, "deepseek-v3", "glm4-flash"])
 def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
     from transformers import AutoModelForCausalLM
 
     config = tiny_models.hf_config(name)
     family = FAMILIES[config.model_type]
-    targets = [last_name(module) for module in family.modules.linear[1:]]
+    modules = family.modules
+    linear = (*modules.qkv, modules.attention_output) if family.latent else modules.linear[1:]
+    targets = [last_name(module) for module in linear]
     model = AutoModelForCausalLM.from_config(config)
     adapted = [module for key, module in model.named_modules() if last_name(key) in targets]
     expected = 3 * sum(module.in_features + module.out_features for module in adapted)
-    if share_a and len(family.modules.qkv) > 1:  # k and v, gate and up
-        expected -= 3 * 2 * config.hidden_size * config.num_hidden_layers
+    if share_a and not family.latent:  # k and v, gate and up
+        shared = (len(modules.qkv) > 1) + (len(modules.gate_up) > 1)
+        expected -= 3 * shared * config.hidden_size * config.num_hidden_layers
     lora = LoraConfig(rank=3, target_modules=targets, share_a=share_a)
     assert shape_from(config.to_dict()).adapters(resolve_layout(Config()), 0, lora) == expected
 
@@ -117,12 +120,19 @@ def test_the_modules_that_are_declared_are_those_of_transformers(name):
     kinds = {key: type(module) for key, module in model.named_modules()}
     dense = not architectures.mixture_layers(config.to_dict())[0]
     linear = family.modules.linear if dense else (*family.modules.qkv, family.modules.attention_output)
+    if family.latent:  # a model has one of two modules for q
+        linear = [module for module in linear if prefix + module in kinds]
+        assert len(linear) == 3 + 3 * dense
     assert all(kinds[prefix + module] is torch.nn.Linear for module in linear)
     inside = {key.removeprefix(prefix) for key, kind in kinds.items() if key.startswith(prefix)}
     norms = family.modules.post_attention_norm, family.modules.post_mlp_norm
     assert {norm for norm in norms if norm} <= inside
-    assert (family.modules.q_norm in inside) == (family.modules.k_norm in inside) == family.qk_norm
-    bias = model.get_submodule(prefix + family.modules.qkv[0]).bias
+    assert (
+        (family.modules.q_norm in inside)
+        == (family.modules.k_norm in inside)
+        == architectures.has_qk_norm(config.to_dict())
+    )
+    bias = model.get_submodule(prefix + linear[0]).bias
     assert (bias is not None) == architectures.has_qkv_bias(config.to_dict())
 
 

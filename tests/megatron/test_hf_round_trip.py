@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import checkpoint_cases
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ import rank_cases
 import tiny_models
 from layouts import fitting
 from safetensors.numpy import load_file, save_file
+
+from gdpo_nemo.models.hf_folder import differences, open_weights, weight_names, write_model
 
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2", "PP2+SHORTHEAD"])
@@ -21,6 +25,24 @@ def test_round_trip_of_experts_is_bit_exact(on_ranks, model_folder, layout):
     """The experts in several batches of several tensors, the last of which is not full."""
     names = [name for name in tiny_models.MIXTURES if fitting(layout, name) == layout]
     check({name: model_folder(name) for name in names}, on_ranks, layout, 31_000)
+
+
+def test_layers_for_multi_token_prediction_are_kept_and_never_sent_to_engines(model_folder, tmp_path):
+    from transformers import AutoConfig
+
+    source = tmp_path / "source"
+    shutil.copytree(model_folder("deepseek-v3"), source)
+    tensors = load_file(source / "model.safetensors")
+    layer = {name.replace("layers.3", "layers.4"): tensors[name] + 1 for name in tensors if ".layers.3." in name}
+    layer["model.layers.4.eh_proj.weight"] = np.ones((32, 64), np.float16)
+    layer["model.layers.4.shared_head.head.weight"] = tensors["lm_head.weight"] + 1
+    save_file(tensors | layer, source / "model.safetensors")
+    names = weight_names(source)
+    assert set(names) == set(tensors)
+    read = open_weights(source)
+    config = AutoConfig.from_pretrained(source)
+    write_model(tmp_path / "exported", ((name, read(name)) for name in names), config, source)
+    assert differences(source, tmp_path / "exported") == []
 
 
 def test_experts_are_read_from_fused_tensors_too(on_ranks, model_folder, tmp_path):

@@ -110,6 +110,17 @@ def test_frozen_routers_stay_bit_for_bit_while_everything_else_is_trained(on_ran
     assert not any(np.array_equal(trained[name], start[name]) for name in routers)
 
 
+def test_the_routers_bias_keeps_every_bit_in_bfloat16(on_ranks, model_folder):
+    from safetensors.numpy import load_file
+
+    start = load_file(model_folder("glm4-moe") / "model.safetensors")
+    arguments = (model_folder("glm4-moe"), tiny_models.make_batch(), 1, 80, None, None, "bfloat16")
+    weights = on_ranks("TP1", rank_cases.updates, *arguments)[0].weights
+    biases = [name for name in weights if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3 and all(np.array_equal(weights[name], start[name]) for name in biases)
+    assert not np.array_equal(weights["model.norm.weight"], start["model.norm.weight"])
+
+
 def test_the_routers_precision_is_that_of_the_config(on_ranks, model_folder):
     """In bfloat16 the scores of a float64 router differ from those of a bfloat16 one, and so do the log-probs."""
     folder = model_folder("qwen3-moe")

@@ -44,6 +44,21 @@ _YARN = dict(
 )  # fmt: skip
 _EXPERTS = dict(num_experts=4, moe_intermediate_size=24)
 
+_DEEPSEEK = dict(
+    num_key_value_heads=4,
+    num_experts_per_tok=2,
+    n_routed_experts=4,
+    moe_intermediate_size=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+    num_nextn_predict_layers=0,
+    # vLLM reads these fields of published models, which transformers ignores.
+    topk_method="noaux_tc",
+    first_k_dense_replace=1,
+)
+
 MODELS: dict[str, dict] = {
     # Windows of 8 keys: all sequences but the shortest are longer.
     "gemma2": dict(
@@ -62,6 +77,41 @@ MODELS: dict[str, dict] = {
         query_pre_attn_scalar=24,
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters=_TWO_ROPES,
+    ),
+    "glm4": dict(model_type="glm4", head_dim=16, attention_bias=True),
+    "deepseek-v3": dict(
+        model_type="deepseek_v3",
+        **_DEEPSEEK,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=12,
+        rms_norm_eps=1e-3,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=4.0,
+            original_max_position_embeddings=64,
+            mscale=1.0,
+            mscale_all_dim=0.7,
+            beta_fast=32,
+            beta_slow=1,
+        ),
+    ),
+    # As in Moonlight, q has no latent vector; the rotary embedding rotates halves.
+    "glm4-flash": dict(model_type="glm4_moe_lite", **_DEEPSEEK, q_lora_rank=None, rope_interleave=False),
+    # Two groups of experts, of which a token uses one; a shared expert; norms of q and k.
+    "glm4-moe": dict(
+        model_type="glm4_moe",
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        moe_intermediate_size=24,
+        n_group=2,
+        topk_group=1,
+        head_dim=16,
+        use_qk_norm=True,
+        attention_bias=True,
+        routed_scaling_factor=1.5,
+        num_nextn_predict_layers=0,
     ),
     "llama": dict(model_type="llama", rope_parameters=_LLAMA_3_ROPE),
     "mistral-window": dict(model_type="mistral", sliding_window=8),
@@ -113,6 +163,9 @@ def write_model(name: str, folder: Path, seed: int = 7, **fields: object) -> Pat
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(0.2 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return folder
 

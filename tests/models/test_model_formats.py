@@ -136,7 +136,7 @@ def test_a_folder_in_a_format_that_is_not_read_is_named(files, message, tmp_path
         (dict(quantization_config=dict(quant_method="bitsandbytes")), "these are by bitsandbytes"),
         (dict(quantization_config=dict(quant_method="gptq", bits=4)), "these are by gptq"),
         (dict(quantization=dict(group_size=64, bits=4)), "these are by MLX"),
-        (dict(quantization_config=dict(quant_method="mxfp4")), "MXFP4 weights are only read from a local folder"),
+        (dict(quantization_config=dict(quant_method="mxfp4")), "these are by mxfp4"),
         (dict(quantization=dict(bits=4), quantization_config=dict(bits=4)), "these are by MLX"),
     ],
 )

@@ -343,9 +343,9 @@ MEGATRON = [
     (f"{_MEGATRON}.moe_router_load_balancing_type", _of_megatron(_of_mixture(fixed("none",
         "a load-balancing loss is not supported")))),
     (f"{_MEGATRON}.moe_router_bias_update_rate", _of_megatron(_of_mixture(fixed(0.0,
-        "a router bias is not supported")))),
+        "training does not change a router's bias")))),
     (f"{_MEGATRON}.moe_router_enable_expert_bias", _of_megatron(_of_mixture(missing(
-        "a router bias is not supported")))),
+        "only models whose family has a router bias have one, and training does not change it")))),
     (f"{_MEGATRON}.moe_aux_loss_coeff", _of_megatron(_of_mixture(missing(
         "a load-balancing loss is not supported", 0, 0.0)))),
     (f"{_MEGATRON}.moe_*", idle("affects only how MoE layers are computed")),

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Mapping
 
-from gdpo_nemo.models.families import gemma, gpt_oss, llama, qwen
-from gdpo_nemo.models.families.declaration import Experts, Family, Modules
+from gdpo_nemo.models.families import deepseek, gemma, glm, gpt_oss, llama, qwen
+from gdpo_nemo.models.families.declaration import Experts, Family, Latent, Modules
 
-_DECLARATIONS = (*gemma.FAMILIES, *gpt_oss.FAMILIES, *llama.FAMILIES, *qwen.FAMILIES)
+_DECLARATIONS = (
+    *deepseek.FAMILIES,
+    *gemma.FAMILIES,
+    *glm.FAMILIES,
+    *gpt_oss.FAMILIES,
+    *llama.FAMILIES,
+    *qwen.FAMILIES,
+)
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in sorted(_DECLARATIONS, key=lambda family: family.model_type)
 }
 """Families by ``model_type``, the field in config.json."""
 
-__all__ = ["FAMILIES", "Experts", "Family", "Modules"]
+__all__ = ["FAMILIES", "Experts", "Family", "Latent", "Modules"]

@@ -17,7 +17,10 @@ class Modules:
     head: str = "lm_head"
     attention_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three modules, or a fused module whose rows are all queries, then all keys, then all values."""
+    """Three modules, or a fused module whose rows are all queries, then all keys, then all values.
+
+    With latent attention: the modules whose outputs have heads, of which a model has only some.
+    """
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     attention_output: str = "self_attn.o_proj"
@@ -39,6 +42,30 @@ class Modules:
     def linear(self) -> tuple[str, ...]:
         """Linear layers of a dense layer."""
         return (*self.qkv, self.attention_output, *self.mlp)
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): module names, relative to the layer.
+
+    A projection to a small latent vector, a norm and a second projection replace each of the projections of q, k and v.
+    k and v share a latent vector. One head of k with the rotary embedding is shared by all heads.
+    """
+
+    query: str = "self_attn.q_proj"
+    """Projection of q in models without a latent vector of q (``q_lora_rank`` null)."""
+    query_down: str = "self_attn.q_a_proj"
+    query_norm: str = "self_attn.q_a_layernorm"
+    query_up: str = "self_attn.q_b_proj"
+    key_value_down: str = "self_attn.kv_a_proj_with_mqa"
+    """Projection to the latent vector of k and v, and to the shared head of k."""
+    key_value_norm: str = "self_attn.kv_a_layernorm"
+    key_value_up: str = "self_attn.kv_b_proj"
+
+    @property
+    def by_heads(self) -> tuple[str, str, str]:
+        """Modules whose outputs have heads. Tensor parallelism splits them, and adapters are supported for them."""
+        return self.query, self.query_up, self.key_value_up
 
 
 @dataclass(frozen=True)
@@ -69,6 +96,27 @@ class Experts:
     only_stacked: bool = False
     """True if every folder of the family stacks the experts, as transposed matrices with alternating rows of gate and
     up, and with biases."""
+    sigmoid: bool = False
+    """True if the router scores each expert with a sigmoid, and scales the scores of the chosen experts to sum to 1.
+
+    Otherwise, the scores are a softmax over the experts.
+    """
+    bias: str | None = None
+    """Tensor that is added to the scores to choose the experts, but not to their weights. Training does not change it.
+    """
+    groups: tuple[str, str] | None = None
+    """Fields with the number of groups of experts, and with the number of groups from which experts are chosen."""
+    scaling: str | None = None
+    """Field with a factor of the weights of the chosen experts."""
+    shared: str | None = None
+    """Field with the number of shared experts, which process all tokens and form one MLP."""
+    shared_gate: str = "mlp.shared_experts.gate_proj"
+    shared_up: str = "mlp.shared_experts.up_proj"
+    shared_down: str = "mlp.shared_experts.down_proj"
+    first_dense: str | None = None
+    """Field with the number of leading layers whose MLP is dense."""
+    kinds: str | None = None
+    """Field with a list that contains ``dense`` or ``sparse`` for each layer, and takes precedence over the others."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +130,9 @@ class Family:
     modules: Modules = Modules()
     qkv_bias: bool | str = False
     """True if q, k and v have biases, or the name of the boolean field in config.json that enables them."""
-    qk_norm: bool = False
-    """True if each head of q and k has a norm before the rotary embedding."""
+    qk_norm: bool | str = False
+    """True if each head of q and k has a norm before the rotary embedding, or the name of the boolean field in
+    config.json that enables these norms."""
     activation: str = "silu"
     """Activation function of the MLP, as in the field ``hidden_act``."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
@@ -123,3 +172,10 @@ class Family:
     """True if all linear layers of attention, routers and experts have biases."""
     swiglu_limit: str | None = None
     """Field with the limit L of a clamped SwiGLU: g * sigmoid(1.702 g) * (u + 1), with g <= L and -L <= u <= L."""
+    partial_rotary: bool = False
+    """True if the field ``partial_rotary_factor`` may limit the rotary embedding to the first part of each head."""
+    rotary_pairs: bool | str = False
+    """True if the rotary embedding rotates pairs of neighbouring elements instead of elements of the two halves, or the
+    name of the boolean field in config.json that says so."""
+    latent: Latent | None = None
+    """Modules of latent attention (None for separate projections of q, k and v)."""

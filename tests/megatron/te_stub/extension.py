@@ -228,27 +228,29 @@ def _angles(freqs, cu_seqlens, cp_size, cp_rank) -> torch.Tensor:
     return torch.cat(parts).flatten(1, 2)
 
 
-def _halves_turned(x: torch.Tensor) -> torch.Tensor:
-    left, right = x.chunk(2, -1)
-    return torch.cat((-right, left), -1)
+def _rotated(t, freqs, interleaved, cu_seqlens, cp_size, cp_rank, sign: int) -> torch.Tensor:
+    """``t`` [tokens, heads, size] turned forwards or backwards; elements beyond the angles stay as they are."""
+    angles = _angles(freqs, cu_seqlens, cp_size, cp_rank)
+    assert len(angles) == len(t)
+    x = t[..., : angles.size(-1)].float()
+    if interleaved:
+        turned = torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+    else:
+        left, right = x.chunk(2, -1)
+        turned = torch.cat((-right, left), -1)
+    out = x * angles.cos() + sign * turned * angles.sin()
+    return torch.cat((out.to(t.dtype), t[..., angles.size(-1) :]), -1)
 
 
 def fused_rope_forward(t, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank):
     """Rotate a pack [tokens, heads, size]."""
-    assert start_positions is None and not interleaved and cu_seqlens is not None and freqs.dtype == torch.float32
-    angles = _angles(freqs, cu_seqlens, cp_size, cp_rank)
-    assert len(angles) == len(t)
-    x = t.float()
-    return (x * angles.cos() + _halves_turned(x) * angles.sin()).to(t.dtype)
+    assert start_positions is None and cu_seqlens is not None and freqs.dtype == torch.float32
+    return _rotated(t, freqs, interleaved, cu_seqlens, cp_size, cp_rank, 1)
 
 
 def fused_rope_backward(grad, freqs, start_positions, qkv_format, interleaved, cu_seqlens, cp_size, cp_rank):
     """Rotate back."""
-    angles = _angles(freqs, cu_seqlens, cp_size, cp_rank)
-    g = grad.float()
-    turned = g * angles.sin()
-    left, right = turned.chunk(2, -1)
-    return (g * angles.cos() + torch.cat((right, -left), -1)).to(grad.dtype)
+    return _rotated(grad, freqs, interleaved, cu_seqlens, cp_size, cp_rank, -1)
 
 
 def convert_thd_to_bshd(tensor, cu_seqlens, batch, longest):

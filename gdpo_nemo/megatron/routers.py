@@ -1,0 +1,41 @@
+"""Parameters and buffers of the routers of MoE layers that training does not change."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from gdpo_nemo.megatron.weight_map import EXPERT_BIAS
+
+
+def freeze_routers(chunks: Iterable[torch.nn.Module]) -> None:
+    """Freeze the routers of MoE layers. Call this function before ``wrap``, which allocates gradient buffers."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".mlp.router." in name:
+                parameter.requires_grad_(False)
+
+
+def freeze_expert_biases(chunk: torch.nn.Module) -> None:
+    """Exclude the biases of routers from Megatron's update, which counteracts an unequal load of the experts."""
+    routers: list[Any] = [module for module in chunk.modules() if hasattr(module, "frozen_expert_bias")]
+    for router in routers:
+        router.frozen_expert_bias = True
+
+
+def in_precision(config: TransformerConfig, chunk: torch.nn.Module) -> Any:
+    """Wrap a chunk for bfloat16 if ``config`` requires it. The biases of routers keep their float32 values.
+
+    Megatron computes with float32 biases, but its wrapper rounds them to bfloat16 first.
+    """
+    if not config.bf16:
+        return chunk
+    biases = {name: value.clone() for name, value in chunk.named_buffers() if name.endswith(EXPERT_BIAS)}
+    wrapped = Float16Module(config, chunk)
+    for name, value in biases.items():
+        module, _, attribute = name.rpartition(".")
+        setattr(chunk.get_submodule(module), attribute, value)
+    return wrapped
