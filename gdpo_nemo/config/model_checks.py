@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import is_transform, spec_of
-from gdpo_nemo.config.layout import Layout, Resolved, check_stages, resolve_layout
+from gdpo_nemo.config.layout import Layout, Resolved, check_router_replay, check_stages, resolve_layout
 from gdpo_nemo.config.schema import Config, DatasetConfig, DifficultyConfig, MegatronConfig
-from gdpo_nemo.config.sections import LoraConfig, PolicyConfig, replays_router
+from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
 from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
     CPU_LATENT_WIDTH,
@@ -302,10 +302,8 @@ def check_engines(model: ModelFacts) -> None:
         raise ConfigError(f"policy.model_name: vLLM on CPUs does not support weight updates of {kind}; use GPUs")
     hidden = model.fields["hidden_size"]
     if num_experts(model.fields) and hidden % CPU_EXPERT_MULTIPLE:
-        raise ConfigError(
-            f"policy.model_name: vLLM on CPUs requires a hidden size that is a multiple of {CPU_EXPERT_MULTIPLE} for "
-            f"models with experts, got {hidden}"
-        )
+        sizes = f"a hidden size that is a multiple of {CPU_EXPERT_MULTIPLE} for models with experts, got {hidden}"
+        raise ConfigError(f"policy.model_name: vLLM on CPUs requires {sizes}")
 
 
 def check_engine_windows(model: ModelFacts) -> None:
@@ -344,7 +342,7 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
             raise ConfigError(
                 f"{megatron}.{name}: has no effect because the model in {policy.model_name} has no experts; remove it"
             )
-    _check_router_replay(policy, bool(experts), layout)
+    check_router_replay(policy, layout, has_experts=bool(experts))
     if policy.lora.rank:
         family = FAMILIES[content["model_type"]]
         check_adapted_layers(policy.lora.target_modules, family, is_tied(content), content)
@@ -355,21 +353,6 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
     length = policy.max_total_sequence_length
     if longest is not None and longest < length:
         raise ConfigError(f"policy.max_total_sequence_length: {length} exceeds the {longest} positions of the model")
-
-
-def _check_router_replay(policy: PolicyConfig, has_experts: bool, layout: Layout) -> None:
-    key = "policy.router_replay"
-    if policy.router_replay not in ("off", False, "sampler"):
-        raise ConfigError(f"{key}: {policy.router_replay!r} is not a valid value (accepted: off, sampler)")
-    if not replays_router(policy):
-        return
-    if not has_experts:
-        raise ConfigError(f"{key}: has no effect because the model in {policy.model_name} has no experts; remove it")
-    if not layout.gpus and layout.engine_tensor > 1:
-        raise ConfigError(
-            f"{key}: sampler requires policy.generation.vllm_cfg.tensor_parallel_size=1 on CPUs, got "
-            f"{layout.engine_tensor}"
-        )
 
 
 def _check_attention(content: dict[str, Any], megatron: MegatronConfig) -> None:
