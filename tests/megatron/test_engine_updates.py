@@ -95,8 +95,7 @@ STACKED = [name for name, family in FAMILIES.items() if family.experts and famil
 @pytest.mark.parametrize("family", STACKED)
 def test_an_update_of_a_family_that_is_refused_on_cpus_ends_the_engine(family, scorer, tmp_path):
     """When this fails, vLLM takes the update, and the family need not be refused."""
-    status, errors, scores, expected = scored(scorer, family, tmp_path)
-    np.testing.assert_allclose(scores["before"], expected[0], atol=2e-4, rtol=0)
+    status, errors, _, _ = scored(scorer, family, tmp_path)
     assert status and "assert self.moe_kernel is not None" in errors, errors[-4000:]
 
 
