@@ -2,6 +2,7 @@
 
     python examples/make_tiny_model.py results/models/digit_sort_0 --seed 0       a minute on two cores
     python examples/make_tiny_model.py results/models/small_0 --seed 0 --small    a fifth of the size
+    python examples/make_tiny_model.py results/models/mixture_0 --seed 0 --mixture  a mixture of experts
     python examples/make_tiny_model.py results/models/random_0 --seed 0 --random  seconds; untrained
 
 ``make_tiny_model`` warms up a random Qwen2 on digit sorting. It uses next-token training with the same Megatron policy
@@ -35,7 +36,7 @@ import numpy as np
 import torch
 import transformers
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config, Qwen2Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Tokenizer
 
 from gdpo_nemo import GdpoError, LossSettings, TrainSequence
 from gdpo_nemo.config.schema import MegatronConfig, OptimizerConfig, PolicyConfig, SchedulerConfig
@@ -67,6 +68,12 @@ MODEL_CONFIGS = {
     "make_rounds_model": {
         "model_type": "qwen2", "vocab_size": 21, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 4, "intermediate_size": 512, "max_position_embeddings": 256, "tie_word_embeddings": True,
+    },
+    "make_mixture_model": {
+        "model_type": "qwen3_moe", "vocab_size": 21, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads":
+        4, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 512, "moe_intermediate_size": 256,
+        "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers":
+        [], "max_position_embeddings": 128, "tie_word_embeddings": True,
     },
     "make_answering_model": {
         "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -113,6 +120,14 @@ def make_small_model(folder: str, seed: int, steps: int = 250) -> None:
     See ``make_tiny_model``.
     """
     _make_digit_sorter(folder, seed, steps, MODEL_CONFIGS["make_small_model"])
+
+
+def make_mixture_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
+    """Write a digit-sorting Qwen3-MoE: 8 experts per layer, of which each token uses 2, and 3,416,064 parameters.
+
+    See ``make_tiny_model``.
+    """
+    _make_digit_sorter(folder, seed, steps, MODEL_CONFIGS["make_mixture_model"])
 
 
 def make_rounds_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
@@ -172,10 +187,9 @@ def make_random_model(folder: str, seed: int) -> None:
 
 
 def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, fields: dict) -> None:
-    """Write a randomly initialized Qwen2 with the config ``fields``, and its tokenizer."""
+    """Write a randomly initialized model with the config ``fields``, and its tokenizer."""
     special_ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
-    shape = {key: value for key, value in fields.items() if key != "model_type"}
-    config = Qwen2Config(dtype="float32", **shape, **special_ids)
+    config = AutoConfig.for_model(dtype="float32", **fields, **special_ids)
     transformers.logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
@@ -416,10 +430,13 @@ def main(arguments: list[str] | None = None) -> int:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--small", action="store_true", help="make a digit-sorting model of a fifth of the size")
     kind.add_argument("--random", action="store_true", help="make a byte-level model with random weights instead")
+    kind.add_argument("--mixture", action="store_true", help="make a digit-sorting mixture-of-experts model")
     options = parser.parse_args(arguments)
     make = make_tiny_model
     if options.small:
         make = make_small_model
+    elif options.mixture:
+        make = make_mixture_model
     elif options.random:
         make = make_random_model
     try:

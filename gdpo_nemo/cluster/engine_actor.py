@@ -9,7 +9,9 @@ from gdpo_nemo.cluster.local_ray import stay_on
 from gdpo_nemo.cluster.reservation import Placement
 from gdpo_nemo.cluster.session import cores, ray, thread_environment
 from gdpo_nemo.config.schema import Config, VllmConfig
+from gdpo_nemo.config.sections import replays_router
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
+from gdpo_nemo.generation.routing import GPU_ENVIRONMENT
 from gdpo_nemo.generation.vllm_core import in_process
 
 _CALLS = 8
@@ -35,12 +37,16 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
             with the policy (``Places.shared``).
         index: number of the engine.
     """
-    vllm = config.policy.generation.vllm_cfg
+    policy = config.policy
+    generation = policy.generation
+    vllm = generation.vllm_cfg
     on_cpu = config.cluster.gpus_per_node == 0
     node = placement.places.engines[index]
     threads = max(1, cores(config.cluster) // placement.places.engines_on(node))
     environment = {**thread_environment(threads), **ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
     environment |= placement.environment(node)
+    if replays_router(policy) and not on_cpu:
+        environment |= GPU_ENVIRONMENT
     shared = placement.places.shared
     if shared and not on_cpu:
         # Ray has assigned these GPUs to the policy's ranks and supports only one owner per GPU. Fractional GPUs do not
@@ -54,8 +60,6 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
         runtime_env={"env_vars": environment},
         **placement.on(node),
     )
-    policy = config.policy
-    generation = policy.generation
     parsers = (generation.tool_call_parser, generation.reasoning_parser, config.data.train.chat_template_kwargs)
     return actor.remote(
         folder,
@@ -66,5 +70,6 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
         on_cpu,
         sleeps=bool(shared),
         targets=policy.lora.target_modules,
+        records_routing=replays_router(policy),
         replies=None if policy.tokenizer_name else parsers,
     )

@@ -21,6 +21,7 @@ between.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Sequence
 
 import numpy as np
@@ -41,6 +42,10 @@ METRICS = {
     "parity/probe": (
         "nats",
         "Mean |trainer log-prob - engine log-prob| on fixed sequences after a weight sync; verifies the new weights",
+    ),
+    "parity/probe_own_experts": (
+        "nats",
+        "parity/probe if the trainer chose its experts itself (policy.router_replay: sampler)",
     ),
 }
 
@@ -98,6 +103,8 @@ class WeightSync:
         self._slept = {}
         if self._sync_check is not None:
             row["parity/probe"] = self._sync_check.verify(self._policy, self._fleet, version)
+            if self._sync_check.own_experts is not None:
+                row["parity/probe_own_experts"] = self._sync_check.own_experts
         return {"time/sync": time.monotonic() - start, **row}
 
     def sleep_engines(self) -> None:
@@ -149,6 +156,9 @@ class SyncCheck:
         self.limit = limit
         self.floor: float | None = None
         """Mean initial difference in nats, or None until ``calibrate`` measures it."""
+        self.own_experts: float | None = None
+        """Last result of ``verify`` if the policy chose its experts itself. None without router replay."""
+        self._replays = False
         self._engine_logprobs: dict[int, np.ndarray] = {}
 
     @classmethod
@@ -167,7 +177,8 @@ class SyncCheck:
         shortened = [prompt[-min(_MAX_PROMPT, max(1, room // 2)) :] for prompt in prompts]
         sampling = Sampling(1.0, 1.0, -1, max(1, min(_SAMPLED, room // 3)))
         requests = [SampleRequest(prompt, seed) for seed, prompt in enumerate(shortened)]
-        continuations = [c.token_ids for c in fleet.generate(requests, sampling, engine=0).completions]
+        completions = fleet.generate(requests, sampling, engine=0).completions
+        continuations = [completion.token_ids for completion in completions]
         rng = np.random.default_rng(0)
         sequences = []
         for prompt, sampled in zip(shortened, continuations):
@@ -176,7 +187,19 @@ class SyncCheck:
             sequences.append(TrainSequence(prompt, completion, np.zeros(len(completion), np.float32)))
         sync_check = cls(sequences)
         sync_check._engine_logprobs = sync_check.by_engines(fleet)
+        sync_check._replays = any(completion.routing is not None for completion in completions)
+        sync_check._record_routing(fleet, 0)
         return sync_check
+
+    def _record_routing(self, fleet: EngineFleet, engine: int) -> None:
+        """Give the sequences the experts that an engine chooses with its current weights."""
+        if self._replays:
+            requests = [SampleRequest(np.concatenate([s.prompt_ids, s.completion_ids]), 0) for s in self.sequences]
+            found = fleet.generate(requests, Sampling(1.0, 1.0, -1, 1), engine=engine).completions
+            self.sequences = [
+                replace(s, routing=None if c.routing is None else c.routing[: len(s)])
+                for s, c in zip(self.sequences, found)
+            ]
 
     def by_engines(self, fleet: EngineFleet) -> dict[int, np.ndarray]:
         """Return the engines' log-probs of all completion tokens, float32 [tokens], by engine number."""
@@ -217,9 +240,15 @@ class SyncCheck:
         """
         if self.limit is None:
             raise RunError("the sync check has no limit yet; call calibrate before the first update")
+        by_engine = self.by_engines(fleet)
+        if self._replays:
+            self.sequences = [replace(s, routing=None) for s in self.sequences]
+            own = self.by_policy(policy)
+            self.own_experts = max(difference(own, logprobs) for logprobs in by_engine.values())
+            self._record_routing(fleet, next(iter(by_engine)))
         policy_logprobs = self.by_policy(policy)
         worst = 0.0
-        for index, engine_logprobs in self.by_engines(fleet).items():
+        for index, engine_logprobs in by_engine.items():
             mean = difference(policy_logprobs, engine_logprobs)
             if not mean <= self.limit:  # also fails for NaN
                 raise NumericsFailed(

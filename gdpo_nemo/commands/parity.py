@@ -298,7 +298,8 @@ def _read_record(path: str | Path) -> tuple[list[TrainSequence], list[np.ndarray
     from gdpo_nemo.observe.sample_columns import values_of
     from gdpo_nemo.observe.samples import read_columns
 
-    names = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "turn_tokens", "turn_parents", "advantage")
+    trajectory = ("prompt_ids", "completion_ids", "logprobs", "loss_mask", "turn_tokens", "turn_parents", "routing")
+    names = (*trajectory, "advantage")
     try:
         table = read_columns(path, names)
         *columns, advantages = (values_of(table.column(name)) for name in names)
@@ -322,13 +323,17 @@ def _trajectory(
     mask: np.ndarray | None = None,
     turn_tokens: np.ndarray | None = None,
     turn_parents: np.ndarray | None = None,
+    routing: np.ndarray | None = None,
 ) -> Trajectory:
     """Create a trajectory from columns of a rollout file, without rewards."""
     turns = [() if values is None else tuple(values.tolist()) for values in (turn_tokens, turn_parents)]
-    ids = Prompt("", prompt, "", "")
-    return Trajectory(
-        ids, 0, completion, logprobs, 0, "", "stop", loss_mask=mask, turn_tokens=turns[0], turn_parents=turns[1]
-    )
+    made = Trajectory(
+        Prompt("", prompt, "", ""), 0, completion, logprobs, 0, "", "stop", loss_mask=mask, turn_tokens=turns[0],
+        turn_parents=turns[1],
+    )  # fmt: skip
+    if routing is not None:
+        made.routing = routing.reshape(len(prompt) + len(completion), -1)
+    return made
 
 
 def _weighted(trajectories: Sequence[Trajectory], advantages: np.ndarray) -> list[TrainSequence]:

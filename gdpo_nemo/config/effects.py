@@ -208,6 +208,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
             "rollout.save_entropies",
             "rollout.save_groups",
             "rollout.endpoint.enabled",
+            "policy.router_replay",
         ),
         _samples,
         "with an algorithm that does not sample",

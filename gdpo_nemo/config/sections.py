@@ -235,6 +235,10 @@ class PolicyConfig:
     Accepted values: true, false, or auto. auto shares prompts only if this saves at least a tenth of an update. On
     GPUs, auto counts the slower attention of shared prompts. With shared prefixes, micro_batch_tokens counts only the
     computed tokens."""
+    router_replay: Any = False  # YAML reads off as false
+    """Experts that an MoE policy uses for sampled sequences, in updates and log-probs: off (its own choice), or sampler
+    (the choice of the engine that sampled them, called rollout routing replay, R3, in arXiv 2510.11370). Routers are
+    still trained. The reference model always uses its own choice."""
     offload_reference: bool = True
     """Keep the weights of the KL penalty's reference model in host memory and copy them to the GPU for each forward
     pass. False: keep these weights on the GPU next to the policy."""
@@ -251,6 +255,11 @@ class PolicyConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     megatron_cfg: MegatronConfig = field(default_factory=MegatronConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+
+
+def replays_router(policy: PolicyConfig) -> bool:
+    """Return whether the policy uses the experts that the sampler chose (``policy.router_replay``)."""
+    return bool(policy.router_replay == "sampler")
 
 
 @dataclass

@@ -28,13 +28,15 @@ class ContextTokens:
     tokens if the trajectory has one sequence."""
     loss_mask: np.ndarray | None
     """bool [sequence's completion tokens]: True for tokens that this sequence trains. None if it trains all tokens."""
+    routing: np.ndarray | None = None
+    """Rows of ``Trajectory.routing`` of the sequence's tokens, including its prompt."""
 
 
 def contexts_of(trajectory: Trajectory) -> list[ContextTokens]:
     """Return the tokens of each training sequence of a trajectory, at least one, in the order of their last turns."""
     t = trajectory
     if not t.turn_parents:
-        return [ContextTokens(t.prompt.token_ids, slice(None), t.loss_mask)]
+        return [ContextTokens(t.prompt.token_ids, slice(None), t.loss_mask, t.routing)]
     written = np.ones(len(t.completion_ids), bool) if t.loss_mask is None else t.loss_mask
     turns = turn_slices(t)
     claimed: set[int] = set()
@@ -45,11 +47,13 @@ def contexts_of(trajectory: Trajectory) -> list[ContextTokens]:
         is_new = np.repeat([k not in claimed for k in path], [turns[k].stop - turns[k].start for k in path])
         claimed.update(path)
         prompt = t.prompt.token_ids
+        rows = np.concatenate([np.arange(len(prompt) if not path[0] else 0), indices + len(prompt)])
         if path[0]:
             context = int(written[turns[path[0]]].argmax())
             prompt = t.completion_ids[indices[:context]]
             indices, is_new = indices[context:], is_new[context:]
-        found.append(ContextTokens(prompt, indices, written[indices] & is_new))
+        routing = None if t.routing is None else t.routing[rows]
+        found.append(ContextTokens(prompt, indices, written[indices] & is_new, routing))
     return found
 
 
@@ -81,6 +85,7 @@ def to_score(trajectories: Iterable[Trajectory]) -> list[TrainSequence]:
             t.completion_ids[tokens.indices],
             t.logprobs[tokens.indices],
             loss_mask=tokens.loss_mask,
+            routing=tokens.routing,
             trajectory=number,
             indices=tokens.indices,
         )

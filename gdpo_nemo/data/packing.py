@@ -54,6 +54,9 @@ class TrainSequence:
     """bool [completion tokens]: tokens that the loss kl_cov penalizes (``TokenFields.chosen``), or None."""
     terms: np.ndarray | None = None
     """float32 [completion tokens, terms]: terms of the advantages (``TokenFields.terms``), or None."""
+    routing: np.ndarray | None = None
+    """int8 or int16 [tokens, MoE layers * experts per token]: experts that the sampler chose for each token of prompt
+    and completion, or -1 if unknown. The policy uses these experts instead of its choice. None if all are unknown."""
     pair: int = 0
     """Pair of completions in the update, numbered from 1 (0 for no pair). The number is negative for the rejected or
     undesirable completion. Both completions are in the same micro-batch."""
@@ -327,6 +330,9 @@ class PackedRows:
     """int64 [rows]: index of the sequence in the batch"""
     offset: np.ndarray
     """int64 [rows]: index of the target in its completion"""
+    routing: np.ndarray | None = None
+    """int16 [local tokens, MoE layers * experts per token]: ``TrainSequence.routing``, with -1 for padding. None if no
+    sequence of the micro-batch has it."""
 
 
 def pad_lengths(lengths: Sequence[int], multiple: int, total_multiple: int) -> list[int]:
@@ -361,6 +367,9 @@ def pack_rows(
     lengths = [len(sequences[i]) - sequences[i].shared for i in members] or [1]
     padded = pad_lengths(lengths, multiple, total_multiple)
     tokens = []
+    choices = [sequences[i].routing for i in members]
+    width = next((rows.shape[1] for rows in choices if rows is not None), 0)
+    routing: list[np.ndarray] = []
     columns: list[tuple[np.ndarray, ...]] = []
     rows_of = np.zeros(0, np.int64)
     start = 0
@@ -372,6 +381,11 @@ def pack_rows(
         if positions is not None and context_size > 1:
             token_indices = np.asarray(positions(length, context_rank, context_size))
         tokens.append(padded_tokens[token_indices])
+        if width:
+            padded_choices = np.full((length, width), -1, np.int16)
+            if s.routing is not None:
+                padded_choices[: len(s) - s.shared] = s.routing[s.shared :]
+            routing.append(padded_choices[token_indices])
         local_rows = np.full(length, -1, np.int64)
         local_rows[token_indices] = start + np.arange(len(token_indices))
         rows_of = np.concatenate((rows_of[: s.shared], local_rows))
@@ -381,7 +395,8 @@ def pack_rows(
         tokens = [np.zeros(padded[0] // context_size, np.int64)]
         columns = [(np.zeros(0, np.int64),) * 4]
     rows, targets, sequence, offset = (np.concatenate(column).astype(np.int64) for column in zip(*columns))
-    return PackedRows(np.concatenate(tokens), padded, shared, rows, targets, sequence, offset)
+    joined = np.concatenate(routing) if routing else None
+    return PackedRows(np.concatenate(tokens), padded, shared, rows, targets, sequence, offset, joined)
 
 
 def _tokens_from(sequence: TrainSequence, start: int) -> np.ndarray:

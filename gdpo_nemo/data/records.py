@@ -118,6 +118,9 @@ class Trajectory:
     or if turns were not recorded."""
     thinking_tokens: int = 0
     """Number of the policy's tokens that are reasoning. 0 unless a rule of ``gdpo.shaping`` has ``thinking: false``."""
+    routing: np.ndarray | None = None
+    """int8 or int16 [prompt and completion tokens, MoE layers * experts per token]: the experts that the sampler chose,
+    or -1 if unknown (``Completion.routing``). None if they were not recorded."""
     reply: Reply | None = None
     """Text of a single turn, split into reasoning, content and tool calls. None if there was nothing to split."""
 

@@ -57,6 +57,9 @@ class Share:
     """int64 [sequences]: ``TrainSequence.shared`` (None if no tokens are shared)."""
     trajectories: np.ndarray | None = None
     """int64 [sequences]: ``TrainSequence.trajectory`` (None if each sequence belongs to a different trajectory)."""
+    routing: np.ndarray | None = None
+    """[tokens of all sequences, MoE layers * experts per token]: ``TrainSequence.routing`` (None if no sequence has
+    it)."""
 
     @classmethod
     def of(
@@ -105,6 +108,7 @@ class Share:
             pairs=pairs if pairs.any() else None,
             shared=None if shared is None else np.array([shared[i] for i in indices], np.int64),
             trajectories=np.array([s.trajectory for s in ordered]) if has_split_trajectory(ordered) else None,
+            routing=_routing(ordered),
         )
 
     @property
@@ -119,6 +123,9 @@ class Share:
         columns = {"sampler_logprobs": unknown, **self.columns}
         parts = {name: cut(values, self.completion_lengths) for name, values in columns.items()}
         advantages = cut(self.advantages, self.completion_lengths) if self.by_token else self.advantages.tolist()
+        routing: Sequence[np.ndarray | None] = [None] * len(self.weights)
+        if self.routing is not None:
+            routing = cut(self.routing, self.prompt_lengths + self.completion_lengths)
         tokens = zip(cut(self.prompt_ids, self.prompt_lengths), cut(self.completion_ids, self.completion_lengths))
         return [
             TrainSequence(
@@ -129,6 +136,7 @@ class Share:
                 pair=0 if self.pairs is None else int(self.pairs[i]),
                 shared=0 if self.shared is None else int(self.shared[i]),
                 trajectory=-1 if self.trajectories is None else int(self.trajectories[i]),
+                routing=routing[i],
                 **{name: part[i] for name, part in parts.items()},
             )
             for i, (prompt, completion) in enumerate(tokens)
@@ -211,6 +219,15 @@ def _column(sequences: Sequence[TrainSequence], name: str) -> np.ndarray | None:
         lengths = [len(s.completion_ids) for s in sequences]
         values = [np.full(n, default, dtype) if v is None else v for v, n in zip(values, lengths)]
     return _joined(values)
+
+
+def _routing(sequences: Sequence[TrainSequence]) -> np.ndarray | None:
+    """Concatenate ``TrainSequence.routing``. The rows of sequences without routing are unknown (-1)."""
+    known = next((s.routing for s in sequences if s.routing is not None), None)
+    if known is None:
+        return None
+    width = known.shape[1]
+    return _joined([np.full((len(s), width), -1, known.dtype) if s.routing is None else s.routing for s in sequences])
 
 
 def _joined(parts: Sequence[np.ndarray]) -> np.ndarray:

@@ -62,6 +62,7 @@ class Engine:
         on_cpu: True to run vLLM's CPU build.
         sleeps: True to let ``sleep`` release GPU memory. On a CPU, ``sleep`` never releases memory.
         targets: ``policy.lora.target_modules``. An update of LoRA adapters must contain these layers.
+        records_routing: True to return the experts that the model chose (``Completion.routing``).
         replies: arguments of ``ReplyParser`` after the tokenizer, to decode completions. None if the model folder does
             not contain the tokenizer of the run.
     """
@@ -76,10 +77,12 @@ class Engine:
         on_cpu: bool,
         sleeps: bool = False,
         targets: Sequence[str] = (),
+        records_routing: bool = False,
         replies: tuple[Any, ...] | None = None,
     ):
         self._max_model_len = max_model_len
-        self._pump = Pump(EngineOptions(model, config, dtype, max_model_len, seed, on_cpu, sleeps, targets))
+        options = EngineOptions(model, config, dtype, max_model_len, seed, on_cpu, sleeps, targets, records_routing)
+        self._pump = Pump(options)
         self._core = self._pump.core
         self._replies = None if replies is None else ReplyParser(load_tokenizer(None, model), *replies)
         self._request_numbers = itertools.count()

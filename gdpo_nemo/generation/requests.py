@@ -54,6 +54,13 @@ class Completion:
 
     A completion has several spans if the weights were updated while it was sampled.
     """
+    routing: np.ndarray | None = None
+    """Experts that the engine chose for each token of prompt and completion, in the layers with experts. Shape: int8 or
+    int16 [tokens, MoE layers * experts per token].
+
+    The value is -1 for tokens that the engine did not process, such as the last token of the completion. None if the
+    engine does not record its routing.
+    """
     text: str | None = None
     """Decoded text (``ReplyParser.text``), or empty if the engine has no tokenizer. None if the request did not ask for
     it."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
+from gdpo_nemo.generation.routing import RoutingRecorder, RoutingShape
 from gdpo_nemo.models.hf_folder import weight_names
 from gdpo_nemo.utils.progress import hidden, import_transformers, importing
 from gdpo_nemo.weights.adapters import modules_of, peft_name
@@ -50,6 +51,7 @@ class EngineOptions:
     on_cpu: bool
     sleeps: bool = False
     targets: Sequence[str] = field(default=())
+    records_routing: bool = False
 
 
 class Load(NamedTuple):
@@ -98,6 +100,12 @@ class VllmCore:
         """True if vLLM's scheduler runs in a separate process, which continues without calls of ``step``."""
         self._paused = False
         self._llm.init_weight_transfer_engine({"init_info": {}})
+        self._routing = RoutingShape(options.model) if options.records_routing else None
+        self._recorder: RoutingRecorder | None = None
+        if self._routing and options.on_cpu:
+            self._recorder = RoutingRecorder(self._engine.engine_core.engine_core, self._routing)
+        self._internal_names: dict[str, str] = {}
+        """vLLM's internal name of each request, if a recorder needs them."""
         self._weights = weight_names(options.model)
         self._targets = tuple(options.targets)
         self.version = -1
@@ -126,7 +134,11 @@ class VllmCore:
         if pause_first:
             self._pause()
         for name, prompt_ids, parameters in requests:
-            self._engine.add_request(name, tokens_input(prompt_ids, cache_salt=str(self._updates)), parameters)
+            internal = self._engine.add_request(
+                name, tokens_input(prompt_ids, cache_salt=str(self._updates)), parameters
+            )
+            if self._recorder:
+                self._internal_names[name] = internal
         if pause_first:
             self.release()
 
@@ -136,11 +148,27 @@ class VllmCore:
             state.detokenizer.num_output_tokens() for state in self._states() if state.external_req_id in names
         )
         self._engine.abort_request(list(names))
+        for name in names:
+            self._internal_names.pop(name, None)
         return int(sampled)
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the requests that finished in it. With a separate process, wait for its next step."""
-        return [output for output in self._engine.step() if output.finished]
+        finished = [output for output in self._engine.step() if output.finished]
+        if self._routing:
+            for output in finished:
+                self._add_routing(output, self._routing)
+        return finished
+
+    def _add_routing(self, output: RequestOutput, shape: RoutingShape) -> None:
+        """Set ``routed_experts`` of a finished request to ``Completion.routing``."""
+        sample = output.outputs[0]
+        tokens = len(output.prompt_token_ids) + len(sample.token_ids)
+        if self._recorder:
+            choices = self._recorder.choices(self._internal_names.pop(output.request_id), tokens - 1)
+        else:
+            choices = sample.routed_experts[: tokens - 1, shape.layers]
+        sample.routed_experts = shape.by_token(choices, tokens)
 
     def hold(self) -> list[RequestOutput]:
         """Pause between two steps. Return the finished requests that have not been reported yet."""
@@ -328,6 +356,7 @@ def _device_arguments(options: EngineOptions) -> dict[str, Any]:
             enable_sleep_mode=options.sleeps,
             # vLLM treats this option as a field of the model's config.json.
             hf_overrides={"head_dtype": config.head_dtype},
+            enable_return_routed_experts=options.records_routing,
         )
     if config.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
@@ -380,7 +409,8 @@ def completion_of(output: RequestOutput) -> Completion:
     sample = output.outputs[0]
     ids = np.array(sample.token_ids, np.int32)
     spans = tuple((int(span.version), span.end - span.start) for span in sample.weight_versions)
-    return Completion(ids, np.array(sample.logprobs.logprobs, np.float32), str(sample.finish_reason), spans)
+    logprobs = np.array(sample.logprobs.logprobs, np.float32)
+    return Completion(ids, logprobs, str(sample.finish_reason), spans, sample.routed_experts)
 
 
 def scores_of(output: RequestOutput) -> np.ndarray:

@@ -91,6 +91,8 @@ def make_micro_batch(
         arrays |= packing_arrays(rows.padded_lengths, *context, rectangles=False, shared=rows.shared)
     else:
         arrays |= attention.arrays(rows.padded_lengths, *context, shared=rows.shared)
+    if rows.routing is not None:
+        arrays["routing"] = rows.routing
     if with_fields:
         fields, trained = _field_arrays(sequences, rows)
         arrays |= {f"field.{name}": array for name, array in fields.items()}
@@ -100,6 +102,7 @@ def make_micro_batch(
     packing = packing_of(rows.padded_lengths, tensors)
     packing.block_mask = block_mask(tensors)
     packing.window_block_mask = block_mask(tensors, windowed=True)
+    packing.routing = tensors.get("routing")
     return MicroBatch(
         rows,
         tensors["tokens"][None],

@@ -48,6 +48,10 @@ class Packing(PackedSeqParams):
     """Mask for ``FlexAttention`` (``flex_attention.block_mask``), or None if another attention computes the pack."""
     window_block_mask: Any = None
     """Mask for ``FlexAttention`` in layers with a sliding window, or None if the model has no such layers."""
+    routing: torch.Tensor | None = None
+    """int16 [local tokens, MoE layers * experts per token]: experts that the sampler chose (``PackedRows.routing``)."""
+    counted: set[int] = field(default_factory=set)
+    """MoE layers that have compared their choice with the sampler's (``RouterReplay``)."""
 
 
 @dataclass

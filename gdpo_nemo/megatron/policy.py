@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Iterator, Sequence
@@ -20,6 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from gdpo_nemo.algorithms.loss_selection import Functions, Objective, loss_import_paths
 from gdpo_nemo.algorithms.policy_loss import objective_loss
 from gdpo_nemo.config.schema import PolicyConfig
+from gdpo_nemo.config.sections import replays_router
 from gdpo_nemo.data.packing import TrainSequence, pack_rows
 from gdpo_nemo.data.records import TokenValues, UpdateResult
 from gdpo_nemo.megatron.attention import PackedAttention
@@ -28,8 +30,10 @@ from gdpo_nemo.megatron.logprobs import EntropyUse
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters, start_adapters
 from gdpo_nemo.megatron.micro_batch import MicroBatch, MicroBatches, make_micro_batch
 from gdpo_nemo.megatron.model import BuiltModel, build, build_frozen
+from gdpo_nemo.megatron.model_config import layer_symbols
 from gdpo_nemo.megatron.optimizer import OptimizerOffload, Reference
 from gdpo_nemo.megatron.packing import local_positions
+from gdpo_nemo.megatron.router_replay import RouterReplay
 from gdpo_nemo.megatron.runtime import Runtime
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.user_code import load_functions
@@ -117,6 +121,7 @@ class Policy:
         if self.layout.optimizer.offload and runtime.device.type == "cuda":
             self._offload = OptimizerOffload(self.built.optimizer, self._parameters(), runtime.device)
         modules = (m for chunk in self.chunks for m in chunk.modules())
+        self._replay = RouterReplay(self.chunks if replays_router(config) else [], layer_symbols(self.built.hf_config))
         self._attention = next((m for m in modules if isinstance(m, PackedAttention)), None)
 
     # -- rank in the layout --------------------------------------------------------------------------------------
@@ -154,11 +159,13 @@ class Policy:
         settings: Objective,
     ) -> UpdateResult:
         """Run one optimizer update. Arguments and errors are those of ``backward``."""
+        self._replay.count(self.runtime.device)
         done = self.backward(sequences, micro_batches, settings)
         # Fetch the optimizer state first: computing the norm attaches each gradient to its main weight, and both must
         # be on the same device.
         with self._optimizer_prefetched():
             sums, maxima = self._reduce(done)
+            sums |= self._replay.counted()
             norm = self._gradient_norm()
             skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
             self.built.scheduler.tick(skipped)
@@ -318,6 +325,8 @@ class Policy:
             The values of this rank's tokens if ``reports`` is true, otherwise None. The shape is [tokens], or [tokens,
             columns] with additional columns.
         """
+        if reference:
+            sequences = [replace(sequence, routing=None) for sequence in sequences]
         with self._reference_weights() if reference else contextlib.nullcontext(), self._at_temperature(temperature):
             self._set_training(mode=False)
             self._set_entropy_use("value" if entropies else "none")
@@ -423,10 +432,8 @@ class Policy:
                 total_multiple=total_multiple,
                 positions=local_positions,
             )
-            device = self.runtime.device
-            return make_micro_batch(
-                rows, sequences, context, device, attention=self._attention, with_fields=with_fields
-            )
+            options: Any = dict(attention=self._attention, with_fields=with_fields)
+            return make_micro_batch(rows, sequences, context, self.runtime.device, **options)
 
         def step(iterator: MicroBatches, model):
             batch = next(iterator)
@@ -439,7 +446,7 @@ class Policy:
         iterators = [
             MicroBatches(partial(make, chunk.post_process and not forward_only), micro_batches) for chunk in self.chunks
         ]
-        done = self._forward_backward(
+        return self._forward_backward(
             forward_step_func=step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=wrapped if len(wrapped) > 1 else wrapped[0],
@@ -448,7 +455,6 @@ class Policy:
             micro_batch_size=1,
             forward_only=forward_only,
         )
-        return done
 
     # -- weights ------------------------------------------------------------------------------------------------
 

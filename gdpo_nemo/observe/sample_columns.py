@@ -47,6 +47,7 @@ SCHEMA = pa.schema(
         "terms": _NUMBERS,
         "trainer_logprobs": pa.list_(pa.float32()),
         "entropies": pa.list_(pa.float32()),
+        "routing": pa.list_(pa.int16()),
         "not_utf8": pa.string(),
     }
 )
@@ -64,6 +65,8 @@ SCHEMA = pa.schema(
 * ``reward_tokens`` (JSON, a list of [start, end) by component) lists the tokens that a component is about. It is set
   only if the verifier returned spans.
 * ``thinking_tokens`` is set only if a rule of ``gdpo.shaping`` has ``thinking: false``.
+* ``routing`` lists the experts that the sampler chose, by token of prompt and completion, layer and choice, or -1 if
+  unknown. It is set only with ``policy.router_replay: sampler``.
 * ``not_utf8`` is JSON with the original texts that contain an unpaired surrogate, by column. UTF-8 cannot encode
   surrogates, so the columns themselves contain question marks instead.
 """
@@ -81,6 +84,7 @@ LATER = (
     "reward_tokens",
     "thinking_tokens",
     "entropies",
+    "routing",
 )
 """Columns that Parquet files of older runs lack. Readers fill these columns with nulls."""
 _DEFAULTS |= dict.fromkeys(LATER)
@@ -144,6 +148,7 @@ def table_of(
         "terms": _maps(_term_rows(terms, count)),
         "trainer_logprobs": _lists(unknown if trainer_logprobs is None else trainer_logprobs, np.float32),
         "entropies": _lists(unknown if entropies is None else entropies, np.float32),
+        "routing": _lists([None if t.routing is None else t.routing.ravel() for t in samples], np.int16),
         "not_utf8": _not_utf8(texts, count),
     }
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
@@ -321,6 +326,7 @@ _FROM_JSON: dict[str, Callable[[Sequence[Any]], pa.Array]] = {
     "loss_mask": lambda rows: _lists(rows, np.bool_),
     "spans": _span_lists,
     "turn_advantages": lambda rows: _lists(rows, np.float64),
+    "routing": lambda rows: _lists(rows, np.int16),
 }
 """Functions that build a column from JSON values. Columns without a function use ``pa.array``."""
 
@@ -340,7 +346,8 @@ def _plain(record: dict[str, Any]) -> dict[str, Any]:
         if record.get(name):
             record[name] = json.loads(record[name])
     unset = [name for name in _DROPPED if record.get(name) is None]
-    for name in ("prompt_ids", "completion_ids", *TOKEN_FLOATS, "turn_tokens", "turn_advantages", "turn_parents"):
+    numbers = ("turn_tokens", "turn_advantages", "turn_parents", "routing")
+    for name in ("prompt_ids", "completion_ids", *TOKEN_FLOATS, *numbers):
         record[name] = _finite_list(record.get(name))
     for name in ("rewards", "terms"):
         record[name] = {key: _number(value) for key, value in (record[name] or {}).items()}

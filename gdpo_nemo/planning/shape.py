@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Mapping
 
 from gdpo_nemo.config.layout import Layout, Resolved, stage_layers
 from gdpo_nemo.config.schema import LoraConfig
+from gdpo_nemo.config.sections import replays_router
 from gdpo_nemo.data import prefixes
 from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.models.architectures import (
@@ -308,4 +310,14 @@ def recorded_bytes(resolved: Resolved, tokens: float) -> float:
     rollout = resolved.config.rollout
     optional_columns = (rollout.save_trainer_logprobs or rollout.save_entropies) + rollout.save_entropies
     count = groups_saved(resolved) * resolved.sequences_per_prompt
-    return _PER_FILE + count * (_PER_SAMPLE + tokens * (_PER_TOKEN + optional_columns * _PER_FLOAT)) if count else 0.0
+    per_token = _PER_TOKEN + optional_columns * _PER_FLOAT + _routing_bytes(resolved)
+    return _PER_FILE + count * (_PER_SAMPLE + tokens * per_token) if count else 0.0
+
+
+def _routing_bytes(resolved: Resolved) -> float:
+    """Return the compressed bytes of the sampler's experts per token, which are about evenly distributed."""
+    policy = resolved.config.policy
+    shape = shape_of(resolved.model, policy.model_name) if replays_router(policy) else None
+    if shape is None or not shape.experts:
+        return 0.0
+    return len(shape.moe_layers) * shape.active_experts * math.log2(shape.experts) / 8

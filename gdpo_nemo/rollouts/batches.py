@@ -87,6 +87,7 @@ def sampled(prompt: Prompt, sample: int, completion: Completion) -> Trajectory:
         text=completion.text or "",
         finish_reason=completion.finish_reason,
         spans=completion.spans,
+        routing=completion.routing,
     )
 
 
@@ -382,6 +383,10 @@ def _prompt(record: Mapping[str, Any]) -> Prompt:
     )
 
 
+def _routing(tokens: int, choices: Any) -> np.ndarray | None:
+    return None if choices is None else np.array(choices, np.int16).reshape(tokens, -1)
+
+
 def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple[int, int]]) -> Trajectory:
     ids = np.array(record["completion_ids"], np.int32)
     # The file contains None for environment tokens, because JSON does not support NaN. NumPy converts None back to NaN.
@@ -409,6 +414,7 @@ def _trajectory(prompt: Prompt, record: Mapping[str, Any], spans: Sequence[tuple
             for name, ranges in record.get("reward_tokens", {}).items()
         },
         spans=tuple(spans),
+        routing=_routing(len(prompt.token_ids) + len(ids), record.get("routing")),
     )
     if not len(ids) == len(logprobs) == len(ids if mask is None else mask):
         raise ValueError("ids, log-probs and mask differ in length")

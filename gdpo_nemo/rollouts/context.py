@@ -109,6 +109,12 @@ class Transcript:
         """True if the context of the next turn begins with the prompt."""
         self._length = 0
         """Number of tokens in ``_context``."""
+        self._rows: list[np.ndarray] = []
+        """For each array in ``_ids``, the indices of its tokens in the prompt and all tokens after it."""
+        self._context_rows: list[np.ndarray] = []
+        """Entries of ``_rows`` for the arrays in ``_context``."""
+        self._routing: list[tuple[np.ndarray, np.ndarray]] = []
+        """For each turn with ``Completion.routing``, the indices of its tokens, and the routing."""
         self._policy_tokens = 0
 
     def __len__(self) -> int:
@@ -168,6 +174,9 @@ class Transcript:
                 tokens += self._spans.pop()[1]
             self._spans.append((span_version, tokens))
         self._append(completion.token_ids, completion.logprobs, is_policy=True)
+        if completion.routing is not None:
+            prompt = [np.arange(len(self.prompt.token_ids))] if self._has_prompt else []
+            self._routing.append((np.concatenate([*prompt, *self._context_rows]), completion.routing))
         self._parents.append(self._follows)
         self._turn_ends.append(len(self._ids))
         self._follows = self.turns
@@ -196,6 +205,7 @@ class Transcript:
         self._drop_tokens_after_last_turn()
         self._follows = -1
         self._context = []
+        self._context_rows = []
         self._has_prompt = False
         self._length = 0
         self.append_env_tokens(token_ids)
@@ -216,17 +226,21 @@ class Transcript:
         starts = [0, *self._turn_ends]
         self._follows = turn
         self._context = [ids for k in path for ids in self._ids[starts[k] : starts[k + 1]]]
+        self._context_rows = [rows for k in path for rows in self._rows[starts[k] : starts[k + 1]]]
         self._has_prompt = path[0] == 0
         self._length = sum(map(len, self._context))
 
     def _drop_tokens_after_last_turn(self) -> None:
         end = self._turn_ends[-1] if self._turn_ends else 0
-        for pieces in (self._ids, self._logprobs, self._is_policy):
+        for pieces in (self._ids, self._logprobs, self._is_policy, self._rows):
             del pieces[end:]
 
     def _append(self, ids: Sequence[int] | np.ndarray, logprobs: np.ndarray, is_policy: bool) -> None:
+        start = len(self.prompt.token_ids) + sum(map(len, self._ids))
         self._ids.append(np.asarray(ids, np.int32))
         self._context.append(self._ids[-1])
+        self._rows.append(start + np.arange(len(ids)))
+        self._context_rows.append(self._rows[-1])
         self._logprobs.append(np.asarray(logprobs, np.float32))
         self._is_policy.append(is_policy)
         self._length += len(ids)
@@ -270,6 +284,17 @@ class Transcript:
             else:
                 self._turn_rewards[self.turns - 1][name] = total - math.fsum(values[:-1])
 
+    def _routing_of_tokens(self) -> np.ndarray | None:
+        """Return ``Trajectory.routing``. A token that several turns processed has the choice of the first of them."""
+        if not self._routing:
+            return None
+        first = self._routing[0][1]
+        routing = np.full((len(self.prompt.token_ids) + len(self.ids), first.shape[1]), -1, first.dtype)
+        for rows, choices in self._routing:
+            new = routing[rows, 0] < 0
+            routing[rows[new]] = choices[new]
+        return routing
+
     def _rewards_by_turn(self) -> tuple[dict[str, float | None], ...]:
         """Return the rewards of each turn. Return an empty tuple if ``add_rewards`` was never called."""
         if not self._turn_rewards:
@@ -302,6 +327,7 @@ class Transcript:
             turn_rewards=self._rewards_by_turn(),
             turn_parents=() if continues else tuple(self._parents),
             spans=self.spans,
+            routing=self._routing_of_tokens(),
             messages=tuple(self.messages) or None,
             thinking_tokens=sum(map(replies.thinking_tokens, written)) if replies.counts_thinking else 0,
         )

@@ -288,6 +288,7 @@ def _weighted(
                     weight=float(w),
                     old_logprobs=logprobs if from_sampler else None,
                     loss_mask=tokens.loss_mask,
+                    routing=tokens.routing,
                     trajectory=number,
                     indices=tokens.indices,
                 )

@@ -169,6 +169,10 @@ METRICS = {
         "share",
         "Trained tokens with negative advantage at the dual clip (loss_fn.ratio_clip_c), part of policy/clip_fraction",
     ),
+    "routing/differing": (
+        "share",
+        "Choices (of a token in an MoE layer) of which the trainer's would differ from the sampler's (router_replay)",
+    ),
     "parity/mean_abs": (
         "nats",
         "Mean |trainer log-prob - sampler log-prob| at equal weights, over the trained tokens",
@@ -337,6 +341,8 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
         for name, value in result.maxima.items():
             maxima[name] = max(value, maxima.get(name, value))
     tokens = max(sums.pop("tokens", 0.0), 1.0)
+    decisions = sums.pop("routing_decisions", 0.0)
+    differing = sums.pop("routing_differing", 0.0)
     row = {
         "loss": float(np.mean([r.loss for r in results])),
         "grad_norm": float(np.mean([r.grad_norm for r in results])),
@@ -354,6 +360,8 @@ def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str
         "clipped_dual": "policy/clip_dual",
         "ratio": "policy/ratio_mean",
     }
+    if decisions:
+        row["routing/differing"] = differing / decisions
     if "clipped_low" in sums:
         low = sums.pop("clipped_low")
         row["policy/clip_low"] = low / tokens

@@ -64,6 +64,8 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     def start_weight_update(self) -> None:
         """Prepare the model for loading weights."""
         initialize_layerwise_reload(self.model)
+        if self.device.type == "cpu":
+            _repack_experts(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Load the tensors of an update, or the model in the engine's folder with the update's adapters merged.
@@ -157,6 +159,18 @@ def _load_experts(layer: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> It
             yield parameter
     rest = [(f"{index}.{name}", tensor) for name, several in received.items() for index, tensor in several.items()]
     yield from type(layer).load_weights(layer, rest)
+
+
+def _repack_experts(model: torch.nn.Module) -> None:
+    """Make the reload pack new expert weights for vLLM's CPU kernels, as at the first load.
+
+    vLLM packs expert weights only while a layer has no kernel. A reload with a kernel would copy the unpacked weights
+    into the packed ones, or fail if packing has padded them.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and hasattr(method, "unquantized_backend"):
+            method.moe_kernel = None
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:

@@ -305,8 +305,15 @@ def test_experts_need_a_model_that_has_some(minimal, model):
     assert "has no experts" in refused(minimal, *experts)
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**content, **EXPERTS}))
-    with pytest.raises(ConfigError, match="vLLM on CPUs does not support weight updates of mixture-of-experts models"):
-        validate(load_config(minimal, experts))
+    validate(load_config(minimal, [*experts, "policy.router_replay=sampler"]))
+    validate(load_config(minimal, [*experts, "policy.router_replay=off"]))
+    engines = "policy.generation.vllm_cfg.tensor_parallel_size=2"
+    said = refused(minimal, *experts, "policy.router_replay=sampler", engines)
+    assert "sampler requires policy.generation.vllm_cfg.tensor_parallel_size=1 on CPUs, got 2" in said
+    (model / "config.json").write_text(json.dumps({**content, **EXPERTS, "hidden_size": 80, "head_dim": 32}))
+    assert "requires a hidden size that is a multiple of 32 for models with experts, got 80" in refused(
+        minimal, *experts
+    )
     validate(load_config(minimal, [*experts, "cluster.gpus_per_node=4"]))
 
 
@@ -435,6 +442,8 @@ FIRST, LAST = (f"{MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("fir
         ([STAGES], "or set num_layers_in_first_pipeline_stage"),
         ([f"{MEGATRON}.freeze_moe_router=true"], "freeze_moe_router: has no effect because the model in"),
         ([f"{MEGATRON}.moe_router_dtype=float64"], "moe_router_dtype: has no effect because the model in"),
+        (["policy.router_replay=sampler"], "policy.router_replay: has no effect because the model in"),
+        (["policy.router_replay=true"], "policy.router_replay: True is not a valid value (accepted: off, sampler)"),
     ],
 )
 def test_an_uneven_pipeline_has_to_hold_the_models_layers(minimal, model, overrides, expected):

@@ -36,6 +36,7 @@ def make_batch(shapes, old="own", by_token=lambda place: False) -> list[TrainSeq
                 weight=float(draw.random()),
                 old_logprobs={"own": draw.normal(size=completion).astype(np.float32), "sampler": sampled}.get(old),
                 loss_mask=draw.random(completion) < 0.5 if masked else None,
+                routing=draw.integers(0, 128, (prompt + completion, 6)).astype(np.int8) if masked else None,
             )
         )
         if by_token(len(batch) - 1):
@@ -60,6 +61,8 @@ def test_every_rank_gets_its_sequences_unchanged_and_in_order(shapes, ranks, old
                 mine, theirs = getattr(got, field.name), getattr(sent, field.name)
                 if field.name == "loss_mask" and theirs is None and mine is not None:
                     assert mine.all() and len(mine) == len(sent.completion_ids)
+                elif field.name == "routing" and theirs is None and mine is not None:
+                    assert (mine == -1).all() and mine.shape == (len(sent), 6)
                 else:
                     np.testing.assert_array_equal(mine, theirs)
 
@@ -124,7 +127,7 @@ def test_a_share_does_not_grow_by_objects_with_its_sequences():
     buffers: list[pickle.PickleBuffer] = []
     shares = [Share.of(make_batch([(3, 5, True)] * count), [list(range(count))]) for count in (2, 200)]
     small, large = (len(pickle.dumps(s, protocol=5, buffer_callback=buffers.append)) for s in shares)
-    assert large - small < 20 and len(buffers) == 2 * 9
+    assert large - small < 20 and len(buffers) == 2 * 10
 
 
 def test_log_probs_that_some_sequences_lack_end_the_run_in_a_sentence():

@@ -28,7 +28,7 @@ from launch import (
     train_here,
 )
 from safetensors.torch import load_file
-from starting_points import LR, TARGETS, gdpo, write_adapter
+from starting_points import LR, TARGETS, gdpo, write_adapter, write_mixture
 
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.commands.drill.faults import FAULTS, RANK, SUPERVISOR, Target
@@ -281,19 +281,21 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step
 
 @pytest.fixture(scope="module")
 def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, list[str]]:
-    """A run of two turns with KL to the starting model as a reward. Its checkpoints go to a file system of their own
-    with room for one of them (13 MB each): the launch, its status, stderr, and what the file system held in the
-    end."""
+    """A run of a mixture that uses its sampler's experts, of two turns, with KL to the starting model as a reward. Its
+    checkpoints go to a file system of their own with room for one of them (41 MB each): the launch, its status, stderr,
+    and what the file system held in the end."""
     scratch = tmp_path_factory.mktemp("small_disk")
+    write_mixture(scratch / "mixture", digit_model)
     folder = scratch / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    mount = f"mount -t tmpfs -o size=20m tmpfs {folder} && "
+    mount = f"mount -t tmpfs -o size=64m tmpfs {folder} && "
     listing = f"; status=$?; ls {folder} > {scratch}/kept; exit $status"
     launch = Launch(
         scratch / "run",
-        digit_model,
+        scratch / "mixture",
         *("--config", "configs/gdpo_turns_cpu.yaml"),
         "gdpo.kl_in_reward=0.1",
+        "policy.router_replay=sampler",
         "checkpointing.save_period=1",
         *QUICK,
         before=["unshare", "--mount", "sh", "-c", mount + '"$@"' + listing, "sh"],
@@ -315,6 +317,7 @@ def test_two_turns_are_trained_and_sampler_and_trainer_agree(on_a_small_disk):
     steps = [row for row in rows(run_dir) if "loss" in row]
     assert len(steps) == 2 and all(row["parity/max_abs"] < 1e-4 for row in steps)
     assert all(row["rollout/turns"] == 2.0 and row["rollout/not_contiguous"] == 0.0 for row in steps)
+    assert all(row["routing/differing"] < 0.01 and row["parity/probe_own_experts"] < 1e-4 for row in steps)
     assert len({row["grad_norm"] for row in steps}) == 2 and steps[0]["reward/first/std"] > 0
     assert any("validation/second" in row for row in rows(run_dir))
     for row in steps:
@@ -323,15 +326,20 @@ def test_two_turns_are_trained_and_sampler_and_trainer_agree(on_a_small_disk):
         for s in samples:
             assert len(s["loss_mask"]) == len(s["completion_ids"]) == len(s["logprobs"])
             assert [value is None for value in s["logprobs"]] == [not written for written in s["loss_mask"]]
+            assert [c < 0 for c in s["routing"]] == [False] * (len(s["routing"]) - 8) + [
+                True
+            ] * 8  # 4 layers, 2 experts
             assert s["loss_mask"].count(0) == 2 and s["turns"] == 2  # the hint: a digit (or +) and =
 
 
-def test_kl_to_the_starting_model_can_be_part_of_the_reward(on_a_small_disk, digit_model):
+def test_kl_to_the_starting_model_can_be_part_of_the_reward(on_a_small_disk):
     launch = on_a_small_disk[0]
     first, second = [row for row in rows(launch.run_dir) if "loss" in row]
     # Before any update sampler and reference are one model: what is left of the log-ratio is rounding.
     assert abs(first["rollout/reference_kl"]) < 1e-4
-    assert second["rollout/reference_kl"] == pytest.approx(_log_ratio(launch.run_dir, 2, digit_model), abs=1e-4)
+    assert second["rollout/reference_kl"] == pytest.approx(
+        _log_ratio(launch.run_dir, 2, launch.run_dir.parent / "mixture"), abs=1e-4
+    )
     assert abs(second["rollout/reference_kl"]) > 1e-3
 
 

@@ -121,6 +121,7 @@ VALUES = {
         "loss_fn.off_policy.level": "geometric",
         "loss_fn.off_policy.ratio_max": 1.002,
         "loss_fn.off_policy.ratio_min": 0.999,
+        "policy.router_replay": "sampler",
         f"{M}.freeze_moe_router": True,
         f"{M}.moe_router_dtype": "fp64",
         f"{M}.sequence_parallel": True,

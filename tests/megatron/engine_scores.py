@@ -8,9 +8,11 @@ which takes longer than the rest.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import traceback
+from pathlib import Path
 
 import numpy as np
 
@@ -25,17 +27,26 @@ def score(out: str, folder: str, newer: str) -> None:
     """Score with an engine in both states."""
     from gdpo_nemo.config.schema import VllmConfig
     from gdpo_nemo.generation.engine import Engine
+    from gdpo_nemo.generation.requests import SampleRequest, Sampling
     from gdpo_nemo.models.hf_folder import open_weights, weight_names
     from gdpo_nemo.weights.manifest import pack
     from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
-    engine = Engine(folder, VllmConfig(kv_cache_memory_bytes=64 << 20), "float32", 64, 0, on_cpu=True)
+    config = json.loads(Path(folder, "config.json").read_text())
+    options = dict(on_cpu=True, records_routing="num_experts_per_tok" in config)
+    engine = Engine(folder, VllmConfig(kv_cache_memory_bytes=64 << 20), "float32", 64, 0, **options)
     before = np.concatenate(engine.score(sequences()))
     np.savez(out, before=before)
     read = open_weights(newer)
     manifest, buffer = pack(((name, read(name)) for name in weight_names(newer)), 1)
     engine.update_weights(manifest, MemoryReceiver(), buffer)
-    np.savez(out, before=before, after=np.concatenate(engine.score(sequences())))
+    found = dict(before=before, after=np.concatenate(engine.score(sequences())))
+    prompt = np.tile(sequences()[1], 2)  # of one block of the KV cache and more, which the second request finds there
+    for number in range(2):
+        (sampled,) = engine.generate([SampleRequest(prompt, number)], Sampling(1.0, 1.0, -1, 4)).completions
+        if sampled.routing is not None:
+            found |= {f"ids{number}": np.concatenate([prompt, sampled.token_ids]), f"routing{number}": sampled.routing}
+    np.savez(out, **found)
 
 
 def fork(out: str, folder: str, newer: str, errors: str) -> int:

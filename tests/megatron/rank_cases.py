@@ -38,6 +38,7 @@ def build_policy(
     scheduler=None,
     scores=False,
     share_prompts=False,
+    router_replay=False,
 ):
     """A Policy on this rank; ``optimizer`` and ``scheduler`` hold fields of the sections that differ from the
     layout's."""
@@ -58,6 +59,7 @@ def build_policy(
         lora=lora or LoraConfig(),
         generation=GenerationConfig(temperature=temperature),
         share_prompts=share_prompts,
+        router_replay=router_replay,
     )
     return Policy(config, folder, place.runtime, updates, keep_reference=keep_reference, scores=scores)
 

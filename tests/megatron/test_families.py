@@ -234,9 +234,13 @@ def test_what_the_conversion_would_drop_is_refused(trait):
         family_of(LlamaConfig(**trait))
 
 
-def test_the_head_sizes_that_are_promised_are_those_of_the_installed_engine():
+def test_the_sizes_that_are_promised_are_those_of_the_installed_engine():
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
+    from gdpo_nemo.config.model_checks import CPU_EXPERT_MULTIPLE
     from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
+
+    assert CPU_EXPERT_MULTIPLE == CPUUnquantizedExperts.output_alignment
 
     assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()

@@ -55,6 +55,8 @@ def trajectories(draw, prompt: Prompt, sample: int) -> Trajectory:
         extra=draw(st.dictionaries(texts, texts, max_size=2)),
     )
     made.spans = ((3, 1), (4, count)) if draw(st.booleans()) else ()
+    tokens = len(prompt.token_ids) + count
+    made.routing = np.arange(-1, 4 * tokens - 1, dtype=np.int8).reshape(tokens, 4) if draw(st.booleans()) else None
     return made
 
 
@@ -98,6 +100,7 @@ def test_every_field_of_a_sample_reads_back_bit_for_bit(tmp_path_factory, monkey
         assert (record["completion"], record["detail"], record.get("extra", {})) == (t.text, t.detail, t.extra)
         assert record["completion_ids"] == t.completion_ids.tolist()
         assert record["prompt_ids"] == t.prompt.token_ids.tolist()
+        assert record.get("routing") == (None if t.routing is None else t.routing.ravel().tolist())
         assert record["loss_mask"] == (None if t.loss_mask is None else t.loss_mask.astype(int).tolist())
         assert (record["policy_version"], record["turns"], record["outcome"]) == (t.policy_version, t.turns, t.outcome)
         assert (record["position"], record["spans"]) == (group.position, [list(span) for span in t.spans])

@@ -44,6 +44,20 @@ def test_a_steps_file_has_the_announced_bytes_within_a_third(tmp_path, tokens, e
     assert recorded_bytes(resolve(config), tokens) == pytest.approx(path.stat().st_size, rel=0.33)
 
 
+def test_a_steps_file_with_the_samplers_experts_has_the_announced_bytes_within_a_third(tmp_path):
+    """Qwen3-30B-A3B has 48 layers, in which 8 of 128 experts process a token."""
+    groups = batch(2, 2, 400)
+    random = np.random.default_rng(1)
+    for t in (t for group in groups for t in group.trajectories):
+        t.routing = random.integers(0, 128, (60 + 400, 48 * 8)).astype(np.int8)
+    path = write_rollouts(tmp_path, 1, groups)
+    sizes = ["gdpo.num_prompts_per_step=2", "gdpo.num_generations_per_prompt=2"]
+    model = ["policy.model_name=Qwen/Qwen3-30B-A3B", "policy.model_factory=null"]
+    announced = recorded_bytes(resolve(load_config(None, [*sizes, *model, "policy.router_replay=sampler"])), 400)
+    assert announced == pytest.approx(path.stat().st_size, rel=0.33)
+    assert announced > 20 * recorded_bytes(resolve(load_config(None, [*sizes, *model])), 400)
+
+
 def test_the_dry_run_says_how_many_samples_are_written_and_their_bytes_at_most():
     def said(*overrides: str) -> str | None:
         limits = [

@@ -46,10 +46,17 @@ def config(*overrides: str):
     return load_config(DEMO, ["gdpo.rewards={a: 1}", "gdpo.num_generations_per_prompt=2", *overrides])
 
 
-def completion(draw: np.random.Generator, version: int) -> Completion:
+def completion(draw: np.random.Generator, version: int, before: np.ndarray) -> Completion:
     ids = draw.integers(0, VOCABULARY, draw.integers(1, 5)).astype(np.int32)
     logprobs = draw.normal(-2.4, 0.2, len(ids)).clip(max=-0.1).astype(np.float32)
-    return Completion(ids, logprobs, "stop", ((version, len(ids)),))
+    routing = chosen(np.concatenate([before, ids]))
+    routing[-1] = -1
+    return Completion(ids, logprobs, "stop", ((version, len(ids)),), routing)
+
+
+def chosen(ids: np.ndarray) -> np.ndarray:
+    """int8 [tokens, 2]: experts that depend on a token and all before it."""
+    return np.stack([np.cumsum(ids) % 7, np.cumsum(ids * np.arange(1, len(ids) + 1)) % 5], 1).astype(np.int8)
 
 
 def played(seed: int, moves: list[str | int], sample: int = 0) -> Trajectory:
@@ -62,7 +69,7 @@ def played(seed: int, moves: list[str | int], sample: int = 0) -> Trajectory:
     t = Transcript(Prompt("p", np.arange(3, dtype=np.int32), "", "digit_turns"), sample)
     draw = np.random.default_rng([seed, sample])
     seen = [t.token_ids.tolist()]
-    t.append_policy_tokens(completion(draw, 0))
+    t.append_policy_tokens(completion(draw, 0, t.token_ids))
     for version, move in enumerate(moves, 1):
         heard = draw.integers(0, VOCABULARY, draw.integers(1, 4))
         if move == "cut":
@@ -75,7 +82,7 @@ def played(seed: int, moves: list[str | int], sample: int = 0) -> Trajectory:
                 t.return_to(move)
             t.append_env_tokens(heard)
         seen.append(t.token_ids.tolist())
-        t.append_policy_tokens(completion(draw, version))
+        t.append_policy_tokens(completion(draw, version, t.token_ids))
     t.rewards = {"a": float(draw.normal())}
     made = t.trajectory(TALK)
     made.extra["seen"] = seen
@@ -96,6 +103,8 @@ def trained_tokens(trajectories, update) -> dict[tuple[int, int], tuple]:
             before = np.concatenate([s.prompt_ids, s.completion_ids[:offset]]).tolist()
             turn = int(np.searchsorted(np.cumsum(t.turn_tokens), key[1], "right"))
             written = t.where_written(t.completion_ids)[sum(t.turn_tokens[:turn]) : key[1]]
+            if s.routing is not None:
+                assert np.array_equal(s.routing[: len(before)], chosen(np.array(before))), "other experts were chosen"
             assert "seen" not in t.extra or before == [*t.extra["seen"][turn], *written], "the sampler saw other tokens"
             values = (s.sampler_logprobs, s.old_logprobs, s.token_advantages(), s.staleness)
             found[key] = before, s.completion_ids[offset], s.weight, *(float(column[offset]) for column in values)
@@ -400,7 +409,7 @@ def test_algorithms_that_score_tokens_do_not_depend_on_where_the_history_was_cut
 def test_recorded_contexts_are_read_back_for_replay_and_parity(tmp_path):
     trajectories = [played(1, ["new", "on", 0]), played(2, ["on"], 1)]
     other = replace(trajectories[1].prompt, token_ids=np.arange(4, dtype=np.int32))
-    trajectories[1] = replace(trajectories[1], prompt=other, extra={})
+    trajectories[1] = replace(trajectories[1], prompt=other, extra={}, routing=None)
     groups = [Group(trajectories[0].prompt, trajectories, position=0)]
     path = write_rollouts(tmp_path, 1, groups, np.array([0.5, -0.5]))
     records = read_rollouts(path)

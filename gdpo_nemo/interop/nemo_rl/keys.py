@@ -290,7 +290,8 @@ POLICY = [
     ("policy.dtensor_cfg.automodel_kwargs.force_hf", idle("selects the model implementation")),
     *((pattern, _of_dtensor(act)) for pattern, act in variable_rules("policy.dtensor_cfg")),
     ("policy.dtensor_cfg.*", idle("configures DTensor sharding and computation")),
-    ("policy.router_replay.*", _of_mixture(missing("replaying the sampler's routing is not supported"))),
+    ("policy.router_replay.enabled", _of_mixture(to("policy.router_replay", lambda on: "sampler" if on else False))),
+    ("policy.router_replay.*", _of_mixture(missing("only router_replay.enabled is supported"))),
     ("policy.draft*", idle(
         "a draft model only speeds up sampling; it does not change what the policy samples and learns")),
     ("policy.quant_cfg", missing("quantization-aware training is not supported")),
