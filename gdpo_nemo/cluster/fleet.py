@@ -235,12 +235,13 @@ class EngineFleet:
         self._change.set()
         self._change = asyncio.Event()
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until ``holds``, which checks the clients, returns true. Raises RunError if sampling has failed."""
-        while not holds():
+    async def until(self, holds: Callable[[], Result | None]) -> Result:
+        """Wait for a true result of ``holds``, which checks the clients. Raises RunError if sampling has failed."""
+        while not (result := holds()):
             if self.failure is not None:
                 raise self.failure
             await self._change.wait()
+        return result
 
     def least_loaded(self) -> int:
         """Return the number of the engine with the fewest requests. Engines that can sample precede starting engines.
@@ -259,9 +260,7 @@ class EngineFleet:
 
         Call ``EngineClient.keep_promise`` for each sample that is submitted or cancelled. Return the engine number.
         """
-        await self.until(lambda: EngineClient.freest(self.clients, version) is not None)
-        client = EngineClient.freest(self.clients, version)
-        assert client is not None
+        client = await self.until(lambda: EngineClient.freest(self.clients, version))
         client.promised += samples
         return client.index
 

@@ -177,7 +177,7 @@ ROLLOUTS = (
     mutant(
         "cluster/host_link.py",
         'WorkerDied(f"engine {index}: {error}") if isinstance(error, WorkerDied) else error',
-        "error",
+        "RunError(str(error))",
         "rollouts/test_rollout_hosts.py::test_engines_of_a_dead_host_are_replaced_and_their_groups_sampled_again",
         "the engines of a dead host are replaced",
     ),

@@ -151,7 +151,7 @@ def test_hosts_make_the_groups_that_the_driver_makes(world_of, ahead):
     assert world.submitted() and len(world.hosts) == 2
     if not ahead:  # the requests of an engine's groups are one batch, in order
         assert world.submitted() == alone.submitted()
-    eventually(lambda: all(client.load == client.promised == 0 for client in world.fleet.clients))
+    eventually(lambda: all(client.load == client.promised == 0 for client in world.fleet.clients), 30)
     assert not any(client._cohort for client in world.fleet.clients)
 
 
