@@ -17,18 +17,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import os
-import signal
-import socket
 import uuid
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Callable, Protocol, Sequence
 
-from gdpo_nemo.cluster.session import WorkerDied, answer, answered, ray
-from gdpo_nemo.generation.requests import Completion, EngineReport, SampleRequest, Sampling
+from gdpo_nemo.cluster import host_link
+from gdpo_nemo.cluster.host_link import HostLink, kill_process
+from gdpo_nemo.cluster.session import WorkerDied, answer, ray
+from gdpo_nemo.generation.requests import Completion, EngineReport, EngineRequest, Sampling
 from gdpo_nemo.utils.errors import GdpoError, RunError
 from gdpo_nemo.utils.waits import Patience, WaitExpired, running, waiting
+from gdpo_nemo.weights.manifest import PeerLost
 
 START_S = 900.0
 """Time limit for an engine to start, in which vLLM loads the model, profiles memory and captures graphs."""
@@ -95,9 +95,9 @@ class PendingRequest:
     """Request whose completion has not arrived."""
 
     name: str
-    request: SampleRequest
+    request: EngineRequest
     sampling: Sampling
-    answer: asyncio.Future[Completion]
+    answer: asyncio.Future[Any]
     client: EngineClient = field(repr=False)
     """Client of the engine that samples the request. The client may change if the engine dies."""
 
@@ -117,7 +117,8 @@ class PendingRequest:
         except asyncio.CancelledError:
             self.client.abort(self)
             raise
-        return self.answer.result()
+        completion: Completion = self.answer.result()
+        return completion
 
 
 class ClientOwner(Protocol):
@@ -157,6 +158,7 @@ class EngineClient:
         timeout_s: time limit for the next completion in seconds.
         owner: fleet of the client.
         engines: number of engines in the fleet.
+        host: link to the rollout host through which the engine samples groups, or None to sample without a host.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class EngineClient:
         timeout_s: float,
         owner: ClientOwner,
         engines: int = 1,
+        host: HostLink | None = None,
     ):
         self.index = index
         self.slots = slots
@@ -180,17 +183,22 @@ class EngineClient:
         """Latest report of the engine."""
         self._busy_s = 0.0
         self.pending: dict[str, PendingRequest] = {}
+        self._samples = 0
+        """Number of samples of the pending requests."""
         self.promised = 0
         """Number of samples that have a reserved slot but are not submitted yet."""
         self._cohort: list[PendingRequest] = []
-        """All requests since the engine was last idle, including finished requests."""
+        """All requests of an exact run since the engine was last idle, including finished requests."""
         self._outbox: list[PendingRequest] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._start = start
         self._timeout_s = timeout_s
         self._poll_s = min(max(POLL_S, _POLL_S_PER_ENGINE * engines), _LONGEST_POLL_S)
         """Maximum duration of a poll if there is nothing to report."""
+        if host is not None:
+            self._poll_s = 2 * host_link.POLL_S
         self._owner = owner
+        self._host = host
         self._state = EngineState.STARTING
         self._needed = asyncio.Event()
         """Event that makes a replacement load the newest weights: the first request or a weight update."""
@@ -220,6 +228,15 @@ class EngineClient:
         current = self._state is EngineState.READY and self.version >= version
         return current and self.load < self.slots and not self._full
 
+    @staticmethod
+    def freest(clients: Sequence[EngineClient], version: int) -> EngineClient | None:
+        """Return the first client with the lowest load of all clients that have room (``has_room``), or None."""
+        found: EngineClient | None = None
+        for client in clients:  # with many engines, this loop is a large part of the driver's work
+            if (found is None or client.load < found.load) and client.has_room(version):
+                found = client
+        return found
+
     @property
     def _full(self) -> bool:
         return self.report.kv_used > FULL_KV and self.report.waiting > 0
@@ -227,11 +244,11 @@ class EngineClient:
     @property
     def load(self) -> int:
         """Number of requests that the engine still samples, and of reserved slots."""
-        return max(0, len(self.pending) - self.report.kept) + self.promised
+        return max(0, self._samples - self.report.kept) + self.promised
 
-    def keep_promise(self) -> None:
-        """Release a reserved slot, because its sample was submitted or cancelled."""
-        self.promised -= 1
+    def keep_promise(self, samples: int = 1) -> None:
+        """Release reserved slots, because their samples were submitted or cancelled."""
+        self.promised -= samples
         self._owner.changed()
 
     def busy_since(self) -> float:
@@ -240,7 +257,7 @@ class EngineClient:
         self._busy_s = self.report.busy_s
         return max(0.0, self._busy_s - before)  # negative after a replacement, whose time starts at 0
 
-    def submit(self, request: SampleRequest, sampling: Sampling) -> PendingRequest:
+    def submit(self, request: EngineRequest, sampling: Sampling) -> PendingRequest:
         """Send a request to the engine. Requests of one event-loop iteration are sent together, in order."""
         pending = PendingRequest(
             f"{_PROCESS}/{next(_numbers)}", request, sampling, asyncio.get_running_loop().create_future(), self
@@ -255,12 +272,20 @@ class EngineClient:
             self._progress = running.now()
             self._begin_wait()
         self.pending[pending.name] = pending
-        self._cohort.append(pending)
+        self._samples += pending.request.samples
+        if self._owner.exact:  # other runs never read the cohort, and their engines may never be idle
+            self._cohort.append(pending)
         self._needed.set()
         if self.can_sample:
             if not self._outbox:
                 asyncio.get_running_loop().call_soon(self._flush)
             self._outbox.append(pending)
+
+    def _pop(self, name: str) -> PendingRequest | None:
+        pending = self.pending.pop(name, None)
+        if pending is not None:
+            self._samples -= pending.request.samples
+        return pending
 
     async def drawn(self, pending: PendingRequest) -> list[int]:
         """Return the tokens that an unfinished request has sampled so far. Raises WorkerDied if the engine died."""
@@ -269,10 +294,10 @@ class EngineClient:
 
     def abort(self, pending: PendingRequest) -> None:
         """Drop a request that is no longer needed."""
-        if self.pending.pop(pending.name, None) is None:
+        if self._pop(pending.name) is None:
             return
         if self.can_sample:
-            self.actor.abort.remote([pending.name])
+            self._call("abort", [pending.name])
         self._reset_if_idle()
         self._owner.changed()
 
@@ -280,6 +305,7 @@ class EngineClient:
         """Remove and return all unanswered requests."""
         taken = list(self.pending.values())
         self.pending.clear()
+        self._samples = 0
         self._outbox.clear()
         self._reset_if_idle()
         return taken
@@ -320,6 +346,8 @@ class EngineClient:
             # transports would have to gather the policy's weights again.
             await self._needed.wait()
         await self._owner.deliver(self)
+        if self._host is not None:
+            await self._host.attach(self.index, self.actor, START_S)
         self.enter(EngineState.READY)
         self._progress = running.now()
         # In an exact run, repeat finished requests as well, because the engine must batch the same requests together.
@@ -346,15 +374,23 @@ class EngineClient:
                 if self._state is EngineState.STARTING and running.now() > deadline:
                     raise
 
+    def _call(self, method: str, argument: Any) -> Any:
+        """Call a method for sampling, of the rollout host if there is one."""
+        if self._host is not None:
+            return getattr(self._host, method)(self.index, argument)
+        return getattr(self.actor, method).remote(argument)
+
     async def _poll(self) -> EngineReport:
         if not self.pending:
             self._progress = running.now()
         start = running.now()
         remaining = max(0.0, self._progress + self._timeout_s - start)
         limit = self._answering.limit_s
-        polled = self.actor.poll.remote(min(self._poll_s, remaining))
+        polled = self._call("poll", min(self._poll_s, remaining))
         try:
-            report: EngineReport = await answer(polled, f"engine {self.index}", min(remaining + self._poll_s, limit))
+            report: EngineReport = await answer(
+                polled, f"engine {self.index}", min(remaining + self._poll_s, limit), self._poll_s
+            )
         except WaitExpired:
             if limit >= remaining + self._poll_s:
                 raise
@@ -371,9 +407,12 @@ class EngineClient:
         ended = bool(report.finished) or report.kept > self.report.kept
         self.report = report
         for finished in report.finished:
-            pending = self.pending.pop(finished.name, None)
+            pending = self._pop(finished.name)
             if pending is not None and not pending.answer.done():
-                pending.answer.set_result(finished.completion)
+                if isinstance(finished.completion, GdpoError):
+                    pending.answer.set_exception(finished.completion)
+                else:
+                    pending.answer.set_result(finished.completion)
         if ended:  # only a completion proves that the engine can sample
             self.deaths = 0
             self._progress = running.now()
@@ -402,7 +441,7 @@ class EngineClient:
     def _send(self, requests: list[PendingRequest]) -> None:
         by_name = {pending.name: (pending.request, pending.sampling) for pending in requests}
         # Call the actor now: in the next loop iteration, the actor may be a replacement without the newest weights.
-        submitted = self.actor.submit.remote(by_name)
+        submitted = self._call("submit", by_name)
         task = asyncio.get_running_loop().create_task(self._wait_for_submit(submitted, self.actor, requests))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -416,17 +455,16 @@ class EngineClient:
             if self.actor is not actor:
                 return  # the replacement has received these requests
             for pending in requests:
-                if self.pending.pop(pending.name, None) is not None and not pending.answer.done():
+                if self._pop(pending.name) is not None and not pending.answer.done():
                     pending.answer.set_exception(error)
             self._reset_if_idle()
             self._owner.changed()
 
     def _kill_unresponsive(self) -> None:
-        """Kill the engine's process if it runs on this host. A stopped process ignores Ray's request to exit."""
-        host, process = answered({self.index: self.location}).get(self.index, ("", 0))
-        if host == socket.gethostname():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        """Kill the engine's process and its rollout host, which would otherwise have reported a silent engine."""
+        if self._host is not None:
+            self._host.kill()
+        kill_process(self.location)
 
     async def _replace(self, error: WorkerDied) -> bool:
         """Replace a dead engine. Return False if it has died too often and is not replaced."""
@@ -451,3 +489,10 @@ class EngineClient:
         self.actor = self._start(self.index)
         self.location = self.actor.process_location.remote()
         return True
+
+
+def died(result: Any) -> bool:
+    """Return whether a call failed because its engine died. Raise any other error except ``PeerLost``."""
+    if isinstance(result, BaseException) and not isinstance(result, (WorkerDied, PeerLost)):
+        raise result
+    return isinstance(result, WorkerDied)

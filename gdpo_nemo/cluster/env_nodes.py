@@ -27,8 +27,8 @@ from gdpo_nemo.config.placement import SHARED, place_workers
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
-from gdpo_nemo.environments.execution.pool import is_remote
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
+from gdpo_nemo.environments.registry import is_remote
 from gdpo_nemo.utils.errors import ConfigError, InfrastructureFailed, RunError
 from gdpo_nemo.utils.waits import WaitExpired
 

@@ -32,11 +32,12 @@ from typing import Any, Callable, Coroutine, Iterator, Sequence, TypeVar
 import numpy as np
 
 from gdpo_nemo.cluster.engine_actor import start_engine
-from gdpo_nemo.cluster.engine_client import REPLACEMENTS, START_S, EngineClient, EngineState, PendingRequest
+from gdpo_nemo.cluster.engine_client import REPLACEMENTS, START_S, EngineClient, EngineState, PendingRequest, died
+from gdpo_nemo.cluster.host_link import HostLinks
 from gdpo_nemo.cluster.reservation import Placement, place_on_this_machine
 from gdpo_nemo.cluster.session import WorkerDied, answer, answered, gather, ray
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.generation.requests import Completion, CompletionBatch, SampleRequest, Sampling
+from gdpo_nemo.generation.requests import Completion, CompletionBatch, EngineRequest, SampleRequest, Sampling
 from gdpo_nemo.utils.errors import START_AGAIN, GdpoError, InfrastructureFailed, RunError
 from gdpo_nemo.utils.progress import phase
 from gdpo_nemo.utils.waits import waiting
@@ -67,10 +68,16 @@ class EngineFleet:
     Args:
         folder: Hugging Face folder of the model.
         devices: GPU of each policy rank, as in CUDA_VISIBLE_DEVICES, if engines share them (``Places.shared``).
+        start_host: function that starts the rollout host of a node. None: the driver samples and verifies groups.
     """
 
     def __init__(
-        self, config: Config, folder: str, placement: Placement | None = None, devices: Sequence[str] | None = None
+        self,
+        config: Config,
+        folder: str,
+        placement: Placement | None = None,
+        devices: Sequence[str] | None = None,
+        start_host: Callable[[int], Any] | None = None,
     ):
         self._placement = placement or place_on_this_machine(config)
         self._timeout_s = config.rollout.generation_timeout_s
@@ -94,9 +101,9 @@ class EngineFleet:
         self._change = asyncio.Event()
         self._start_actor = partial(start_engine, config, folder, self._placement, devices or ())
         generation = config.policy.generation
-        slots = generation.vllm_cfg.max_num_seqs
-        arguments = self._start, slots, self._timeout_s, self, generation.engines
-        self.clients = [EngineClient(n, *arguments) for n in range(generation.engines)]
+        arguments = self._start, generation.vllm_cfg.max_num_seqs, self._timeout_s, self, generation.engines
+        self.hosts = HostLinks(self._placement.places.engines, start_host)
+        self.clients = [EngineClient(n, *arguments, self.hosts.of(n)) for n in range(generation.engines)]
         self._serving = self.spawn(self._serve())
 
     def _start(self, index: int) -> Any:
@@ -170,14 +177,12 @@ class EngineFleet:
 
     def take_spans(self) -> list[tuple[str, str, float, float]]:
         """Return the weight updates since the last call as (client, name, start, end), in seconds since the epoch."""
-        taken = self._spans
-        self._spans = []
+        taken, self._spans = self._spans, []
         return taken
 
     def take_events(self) -> list[str]:
         """Return the engine events since the last call, one sentence per event."""
-        taken = self._events
-        self._events = []
+        taken, self._events = self._events, []
         return taken
 
     def all_ready(self) -> bool:
@@ -198,6 +203,7 @@ class EngineFleet:
         self._thread.join()
         for client in self.clients:
             ray.kill(client.actor)
+        self.hosts.close()
 
     async def _end(self) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
@@ -229,12 +235,13 @@ class EngineFleet:
         self._change.set()
         self._change = asyncio.Event()
 
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait until ``holds``, which checks the clients, returns true. Raises RunError if sampling has failed."""
-        while not holds():
+    async def until(self, holds: Callable[[], Result | None]) -> Result:
+        """Wait for a true result of ``holds``, which checks the clients. Raises RunError if sampling has failed."""
+        while not (result := holds()):
             if self.failure is not None:
                 raise self.failure
             await self._change.wait()
+        return result
 
     def least_loaded(self) -> int:
         """Return the number of the engine with the fewest requests. Engines that can sample precede starting engines.
@@ -253,9 +260,7 @@ class EngineFleet:
 
         Call ``EngineClient.keep_promise`` for each sample that is submitted or cancelled. Return the engine number.
         """
-        await self.until(lambda: any(client.has_room(version) for client in self.clients))
-        free = [client for client in self.clients if client.has_room(version)]
-        client = min(free, key=lambda client: client.load)  # the first of equal ones
+        client = await self.until(lambda: EngineClient.freest(self.clients, version))
         client.promised += samples
         return client.index
 
@@ -279,7 +284,7 @@ class EngineFleet:
             "engines/replaced": float(sum(client.replaced for client in self.clients)),
         }
 
-    def submit(self, request: SampleRequest, sampling: Sampling, engine: int | None = None) -> PendingRequest:
+    def submit(self, request: EngineRequest, sampling: Sampling, engine: int | None = None) -> PendingRequest:
         """Send a request to an engine. Requests of one event-loop iteration are sent together, in order.
 
         Args:
@@ -290,7 +295,7 @@ class EngineFleet:
         """
         return self._client(engine).submit(request, sampling)
 
-    async def answer_of(self, pending: PendingRequest) -> tuple[Completion, int]:
+    async def answer_of(self, pending: PendingRequest) -> tuple[Any, int]:
         """Return a request's completion and the number of its engine. Cancelling this coroutine drops the request."""
         try:
             return await pending.answer, pending.client.index
@@ -410,7 +415,7 @@ class EngineFleet:
         answers = await self._answers(clients, refs, "updating the engines' weights")
         # An engine may have died after its answer, while another engine was draining. Replacements have no model yet.
         results = zip(clients, actors, answers)
-        return [client for client, actor, result in results if not _died(result) and client.actor is actor]
+        return [client for client, actor, result in results if not died(result) and client.actor is actor]
 
     async def _send(self, clients: Sequence[EngineClient]) -> list[EngineClient]:
         """Send the weights once, and return the clients of live engines that did not receive the weights."""
@@ -433,7 +438,7 @@ class EngineFleet:
         for client, result in zip(clients, answers):
             # An engine may have died after its answer, while this method waited for slower engines. Skip dead engines:
             # their replacements request the weights themselves.
-            if _died(result) or client.actor is not actors[client.index]:
+            if died(result) or client.actor is not actors[client.index]:
                 missing = [other for other in missing if other is not client]
             elif isinstance(result, int):
                 client.version = result
@@ -443,13 +448,13 @@ class EngineFleet:
 
     async def _score(self, sequences: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
         self._check_awake()
-        died: list[Any] = []
+        dead: list[Any] = []
 
         def working() -> list[EngineClient]:
             # Request the weights after every state change, because a client clears the request when its engine dies.
             for client in self.clients:
                 client.request_weights()
-            return [client for client in self.clients if client.can_sample and client.actor not in died]
+            return [client for client in self.clients if client.can_sample and client.actor not in dead]
 
         while True:  # repeat with the replacements if all called engines died
             await self.until(lambda: bool(working()))
@@ -458,11 +463,11 @@ class EngineFleet:
             refs = [actor.score.remote(list(sequences)) for actor in actors]
             answers = await self._answers(clients, refs, "scoring sequences in the engines")
             scored: dict[int, Any] = {
-                client.index: scores for client, scores in zip(clients, answers) if not _died(scores)
+                client.index: scores for client, scores in zip(clients, answers) if not died(scores)
             }
             if scored:
                 return scored
-            died += actors
+            dead += actors
 
     async def _sleep(self) -> None:
         self.awake.clear()
@@ -489,12 +494,5 @@ class EngineFleet:
         answers = await self._answers(clients, refs, what)
         for client, result in zip(clients, answers):
             # Dead engines occupy no memory. Clients replace dead engines after the other engines have woken up.
-            if not _died(result) and client.state not in (EngineState.STARTING, *_UNAVAILABLE):
+            if not died(result) and client.state not in (EngineState.STARTING, *_UNAVAILABLE):
                 client.enter(state)
-
-
-def _died(result: Any) -> bool:
-    """Return whether a call failed because its engine died. Raise any other error except ``PeerLost``."""
-    if isinstance(result, BaseException) and not isinstance(result, (WorkerDied, PeerLost)):
-        raise result
-    return isinstance(result, WorkerDied)

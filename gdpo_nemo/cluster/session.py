@@ -295,8 +295,11 @@ def _raise_failure(ref: ray.ObjectRef, what: str) -> None:
         raise _failure(error, what) from (None if _is_own_error(error) else error)
 
 
-async def answer(ref: ray.ObjectRef, what: str, timeout_s: float) -> Any:
+async def answer(ref: ray.ObjectRef, what: str, timeout_s: float, interval_s: float = _POLL_S) -> Any:
     """Wait on the event loop for the result of one call. Unlike ``gather``, do not check the nodes.
+
+    Args:
+        interval_s: time between two checks of the time limit.
 
     Raises:
         WorkerDied: if the worker died or is unreachable.
@@ -304,7 +307,7 @@ async def answer(ref: ray.ObjectRef, what: str, timeout_s: float) -> Any:
         RunError: if the call fails. A ``GdpoError`` that a worker raises keeps its type.
     """
     future = asyncio.wrap_future(ref.future())
-    if not await _answered_within(future, timeout_s):
+    if not await _answered_within(future, timeout_s, interval_s):
         raise WaitExpired(f"{what}: no answer within {timeout_s:.0f} s")
     try:
         return future.result()
@@ -312,13 +315,13 @@ async def answer(ref: ray.ObjectRef, what: str, timeout_s: float) -> Any:
         raise _failure(error, what) from (None if _is_own_error(error) else error)
 
 
-async def _answered_within(future: asyncio.Future[Any], timeout_s: float) -> bool:
+async def _answered_within(future: asyncio.Future[Any], timeout_s: float, interval_s: float) -> bool:
     deadline = running.now() + timeout_s
     while True:
         remaining = deadline - running.now()
         # Do not use wait_for: it would cancel the future, whose result Ray sets later. Wait in short intervals, because
         # the loop's timers include time in which this process was stopped.
-        done, _ = await asyncio.wait([future], timeout=max(0.0, min(remaining, _POLL_S)))
+        done, _ = await asyncio.wait([future], timeout=max(0.0, min(remaining, interval_s)))
         if done or remaining <= 0:
             return bool(done)
 

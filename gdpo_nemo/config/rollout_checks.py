@@ -78,6 +78,13 @@ def engines_report_groups(generation: GenerationConfig) -> bool:
     return generation.engines >= _MANY_ENGINES
 
 
+def allows_hosts(config: Config) -> bool:
+    """Return True if there are many engines, and no setting requires that the driver samples and verifies groups."""
+    rollout = config.rollout
+    driver_needed = config.cluster.env_nodes or rollout.endpoint.enabled or rollout.function is not None
+    return engines_report_groups(config.policy.generation) and not driver_needed
+
+
 def valid_needed(config: Config) -> int:
     """Return the number of a group's samples that must have a reward for the group to be trained after
     ``rollout.group_timeout_s``."""

@@ -101,6 +101,15 @@ def verifies_by_sample(name: str, options: Mapping[str, Any] | None = None) -> b
         return False
 
 
+def is_remote(name: str, options: Mapping[str, Any]) -> bool:
+    """Return the attribute ``remote`` of the environment's class. Return False if the class cannot be imported, because
+    the worker reports this error later."""
+    try:
+        return declared(environment_class(name, options)).remote
+    except ConfigError:
+        return False
+
+
 def plugin_of(name: str, options: Mapping[str, Any] | None) -> str:
     """Return the option ``plugin`` of an environment. The default is the environment's name. Raises ConfigError if the
     options or the plugin have the wrong type."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
@@ -23,6 +23,20 @@ class SampleRequest:
     """True if the engine should also return the text of the completion."""
     group: int | None = None
     """Requests of the same group are reported together, when all of them have finished. None: report each by itself."""
+    samples: ClassVar[int] = 1
+    """Number of samples of the request, see ``EngineRequest``."""
+
+
+class EngineRequest(Protocol):
+    """Request that an engine client sends: a ``SampleRequest``, or all samples of a group to a rollout host."""
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """Token ids of the prompt. Shape: int32 [tokens]."""
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of the request."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +102,8 @@ class FinishedRequest(NamedTuple):
 
     name: str
     """Name of the request in ``Engine.submit``."""
-    completion: Completion
+    completion: Any
+    """The ``Completion``. From a rollout host, the packed group or the ``GdpoError`` of a group."""
 
 
 @dataclass(frozen=True)

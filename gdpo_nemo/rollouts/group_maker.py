@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import pickle
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Callable, Sequence, TypeVar
+
+import numpy as np
 
 from gdpo_nemo.cluster.engine_client import PendingRequest
 from gdpo_nemo.cluster.fleet import EngineFleet
@@ -51,6 +54,13 @@ class GroupJob:
     counted."""
     promised: bool = False
     """True if ``EngineFleet.room`` has reserved room for every sample on the engine."""
+    version: int = -1
+    """Version of the newest weights when the job is sent to a rollout host."""
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """Token ids of the prompt, as in ``SampleRequest``."""
+        return self.prompt.token_ids
 
 
 @dataclass
@@ -70,6 +80,24 @@ class MadeGroup:
     def valid(self) -> int:
         """Number of samples that were not aborted."""
         return sum(t.outcome is not Outcome.ABORTED for t in self.group.trajectories)
+
+    def packed(self) -> bytes:
+        """Return the group for ``unpacked``, without the data that its job contains."""
+        for trajectory in self.group.trajectories:
+            trajectory.prompt = trajectory.trainer_state = None  # type: ignore[assignment]
+        members = [vars(trajectory) for trajectory in self.group.trajectories]
+        return pickle.dumps((members, self.started, self.sampled, self.verified), pickle.HIGHEST_PROTOCOL)
+
+    @classmethod
+    def unpacked(cls, data: bytes, job: GroupJob, engine: int) -> MadeGroup:
+        """Return the group of a job from the result of ``packed``."""
+        members, *times = pickle.loads(data)
+        trajectories = []
+        for member in members:
+            trajectory = Trajectory.__new__(Trajectory)
+            vars(trajectory).update(member, prompt=job.prompt, trainer_state=job.state)
+            trajectories.append(trajectory)
+        return cls(Group(job.prompt, trajectories, job.position), engine, *times)
 
 
 def rollout_of(made: Sequence[MadeGroup]) -> Rollout:
@@ -124,6 +152,8 @@ class GroupMaker:
         Raises:
             RunError: if engines or environments failed permanently.
         """
+        if self._fleet.hosts:
+            return await self._made_by_host(job)
         started = time.time()
         made = await self._within_timeout(
             [asyncio.create_task(self._trajectory(job, j, meeting)) for j in range(job.samples)], job
@@ -134,6 +164,19 @@ class GroupMaker:
         if job.tally:
             job.tally.groups.done += 1
         return MadeGroup(Group(job.prompt, made, job.position), job.engine, started, done, time.time())
+
+    async def _made_by_host(self, job: GroupJob) -> MadeGroup:
+        """Let the rollout host of an engine make the group, with its own ``GroupMaker``."""
+        pending = self._fleet.submit(
+            replace(job, tally=None, promised=False, version=self._fleet.version), job.sampling, job.engine
+        )
+        if job.promised:
+            self._keep_promise(job, job.samples)
+        data, engine = await self._fleet.answer_of(pending)
+        if job.tally:
+            job.tally.samples.done += job.samples
+            job.tally.groups.done += 1
+        return MadeGroup.unpacked(data, job, engine)
 
     async def call(self, jobs: Sequence[GroupJob]) -> list[MadeGroup]:
         """Make groups with the rollout function of their environment.
@@ -146,8 +189,7 @@ class GroupMaker:
         version = self._fleet.version
         settings = SamplingJob(first.sampling, first.samples, lambda i, j, turn: self._seed(jobs[i], j, turn), version)
         if first.promised:
-            for _ in range(first.samples):
-                self._keep_promise(first)
+            self._keep_promise(first, first.samples)
         sampler = CallSampler(self._fleet, first.sampling, first.engine)
         # The call does not use the event loop's thread pool, because a long call would delay verification.
         call = partial(self._runner.call, [job.prompt for job in jobs], settings, sampler)
@@ -227,9 +269,9 @@ class GroupMaker:
             await self._verify([trajectory], job.state)
         return trajectory
 
-    def _keep_promise(self, job: GroupJob) -> None:
+    def _keep_promise(self, job: GroupJob, samples: int = 1) -> None:
         if job.engine is not None:
-            self._fleet.clients[job.engine].keep_promise()
+            self._fleet.clients[job.engine].keep_promise(samples)
 
     async def _verify(self, made: Sequence[Trajectory], state: TrainerState, decoded: bool = False) -> None:
         unverified = [t for t in made if needs_verdict(t)]

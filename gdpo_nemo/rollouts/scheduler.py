@@ -178,7 +178,7 @@ class RolloutScheduler:
     def queues(self) -> dict[str, Any]:
         """Return the number of groups in each stage and the state of each engine. Any thread may call this method."""
         stages = {f"groups {stage}": self._ledger.count(stage) for stage in Stage}
-        clients = {f"engine {n.index}": f"{n.state}, {len(n.pending)} samples" for n in self._fleet.clients}
+        clients = {f"engine {n.index}": f"{n.state}, {n.load} samples" for n in self._fleet.clients}
         return {**stages, **clients}
 
     def progress(self) -> str:
@@ -309,7 +309,9 @@ class RolloutScheduler:
                 calls.setdefault(job.prompt.environment, []).append(job)
             else:
                 separate.append(job)
-        meeting = Rendezvous(self._fleet, sum(job.samples for job in separate)) if self._exact else None
+        # Hosts receive the groups of this loop iteration together, so that they need no barrier.
+        meets = self._exact and not self._fleet.hosts
+        meeting = Rendezvous(self._fleet, sum(job.samples for job in separate)) if meets else None
 
         async def make_group(job: GroupJob) -> None:
             settled(await self._maker.make(job, meeting))
@@ -465,7 +467,7 @@ class RolloutScheduler:
     def _measure(self) -> dict[str, float]:
         cpu, wall = self._cpu
         self._cpu = (time.process_time(), time.monotonic())
-        recovered = self._pool.take_recoveries()
+        recovered = self._pool.take_recoveries() + self._fleet.hosts.take_recoveries()
         self._recovered += [
             f"environments: {event}" + (f" ({n} times)" if n > 1 else "") for event, n in recovered.items()
         ]

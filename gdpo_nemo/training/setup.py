@@ -158,14 +158,14 @@ def _start_processes(
     stack.push(retained.end_session)
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.cluster.reservation import reserve
+    from gdpo_nemo.rollouts.host import uses_hosts
 
     lap("Ray")
     stack.push(lambda kind, error, trace: point_to_logs(error, keep_logs, parts.run_dir))
     folder = inputs.folder.absolute()
     with phase("nodes"):
-        placement = retained.placement = retained.placement or reserve(
-            config.cluster, resolved.layout, [parts.run_dir, folder]
-        )
+        shared = [parts.run_dir, folder, *([Path.cwd()] if inputs.algorithm.samples and uses_hosts(config) else [])]
+        placement = retained.placement = retained.placement or reserve(config.cluster, resolved.layout, shared)
     pool = _start_environments(parts, stack, config, placement) if inputs.algorithm.samples else None
     parts.total_updates = horizon = total_updates(resolved, parts.state, len(inputs.prompts))
     reference = inputs.algorithm.needs_reference(config)
@@ -278,6 +278,7 @@ class _Sampling:
         lap: Callable[[str], None],
     ):
         from gdpo_nemo.cluster.fleet import EngineFleet
+        from gdpo_nemo.rollouts.host import start_host, uses_hosts
 
         self._parts = parts
         self._policy = policy
@@ -289,7 +290,8 @@ class _Sampling:
         self._engines_are_new = retained.fleet is None
         devices = policy.devices() if self._shared else None
         folder = str(inputs.folder.absolute())
-        retained.fleet = retained.fleet or EngineFleet(config, folder, placement, devices)
+        hosts = partial(start_host, config, folder, placement) if uses_hosts(config) else None
+        retained.fleet = retained.fleet or EngineFleet(config, folder, placement, devices, hosts)
         self._fleet = parts.fleet = retained.fleet
         stack.callback(retained.end_engines)
 

@@ -1,13 +1,14 @@
 """The driver of a run on many GPUs: its real code and Ray calls, before engines and ranks that only keep the pace.
 
-    uv run tests/benchmarks/rehearsal.py [--check] [--prompts 512] [--slower 2] [--one-by-one]
+    uv run tests/benchmarks/rehearsal.py [--check] [--prompts 512] [--slower 2] [--without-hosts]
 
-``Trainer``, ``GDPO``, ``RolloutScheduler``, ``EngineFleet``, the environment's worker processes and ``RunLog`` are
-those of a run. An engine answers a request after as long as its length takes at the pace of an H100, and a rank reads
-its share and answers. A Ray actor here is many engines and ranks, since hundreds of processes fit no small machine; the
-driver calls and polls each engine and each rank by itself. Lengths are log-normal, with the shape of the recipe for
-Qwen2.5-1.5B on GSM8K at 512 GPUs: 256 engines and 256 ranks, 512 prompts x 16 samples of 512 tokens in the mean,
-staleness 1. With fewer ``--prompts``, engines and ranks are fewer in proportion.
+``Trainer``, ``GDPO``, ``RolloutScheduler``, ``EngineFleet``, ``RolloutHost``, the environment's worker processes and
+``RunLog`` are those of a run. An engine answers a request after as long as its length takes at the pace of an H100, and
+a rank reads its share and answers. A Ray actor here is many engines and ranks, or the rollout hosts of many nodes,
+because hundreds of processes do not fit a small machine. The driver calls each engine, rank and host separately.
+Lengths are log-normal, with the shape of the recipe for Qwen2.5-1.5B on GSM8K at 512 GPUs: 256 engines and 256 ranks,
+512 prompts x 16 samples of 512 tokens in the mean, staleness 1. With other ``--prompts``, engines and ranks change in
+proportion.
 
 The table is of the driver's processor seconds a sample, by thread. With ``--check`` the status is 1 where their sum is
 not within 20 % of what ``gdpo-nemo simulate`` assumes. ``--slower`` stretches every time that is paced, so that the
@@ -26,8 +27,9 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 from unittest.mock import patch
 
 import numpy as np
@@ -37,9 +39,11 @@ from paced_run import EXAMPLES
 from gdpo_nemo.cluster import fleet as fleets
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.cluster.reservation import Placement
 from gdpo_nemo.cluster.session import gather, ray, session, thread_environment
 from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.placement import Places
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.packing import attention_cost
@@ -49,6 +53,7 @@ from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.planning.simulation.scenarios import driver_seconds
+from gdpo_nemo.rollouts import host as hosts
 from gdpo_nemo.rollouts.ledger import RunPosition
 from gdpo_nemo.rollouts.scheduler import RolloutScheduler
 from gdpo_nemo.training.checkpoints import RunState
@@ -161,6 +166,41 @@ class Member:
             return self._host.__ray_ready__
         return _Method(self, method)
 
+    def __reduce__(self) -> Any:
+        return Member, (self._host, self._index, self._rank)
+
+
+class RolloutHosts:
+    """The rollout hosts of several nodes in one process, with one pool of environment workers."""
+
+    def __init__(self, config: Config, model: str, workers: int):
+        self._arguments = os.getcwd(), config, model, workers
+        self._hosts: dict[int, hosts.RolloutHost] = {}
+        self._pool = EnvironmentPools(config.env, workers, config.rollout.env_timeout_s, config.run.seed)
+
+    def _host(self, node: int) -> hosts.RolloutHost:
+        if node not in self._hosts:
+            with patch.object(hosts, "EnvironmentPools", lambda *_: self._pool):
+                self._hosts[node] = hosts.RolloutHost(*self._arguments)
+        return self._hosts[node]
+
+    async def process_location(self, node: int) -> tuple[str, int]:
+        """Not this process, which has other hosts, too."""
+        return "host", 0
+
+    async def attach(self, node: int, *arguments: Any) -> None:
+        """Call the method of one host, like those below."""
+        await self._host(node).attach(*arguments)
+
+    async def submit(self, node: int, requests: Any) -> None:
+        await self._host(node).submit(requests)
+
+    async def abort(self, node: int, index: int, names: Sequence[str]) -> None:
+        await self._host(node).abort(index, names)
+
+    async def poll(self, node: int, wait_s: float) -> Any:
+        return await self._host(node).poll(wait_s)
+
 
 class _Method:
     def __init__(self, member: Member, name: str):
@@ -194,6 +234,7 @@ class PacedPolicy(PolicyGroup):
         self._patience = defaultdict(lambda: _Endless())
         self._quadratic = attention_cost(SHAPE)
         self._sharing = False  # as with TransformerEngine
+        self._shared_attention = 1.0
         self._train_s = train_s
         self.ranks = [Member(hosts[rank % len(hosts)], rank, rank=True) for rank in range(ranks)]
         self._data_ranks = list(range(ranks))
@@ -297,16 +338,27 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, float], 
     tokenizer = load_tokenizer(config.policy, model)
     with session(config.cluster), contextlib.ExitStack() as stack:
         actor = ray.remote(Host).options(num_cpus=0, max_concurrency=1000, runtime_env={"env_vars": _environment()})
-        hosts = [actor.remote(TOKEN_S * arguments.slower, len(tokenizer), 512.0) for _ in range(_HOSTS)]
-        gather([host.__ray_ready__.remote() for host in hosts], "starting hosts", 600.0)
-        with patch.object(fleets, "start_engine", lambda *a: Member(hosts[a[-1] % _HOSTS], a[-1])):
-            fleet = PacedFleet(config, str(model))
+        actors = [actor.remote(TOKEN_S * arguments.slower, len(tokenizer), 512.0) for _ in range(_HOSTS)]
+        gather([host.__ray_ready__.remote() for host in actors], "starting hosts", 600.0)
+        nodes = tuple(index // arguments.engines_per_node for index in range(engines))
+        start_host = None if arguments.without_hosts else _host_starter(config, str(model), nodes[-1] + 1)
+        placement = Placement(Places((0,) * engines, nodes))
+        with patch.object(fleets, "start_engine", lambda *a: Member(actors[a[-1] % _HOSTS], a[-1])):
+            fleet = PacedFleet(config, str(model), placement, None, start_host)
             stack.callback(fleet.close)
             fleet.ready()
-        policy = PacedPolicy(config, hosts, engines, arguments.train_s * arguments.slower)
-        driver_s, reply_s = driver_seconds(config, 1)
+        policy = PacedPolicy(config, actors, engines, arguments.train_s * arguments.slower)
+        on_driver = replace(config, cluster=replace(config.cluster, env_nodes=1))
+        driver_s, reply_s = driver_seconds(on_driver if arguments.without_hosts else config, 1)
         spent = _train(config, policy, fleet, tokenizer, arguments, stack)
         return spent, driver_s + reply_s * arguments.one_by_one
+
+
+def _host_starter(config: Config, model: str, nodes: int) -> Callable[[int], Member]:
+    options = dict(num_cpus=0, max_concurrency=1000, runtime_env={"env_vars": _environment()})
+    actor = ray.remote(RolloutHosts).options(**options)
+    processes = [actor.remote(config, model, config.rollout.env_workers) for _ in range(min(_HOSTS, nodes))]
+    return lambda node: Member(processes[node % len(processes)], node)
 
 
 def _environment() -> dict[str, str]:
@@ -364,6 +416,8 @@ def main() -> int:
     parser.add_argument("--train-s", type=float, default=1.0, help="an update of the paced ranks")
     parser.add_argument("--slower", type=float, default=8.0, help="factor of all times that are paced")
     parser.add_argument("--workers", type=int, default=1, help="processes that verify")
+    parser.add_argument("--without-hosts", action="store_true", help="let the driver sample and verify")
+    parser.add_argument("--engines-per-node", type=int, default=8, help="engines of a rollout host")
     parser.add_argument("--one-by-one", action="store_true", help="a deadline for groups: a reply for each sample")
     parser.add_argument("--model", help="folder with a tokenizer (default: the tiny model)")
     parser.add_argument("--check", action="store_true", help="exit with 1 unless simulate's constant is within 20 %%")

@@ -16,8 +16,8 @@ from gdpo_nemo.data.records import Verdict
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.environments import registry
 from gdpo_nemo.environments.base import Environment, adapted, declared
-from gdpo_nemo.environments.execution.pool import EnvironmentPool, is_remote
-from gdpo_nemo.environments.registry import BUILT_IN, announced_components, load_environment
+from gdpo_nemo.environments.execution.pool import EnvironmentPool
+from gdpo_nemo.environments.registry import BUILT_IN, announced_components, is_remote, load_environment
 from gdpo_nemo.environments.tasks.digit_sort import DigitSort
 from gdpo_nemo.environments.tasks.digit_turns import DigitTurns
 from gdpo_nemo.utils.errors import ConfigError

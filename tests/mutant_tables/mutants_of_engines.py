@@ -462,8 +462,8 @@ ENGINES = (
     ),
     mutant(
         "cluster/engine_client.py",
-        "max(0, len(self.pending) - self.report.kept)",
-        "len(self.pending)",
+        "max(0, self._samples - self.report.kept)",
+        "self._samples",
         "cluster/test_engine_client_names.py::"
         "test_samples_that_wait_for_their_group_leave_room_and_prove_that_the_engine_samples",
         "finished samples leave room for other groups",

@@ -180,9 +180,9 @@ class Weights:
 class InProcessFleet(fleets.EngineFleet):
     """The real fleet over scripted engines."""
 
-    def __init__(self, config: Config, script: Script):
+    def __init__(self, config: Config, script: Script, *placement_and_hosts: Any):
         self.script = script
-        super().__init__(config, "nowhere")
+        super().__init__(config, "nowhere", *placement_and_hosts)
         self.spawn(self.until(lambda: all(client.can_sample for client in self.clients))).result(120)
 
     def _start(self, index: int) -> Any:

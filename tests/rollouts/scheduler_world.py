@@ -38,14 +38,16 @@ class Tokenizer:
 class World:
     """Prompts are numbered by their place; those in ``dead`` reward both samples alike."""
 
-    def __init__(self, *overrides, dead=(), position=0, step=0, limit=None, saved=None, script=None, verify_s=0.0):
+    def __init__(
+        self, *overrides, dead=(), position=0, step=0, limit=None, saved=None, script=None, make_fleet=InProcessFleet
+    ):
         self.config = load_config(DEMO, [*SMALL, *overrides])
         self.dead = set(dead)
         self.hanging: set[int] = set()
         """Prompts whose verdict does not come before ``release``."""
         self.release = threading.Event()
         self.script = script or Script()
-        self.fleet = InProcessFleet(self.config, self.script)
+        self.fleet = make_fleet(self.config, self.script)
         self.fleet.publish(step)
         self.recoveries: Counter[str] = Counter()
         """What the environments replaced or repeated and nobody was told of yet."""

@@ -17,11 +17,11 @@ from typing import Any, Callable, Container, Iterator, Mapping, Sequence, cast
 from pebble import ProcessExpired, ProcessPool
 
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.environments.base import checked_verdicts, declared
+from gdpo_nemo.environments.base import checked_verdicts
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, RemoteEpisodes
 from gdpo_nemo.environments.execution import worker
 from gdpo_nemo.environments.execution.worker import RecordingSpawnContext
-from gdpo_nemo.environments.registry import environment_class, load_environment
+from gdpo_nemo.environments.registry import is_remote, load_environment
 from gdpo_nemo.utils.errors import ConfigError, RunError, UserCodeFailed, first_line
 from gdpo_nemo.utils.waits import WaitExpired, running, waiting
 
@@ -313,15 +313,6 @@ def _split_into_shards(requests: Sequence[_Request], workers: int) -> list[list[
             shard = shard + list(group)
         shards.append(shard)
     return shards
-
-
-def is_remote(name: str, options: Mapping[str, Any]) -> bool:
-    """Return the attribute ``remote`` of the environment's class. Return False if the class cannot be imported, because
-    the worker reports this error later."""
-    try:
-        return declared(environment_class(name, options)).remote
-    except ConfigError:
-        return False
 
 
 class RemoteEnvironments:

@@ -7,10 +7,10 @@ from math import ceil
 from typing import Any
 
 from gdpo_nemo.config.layout import Resolved
-from gdpo_nemo.config.rollout_checks import engines_report_groups
+from gdpo_nemo.config.rollout_checks import allows_hosts, engines_report_groups
 from gdpo_nemo.config.schema import Config, RolloutConfig
 from gdpo_nemo.config.sections import PolicyConfig
-from gdpo_nemo.environments.registry import BUILT_IN, plugin_of, verifies_by_sample
+from gdpo_nemo.environments.registry import BUILT_IN, dedicated_workers, is_remote, plugin_of, verifies_by_sample
 from gdpo_nemo.planning.fit import changed
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.memory import engine_memory
@@ -23,6 +23,8 @@ from gdpo_nemo.utils.errors import ConfigError
 MAX_GPUS = 1024
 SAMPLE_S = 0.0003
 """Driver CPU seconds per sample, without requests to engines and their replies (``tests/benchmarks/rehearsal.py``)."""
+HOST_S = 0.00019
+"""Driver CPU seconds per sample that rollout hosts sample and verify."""
 REPLY_S = 0.0009
 """Driver CPU seconds of a request to an engine and its reply, which contains a sample, a turn or a group."""
 _SIGMA = 1.0
@@ -112,8 +114,11 @@ def scenario_from(
 def driver_seconds(config: Config, turns: int) -> tuple[float, float]:
     """Return the CPU seconds of the driver per sample, and the additional seconds if ``rollout.group_timeout_s`` is
     set."""
-    # Custom environments are not imported. Most of them verify whole groups.
+    # Custom environments are not imported. Most of them verify whole groups in worker processes.
     built_in = {name: options for name, options in config.env.items() if plugin_of(name, options) in BUILT_IN}
+    in_workers = not any(is_remote(name, o or {}) or dedicated_workers(name, o) for name, o in built_in.items())
+    if allows_hosts(config) and in_workers and (turns == 1 or config.rollout.max_staleness):
+        return HOST_S, 0.0
     by_sample = any(verifies_by_sample(name, options) for name, options in built_in.items())
     if turns > 1 or by_sample:
         return SAMPLE_S + turns * REPLY_S, 0.0
