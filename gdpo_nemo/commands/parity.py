@@ -21,7 +21,7 @@ from gdpo_nemo.commands.arguments import (
     with_engine,
 )
 from gdpo_nemo.config.layout import resolve_layout
-from gdpo_nemo.config.model_checks import check_engine_windows, check_engines, read_model
+from gdpo_nemo.config.model_checks import check_engines, read_model
 from gdpo_nemo.config.placement import Places
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.contexts import to_score
@@ -130,10 +130,8 @@ def measure_parity(
     one, many = (standalone_config(model, text, precision, longest) for text in ("", layout))
     if engine:
         require_libraries(one.cluster)
-        facts = read_model(one.policy)
-        check_engine_windows(facts)
         if not one.cluster.gpus_per_node:
-            check_engines(facts)
+            check_engines(read_model(one.policy))
     sequences = sequences or _random_sequences(_vocabulary(model), one.policy.max_total_sequence_length)
     max_length = one.policy.max_total_sequence_length
     if engine and any(len(s) >= max_length for s in sequences):

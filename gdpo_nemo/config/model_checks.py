@@ -76,7 +76,7 @@ def check_files(config: Config, layout: Layout) -> ModelFacts:
     if not config.cluster.gpus_per_node:
         check_engines(model)
     if spec_of(config).samples:
-        check_engine_windows(model)
+        _check_sampling(model)
     check_tokenizer(config.policy, model)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
@@ -301,11 +301,17 @@ def check_engines(model: ModelFacts) -> None:
         raise ConfigError(f"policy.model_name: vLLM on CPUs requires {sizes}")
 
 
-def check_engine_windows(model: ModelFacts) -> None:
-    """Check that vLLM applies sliding windows to the same layers as the policy. Raises ConfigError."""
-    if model.fields is None or FAMILIES[model.fields["model_type"]].windows != "late":
+def _check_sampling(model: ModelFacts) -> None:
+    """Check that vLLM accepts new weights of the model and has the policy's sliding windows. Raises ConfigError."""
+    if model.fields is None:
         return
-    if is_windowed(model.fields) and not all(layer_windows(model.fields)):
+    family = FAMILIES[model.fields["model_type"]]
+    if not family.engine_updates:
+        raise ConfigError(
+            f"policy.model_name: vLLM loses new weights of {family.model_type} models; train them without engines, for "
+            "example with sft"
+        )
+    if family.windows == "late" and is_windowed(model.fields) and not all(layer_windows(model.fields)):
         # vLLM's Qwen models have one window for all layers.
         raise ConfigError(
             "policy.model_name: vLLM does not support a sliding window in only some layers (max_window_layers, "

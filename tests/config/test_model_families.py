@@ -227,7 +227,8 @@ def test_supported_families_pass(name, folder, minimal):
     check_model_content(SUPPORTED[name])
     # Engines on CPUs take no new weights of experts.
     gpus = GPUS if num_experts(SUPPORTED[name]) else []
-    validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}", *gpus]))
+    if FAMILIES[SUPPORTED[name]["model_type"]].engine_updates:
+        validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}", *gpus]))
 
 
 @pytest.mark.parametrize("layers", ["null", "true", "false"])
@@ -271,6 +272,11 @@ def test_kernels_that_cannot_compute_the_model_are_refused(folder, minimal, sett
     model = f"policy.model_name={folder(SUPPORTED['Gemma 2'])}"
     with pytest.raises(ConfigError, match=message):
         validate(load_config(minimal, [model, *GPUS, f"policy.megatron_cfg.{setting}"]))
+
+
+def test_a_family_whose_new_weights_engines_lose_is_refused_for_sampling(folder, minimal):
+    with pytest.raises(ConfigError, match="vLLM loses new weights of gpt_oss models; train them without engines"):
+        validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED['gpt-oss'])}", *GPUS]))
 
 
 @pytest.mark.parametrize("max_window_layers", [14, 28])

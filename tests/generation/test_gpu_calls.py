@@ -84,8 +84,11 @@ def test_vllms_cuda_platform_decides_the_same_for_every_family(tmp_path):
     }  # fmt: skip
     reloads = {name: decided.pop("reload") for name, decided in found.items() if "reload" in decided}
     assert {decided.pop("family") for decided in found.values()} == {*FAMILIES}
-    assert [(name, decided) for name, decided in found.items() if decided != expected] == []
+    sizes = {"gpt-oss": {"sizes": 83}}  # vLLM captures more sizes for gpt-oss
+    assert [(name, decided) for name, decided in found.items() if decided != expected | sizes.get(name, {})] == []
     assert reloads.keys() == {*MIXTURES}
+    lost = reloads.pop("gpt-oss")
+    assert lost["memory kept"] and not lost["equal"], "vLLM loads new weights of gpt-oss: set Family.engine_updates"
     for name, reload in reloads.items():  # a layer of four experts has 12 matrices, which become three
         assert reload["equal"] and reload["memory kept"], name
         assert reload["together"]["operations"] < 0.9 * reload["usual"]["operations"], name

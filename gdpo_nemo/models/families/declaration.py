@@ -170,6 +170,8 @@ class Family:
     """Tensor in a layer with the attention sinks, one score per head. None if the family has no sinks."""
     biases: bool = False
     """True if all linear layers of attention, routers and experts have biases."""
+    engine_updates: bool = True
+    """False if vLLM loses new weights of the family, so that the family cannot be trained with engines."""
     swiglu_limit: str | None = None
     """Field with the limit L of a clamped SwiGLU: g * sigmoid(1.702 g) * (u + 1), with g <= L and -L <= u <= L."""
     partial_rotary: bool = False

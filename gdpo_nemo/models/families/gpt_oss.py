@@ -36,5 +36,6 @@ FAMILIES = (
         sinks="self_attn.sinks",
         biases=True,
         swiglu_limit="swiglu_limit",
+        engine_updates=False,  # experts and sinks stay 0 in vLLM 0.32's layer-wise reload
     ),
 )
