@@ -21,8 +21,6 @@ WIDE = dict(hidden_size=128, num_attention_heads=4, intermediate_size=64)
 def tiny_model(family: str) -> tuple[str, dict]:
     """The first tiny model of a family, and ``WIDE`` for it: heads of 32, where it says their size itself, too."""
     name = next(name for name, fields in tiny_models.MODELS.items() if fields["model_type"] == family)
-    if FAMILIES[family].latent:  # the only size of vLLM's CPU kernels
-        return name, WIDE | dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32)
     return name, WIDE | (dict(head_dim=32) if "head_dim" in tiny_models.MODELS[name] else {})
 
 
@@ -88,7 +86,8 @@ def test_an_engine_scores_as_transformers_before_and_after_an_update(family, sco
     np.testing.assert_allclose(scores["after"], expected[1], atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.experts])
+# vLLM's CPU build computes other log-probs with latent attention, so its engines refuse such models there.
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.experts and not family.latent])
 def test_a_mixture_is_right_as_loaded_and_its_update_on_a_cpu_is_not(family, scorer, tmp_path):
     """Why training of mixtures is refused on CPUs: when this fails, vLLM takes their updates, and it need not be."""
     status, errors, scores, expected = scored(scorer, family, tmp_path)
