@@ -22,7 +22,8 @@ WIDE = dict(hidden_size=128, num_attention_heads=4, intermediate_size=64)
 def tiny_model(family: str) -> tuple[str, dict]:
     """The first tiny model of a family, and ``WIDE`` for it: heads of 32, where it says their size itself, too."""
     name = next(name for name, fields in tiny_models.MODELS.items() if fields["model_type"] == family)
-    return name, WIDE | (dict(head_dim=32) if "head_dim" in tiny_models.MODELS[name] else {})
+    sizes = dict(head_dim=32, swiglu_limit=7.0)  # the only limit in vLLM's kernel
+    return name, WIDE | {key: size for key, size in sizes.items() if key in tiny_models.MODELS[name]}
 
 
 def save_tokenizer(folder: Path) -> None:
