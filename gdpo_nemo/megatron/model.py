@@ -322,6 +322,12 @@ def build_chunks(
     """
     use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
     use_te = use_te and layout.attention_backend != "sdpa"
+    if family_of(hf).biases:
+        if layout.transformer_engine:
+            raise ConfigError(
+                f"policy.megatron_cfg.transformer_engine: true is not supported for {hf.model_type} models"
+            )
+        use_te = False
     if layout.fp8 and not use_te:
         raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
     layers = layer_attentions(hf)
