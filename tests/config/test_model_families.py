@@ -301,13 +301,6 @@ def test_head_sizes_matter_to_the_engines_on_cpu_alone(folder, minimal):
     assert 16 not in CPU_HEAD_SIZES
 
 
-def test_a_mixture_whose_updates_engines_on_cpu_lose_is_refused_there(folder, minimal):
-    model = f"policy.model_name={folder(SUPPORTED['gpt-oss'])}"
-    validate(load_config(minimal, [model, *GPUS]))
-    with pytest.raises(ConfigError, match="vLLM on CPUs does not support weight updates of gpt_oss; use GPUs"):
-        validate(load_config(minimal, [model]))
-
-
 def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too(folder, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"policy: {{model_name: {folder(REFUSED['Qwen2-VL'][0])}}}\ngrpo: {{num_prompts_per_step: 4}}\n")
