@@ -246,8 +246,7 @@ def transformer_config(
         options |= dict(fp8=layout.fp8, fp8_recipe=layout.fp8_recipe)
     kind = MLATransformerConfig if family_of(hf).latent else TransformerConfig
     return kind(
-        **transformer_fields(hf),
-        **options,
+        **{**transformer_fields(hf), **options},
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
