@@ -91,7 +91,7 @@ class Model:
             for _ in range(sampling.max_new_tokens):
                 following = torch.multinomial(self.logits(ids)[-1].softmax(-1), 1, generator=draw)
                 ids = np.append(ids, following.numpy().astype(np.int32))
-            completions.append(SimpleNamespace(token_ids=ids[len(request.prompt_ids) :]))
+            completions.append(SimpleNamespace(token_ids=ids[len(request.prompt_ids) :], routing=None))
         return SimpleNamespace(completions=completions)
 
 

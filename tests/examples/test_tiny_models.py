@@ -3,7 +3,6 @@
 import hashlib
 import importlib.util
 import itertools
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.environments.tasks.digit_sort import is_held_out
@@ -38,7 +37,8 @@ def tokenizers(request, tmp_path_factory):
         return CHARACTERS, BYTES
     folder = tmp_path_factory.mktemp("tokenizers")
     for name, tokenizer in (("characters", CHARACTERS), ("bytes", BYTES)):
-        makers._write_random(folder / name, tokenizer, 0, {**SMALL, "vocab_size": len(tokenizer)})
+        fields = {"model_type": "qwen2", **SMALL, "vocab_size": len(tokenizer)}
+        makers._write_random(folder / name, tokenizer, 0, fields)
     return tuple(AutoTokenizer.from_pretrained(folder / name) for name in ("characters", "bytes"))
 
 
@@ -281,10 +281,10 @@ def test_every_factory_writes_the_configuration_that_it_promises(function, tmp_p
         makers, "_warm_up", lambda start, result, *rest, **how: shutil.copytree(start, result, dirs_exist_ok=True)
     )
     getattr(makers, function)(str(tmp_path / "model"), 0)
-    written = json.loads((tmp_path / "model" / "config.json").read_text())
+    written = AutoConfig.from_pretrained(tmp_path / "model")
     promised = makers.MODEL_CONFIGS[function]
-    assert {key: written.get(key) for key in promised} == promised
-    assert written["vocab_size"] == len(AutoTokenizer.from_pretrained(tmp_path / "model"))
+    assert {key: getattr(written, key) for key in promised} == promised
+    assert written.vocab_size == len(AutoTokenizer.from_pretrained(tmp_path / "model"))
 
 
 def test_the_small_model_is_the_demos_with_another_shape(tmp_path, monkeypatch):
