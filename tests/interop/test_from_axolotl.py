@@ -338,7 +338,7 @@ def test_what_changes_nothing_is_no_difference(keys, translated):
         (SFT, {"datasets": []}, "datasets"),
         (SFT, {"adapter": "llama-adapter"}, "adapter"),
         (SFT, {"learning_rate": None}, "learning_rate"),
-        (SFT, {"base_model": "openai/gpt-oss-20b"}, "base_model"),
+        (SFT, {"base_model": "Qwen/Qwen2-VL-7B-Instruct"}, "base_model"),
     ],
 )  # fmt: skip
 def test_what_cannot_run_is_named_with_the_reason(content, keys, name, translated):
