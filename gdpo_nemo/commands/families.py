@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gdpo_nemo.commands.arguments import Commands, say
-from gdpo_nemo.models.architectures import linear_layers
+from gdpo_nemo.models.architectures import last_name, linear_layers
 from gdpo_nemo.models.families import FAMILIES, Family
 
 COLUMNS = ("`model_type`", "MLP", "q, k, v", "rope scalings", "LoRA on", "layouts")
@@ -32,15 +32,19 @@ def table() -> str:
 def row(family: Family) -> tuple[str, ...]:
     """Return a family's cells of the table."""
     modules = family.modules
+    mlp = "experts" if family.experts else "dense"
+    mlp = f"dense or {mlp}, Mamba-2 layers" if family.mamba else mlp
     qkv = ["one matrix" if len(modules.qkv) == 1 else "three matrices"]
     qkv += [f"biases if `{family.qkv_bias}`" if isinstance(family.qkv_bias, str) else "biases"] * bool(family.qkv_bias)
     qkv += ["norms on q and k"] * family.qk_norm
-    adapted = [name for name in linear_layers(family) if not family.experts or f"mlp.{name}" not in modules.mlp]
+    rope = ", ".join(kind for kind in family.rope_types if kind != "default")
+    experts = {last_name(name) for name in modules.mlp} if family.experts and family.pattern is None else set()
+    adapted = [name for name in linear_layers(family) if name not in experts]
     return (
         f"`{family.model_type}`",
-        "experts" if family.experts else "dense",
+        mlp,
         ", ".join(qkv),
-        ", ".join(kind for kind in family.rope_types if kind != "default") or "none",
+        rope or ("none" if family.rope_types else "no rotary embedding"),
         " ".join(f"`{name}`" for name in adapted),
         "TP PP CP DP" + " EP ETP" * bool(family.experts),
     )

@@ -15,6 +15,9 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.models.architectures import layer_symbols, mamba_sections, with_defaults
+from gdpo_nemo.models.families import FAMILIES
+
 
 @dataclass
 class TrainSequence:
@@ -224,18 +227,28 @@ def attention_cost(model: Mapping[str, Any]) -> float:
     Causal attention multiplies queries with keys and scores with values, each with heads * head size * n^2 / 2
     multiplications. The ratio is 1e-5 to 1e-4 for models with billions of parameters.
     """
+    model = with_defaults(model)
+    family = FAMILIES[model["model_type"]]
     hidden = model["hidden_size"]
     heads = model["num_attention_heads"]
     groups = model.get("num_key_value_heads") or heads
     size = model.get("head_dim") or hidden // heads
     width = model["intermediate_size"]
-    active = 1
-    if experts := model.get("num_experts_per_tok"):
-        width = model.get("moe_intermediate_size") or width
-        active = experts
-    layer = hidden * size * 2 * (heads + groups) + 3 * hidden * width * active
-    layers = model["num_hidden_layers"]
-    per_token: float = layers * heads * size / (layers * layer + hidden * model["vocab_size"])
+    matrices = 3 if family.gated_mlp else 2
+    symbols = "".join(layer_symbols(model))
+    active = model.get("num_experts_per_tok") or 1
+    routed = (model.get("moe_intermediate_size") or width) * active
+    if family.experts and family.experts.shared_width:
+        routed += model[family.experts.shared_width]
+    mamba = mamba_sections(model) if family.mamba else (0,)
+    weights = {
+        "*": size * 2 * (heads + groups),
+        "-": matrices * width,
+        "E": matrices * routed,
+        "M": sum(mamba) + mamba[0],
+    }
+    layers = hidden * sum(count * symbols.count(symbol) for symbol, count in weights.items())
+    per_token: float = symbols.count("*") * heads * size / (layers + hidden * model["vocab_size"])
     return per_token
 
 

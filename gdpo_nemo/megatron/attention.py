@@ -374,7 +374,7 @@ class PackedAttention(MegatronModule):
         cp_comm_type=None,
         pg_collection=None,
         *,
-        rotary: tuple[torch.Tensor, float],
+        rotary: tuple[torch.Tensor, float] | None,
         **unused,
     ):
         super().__init__(config=config)
@@ -426,6 +426,8 @@ class PackedAttention(MegatronModule):
         return _UnpadOutput.apply(query.size(0), moves, *outputs).flatten(1)
 
     def _rotate(self, x, packing):
+        if self.rotary is None:
+            return x
         if packing.cos is None:  # the first layer computes cos and sin for all layers
             frequencies, scaling = self.rotary
             if frequencies.device != x.device:  # copy only once, because each copy waits for the device

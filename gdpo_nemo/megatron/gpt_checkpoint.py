@@ -221,9 +221,12 @@ def save_megatron(policy: Any, folder: str | Path) -> None:
     )
 
     from gdpo_nemo.megatron.checkpoint import sharded_weights
-    from gdpo_nemo.megatron.model_config import layer_symbols
+    from gdpo_nemo.megatron.model_config import family_of, layer_symbols
 
     folder = Path(folder)
+    family = family_of(policy.built.hf_config)
+    if family.mamba:  # Megatron-core would omit these layers
+        raise ConfigError(f"--to megatron: models of type {family.model_type} cannot be converted to GPTModel")
     try:
         maps = gpt_compatible_layer_maps("".join(layer_symbols(policy.built.hf_config)))
     except ValueError as error:

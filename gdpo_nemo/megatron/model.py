@@ -33,7 +33,7 @@ from gdpo_nemo.megatron.layers import (
 )
 from gdpo_nemo.megatron.logprobs import EntropyUse, fused_token_logprobs, token_logprobs, use_fused_logprobs
 from gdpo_nemo.megatron.lora import attach
-from gdpo_nemo.megatron.model_config import layer_symbols, rotary, transformer_fields
+from gdpo_nemo.megatron.model_config import family_of, layer_symbols, rotary, transformer_fields
 from gdpo_nemo.megatron.optimizer import make_schedule
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.progress import hidden
@@ -227,8 +227,8 @@ def transformer_config(
     }
     options = recompute[layout.recompute]
     if layout.recompute_layers is not None:
-        # A layer of the model consists of two Hybrid layers: attention and MLP.
-        options |= dict(recompute_method="block", recompute_num_layers=2 * layout.recompute_layers)
+        hybrid_layers = len(layer_symbols(hf)[0]) * layout.recompute_layers
+        options |= dict(recompute_method="block", recompute_num_layers=hybrid_layers)
     if use_te:
         options |= engine_options(hf, layout, attention)
     if layout.fp8:
@@ -255,7 +255,7 @@ def transformer_config(
         # `_accumulate_into_main_grad`.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=use_te or torch.cuda.is_available(),
+        bias_activation_fusion=family_of(hf).gated_mlp and (use_te or torch.cuda.is_available()),
         bias_dropout_fusion=use_te or torch.cuda.is_available(),
         batch_p2p_comm=False,
         variable_seq_lengths=True,
@@ -276,7 +276,7 @@ def layer_pattern(symbols: list[str], layout: MegatronConfig) -> str:
     """Return Megatron's Hybrid layer pattern, with ``|`` between (virtual) pipeline stages.
 
     Args:
-        symbols: Hybrid layers of each Hugging Face layer (``conversion.layer_symbols``).
+        symbols: Hybrid layers of each Hugging Face layer (``model_config.layer_symbols``).
     """
     stages = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
     ends = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
@@ -325,7 +325,7 @@ def build_chunks(
     for stage in range(virtual) if virtual else [None]:
         model = model_class(
             config,
-            layer_spec(config, frequencies, use_te, attention, adapted),
+            layer_spec(config, frequencies, use_te, attention, adapted, sharing),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(layer_symbols(hf), layout),
@@ -333,11 +333,11 @@ def build_chunks(
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             # Only TransformerEngine's attention uses the model's rotary angles. The others compute their angles.
-            position_embedding_type="rope" if attention is Attention.ENGINE else "none",
+            position_embedding_type="rope" if frequencies and attention is Attention.ENGINE else "none",
             vp_stage=stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
-        if attention is Attention.ENGINE:
+        if frequencies and attention is Attention.ENGINE:
             model.rotary_pos_emb.inv_freq = frequencies[0]
         model.temperature = temperature
         model.fused = fused

@@ -22,13 +22,14 @@ from gdpo_nemo.algorithms.policy_loss import objective_loss
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.packing import TrainSequence, pack_rows
 from gdpo_nemo.data.records import TokenValues, UpdateResult
-from gdpo_nemo.megatron.attention import PackedAttention, local_positions
+from gdpo_nemo.megatron.attention import local_positions
 from gdpo_nemo.megatron.conversion import export_hf
 from gdpo_nemo.megatron.logprobs import EntropyUse
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters, start_adapters
 from gdpo_nemo.megatron.micro_batch import MicroBatch, MicroBatches, make_micro_batch
 from gdpo_nemo.megatron.model import BuiltModel, build, build_frozen
 from gdpo_nemo.megatron.optimizer import OptimizerOffload, Reference
+from gdpo_nemo.megatron.recurrent_layers import needs_of_layers
 from gdpo_nemo.megatron.runtime import Runtime
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.user_code import load_functions
@@ -115,8 +116,7 @@ class Policy:
         self._offload: OptimizerOffload | None = None
         if self.layout.optimizer.offload and runtime.device.type == "cuda":
             self._offload = OptimizerOffload(self.built.optimizer, self._parameters(), runtime.device)
-        modules = (m for chunk in self.chunks for m in chunk.modules())
-        self._attention = next((m for m in modules if isinstance(m, PackedAttention)), None)
+        self._layers = needs_of_layers(self.chunks)
 
     # -- rank in the layout --------------------------------------------------------------------------------------
 
@@ -334,6 +334,7 @@ class Policy:
         """Load the model in a Hugging Face folder as a frozen teacher in the same layout."""
         sharing = self.config.share_prompts is not False
         self._teacher = build_frozen(folder, self.layout, DTYPES[self.config.precision], sharing)
+        self._layers = needs_of_layers([*self.chunks, *self._teacher.chunks])
 
     @contextlib.contextmanager
     def using_teacher(self) -> Iterator[None]:
@@ -423,9 +424,7 @@ class Policy:
                 positions=local_positions,
             )
             device = self.runtime.device
-            return make_micro_batch(
-                rows, sequences, context, device, attention=self._attention, with_fields=with_fields
-            )
+            return make_micro_batch(rows, sequences, context, device, with_fields=with_fields, **self._layers)
 
         def step(iterator: MicroBatches, model):
             batch = next(iterator)

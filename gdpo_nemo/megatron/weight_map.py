@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gdpo_nemo.models.families import FAMILIES, Family
+from gdpo_nemo.models.families import FAMILIES, Experts, Family, Mamba
 
-# Ways to split a weight over tensor-parallel ranks. The last two also define the order of the rows in Megatron.
+# Ways to split a weight over tensor-parallel ranks. The last four also define the order of the rows in Megatron.
 REPLICATED = "replicated"
 ROWS = "rows"
 COLUMNS = "columns"
 QKV_ROWS = "rows by query group: queries, key, value"
 GATED_ROWS = "rows of the gate, then rows of the other half, on each rank"
+MAMBA_ROWS = "rows of each section of Mamba-2's input projection, on each rank"
+CONVOLUTION_ROWS = "rows of the sections of Mamba-2's convolution, on each rank"
 
 SCORE = "score.weight"
 """Name of a reward model's head, both in Megatron's model and in transformers' sequence classifiers."""
@@ -25,7 +27,7 @@ class Weight:
     """A Megatron parameter and the corresponding Hugging Face tensors."""
 
     split: str
-    """Split over tensor-parallel ranks: ``REPLICATED``, ``ROWS``, ``COLUMNS``, ``QKV_ROWS`` or ``GATED_ROWS``."""
+    """Split over tensor-parallel ranks: ``REPLICATED``, ``ROWS``, ``COLUMNS`` or one of the others above."""
     sources: tuple[str, ...]
     """Names of the Hugging Face tensors. The names for an expert contain ``{}`` in place of its index."""
     expert: int | None = None
@@ -57,7 +59,7 @@ def top_weights(model_type: str) -> dict[str, Weight]:
 
 @cache
 def dense_weights(model_type: str) -> dict[str, Weight]:
-    """Return the weights of a dense layer, by their Megatron names in a Hybrid layer.
+    """Return the weights of layers with attention and a dense MLP, by their Megatron names in a Hybrid layer.
 
     The sources are relative to the Hugging Face layer.
     """
@@ -76,8 +78,35 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
         "self_attention.linear_proj.weight": _weights(COLUMNS, modules.attention_output),
         "pre_mlp_layernorm.weight": mlp_norm,
         "mlp.linear_fc1.layer_norm_weight": mlp_norm,
-        "mlp.linear_fc1.weight": _weights(GATED_ROWS, *modules.gate_up),
+        "mlp.linear_fc1.weight": _weights(GATED_ROWS if family.gated_mlp else ROWS, *modules.gate_up),
         "mlp.linear_fc2.weight": _weights(COLUMNS, modules.down),
+    }
+
+
+@cache
+def _mamba_weights(mamba: Mamba) -> dict[str, Weight]:
+    """Return the weights of a Mamba-2 layer, like ``dense_weights``."""
+    norm = _weights(REPLICATED, mamba.norm)
+    mixer = f"{mamba.mixer}."
+    return {
+        "norm.weight": norm,
+        "mixer.in_proj.layer_norm_weight": norm,
+        "mixer.in_proj.weight": _weights(MAMBA_ROWS, f"{mixer}in_proj"),
+        "mixer.conv1d_weight": _weights(CONVOLUTION_ROWS, f"{mixer}conv1d"),
+        "mixer.conv1d_bias": Weight(CONVOLUTION_ROWS, (f"{mixer}conv1d.bias",)),
+        "mixer.A_log": Weight(ROWS, (f"{mixer}A_log",)),
+        "mixer.D": Weight(ROWS, (f"{mixer}D",)),
+        "mixer.dt_bias": Weight(ROWS, (f"{mixer}dt_bias",)),
+        "mixer.norm.weight": _weights(ROWS, f"{mixer}norm"),
+        "mixer.out_proj.weight": _weights(COLUMNS, f"{mixer}out_proj"),
+    }
+
+
+def _shared_expert_weights(family: Family, experts: Experts) -> dict[str, Weight]:
+    *gate_up, down = experts.shared
+    return {
+        "mlp.shared_experts.linear_fc1.weight": _weights(GATED_ROWS if family.gated_mlp else ROWS, *gate_up),
+        "mlp.shared_experts.linear_fc2.weight": _weights(COLUMNS, down),
     }
 
 
@@ -93,10 +122,18 @@ def layer_weight(family: Family, name: str) -> Weight:
     experts = family.experts
     if experts is not None and name == "mlp.router.weight":
         return _weights(REPLICATED, experts.router, stacked=experts.stacked_router)
+    if experts is not None and experts.bias is not None and name == "mlp.router.expert_bias":
+        return Weight(REPLICATED, (experts.bias,))
+    if experts is not None and name.startswith("mlp.shared_experts."):
+        return _shared_expert_weights(family, experts)[name]
+    if family.mamba is not None and name.startswith(("norm.", "mixer.")):
+        return _mamba_weights(family.mamba)[name]
     match = _EXPERT.fullmatch(name)
     if match is None or experts is None:
         return dense_weights(family.model_type)[name]
     number = int(match[1] or match[3])
     if match[2] == "1":
-        return _weights(GATED_ROWS, experts.gate, experts.up, expert=number, stacked=experts.stacked_gate_up)
+        halves = (experts.up,) if experts.gate is None else (experts.gate, experts.up)
+        split = ROWS if experts.gate is None else GATED_ROWS
+        return _weights(split, *halves, expert=number, stacked=experts.stacked_gate_up)
     return _weights(COLUMNS, experts.down, expert=number, stacked=experts.stacked_down)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.models.families import FAMILIES, Family
+from gdpo_nemo.models.families import FAMILIES, Experts, Family
 from gdpo_nemo.utils.errors import ConfigError
 
 
@@ -16,7 +16,13 @@ def last_name(module: str) -> str:
 def linear_layers(family: Family) -> tuple[str, ...]:
     """Return the last parts of the names of a dense model's linear modules. The output layer comes last."""
     modules = family.modules
-    return tuple(map(last_name, (*modules.linear, modules.head)))
+    mamba = mamba_linear(family)
+    return tuple(dict.fromkeys(map(last_name, (*modules.linear, *mamba, modules.head))))
+
+
+def mamba_linear(family: Family) -> tuple[str, ...]:
+    """Return the linear modules of a Mamba-2 layer, relative to the layer."""
+    return (f"{family.mamba.mixer}.in_proj", f"{family.mamba.mixer}.out_proj") if family.mamba else ()
 
 
 ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -36,10 +42,10 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 """Fields that config.json must contain. For a missing field, transformers would use a default size."""
 
-BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")
+BIASES = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "mamba_proj_bias")
 """Fields that enable projection biases. Only the field named by ``Family.qkv_bias`` may be true."""
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields with the number of experts. The field's name depends on the family."""
 
 
@@ -62,14 +68,20 @@ def check_family(content: Mapping[str, Any]) -> Family:
         )
     fields = with_defaults(content)
     _check_window(fields)
-    activation = fields.get("hidden_act", family.activation)
+    _check_layers(fields, family)
+    activation = fields.get(family.activation_field, family.activation)
     if activation != family.activation:
         raise _model_error(f"activation {activation!r} is not supported; supported: {family.activation}")
     for key in BIASES:
         if fields.get(key) and key != family.qkv_bias:
             raise _model_error(f"{key} (projection biases) is not supported for {family.model_type}")
     _check_not_quantised(fields)
-    _check_rope(fields, family)
+    if family.rope_types:
+        _check_rope(fields, family)
+    if family.mamba:
+        _check_mamba(fields)
+    if family.experts and family.experts.score_function == "sigmoid":
+        _check_sigmoid_router(fields, family.experts)
     return family
 
 
@@ -89,14 +101,48 @@ def _check_window(fields: Mapping[str, Any]) -> None:
     window = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
     if window is not None:
         raise _model_error(f"sliding-window attention ({window} tokens) is not supported")
-    layers = fields.get("layer_types") or []
+
+
+def _check_layers(fields: Mapping[str, Any], family: Family) -> None:
+    key = family.layer_types
+    layers = fields.get(key) or []
     if not isinstance(layers, list):
-        raise _model_error(f"layer_types must be a list of texts, got {str(layers)[:40]}")
-    kinds = sorted({str(kind) for kind in layers} - {"full_attention"})
+        raise _model_error(f"{key} must be a list of texts, got {str(layers)[:40]}")
+    kinds = sorted({str(kind) for kind in layers} - family.layers.keys())
     if kinds:
         raise _model_error(
-            f"layers of type {', '.join(kinds)} (layer_types) are not supported; supported: full_attention"
+            f"layers of type {', '.join(kinds)} ({key}) are not supported; supported: {', '.join(family.layers)}"
         )
+
+
+def _check_mamba(fields: Mapping[str, Any]) -> None:
+    """Check that Megatron's Mamba-2 layer computes what the config describes. Raises ConfigError."""
+    for key, supported in (("mamba_hidden_act", "silu"), ("conv_kernel", 4), ("use_conv_bias", True)):
+        if fields[key] != supported:
+            raise _model_error(f"{key} {fields[key]!r} is not supported; supported: {supported}")
+    for key, what in (
+        ("moe_latent_size", "experts in a latent space"),
+        ("num_nextn_predict_layers", "multi-token prediction layers"),
+    ):
+        if fields.get(key):
+            raise _model_error(f"{what} ({key} {fields[key]}) are not supported")
+
+
+def _check_sigmoid_router(fields: Mapping[str, Any], experts: Experts) -> None:
+    """Check that Megatron's router selects and weighs experts as transformers does. Raises ConfigError."""
+    for key in ("num_experts_per_tok", *(experts.groups or ())):
+        _check_size(key, fields.get(key))
+    selected = fields["num_experts_per_tok"]
+    if selected == 1 or (experts.normalized and not fields[experts.normalized]):
+        raise _model_error("a sigmoid router without normalized weights is not supported")
+    if experts.groups:
+        groups, chosen = (fields[key] for key in experts.groups)
+        # transformers ranks groups by their two best experts, and Megatron by their selected / chosen best experts.
+        if groups > 1 and selected != 2 * chosen:
+            raise _model_error(
+                f"{experts.groups[1]} {chosen} with {selected} experts per token is not supported; supported: half of "
+                "num_experts_per_tok"
+            )
 
 
 def _check_rope(fields: Mapping[str, Any], family: Family) -> None:
@@ -113,8 +159,19 @@ def _check_rope(fields: Mapping[str, Any], family: Family) -> None:
 
 
 def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Add transformers' defaults for the family to the fields of a config.json. Return the result."""
-    return {**FAMILIES[content["model_type"]].defaults, **content}
+    """Add transformers' defaults for the family to the fields of a config.json. Return the result.
+
+    If the family has different types of layers, their types and their number are also added.
+    """
+    family = FAMILIES[content["model_type"]]
+    fields = {**family.defaults, **content}
+    if family.pattern is None:
+        return fields
+    key, types = family.pattern
+    if content.get(family.layer_types) is None and isinstance(pattern := content.get(key), str):
+        fields[family.layer_types] = [types.get(letter, letter) for letter in pattern]
+    found = fields[family.layer_types]
+    return {**fields, "num_hidden_layers": len(found) if isinstance(found, list) else 0}
 
 
 def _family(content: Mapping[str, Any]) -> Family:
@@ -134,18 +191,22 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
     Raises ConfigError.
     """
     family = check_family(content)
+    content = with_defaults(content)
     for key in SIZES:
         _check_size(key, content.get(key))
     for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         if content.get(key) is not None:
             _check_size(key, content[key])
+    if family.mamba:
+        for key in (family.mamba.heads, family.mamba.head_size, family.mamba.groups, family.mamba.state):
+            _check_size(key, content[key])
     experts = family.experts
-    if experts:
+    if experts and experts.period and content.get(experts.period) is not None:
+        _check_size(experts.period, content[experts.period])
+    if experts and (family.pattern is None or any(mixture_layers(content))):
         _check_size(experts.count, num_experts(content))
         for key in (experts.width, "num_experts_per_tok"):
             _check_size(key, content.get(key))
-        if experts.period and content.get(experts.period) is not None:
-            _check_size(experts.period, content[experts.period])
     return family
 
 
@@ -160,20 +221,42 @@ def _check_size(key: str, value: Any) -> None:
 
 def num_experts(content: Mapping[str, Any]) -> int:
     """Return the number of experts in an MoE layer, or 0 for a dense model."""
-    if not FAMILIES[content["model_type"]].experts:
+    family = FAMILIES[content["model_type"]]
+    if not family.experts or (family.pattern and not any(mixture_layers(content))):
         return 0
-    return next((content[key] for key in EXPERT_COUNTS if content.get(key)), 0)
+    fields = with_defaults(content)
+    return next((fields[key] for key in EXPERT_COUNTS if fields.get(key)), 0)
+
+
+def layer_symbols(content: Mapping[str, Any]) -> list[str]:
+    """Return Megatron's Hybrid layers of each layer: ``M``, ``*``, ``-`` and ``E`` (see ``Family.layers``)."""
+    family = FAMILIES[content["model_type"]]
+    fields = with_defaults(content)
+    count = fields["num_hidden_layers"]
+    types = fields[family.layer_types] if len(family.layers) > 1 else [*family.layers] * count
+    dense: Sequence[int] = range(count)
+    period = 1
+    if experts := family.experts:
+        dense = (fields.get(experts.dense_layers) if experts.dense_layers else None) or ()
+        period = (fields.get(experts.period) if experts.period else None) or 1
+    mlps = ["-" if layer in dense or (layer + 1) % period else "E" for layer in range(count)]
+    return [family.layers[kind].replace("?", mlp) for kind, mlp in zip(types, mlps)]
 
 
 def mixture_layers(content: Mapping[str, Any]) -> list[bool]:
     """Return for each layer whether it is an MoE layer."""
-    layers = range(content["num_hidden_layers"])
-    experts = FAMILIES[content["model_type"]].experts
-    if experts is None:
-        return [False for _ in layers]
-    dense = (content.get(experts.dense_layers) if experts.dense_layers else None) or ()
-    period = (content.get(experts.period) if experts.period else None) or 1
-    return [layer not in dense and (layer + 1) % period == 0 for layer in layers]
+    return ["E" in symbols for symbols in layer_symbols(content)]
+
+
+def mamba_sections(content: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
+    """Return the rows of a Mamba-2 layer's input projection: gate, input, B and C of each group, step sizes."""
+    fields = with_defaults(content)
+    mamba = FAMILIES[fields["model_type"]].mamba
+    if mamba is None:
+        raise ValueError(f"{fields['model_type']} has no Mamba-2 layers")
+    inner = fields[mamba.heads] * fields[mamba.head_size]
+    states = fields[mamba.groups] * fields[mamba.state]
+    return inner, inner, states, states, fields[mamba.heads]
 
 
 def head_size(content: Mapping[str, Any]) -> int:
@@ -204,17 +287,19 @@ def rope_of(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**parameters, "rope_type": "default" if kind is None else kind}
 
 
-def check_adapted_layers(targets: Sequence[str], family: Family, tied: bool) -> None:
+def check_adapted_layers(targets: Sequence[str], content: Mapping[str, Any]) -> None:
     """Check that LoRA adapters can be added to the target modules.
 
     Args:
         targets: last parts of module names, as in ``policy.lora.target_modules``.
-        tied: True if the output layer shares its weight with the embedding.
+        content: fields of config.json.
 
     Raises:
         ConfigError: if the model has no such module, or adapters are not supported for it.
     """
     key = "policy.lora.target_modules"
+    family = FAMILIES[content["model_type"]]
+    tied = bool(content.get("tie_word_embeddings"))
     known = linear_layers(family)
     missing = [name for name in targets if name not in known]
     if missing:
@@ -223,7 +308,7 @@ def check_adapted_layers(targets: Sequence[str], family: Family, tied: bool) -> 
             f"{', '.join(known)}"
         )
     dense = [last_name(module) for module in family.modules.mlp]
-    if family.experts and set(dense) & set(targets):
+    if num_experts(content) and set(dense) & set(targets):
         raise ConfigError(f"{key}: adapters on the model's experts are not supported; leave out {', '.join(dense)}")
     head = last_name(family.modules.head)
     if tied and head in targets:

@@ -14,8 +14,11 @@ from gdpo_nemo.models.architectures import (
     head_size,
     key_value_heads,
     last_name,
-    mixture_layers,
+    layer_symbols,
+    mamba_linear,
+    mamba_sections,
     num_experts,
+    with_defaults,
 )
 from gdpo_nemo.models.families import FAMILIES, Modules
 from gdpo_nemo.models.sources import ModelFacts
@@ -72,6 +75,10 @@ Instruction-tuned variants have equal shapes.
 """
 
 
+_KERNEL = 4
+"""Length of a Mamba-2 layer's convolution."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """Dimensions of a decoder-only model."""
@@ -89,8 +96,17 @@ class Shape:
     experts: int = 0
     active_experts: int = 0
     expert_ffn: int = 0
-    moe_layers: tuple[int, ...] = ()
-    """Indices of the layers with a mixture-of-experts MLP."""
+    shared_ffn: int = 0
+    """Intermediate size of the expert that every token uses (0: none)."""
+    symbols: tuple[str, ...] = ()
+    """Megatron's Hybrid layers of each layer (see ``architectures.layer_symbols``)."""
+    gated: bool = True
+    """True if MLPs and experts have a gate."""
+    mamba: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    """Rows of the sections of a Mamba-2 layer's input projection (see ``architectures.mamba_sections``)."""
+    mamba_state: int = 0
+    """State size of each channel of a Mamba-2 layer."""
+    mamba_linear: tuple[str, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
     modules: Modules = Modules()
@@ -105,6 +121,34 @@ class Shape:
     def key_value(self) -> int:
         """Total width of keys and values."""
         return 2 * self.kv_heads * self.head_size
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts."""
+        return tuple(layer for layer, symbols in enumerate(self.symbols) if "E" in symbols)
+
+    def count(self, symbol: str) -> int:
+        """Return the number of Hybrid layers of a kind: ``*``, ``-``, ``E`` or ``M``."""
+        return "".join(self.symbols).count(symbol)
+
+    def share(self, symbol: str) -> float:
+        """Return the number of Hybrid layers of a kind per layer."""
+        return self.count(symbol) / self.layers
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP or an expert."""
+        return 3 if self.gated else 2
+
+    @property
+    def mamba_channels(self) -> int:
+        """Channels of a Mamba-2 layer's convolution."""
+        return sum(self.mamba[1:4])
+
+    @property
+    def recurrent_state(self) -> int:
+        """Floats that a sequence's Mamba-2 layers keep while an engine samples it, independent of its length."""
+        return self.count("M") * (self.mamba[1] * self.mamba_state + (_KERNEL - 1) * self.mamba_channels)
 
     @property
     def parameters(self) -> int:
@@ -124,13 +168,16 @@ class Shape:
         width = self.query + self.key_value
         attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
         attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
-        moe_count = sum(layer in self.moe_layers for layer in layers)
-        mlp = self.hidden + 3 * self.hidden * self.ffn // tensor
-        router = self.hidden + self.hidden * self.experts
-        dense = len(layers) * attention + (len(layers) - moe_count) * mlp + moe_count * router
-        if not moe_count:
-            return dense, 0
-        return dense, moe_count * self.experts // expert * (3 * self.hidden * self.expert_ffn // expert_tensor)
+        symbols = "".join(self.symbols[layer] for layer in layers)
+        matrices = self.mlp_matrices * self.hidden
+        mlp = self.hidden + matrices * self.ffn // tensor
+        router = self.hidden + self.hidden * self.experts + matrices * self.shared_ffn // tensor
+        inner, heads = self.mamba[0], self.mamba[-1]
+        mamba = self.hidden * (sum(self.mamba) + inner) + (_KERNEL + 1) * self.mamba_channels + 3 * heads + inner
+        sizes = {"*": attention, "-": mlp, "E": router, "M": self.hidden + mamba // tensor}
+        dense = sum(size * symbols.count(symbol) for symbol, size in sizes.items())
+        experts = symbols.count("E") * self.experts // expert
+        return dense, experts * (matrices * self.expert_ffn // expert_tensor)
 
     def on_rank(self, layout: Layout, stage: int) -> tuple[int, int]:
         """Return the numbers of (dense, expert) parameters on a rank of ``stage``, with tied copies and padding."""
@@ -148,19 +195,25 @@ class Shape:
         Every tensor rank holds the unsharded matrices.
         """
         targets = set(lora.target_modules)
-        layer = sum(
-            self._adapter_width(fused, widths, targets, layout.tensor, lora.share_a)
-            for fused, widths in (
-                (self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2)),
-                (self.modules.gate_up, (self.ffn, self.ffn)),
-            )
+        symbols = "".join(self.symbols[layer] for layer in self.on_stage(layout, stage))
+        half = self.key_value // 2
+        mlp_rows = (self.ffn, self.ffn) if self.gated else (self.ffn,)
+        fused = [("*", self.modules.qkv, (self.query, half, half)), ("-", self.modules.gate_up, mlp_rows)]
+        by_columns = [("*", self.modules.attention_output, self.query), ("-", self.modules.down, self.ffn)]
+        if self.mamba_linear:
+            fused.append(("M", self.mamba_linear[:1], (sum(self.mamba),)))
+            by_columns.append(("M", self.mamba_linear[1], self.mamba[0]))
+        width = sum(
+            symbols.count(symbol) * self._adapter_width(modules, widths, targets, layout.tensor, lora.share_a)
+            for symbol, modules, widths in fused
         )
-        for module, width in ((self.modules.attention_output, self.query), (self.modules.down, self.ffn)):
-            layer += (last_name(module) in targets) * (width // layout.tensor + self.hidden)
+        for symbol, module, inputs in by_columns:
+            if last_name(module) in targets:
+                width += symbols.count(symbol) * (inputs // layout.tensor + self.hidden)
         head = 0
         if last_name(self.modules.head) in targets and stage == layout.pipeline - 1:
             head = self.hidden + -(-self.vocabulary // layout.tensor)
-        return (len(self.on_stage(layout, stage)) * layer + head) * lora.rank
+        return (width + head) * lora.rank
 
     def _adapter_width(
         self, modules: tuple[str, ...], widths: tuple[int, ...], targets: set[str], tensor: int, share_a: bool
@@ -180,11 +233,13 @@ class Shape:
 
 def shape_from(content: Mapping[str, Any]) -> Shape:
     """Return the model shape from the content of a Hugging Face ``config.json``."""
+    content = with_defaults(content)
     heads = content["num_attention_heads"]
     hidden = content["hidden_size"]
     layers = content["num_hidden_layers"]
     family = FAMILIES[content["model_type"]]
     experts = num_experts(content)
+    shared = family.experts.shared_width if family.experts else None
     return Shape(
         layers=layers,
         hidden=hidden,
@@ -197,7 +252,12 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         experts=experts,
         active_experts=content["num_experts_per_tok"] if experts else 0,
         expert_ffn=content[family.experts.width] if experts and family.experts else 0,
-        moe_layers=tuple(layer for layer, is_moe in enumerate(mixture_layers(content)) if is_moe),
+        shared_ffn=content[shared] if experts and shared else 0,
+        symbols=tuple(layer_symbols(content)),
+        gated=family.gated_mlp,
+        mamba=mamba_sections(content) if family.mamba else (0, 0, 0, 0, 0),
+        mamba_state=content[family.mamba.state] if family.mamba else 0,
+        mamba_linear=mamba_linear(family),
         qkv_bias=has_qkv_bias(content),
         qk_norm=family.qk_norm,
         modules=family.modules,

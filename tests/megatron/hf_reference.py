@@ -34,6 +34,7 @@ def run(
     """``steps`` on-policy policy-gradient updates of the model in ``folder``, or of another ``objective`` of the
     completions' log-probs."""
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adam = _adam(model, options)
@@ -47,7 +48,8 @@ def run(
         adam.step()
         rows.append((loss.item(), norm.item(), entropy))
         first = first or logprobs
-    return Run(first, np.array(rows), {name: p.detach() for name, p in model.state_dict().items()})
+    stored = revert_weight_conversion(model, model.state_dict())  # under the names in files
+    return Run(first, np.array(rows), {name: p.detach() for name, p in stored.items()})
 
 
 def _adam(model, options: OptimizerConfig) -> torch.optim.AdamW:

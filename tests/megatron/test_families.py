@@ -62,12 +62,14 @@ def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
 
     config = tiny_models.hf_config(name)
     family = FAMILIES[config.model_type]
-    targets = [last_name(module) for module in family.modules.linear[1:]]
+    targets = [last_name(module) for module in (*family.modules.linear[1:], *architectures.mamba_linear(family))]
     model = AutoModelForCausalLM.from_config(config)
     adapted = [module for key, module in model.named_modules() if last_name(key) in targets]
     expected = 3 * sum(module.in_features + module.out_features for module in adapted)
     if share_a and len(family.modules.qkv) > 1:  # k and v, gate and up
-        expected -= 3 * 2 * config.hidden_size * config.num_hidden_layers
+        symbols = "".join(architectures.layer_symbols(config.to_dict()))
+        shared = symbols.count("*") + symbols.count("-") * (len(family.modules.gate_up) - 1)
+        expected -= 3 * config.hidden_size * shared
     lora = LoraConfig(rank=3, target_modules=targets, share_a=share_a)
     assert shape_from(config.to_dict()).adapters(resolve_layout(Config()), 0, lora) == expected
 
@@ -85,7 +87,10 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
     ours = architectures.with_defaults(bare)
     for key in ("sliding_window", "tie_word_embeddings", *architectures.BIASES):
         assert bool(ours.get(key)) == bool(filled.get(key)), key
-    assert filled["hidden_act"] == family.activation
+    assert filled[family.activation_field] == family.activation
+    assert {key: filled[key] for key in family.defaults if key in filled} == {**family.defaults} | {
+        key: value for key, value in bare.items() if key in family.defaults
+    }
     if isinstance(family.qkv_bias, str):
         assert architectures.has_qkv_bias(bare) == filled[family.qkv_bias]
 
@@ -97,15 +102,24 @@ def test_the_modules_that_are_declared_are_those_of_transformers(name):
     config = tiny_models.hf_config(name)
     family = FAMILIES[config.model_type]
     model = AutoModelForCausalLM.from_config(config)
-    prefix = family.modules.layer.format(0)
     kinds = {key: type(module) for key, module in model.named_modules()}
-    dense = not architectures.mixture_layers(config.to_dict())[0]
-    linear = family.modules.linear if dense else (*family.modules.qkv, family.modules.attention_output)
-    assert all(kinds[prefix + module] is torch.nn.Linear for module in linear)
+    symbols = architectures.layer_symbols(config.to_dict())
+    attention = (*family.modules.qkv, family.modules.attention_output)
+    parts = {"*": attention, "-": family.modules.mlp, "M": architectures.mamba_linear(family)}
+    for symbol, linear in parts.items():
+        layer = next((number for number, found in enumerate(symbols) if symbol in found), None)
+        if layer is not None:
+            assert all(kinds[in_memory(family, layer) + module] is torch.nn.Linear for module in linear)
+    prefix = in_memory(family, next(number for number, found in enumerate(symbols) if "*" in found))
     inside = {key.removeprefix(prefix) for key, kind in kinds.items() if key.startswith(prefix)}
     assert (family.modules.q_norm in inside) == (family.modules.k_norm in inside) == family.qk_norm
     bias = model.get_submodule(prefix + family.modules.qkv[0]).bias
     assert (bias is not None) == architectures.has_qkv_bias(config.to_dict())
+
+
+def in_memory(family, layer: int) -> str:
+    """Prefix of a layer's modules in transformers, which calls the ``backbone`` of files ``model``."""
+    return family.modules.layer.format(layer).replace("backbone.", "model.")
 
 
 def test_which_layers_are_mixtures_follows_from_the_declared_fields():

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Mapping
 
-from gdpo_nemo.models.families import llama, qwen
-from gdpo_nemo.models.families.declaration import Experts, Family, Modules
+from gdpo_nemo.models.families import llama, nemotron, qwen
+from gdpo_nemo.models.families.declaration import Experts, Family, Mamba, Modules
 
-_DECLARATIONS = (*llama.FAMILIES, *qwen.FAMILIES)
+_DECLARATIONS = (*llama.FAMILIES, *nemotron.FAMILIES, *qwen.FAMILIES)
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family for family in sorted(_DECLARATIONS, key=lambda family: family.model_type)
 }
 """Families by ``model_type``, the field in config.json."""
 
-__all__ = ["FAMILIES", "Experts", "Family", "Modules"]
+__all__ = ["FAMILIES", "Experts", "Family", "Mamba", "Modules"]
