@@ -243,6 +243,11 @@ def layer_symbols(content: Mapping[str, Any]) -> list[str]:
     return [family.layers[kind].replace("?", mlp) for kind, mlp in zip(types, mlps)]
 
 
+def is_recurrent(content: Mapping[str, Any]) -> bool:
+    """Return whether a supported model has recurrent layers (Mamba-2)."""
+    return content.get("model_type") in FAMILIES and any("M" in symbols for symbols in layer_symbols(content))
+
+
 def mixture_layers(content: Mapping[str, Any]) -> list[bool]:
     """Return for each layer whether it is an MoE layer."""
     return ["E" in symbols for symbols in layer_symbols(content)]

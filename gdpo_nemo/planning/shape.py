@@ -60,6 +60,17 @@ KNOWN: dict[str, dict[str, Any]] = {
         model_type="seed_oss", vocab_size=155136, hidden_size=5120, num_hidden_layers=64, num_attention_heads=80,
         num_key_value_heads=8, head_dim=128, intermediate_size=27648, tie_word_embeddings=False,
     ),
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": dict(
+        model_type="nemotron_h", vocab_size=131072, hidden_size=4480, num_attention_heads=40, num_key_value_heads=8,
+        intermediate_size=15680, mamba_head_dim=80, tie_word_embeddings=False,
+        hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": dict(
+        model_type="nemotron_h", vocab_size=131072, hidden_size=2688, num_attention_heads=32, num_key_value_heads=2,
+        intermediate_size=1856, mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
+        moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, tie_word_embeddings=False,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    ),
     "meta-llama/Llama-3.1-8B": dict(
         model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, intermediate_size=14336, tie_word_embeddings=False,
