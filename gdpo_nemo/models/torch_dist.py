@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.utils.errors import ConfigError
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -126,6 +127,9 @@ def model_tensors(
     Raises:
         ConfigError: if the checkpoint has no GPT model, its sizes differ from ``fields``, or a dtype is not supported.
     """
+    family = FAMILIES[fields["model_type"]]
+    if family.pattern or family.mamba:
+        raise ConfigError(f"{key}: Megatron-core checkpoints of models of type {family.model_type} are not supported")
     prefix = next((prefix for prefix in _PREFIXES if prefix + EMBEDDING in checkpoint_tensors), None)
     if prefix is None:
         raise ConfigError(f"{key}: {folder} does not contain a GPT model of Megatron-core (no {EMBEDDING})")

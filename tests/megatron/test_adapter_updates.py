@@ -11,7 +11,7 @@ import tiny_models
 import torch
 
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.models.architectures import last_name
+from gdpo_nemo.models.architectures import last_name, mamba_linear
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.hf_folder import open_weights, weight_names
 from gdpo_nemo.utils.errors import RunError
@@ -29,9 +29,10 @@ def every_linear_layer(name: str) -> LoraConfig:
     if family.latent:
         query = "q_b_proj" if fields["q_lora_rank"] else "q_proj"
         return dataclasses.replace(ATTENTION, target_modules=[query, "kv_b_proj", "o_proj"])
-    if family.experts:
+    if name in tiny_models.MIXTURES:
         return ATTENTION
-    return LoraConfig(rank=4, alpha=8.0, target_modules=list(map(last_name, family.modules.linear)))
+    linear = (*family.modules.linear, *mamba_linear(family))
+    return LoraConfig(rank=4, alpha=8.0, target_modules=list(map(last_name, linear)))
 
 
 ATTENTION = LoraConfig(rank=3, alpha=1.0, target_modules=["q_proj", "v_proj", "o_proj"])
