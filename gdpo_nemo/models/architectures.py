@@ -39,9 +39,6 @@ The types dynamic and longrope are not supported, because their frequencies depe
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes supported by vLLM's CPU kernels."""
 
-CPU_LATENT_WIDTH = 576
-"""Sum of ``kv_lora_rank`` and ``qk_rope_head_dim`` that vLLM's CPU kernels for latent attention support."""
-
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 """Fields that config.json must contain. For a missing field, transformers would use a default size."""
 

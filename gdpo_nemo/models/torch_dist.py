@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
-from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.families import Family
 from gdpo_nemo.utils.errors import ConfigError
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -113,6 +113,17 @@ _PREFIXES = ("", "module.", "model.", "module.module.")
 _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
 
 
+def check_gpt_format(family: Family, key: str) -> None:
+    """Check that layers of the family have only the modules of GPTModel's standard layers. Raises ConfigError."""
+    modules = family.modules
+    added = modules.post_attention_norm or modules.post_mlp_norm or family.sinks or family.biases
+    if added or family.latent or family.mamba or (family.experts and family.experts.sigmoid):
+        raise ConfigError(
+            f"{key}: Megatron-core checkpoints of {family.model_type} models are not supported; use Hugging Face "
+            "folders"
+        )
+
+
 def model_tensors(
     checkpoint_tensors: Mapping[str, Held], fields: Mapping[str, Any], folder: Path, key: str
 ) -> dict[str, Held]:
@@ -127,9 +138,6 @@ def model_tensors(
     Raises:
         ConfigError: if the checkpoint has no GPT model, its sizes differ from ``fields``, or a dtype is not supported.
     """
-    family = FAMILIES[fields["model_type"]]
-    if family.pattern or family.mamba:
-        raise ConfigError(f"{key}: Megatron-core checkpoints of models of type {family.model_type} are not supported")
     prefix = next((prefix for prefix in _PREFIXES if prefix + EMBEDDING in checkpoint_tensors), None)
     if prefix is None:
         raise ConfigError(f"{key}: {folder} does not contain a GPT model of Megatron-core (no {EMBEDDING})")

@@ -8,7 +8,7 @@ import torch
 from test_flex_attention import random_pack, tensors
 
 from gdpo_nemo.megatron import recurrence as ours
-from gdpo_nemo.megatron.attention import packing_arrays, packing_of
+from gdpo_nemo.megatron.packing import packing_arrays, packing_of
 
 GROUPS, HEADS, SIZE, STATE = 2, 3, 4, 5
 

@@ -101,8 +101,8 @@ MODELS: dict[str, dict] = {
             beta_slow=1,
         ),
     ),
-    # As in Moonlight, q has no latent vector; the rotary embedding rotates halves.
-    "glm4-flash": dict(model_type="glm4_moe_lite", **_DEEPSEEK, q_lora_rank=None, rope_interleave=False),
+    # As in Moonlight, q has no latent vector.
+    "glm4-flash": dict(model_type="glm4_moe_lite", **_DEEPSEEK, q_lora_rank=None),
     # Two groups of experts, of which a token uses one; a shared expert; norms of q and k.
     "glm4-moe": dict(
         model_type="glm4_moe",
