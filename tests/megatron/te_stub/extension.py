@@ -195,10 +195,10 @@ def te_general_grouped_gemm(
 
 def rmsnorm_fwd(input, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
     """(output, None, 1 / root of the mean square [rows])."""
-    assert quantizer is None and not zero_centered_gamma
+    assert quantizer is None
     x = input.float()
     scale = (x.square().mean(-1) + eps).rsqrt()
-    out = (x * scale.unsqueeze(-1) * weight.float()).to(input.dtype)
+    out = (x * scale.unsqueeze(-1) * (weight.float() + zero_centered_gamma)).to(input.dtype)
     if ln_out is not None:
         out = ln_out.copy_(out)
     return out, None, scale.flatten()
@@ -208,7 +208,7 @@ def rmsnorm_bwd(dz, x, rsigma, gamma, sm_margin, zero_centered_gamma):
     """(gradient of the input, gradient of gamma)."""
     scale = rsigma.view(*x.shape[:-1], 1)
     normed = x.float() * scale
-    grad = dz.float() * gamma.float()
+    grad = dz.float() * (gamma.float() + zero_centered_gamma)
     dx = (grad - normed * (grad * normed).mean(-1, keepdim=True)) * scale
     dgamma = (dz.float() * normed).flatten(0, -2).sum(0)
     return dx.to(x.dtype), dgamma.to(gamma.dtype)
