@@ -46,7 +46,10 @@ def use_cuda_platform() -> None:
     platforms._current_platform = CudaPlatform()
     import vllm._custom_ops as ops
     from vllm.device_allocator import cumem
+    from vllm.triton_utils import triton
 
+    # vLLM reads the configurations of Mamba kernels when it is imported, and its Triton without a GPU is empty.
+    triton.Config = lambda kwargs, **options: types.SimpleNamespace(kwargs=kwargs, **options)
     for name in ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8",
                  "cutlass_scaled_mm_supports_fp4", "cutlass_group_gemm_supported"):  # fmt: skip
         assert hasattr(ops, name), name

@@ -44,7 +44,7 @@ def build_policy(
     layout's."""
     from gdpo_nemo.megatron.policy import Policy
 
-    if share_prompts or place.layout.attention_backend == "flex":
+    if share_prompts or place.layout.attention_backend == "flex" or place.layout.transformer_engine:
         use_uncompiled_flex_attention()
 
     layout = replace(
