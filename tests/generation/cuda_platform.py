@@ -43,6 +43,7 @@ def use_cuda_platform() -> None:
     from vllm import platforms
     from vllm.platforms.cuda import CudaPlatform
 
+    CudaPlatform.num_compute_units = classmethod(lambda platform, device_id=0: 132)
     platforms._current_platform = CudaPlatform()
     import vllm._custom_ops as ops
     from vllm.device_allocator import cumem
