@@ -98,7 +98,8 @@ def decided(folder: Path) -> dict[str, Any]:
     config = engine_config(folder)
     model = config.model_config
     with set_current_vllm_config(config):
-        attention = get_attn_backend(model.get_head_size(), model.dtype, config.cache_config.cache_dtype)
+        cache = config.cache_config.cache_dtype
+        attention = get_attn_backend(model.get_head_size(), model.dtype, cache, use_mla=model.use_mla)
     return {
         "device": config.device_config.device_type,
         "attention": attention.get_name(),
@@ -178,7 +179,8 @@ def join_group(scratch: str) -> None:
 
     # The kernels' own layout of the experts is made by a CUDA kernel.
     UnquantizedFusedMoEMethod.process_weights_after_loading = lambda self, layer: None
-    torch.library.define("_C::silu_and_mul", "(Tensor(a!) out, Tensor input) -> ()")  # looked up, and not called
+    for name in ("silu_and_mul", "relu_squared"):  # looked up, and not called
+        torch.library.define(f"_C::{name}", "(Tensor(a!) out, Tensor input) -> ()")
     store = f"file://{scratch}/store"
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(1, 0, store, 0, backend="gloo")
@@ -186,8 +188,17 @@ def join_group(scratch: str) -> None:
     torch.manual_seed(0)
 
 
+def published_heads(name: str) -> dict[str, int]:
+    """Return the head sizes for which vLLM has kernels of latent attention, or nothing for other models."""
+    import tiny_models
+
+    sizes = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    return sizes if "kv_lora_rank" in tiny_models.MODELS[name] else {}
+
+
 def main(out: str) -> None:
     """See the top of the file."""
+    os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"  # a stream needs a GPU
     os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "megatron")]
     import tiny_models
@@ -200,14 +211,14 @@ def main(out: str) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name in tiny_models.MODELS:
             folder = Path(scratch) / name
-            config = tiny_models.hf_config(name)
+            config = tiny_models.hf_config(name, **published_heads(name))
             config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
             config.save_pretrained(folder)
             _register_model(str(folder))  # or vLLM would look at each class in a process of its own
             found[name] = {**decided(folder), "family": config.model_type}
         join_group(scratch)
         for name in tiny_models.MIXTURES:
-            folder = tiny_models.write_model(name, Path(scratch) / name)
+            folder = tiny_models.write_model(name, Path(scratch) / name, **published_heads(name))
             found[name]["reload"] = reloaded(folder)
     Path(out).write_text(json.dumps(found))
 
