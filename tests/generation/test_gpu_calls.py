@@ -92,7 +92,8 @@ def test_vllms_cuda_platform_decides_the_same_for_every_family(tmp_path):
     assert lost["memory kept"] and not lost["equal"], "vLLM loads new weights of gpt-oss: set Family.engine_updates"
     for name, reload in reloads.items():  # a layer of four experts has 12 matrices, which become three
         assert reload["equal"] and reload["memory kept"], name
-        assert reload["together"]["operations"] < 0.9 * reload["usual"]["operations"], name
+        calls = name not in special  # for latent attention, vLLM's model loads the experts without their layer's method
+        assert reload["together"]["operations"] < (0.9 if calls else 1.01) * reload["usual"]["operations"], name
 
 
 @pytest.mark.parametrize(
