@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gdpo_nemo.commands.arguments import Commands, say
-from gdpo_nemo.models.architectures import linear_layers
+from gdpo_nemo.models.architectures import last_name, linear_layers
 from gdpo_nemo.models.families import FAMILIES, Family
 
 COLUMNS = ("`model_type`", "MLP", "q, k, v", "also", "rope scalings", "LoRA on", "layouts")
@@ -40,28 +40,32 @@ def _particulars(family: Family) -> list[str]:
     rotary = " and ".join(["partial"] * family.partial_rotary + ["interleaved"] * bool(family.rotary_pairs))
     mixture = family.experts
     experts = ["sigmoid router"] * bool(mixture and mixture.sigmoid) + ["shared experts"] * bool(
-        mixture and mixture.shared
+        mixture and (mixture.shared or mixture.shared_width)
     )
+    mamba = ["Mamba-2 layers"] * bool(family.mamba)
     norms = ["norms of outputs"] * bool(family.modules.post_attention_norm)
-    return _WINDOWS.get(family.windows, []) + experts + norms + [f"{rotary} rotary embedding"] * bool(rotary)
+    return _WINDOWS.get(family.windows, []) + mamba + experts + norms + [f"{rotary} rotary embedding"] * bool(rotary)
 
 
 def row(family: Family) -> tuple[str, ...]:
     """Return a family's cells of the table."""
     modules = family.modules
+    mlp = "dense or experts" if family.experts and family.pattern else "experts" if family.experts else "dense"
     qkv = ["one matrix" if len(modules.qkv) == 1 else "three matrices"]
     if family.latent:
         qkv = ["latent vectors"]
     qkv += [f"biases if `{family.qkv_bias}`" if isinstance(family.qkv_bias, str) else "biases"] * bool(family.qkv_bias)
     norms = f"norms on q and k if `{family.qk_norm}`" if isinstance(family.qk_norm, str) else "norms on q and k"
     qkv += [norms] * bool(family.qk_norm) + ["sinks"] * bool(family.sinks)
-    adapted = [name for name in linear_layers(family) if not family.experts or f"mlp.{name}" not in modules.mlp]
+    rope = ", ".join(kind for kind in family.rope_types if kind != "default")
+    experts = {last_name(name) for name in modules.mlp} if family.experts and family.pattern is None else set()
+    adapted = [name for name in linear_layers(family) if name not in experts]
     return (
         f"`{family.model_type}`",
-        "experts" if family.experts else "dense",
+        mlp,
         ", ".join(qkv),
         ", ".join(_particulars(family)) or "-",
-        ", ".join(kind for kind in family.rope_types if kind != "default") or "none",
+        rope or ("none" if family.rope_types else "no rotary embedding"),
         " ".join(f"`{name}`" for name in adapted),
         "TP PP CP DP" + " EP" * bool(family.experts) + " ETP" * (bool(family.experts) and not family.biases),
     )

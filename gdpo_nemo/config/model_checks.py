@@ -19,12 +19,12 @@ from gdpo_nemo.models.architectures import (
     check_model_content,
     has_logit_cap,
     head_size,
-    is_tied,
     is_windowed,
     key_value_heads,
     layer_windows,
     num_experts,
     special_attention,
+    with_defaults,
 )
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
@@ -315,14 +315,18 @@ def _check_sampling(model: ModelFacts) -> None:
 def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) -> None:
     """Check that the layout divides the model's heads, layers and experts, and that the context is long enough. Raises
     ConfigError."""
+    content = with_defaults(content)
     heads = content["num_attention_heads"]
     layers = content["num_hidden_layers"]
     experts = num_experts(content)
     groups = key_value_heads(content)
     megatron = "policy.megatron_cfg"
-    _check_divides(
-        f"{megatron}.tensor_model_parallel_size", layout.tensor, [(heads, "heads"), (groups, "key-value heads")]
-    )
+    counts = [(heads, "heads"), (groups, "key-value heads")]
+    if mamba := FAMILIES[content["model_type"]].mamba:
+        counts += [(content[mamba.heads], "Mamba heads"), (content[mamba.groups], "Mamba groups")]
+    _check_divides(f"{megatron}.tensor_model_parallel_size", layout.tensor, counts)
+    if mamba and policy.megatron_cfg.fp8:
+        raise ConfigError(f"{megatron}.fp8: not supported for models with Mamba-2 layers")
     check_stages(layers, policy.megatron_cfg)
     _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
     if layout.expert > 1 and not experts:
@@ -338,8 +342,7 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
             )
     check_router_replay(policy, layout, has_experts=bool(experts))
     if policy.lora.rank:
-        family = FAMILIES[content["model_type"]]
-        check_adapted_layers(policy.lora.target_modules, family, is_tied(content), content)
+        check_adapted_layers(policy.lora.target_modules, content)
     _check_attention(content, policy.megatron_cfg)
     if experts and layout.tensor > 1 and not policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be true for a model with experts and tensor parallelism")

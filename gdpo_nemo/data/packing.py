@@ -15,6 +15,16 @@ from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.models.architectures import (
+    head_size,
+    latent_widths,
+    layer_symbols,
+    mamba_sections,
+    shared_width,
+    with_defaults,
+)
+from gdpo_nemo.models.families import FAMILIES
+
 
 @dataclass
 class TrainSequence:
@@ -227,26 +237,32 @@ def attention_cost(model: Mapping[str, Any]) -> float:
     Causal attention multiplies queries with keys and scores with values, each with heads * head size * n^2 / 2
     multiplications. The ratio is 1e-5 to 1e-4 for models with billions of parameters.
     """
+    model = with_defaults(model)
+    family = FAMILIES[model["model_type"]]
     hidden = model["hidden_size"]
     heads = model["num_attention_heads"]
     groups = model.get("num_key_value_heads") or heads
     size = model.get("head_dim") or hidden // heads
     width = model["intermediate_size"]
-    active = 1
-    if experts := model.get("num_experts_per_tok"):
-        width = model.get("moe_intermediate_size") or width
-        active = experts
     projections = hidden * size * 2 * (heads + groups)
-    if latent := model.get("kv_lora_rank"):
-        rotated, value = model["qk_rope_head_dim"], model["v_head_dim"]
-        head, q = model["qk_nope_head_dim"] + rotated, model.get("q_lora_rank")
-        projections = hidden * (latent + rotated + heads * value) + latent * heads * (head - rotated + value)
-        projections += q * (hidden + heads * head) if q else hidden * heads * head
+    if latent := latent_widths(model):
+        query, key_value, rotated, value = latent
+        head = head_size(model)
+        projections = hidden * (key_value + rotated + heads * value) + key_value * heads * (head - rotated + value)
+        projections += query * (hidden + heads * head) if query else hidden * heads * head
         size = (head + value) / 2
-    active += model.get("n_shared_experts") or 0
-    layer = projections + 3 * hidden * width * active
-    layers = model["num_hidden_layers"]
-    per_token: float = layers * heads * size / (layers * layer + hidden * model["vocab_size"])
+    matrices = 3 if family.gated_mlp else 2
+    routed = (model.get("moe_intermediate_size") or width) * (model.get("num_experts_per_tok") or 1)
+    mamba = mamba_sections(model) if family.mamba else (0,)
+    weights = {
+        "*": projections,
+        "-": hidden * matrices * width,
+        "E": hidden * matrices * (routed + shared_width(model)),
+        "M": hidden * (sum(mamba) + mamba[0]),
+    }
+    symbols = "".join(layer_symbols(model))
+    layers = sum(count * symbols.count(symbol) for symbol, count in weights.items())
+    per_token: float = symbols.count("*") * heads * size / (layers + hidden * model["vocab_size"])
     return per_token
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.generation.routing import RoutingRecorder, RoutingShape
+from gdpo_nemo.models.architectures import is_recurrent
 from gdpo_nemo.models.hf_folder import weight_names
 from gdpo_nemo.utils.progress import hidden, import_transformers, importing
 from gdpo_nemo.weights.adapters import modules_of, peft_name
@@ -349,6 +350,9 @@ def _device_arguments(options: EngineOptions) -> dict[str, Any]:
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(_BATCHED_TOKENS, options.max_model_len),
         )
+        if is_recurrent(json.loads((Path(options.model) / "config.json").read_text())):
+            # vLLM caches the states of prefixes only with chunked prefill, and it derives the block size from a state.
+            arguments |= dict(enable_prefix_caching=False, block_size=None)
     else:
         arguments = dict(
             enforce_eager=config.enforce_eager,

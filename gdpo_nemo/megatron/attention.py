@@ -99,8 +99,9 @@ class GatherContext(torch.autograd.Function):
 class LayerAttention:
     """Properties of the attention in one Hugging Face layer."""
 
-    rotary: tuple[torch.Tensor, float]
+    rotary: tuple[torch.Tensor, float] | None
     """Inverse frequencies [rotated elements / 2] of the rotary embedding, and the scaling factor of cos and sin.
+    None if the family has no rotary embedding.
 
     If a head has more elements, its first elements are rotated, or its last with latent attention.
     """
@@ -164,7 +165,8 @@ class PackedAttention(MegatronModule):
     """Causal self-attention over a pack, with rotary embedding and context parallelism.
 
     Args:
-        layers: properties of the attention in each layer of the model. All windows have the same size.
+        layers: properties of the attention by Hybrid layer of the model (``model_config.layer_attentions``). All
+            windows have the same size.
     """
 
     def __init__(
@@ -189,7 +191,7 @@ class PackedAttention(MegatronModule):
         self.tensor_group = groups.tp
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        self.layer = layers[(layer_number - 1) // 2]  # layer_number counts Hybrid layers, two per layer of the model
+        self.layer = layers[layer_number - 1]
         self.rotary = self.layer.rotary
         self.window = next((layer.window for layer in layers if layer.window is not None), None)
         self._rotated = rotated_pairs if self.layer.pairs else rotated
@@ -245,6 +247,8 @@ class PackedAttention(MegatronModule):
         return _UnpadOutput.apply(query.size(0), moves, *outputs).flatten(1)
 
     def _rotate(self, x, packing):
+        if self.rotary is None:
+            return x
         rope = self.layer.rope
         if rope not in packing.rotations:  # the first layer computes cos and sin for all layers
             frequencies, scaling = self.rotary

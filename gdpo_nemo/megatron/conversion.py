@@ -12,11 +12,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
-from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts
+from gdpo_nemo.megatron.model_config import family_of, fields_of, head_size, hf_layers, num_experts
 from gdpo_nemo.megatron.weight_map import (
     COLUMNS,
+    CONVOLUTION_ROWS,
     EXPERT_BIAS,
     GATED_ROWS,
+    MAMBA_ROWS,
     QKV_ROWS,
     REPLICATED,
     SCORE,
@@ -25,19 +27,21 @@ from gdpo_nemo.megatron.weight_map import (
     layer_weight,
     top_weights,
 )
+from gdpo_nemo.models.architectures import mamba_sections
 from gdpo_nemo.weights.manifest import Entry, Manifest, divide, weight_metadata
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 def local_weights(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[torch.Tensor, Weight]]:
-    """Yield (parameter, ``Weight`` with full Hugging Face names) for every parameter of this rank, in a fixed order.
+    """Yield (tensor, ``Weight`` with full Hugging Face names) for every weight of this rank, in a fixed order.
 
-    The biases of routers, which are buffers, are included. Adapters and the value head are excluded, because the
+    The weights are the parameters and the biases of routers. Adapters and the value head are excluded, because the
     Hugging Face model does not contain them.
     """
     family = family_of(config)
     top = top_weights(family.model_type)
+    layers = hf_layers(config)
     for chunk in chunks:
         biases = (pair for pair in chunk.named_buffers() if pair[0].endswith(EXPERT_BIAS))
         for name, parameter in chain(chunk.named_parameters(), biases):
@@ -48,9 +52,9 @@ def local_weights(chunks: list[torch.nn.Module], config: PretrainedConfig) -> It
                 yield parameter, top[name]
                 continue
             weight = layer_weight(family, match[2])
-            # Megatron's layer_number counts Hybrid layers (two per Hugging Face layer) from 1 over all pipeline stages.
+            # Megatron's layer_number counts Hybrid layers from 1 over all pipeline stages.
             decoder: Any = chunk.decoder
-            layer = family.modules.layer.format((decoder.layers[int(match[1])].layer_number - 1) // 2)
+            layer = family.modules.layer.format(layers[decoder.layers[int(match[1])].layer_number - 1])
             sources = tuple(layer + source for source in weight.sources)
             yield parameter, replace(weight, sources=sources, stacked=weight.stacked and layer + weight.stacked)
 
@@ -157,20 +161,31 @@ def _stack_experts(tensors: Iterator[tuple[str, torch.Tensor]], count: int) -> I
             del slices[match[1]]
 
 
-def _shard(tensor: torch.Tensor, split: str, rank: int, size: int) -> torch.Tensor:
+def _sections(rows: int, split: str, config: PretrainedConfig) -> list[int] | None:
+    """Return the rows of the sections of an unsharded tensor that are split separately, or None for other splits."""
+    if split == GATED_ROWS:
+        return [rows // 2] * 2
+    if split == MAMBA_ROWS:
+        return list(mamba_sections(fields_of(config)))
+    if split == CONVOLUTION_ROWS:
+        return list(mamba_sections(fields_of(config))[1:4])
+    return None
+
+
+def _shard(tensor: torch.Tensor, split: str, rank: int, size: int, config: PretrainedConfig) -> torch.Tensor:
     if split == REPLICATED or size == 1:
         return tensor
-    if split == GATED_ROWS:
-        return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+    if sections := _sections(len(tensor), split, config):
+        return torch.cat([section.chunk(size)[rank] for section in tensor.split(sections)])
     return tensor.chunk(size, dim=1 if split == COLUMNS else 0)[rank]
 
 
-def _assemble(parts: list[torch.Tensor], split: str) -> torch.Tensor:
+def _assemble(parts: list[torch.Tensor], split: str, config: PretrainedConfig) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
-    if split == GATED_ROWS:
-        halves = [part.chunk(2) for part in parts]
-        return torch.cat([half[0] for half in halves] + [half[1] for half in halves])
+    if sections := _sections(sum(map(len, parts)), split, config):
+        by_rank = [part.split([rows // len(parts) for rows in sections]) for part in parts]
+        return torch.cat([piece for section in zip(*by_rank) for piece in section])
     return torch.cat(parts, dim=1 if split == COLUMNS else 0)
 
 
@@ -204,9 +219,11 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
         if weight.split == QKV_ROWS:
             _check_rows(tensor, config.num_key_value_heads * sum(_qkv_rows(config)), sources)
             tensor = _by_query_group(tensor, config)
+        elif sections := _sections(len(tensor), weight.split, config):
+            _check_rows(tensor, sum(sections), sources)
         if weight.vocabulary:
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, parameter.size(0) * group.size() - tensor.size(0)))
-        tensor = _shard(tensor, weight.split, group.rank(), group.size())
+        tensor = _shard(tensor, weight.split, group.rank(), group.size(), config)
         if tensor.shape != parameter.shape:
             raise _shape_error(sources, tensor, tuple(parameter.shape))
         parameter.copy_(tensor)
@@ -309,14 +326,14 @@ def _gather_batch(
     first = batch[0][1]
     if first.expert is None:
         parts = [tensors] if first.split == REPLICATED else _gather(tensors, _split_group(first))
-        yield first.sources, _assemble([part for (part,) in parts], first.split), first
+        yield first.sources, _assemble([part for (part,) in parts], first.split, config), first
         return
     sharded = _gather(tensors, _split_group(first))
     by_rank = _gather([tensor for part in sharded for tensor in part], parallel_state.get_expert_model_parallel_group())
     experts = num_experts(config)
     for index, (_, weight) in enumerate(batch):
         for expert, gathered in zip(_experts(weight, experts), by_rank):
-            tensor = _assemble(gathered[index :: len(batch)], weight.split)
+            tensor = _assemble(gathered[index :: len(batch)], weight.split, config)
             yield _expert_sources(weight.sources, expert), tensor, weight
 
 

@@ -19,7 +19,7 @@ from gdpo_nemo.models.architectures import check_model_content, mixture_layers, 
 from gdpo_nemo.models.families import Family
 from gdpo_nemo.models.hf_folder import copy_companions
 from gdpo_nemo.models.sources import COMPANION, Source
-from gdpo_nemo.models.torch_dist import EMBEDDING, Held, model_tensors, read_dist_metadata
+from gdpo_nemo.models.torch_dist import EMBEDDING, Held, check_gpt_format, model_tensors, read_dist_metadata
 from gdpo_nemo.utils.errors import ConfigError, first_line
 
 _FINAL_NORMS = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
@@ -84,17 +84,6 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
         raise ConfigError(
             f"{key}: {source.path} has {len(unread)} tensors that do not belong to {family.model_type}, for example "
             f"{min(unread)}"
-        )
-
-
-def check_gpt_format(family: Family, key: str) -> None:
-    """Check that layers of the family have only the modules of GPTModel's standard layers. Raises ConfigError."""
-    modules = family.modules
-    added = modules.post_attention_norm or modules.post_mlp_norm or family.sinks or family.biases or family.latent
-    if added or (family.experts and family.experts.sigmoid):
-        raise ConfigError(
-            f"{key}: Megatron-core checkpoints of {family.model_type} models are not supported; use Hugging Face "
-            "folders"
         )
 
 

@@ -1,7 +1,7 @@
 """Layer specifications: TransformerEngine's layers, or local Megatron layers with torch SDPA.
 
-Both kinds of layers build a ``HybridModel`` whose pattern alternates attention (``*``) and MLP layers (``-``, or ``E``
-for MoE). Hugging Face layer i therefore always corresponds to Hybrid layers 2i and 2i+1.
+Both kinds of layers build a ``HybridModel``. In most families, a Hugging Face layer consists of two Hybrid layers:
+attention (``*``), and MLP (``-``) or experts (``E``). See ``architectures.layer_symbols``.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import TransformerConfig
@@ -39,6 +41,7 @@ from gdpo_nemo.megatron.attention import LayerAttention, PackedAttention
 from gdpo_nemo.megatron.flex_attention import FlexAttention
 from gdpo_nemo.megatron.latent_attention import LatentAttention
 from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts, rotary
+from gdpo_nemo.megatron.recurrent_layers import PackedMambaMixer, kernels_are_usable
 from gdpo_nemo.utils.errors import RunError
 
 
@@ -99,18 +102,21 @@ def layer_spec(
     use_te: bool,
     attention: Attention,
     adapted: bool = False,
+    sharing: bool = False,
 ) -> ModuleSpec:
     """Return the layer stack: Megatron's TransformerEngine stack, or local layers that need only torch.
 
     Args:
-        layers: attention of each layer of the model. Not used by ``Attention.ENGINE``.
+        layers: properties of the attention by Hybrid layer of the model. Not used by ``Attention.ENGINE``.
         adapted: True if the linear layers get adapters. Norms are then separate modules, because adapters need the
             inputs of the linear layers.
+        sharing: True if packs may contain shared prompts, which the CUDA kernels of recurrent layers do not support.
     """
-    if use_te and config.multi_latent_attention:
-        spec = _latent_engine_stack(layers, attention)
-    elif use_te:
-        spec = _engine_stack(adapted, layers, attention)
+    if use_te:
+        is_latent = config.multi_latent_attention
+        spec = _latent_engine_stack(layers, attention) if is_latent else _engine_stack(adapted, layers, attention)
+        if sharing or not kernels_are_usable():
+            spec = _without_kernels(spec)
     else:
         core = FlexAttention if attention is Attention.FLEX else PackedAttention
         spec = _local_stack(config, partial(core, layers=layers))
@@ -153,7 +159,8 @@ def engine_options(hf: PretrainedConfig, layout: MegatronConfig, attention: Atte
     backend = "auto" if attention is Attention.FLEX else layout.attention_backend
     uses_rope = attention is Attention.ENGINE
     options: dict[str, Any] = dict(attention_backend=AttnBackend[backend], apply_rope_fusion=uses_rope)
-    if uses_rope and (scaling := rotary(hf)[1]) != 1.0:
+    embedding = rotary(hf) if uses_rope else None
+    if embedding and (scaling := embedding[1]) != 1.0:
         # TransformerEngine's rotary kernel does not support scaling factors of queries and keys (YaRN). Apply both
         # factors to the attention scores instead.
         options |= dict(softmax_scale=scaling**2 / math.sqrt(head_size(hf)))
@@ -166,6 +173,7 @@ def engine_options(hf: PretrainedConfig, layout: MegatronConfig, attention: Atte
 # interchangeable.
 _QKV_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_MAMBA_NORM_KEYS = {"norm.": "mixer.in_proj.layer_norm_"}
 
 
 def _engine_stack(adapted: bool, layers: Sequence[LayerAttention], attention: Attention) -> ModuleSpec:
@@ -184,6 +192,14 @@ def _engine_stack(adapted: bool, layers: Sequence[LayerAttention], attention: At
     return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
 
 
+def _without_kernels(spec: ModuleSpec) -> ModuleSpec:
+    """Return a stack whose recurrent layers compute in torch."""
+    layer = spec.submodules.mamba_layer
+    mixer = replace(layer.submodules.mixer, module=PackedMambaMixer)
+    layer = replace(layer, submodules=replace(layer.submodules, mixer=mixer))
+    return replace(spec, submodules=replace(spec.submodules, mamba_layer=layer))
+
+
 def _for_adapters(spec: ModuleSpec) -> ModuleSpec:
     """Return TransformerEngine's stack with norms that are separate from the linear layers."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
@@ -191,10 +207,22 @@ def _for_adapters(spec: ModuleSpec) -> ModuleSpec:
     stock = spec.submodules
     attention = stock.attention_layer.submodules
     inner = attention.self_attention
+    mamba = stock.mamba_layer.submodules
     return replace(
         spec,
         submodules=replace(
             stock,
+            mamba_layer=replace(
+                stock.mamba_layer,
+                submodules=replace(
+                    mamba,
+                    norm=TENorm,
+                    mixer=replace(
+                        mamba.mixer, submodules=replace(mamba.mixer.submodules, in_proj=TEColumnParallelLinear)
+                    ),
+                    sharded_state_dict_keys_map=_MAMBA_NORM_KEYS,
+                ),
+            ),
             attention_layer=replace(
                 stock.attention_layer,
                 submodules=replace(
@@ -344,9 +372,23 @@ def _local_stack(config: TransformerConfig, core) -> ModuleSpec:
             sharded_state_dict_keys_map=_MLP_NORM_KEYS,
         ),
     )
+    mamba = ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            norm=RMSNorm,
+            mixer=ModuleSpec(
+                module=PackedMambaMixer,
+                submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+            ),
+            mamba_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=_MAMBA_NORM_KEYS,
+        ),
+    )
     return ModuleSpec(
         module=LocalHybridStack,
-        submodules=HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp, moe_layer=_local_moe(config)),
+        submodules=HybridStackSubmodules(
+            mamba_layer=mamba, attention_layer=attention, mlp_layer=mlp, moe_layer=_local_moe(config)
+        ),
     )
 
 

@@ -25,27 +25,31 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.megatron.model_config import family_of, head_size
-from gdpo_nemo.models.architectures import check_adapted_layers, last_name
-from gdpo_nemo.models.families import Modules
+from gdpo_nemo.megatron.model_config import family_of, fields_of, head_size, hf_layers
+from gdpo_nemo.models.architectures import check_adapted_layers, last_name, mamba_linear, mamba_sections
+from gdpo_nemo.models.families import Family
 from gdpo_nemo.weights.adapters import Pairs, peft_name
 
 _LINEAR_NAME = re.compile(
     r"decoder\.layers\.(\d+)\."
-    r"(self_attention\.linear_(?:qkv|q_proj|q_up_proj|kv_up_proj)|self_attention\.linear_proj|mlp\.linear_fc1|mlp\.linear_fc2)"
+    r"(self_attention\.linear_(?:qkv|proj|q_proj|q_up_proj|kv_up_proj)|mlp\.linear_fc[12]|mixer\.(?:in|out)_proj)"
 )
 _HEAD = "output_layer"
 _QKV = "self_attention.linear_qkv"
 _GATE_UP = "mlp.linear_fc1"
 _LATENT = ("self_attention.linear_q_proj", "self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj")
-_SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2")
+_MAMBA_IN = "mixer.in_proj"
+_SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2", "mixer.out_proj")
 
 
-def _hf_modules(linear_name: str, modules: Modules) -> tuple[str, ...]:
+def _hf_modules(linear_name: str, family: Family) -> tuple[str, ...]:
     """Return the Hugging Face modules that a linear layer of Megatron contains."""
-    attention_output, down = _SPLIT_BY_COLUMNS
+    modules = family.modules
+    attention_output, down, mamba_out = _SPLIT_BY_COLUMNS
     if linear_name in _LATENT:  # in this order in the modules of latent attention
         return (modules.qkv[_LATENT.index(linear_name)],)
+    if linear_name in (_MAMBA_IN, mamba_out):
+        return (mamba_linear(family)[linear_name == mamba_out],)
     return {
         _QKV: modules.qkv,
         attention_output: (modules.attention_output,),
@@ -230,8 +234,10 @@ def _parts(linear_name: str, modules: tuple[str, ...], linear: Any, hf: Pretrain
     if linear_name == _QKV:
         size = head_size(hf)
         heights = [hf.num_attention_heads * size, *[hf.num_key_value_heads * size] * 2]
-    elif linear_name == _GATE_UP:
+    elif linear_name == _GATE_UP and family_of(hf).gated_mlp:
         heights = [rows // 2] * 2
+    elif linear_name == _MAMBA_IN:
+        heights = list(mamba_sections(fields_of(hf)))
     if len(modules) == len(heights):
         return [Part(module, height, "") for module, height in zip(modules, heights)]
     return [Part(modules[0], height, f".{index}") for index, height in enumerate(heights)]
@@ -255,7 +261,8 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
     """
     family = family_of(hf)
     modules = family.modules
-    check_adapted_layers(settings.target_modules, family, hf.tie_word_embeddings, hf.to_dict())
+    layers = hf_layers(hf)
+    check_adapted_layers(settings.target_modules, fields_of(hf))
     for chunk in chunks:
         chunk.requires_grad_(False)
         if chunk.post_process and last_name(modules.head) in settings.target_modules:
@@ -267,8 +274,8 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
             match = _LINEAR_NAME.fullmatch(name)
             if match is None:
                 continue
-            layer = modules.layer.format((decoder.layers[int(match[1])].layer_number - 1) // 2)
-            hf_modules = tuple(layer + module for module in _hf_modules(match[2], modules))
+            layer = modules.layer.format(layers[decoder.layers[int(match[1])].layer_number - 1])
+            hf_modules = tuple(layer + module for module in _hf_modules(match[2], family))
             adapters = Adapters(match[2], hf_modules, linear, hf, settings, seed)
             if len(adapters.pairs):
                 linear.adapters = adapters

@@ -76,6 +76,8 @@ def make_micro_batch(
     *,
     attention: PackedAttention | None,
     with_fields: bool,
+    rectangles: bool = False,
+    sequence_ids: bool = False,
 ) -> MicroBatch:
     """Create a packed micro-batch on the device.
 
@@ -85,14 +87,18 @@ def make_micro_batch(
         context: context-parallel rank and size.
         attention: attention of any layer, or None for TransformerEngine's attention, which needs only the bounds.
         with_fields: True if a loss is computed.
+        rectangles: True if recurrent layers need the arrays of ``PackedAttention``.
+        sequence_ids: True if recurrent layers use kernels, which need the sequence of each token.
     """
     arrays = {"tokens": rows.tokens, "rows": rows.rows, "targets": rows.targets}
-    if attention is None:
-        arrays |= packing_arrays(rows.padded_lengths, *context, rectangles=False, shared=rows.shared)
-    else:
+    if attention is None or rectangles:
+        arrays |= packing_arrays(rows.padded_lengths, *context, rectangles=rectangles, shared=rows.shared)
+    if attention is not None:
         arrays |= attention.arrays(rows.padded_lengths, *context, shared=rows.shared)
     if rows.routing is not None:
         arrays["routing"] = rows.routing
+    if sequence_ids:
+        arrays["seq_idx"] = np.repeat(np.arange(len(rows.padded_lengths), dtype=np.int32), rows.padded_lengths)[None]
     if with_fields:
         fields, trained = _field_arrays(sequences, rows)
         arrays |= {f"field.{name}": array for name, array in fields.items()}
@@ -103,6 +109,7 @@ def make_micro_batch(
     packing.block_mask = block_mask(tensors)
     packing.window_block_mask = block_mask(tensors, windowed=True)
     packing.routing = tensors.get("routing")
+    packing.seq_idx = tensors.get("seq_idx")
     return MicroBatch(
         rows,
         tensors["tokens"][None],

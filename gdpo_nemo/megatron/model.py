@@ -238,8 +238,8 @@ def transformer_config(
     }
     options = recompute[layout.recompute]
     if layout.recompute_layers is not None:
-        # A layer of the model consists of two Hybrid layers: attention and MLP.
-        options |= dict(recompute_method="block", recompute_num_layers=2 * layout.recompute_layers)
+        hybrid_layers = len(layer_symbols(hf)[0]) * layout.recompute_layers
+        options |= dict(recompute_method="block", recompute_num_layers=hybrid_layers)
     if use_te:
         options |= engine_options(hf, layout, attention)
     if layout.fp8:
@@ -267,7 +267,8 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=family_of(hf).activation == "silu" and (use_te or torch.cuda.is_available()),
-        bias_dropout_fusion=use_te or torch.cuda.is_available(),
+        # Megatron's grouped experts with biases do not support this fusion.
+        bias_dropout_fusion=not family_of(hf).biases and (use_te or torch.cuda.is_available()),
         batch_p2p_comm=False,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -287,7 +288,7 @@ def layer_pattern(symbols: list[str], layout: MegatronConfig) -> str:
     """Return Megatron's Hybrid layer pattern, with ``|`` between (virtual) pipeline stages.
 
     Args:
-        symbols: Hybrid layers of each Hugging Face layer (``conversion.layer_symbols``).
+        symbols: Hybrid layers of each Hugging Face layer (``model_config.layer_symbols``).
     """
     stages = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
     ends = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
@@ -330,6 +331,7 @@ def build_chunks(
     if layout.fp8 and not use_te:
         raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
     layers = layer_attentions(hf)
+    rotary = layers[0].rotary
     special = architectures.special_attention(fields_of(hf))
     latent = family_of(hf).latent is not None
     attention = select_attention(layout.attention_backend, use_te, sharing, special, latent)
@@ -344,7 +346,7 @@ def build_chunks(
     for stage in range(virtual) if virtual else [None]:
         model = model_class(
             config,
-            layer_spec(hf, config, layers, use_te, attention, adapted),
+            layer_spec(hf, config, layers, use_te, attention, adapted, sharing),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(layer_symbols(hf), layout),
@@ -352,12 +354,12 @@ def build_chunks(
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             # Only TransformerEngine's attention uses the model's rotary angles. The others compute their angles.
-            position_embedding_type="rope" if attention is Attention.ENGINE else "none",
+            position_embedding_type="rope" if rotary and attention is Attention.ENGINE else "none",
             vp_stage=stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
-        if attention is Attention.ENGINE:
-            model.rotary_pos_emb.inv_freq = layers[0].rotary[0]
+        if rotary and attention is Attention.ENGINE:
+            model.rotary_pos_emb.inv_freq = rotary[0]
             model.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
         model.temperature = temperature
         model.fused = fused

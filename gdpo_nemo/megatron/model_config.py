@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.activations import squared_relu
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -18,13 +19,19 @@ from gdpo_nemo.models.families import Family
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "relu2": squared_relu,
 }
 """Activation functions by their names in a Hugging Face config."""
 
 
 def fields_of(config: PretrainedConfig) -> dict[str, Any]:
-    """Return the fields of a config.json. Missing fields have the values that transformers uses by default."""
-    return config.to_dict()
+    """Return the fields of a config.json. Missing fields have the values that transformers uses by default.
+
+    Raises:
+        ConfigError: if the family is not supported.
+    """
+    family_of(config)
+    return architectures.with_defaults(config.to_dict())
 
 
 def family_of(config: PretrainedConfig) -> Family:
@@ -33,7 +40,7 @@ def family_of(config: PretrainedConfig) -> Family:
     Raises:
         ConfigError: if the family is not supported. The message lists the supported families.
     """
-    return check_family(fields_of(config))
+    return check_family(config.to_dict())
 
 
 def head_size(config: PretrainedConfig) -> int:
@@ -41,12 +48,16 @@ def head_size(config: PretrainedConfig) -> int:
     return architectures.head_size(fields_of(config))
 
 
-def rotary(config: PretrainedConfig, layers: str = "") -> tuple[torch.Tensor, float]:
+def rotary(config: PretrainedConfig, layers: str = "") -> tuple[torch.Tensor, float] | None:
     """Return transformers' inverse rotary frequencies [rotated elements / 2] and the scaling factor of cos and sin.
+
+    Return None if the family has no rotary embedding.
 
     Args:
         layers: value of ``layer_types`` whose embedding is returned, if the embedding depends on it.
     """
+    if not family_of(config).rope_types:
+        return None
     parameters = config.rope_parameters[layers] if layers else config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind == "default":
@@ -57,7 +68,7 @@ def rotary(config: PretrainedConfig, layers: str = "") -> tuple[torch.Tensor, fl
 
 
 def layer_attentions(config: PretrainedConfig) -> list[LayerAttention]:
-    """Return the properties of the attention in each layer."""
+    """Return the properties of the attention by Hybrid layer, also for layers without attention."""
     fields = fields_of(config)
     family = check_family(fields)
     windows = architectures.layer_windows(fields)
@@ -69,7 +80,8 @@ def layer_attentions(config: PretrainedConfig) -> list[LayerAttention]:
     options: dict[str, Any] = dict(
         score_cap=cap, sinks=family.sinks is not None, pairs=architectures.rotates_pairs(fields)
     )
-    return [LayerAttention(embeddings[rope], rope, window, **options) for rope, window in zip(ropes, windows)]
+    layers = [LayerAttention(embeddings[rope], rope, window, **options) for rope, window in zip(ropes, windows)]
+    return [layers[layer] for layer in hf_layers(config)]
 
 
 def embedding_scale(config: PretrainedConfig, dtype: torch.dtype) -> float:
@@ -90,13 +102,18 @@ def num_experts(config: PretrainedConfig) -> int:
 
 
 def layer_symbols(config: PretrainedConfig) -> list[str]:
-    """Return the Hybrid layers of each Hugging Face layer: attention (``*``), then dense (``-``) or MoE (``E``) MLP."""
-    return ["*E" if is_moe else "*-" for is_moe in architectures.mixture_layers(fields_of(config))]
+    """Return the Hybrid layers of each Hugging Face layer (``architectures.layer_symbols``)."""
+    return architectures.layer_symbols(fields_of(config))
+
+
+def hf_layers(config: PretrainedConfig) -> list[int]:
+    """Return the index of the Hugging Face layer of each Hybrid layer."""
+    return [layer for layer, symbols in enumerate(layer_symbols(config)) for _ in symbols]
 
 
 def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
     experts = family.experts
-    if experts is None:
+    if experts is None or not architectures.num_experts(fields):
         return {}
     normalized = fields[experts.normalized] if experts.normalized else True
     groups, chosen = architectures.expert_groups(fields)
@@ -145,26 +162,39 @@ def _activation_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]
     )
 
 
+def _mamba_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
+    mamba = family.mamba
+    if mamba is None:
+        return {}
+    return dict(
+        is_hybrid_model=True,
+        mamba_num_heads=fields[mamba.heads],
+        mamba_head_dim=fields[mamba.head_size],
+        mamba_num_groups=fields[mamba.groups],
+        mamba_state_dim=fields[mamba.state],
+    )
+
+
 def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig that depend only on the model's architecture.
 
-    ``num_layers`` counts Hybrid layers: attention and MLP are separate layers.
+    ``num_layers`` counts Hybrid layers.
     """
     fields = fields_of(config)
     family = check_family(fields)
     return dict(
-        num_layers=2 * fields["num_hidden_layers"],
+        num_layers=len(hf_layers(config)),
         hidden_size=fields["hidden_size"],
         num_attention_heads=fields["num_attention_heads"],
         num_query_groups=architectures.key_value_heads(fields),
         kv_channels=architectures.head_size(fields),
         ffn_hidden_size=fields["intermediate_size"],
         normalization="RMSNorm",
-        layernorm_epsilon=fields["rms_norm_eps"],
-        gated_linear_unit=True,
+        layernorm_epsilon=fields[family.norm_epsilon],
+        gated_linear_unit=family.gated_mlp,
         **_activation_fields(fields, family),
         layernorm_zero_centered_gamma=family.norm_offset,
-        softmax_scale=fields[family.score_scale] ** -0.5 if family.score_scale else None,
+        **(dict(softmax_scale=fields[family.score_scale] ** -0.5) if family.score_scale else {}),
         add_bias_linear=family.biases,
         add_qkv_bias=architectures.has_qkv_bias(fields),
         qk_layernorm=architectures.has_qk_norm(fields),
@@ -175,4 +205,5 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         init_method_std=fields["initializer_range"],
         **_latent_fields(fields, family),
         **_expert_fields(fields, family),
+        **_mamba_fields(fields, family),
     )

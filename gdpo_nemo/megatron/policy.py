@@ -24,7 +24,6 @@ from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.config.sections import replays_router
 from gdpo_nemo.data.packing import TrainSequence, pack_rows
 from gdpo_nemo.data.records import TokenValues, UpdateResult
-from gdpo_nemo.megatron.attention import PackedAttention
 from gdpo_nemo.megatron.conversion import export_hf
 from gdpo_nemo.megatron.logprobs import EntropyUse
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters, start_adapters
@@ -33,6 +32,7 @@ from gdpo_nemo.megatron.model import BuiltModel, build, build_frozen
 from gdpo_nemo.megatron.model_config import layer_symbols
 from gdpo_nemo.megatron.optimizer import OptimizerOffload, Reference
 from gdpo_nemo.megatron.packing import local_positions
+from gdpo_nemo.megatron.recurrent_layers import needs_of_layers
 from gdpo_nemo.megatron.router_replay import RouterReplay
 from gdpo_nemo.megatron.runtime import Runtime
 from gdpo_nemo.utils.errors import RunError
@@ -120,9 +120,8 @@ class Policy:
         self._offload: OptimizerOffload | None = None
         if self.layout.optimizer.offload and runtime.device.type == "cuda":
             self._offload = OptimizerOffload(self.built.optimizer, self._parameters(), runtime.device)
-        modules = (m for chunk in self.chunks for m in chunk.modules())
         self._replay = RouterReplay(self.chunks if replays_router(config) else [], layer_symbols(self.built.hf_config))
-        self._attention = next((m for m in modules if isinstance(m, PackedAttention)), None)
+        self._layers = needs_of_layers(self.chunks)
 
     # -- rank in the layout --------------------------------------------------------------------------------------
 
@@ -344,6 +343,7 @@ class Policy:
         """Load the model in a Hugging Face folder as a frozen teacher in the same layout."""
         sharing = self.config.share_prompts is not False
         self._teacher = build_frozen(folder, self.layout, DTYPES[self.config.precision], sharing)
+        self._layers = needs_of_layers([*self.chunks, *self._teacher.chunks])
 
     @contextlib.contextmanager
     def using_teacher(self) -> Iterator[None]:
@@ -432,7 +432,7 @@ class Policy:
                 total_multiple=total_multiple,
                 positions=local_positions,
             )
-            options: Any = dict(attention=self._attention, with_fields=with_fields)
+            options: Any = dict(self._layers, with_fields=with_fields)
             return make_micro_batch(rows, sequences, context, self.runtime.device, **options)
 
         def step(iterator: MicroBatches, model):

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gdpo_nemo.models.families import FAMILIES, Experts, Family, Latent, Modules
+from gdpo_nemo.models.families import FAMILIES, Experts, Family, Latent, Mamba, Modules
 
-# Ways to split a weight over tensor-parallel ranks. The last two also define the order of the rows in Megatron.
+# Ways to split a weight over tensor-parallel ranks. The last four also define the order of the rows in Megatron.
 REPLICATED = "replicated"
 ROWS = "rows"
 COLUMNS = "columns"
 QKV_ROWS = "rows by query group: queries, key, value"
 GATED_ROWS = "rows of the gate, then rows of the other half, on each rank"
+MAMBA_ROWS = "rows of each section of Mamba-2's input projection, on each rank"
+CONVOLUTION_ROWS = "rows of the sections of Mamba-2's convolution, on each rank"
 
 SCORE = "score.weight"
 """Name of a reward model's head, both in Megatron's model and in transformers' sequence classifiers."""
@@ -29,7 +31,7 @@ class Weight:
     """A Megatron parameter and the corresponding Hugging Face tensors."""
 
     split: str
-    """Split over tensor-parallel ranks: ``REPLICATED``, ``ROWS``, ``COLUMNS``, ``QKV_ROWS`` or ``GATED_ROWS``."""
+    """Split over tensor-parallel ranks: ``REPLICATED``, ``ROWS``, ``COLUMNS`` or one of the others above."""
     sources: tuple[str, ...]
     """Names of the Hugging Face tensors. The names for an expert contain ``{}`` in place of its index."""
     expert: int | None = None
@@ -84,7 +86,7 @@ def _latent_weights(latent: Latent) -> dict[str, Weight]:
 
 @cache
 def dense_weights(model_type: str) -> dict[str, Weight]:
-    """Return the weights of a dense layer, by their Megatron names in a Hybrid layer.
+    """Return the weights of layers with attention and a dense MLP, by their Megatron names in a Hybrid layer.
 
     The sources are relative to the Hugging Face layer.
     """
@@ -106,9 +108,33 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
         "self_attention.linear_proj.bias": Weight(REPLICATED, (f"{modules.attention_output}.bias",)),
         "pre_mlp_layernorm.weight": mlp_norm,
         "mlp.linear_fc1.layer_norm_weight": mlp_norm,
-        "mlp.linear_fc1.weight": _weights(GATED_ROWS, *modules.gate_up),
+        "mlp.linear_fc1.weight": _weights(GATED_ROWS if family.gated_mlp else ROWS, *modules.gate_up),
         "mlp.linear_fc2.weight": _weights(COLUMNS, modules.down),
     }
+
+
+@cache
+def _mamba_weights(mamba: Mamba) -> dict[str, Weight]:
+    """Return the weights of a Mamba-2 layer, like ``dense_weights``."""
+    norm = _weights(REPLICATED, mamba.norm)
+    mixer = f"{mamba.mixer}."
+    return {
+        "norm.weight": norm,
+        "mixer.in_proj.layer_norm_weight": norm,
+        "mixer.in_proj.weight": _weights(MAMBA_ROWS, f"{mixer}in_proj"),
+        "mixer.conv1d_weight": _weights(CONVOLUTION_ROWS, f"{mixer}conv1d"),
+        "mixer.conv1d_bias": Weight(CONVOLUTION_ROWS, (f"{mixer}conv1d.bias",)),
+        "mixer.A_log": Weight(ROWS, (f"{mixer}A_log",)),
+        "mixer.D": Weight(ROWS, (f"{mixer}D",)),
+        "mixer.dt_bias": Weight(ROWS, (f"{mixer}dt_bias",)),
+        "mixer.norm.weight": _weights(ROWS, f"{mixer}norm"),
+        "mixer.out_proj.weight": _weights(COLUMNS, f"{mixer}out_proj"),
+    }
+
+
+def _gate_up(gate: str | None, up: str) -> tuple[str, ...]:
+    """Return the split and the modules of the first linear layer of an expert."""
+    return (ROWS, up) if gate is None else (GATED_ROWS, gate, up)
 
 
 # local_experts.3.linear_fc1.weight, or linear_fc1.weight3 in TransformerEngine's grouped linear layers
@@ -140,9 +166,11 @@ def layer_weight(family: Family, name: str) -> Weight:
     if experts is not None and experts.bias and name == EXPERT_BIAS:
         return Weight(REPLICATED, (experts.bias,))
     if experts is not None and name == "mlp.shared_experts.linear_fc1.weight":
-        return _weights(GATED_ROWS, experts.shared_gate, experts.shared_up)
+        return _weights(*_gate_up(experts.shared_gate if family.gated_mlp else None, experts.shared_up))
     if experts is not None and name == "mlp.shared_experts.linear_fc2.weight":
         return _weights(COLUMNS, experts.shared_down)
+    if family.mamba is not None and name.startswith(("norm.", "mixer.")):
+        return _mamba_weights(family.mamba)[name]
     match = _EXPERT.fullmatch(name)
     if match is None or experts is None:
         return dense_weights(family.model_type)[name]
@@ -150,5 +178,6 @@ def layer_weight(family: Family, name: str) -> Weight:
     if experts.only_stacked:
         return _stacked_weight(experts, match[2] == "1", match[3] == "bias", number)
     if match[2] == "1":
-        return _weights(GATED_ROWS, experts.gate, experts.up, expert=number, stacked=experts.stacked_gate_up)
+        gate_up = _gate_up(experts.gate, experts.up)
+        return _weights(*gate_up, expert=number, stacked=experts.stacked_gate_up)
     return _weights(COLUMNS, experts.down, expert=number, stacked=experts.stacked_down)

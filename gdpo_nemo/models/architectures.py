@@ -16,7 +16,13 @@ def last_name(module: str) -> str:
 def linear_layers(family: Family) -> tuple[str, ...]:
     """Return the last parts of the names of a dense model's linear modules. The output layer comes last."""
     modules = family.modules
-    return tuple(map(last_name, (*modules.linear, modules.head)))
+    mamba = mamba_linear(family)
+    return tuple(dict.fromkeys(map(last_name, (*modules.linear, *mamba, modules.head))))
+
+
+def mamba_linear(family: Family) -> tuple[str, ...]:
+    """Return the linear modules of a Mamba-2 layer, relative to the layer."""
+    return (f"{family.mamba.mixer}.in_proj", f"{family.mamba.mixer}.out_proj") if family.mamba else ()
 
 
 ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -36,7 +42,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
 """Fields that config.json must contain. For a missing field, transformers would use a default size."""
 
-BIASES = ("attention_bias", "attention_out_bias", "mlp_bias")
+BIASES = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "mamba_proj_bias")
 """Fields that enable projection biases. Only the field named by ``Family.qkv_bias`` may be true."""
 
 SWIGLU_ALPHA = 1.702
@@ -65,6 +71,7 @@ def check_family(content: Mapping[str, Any]) -> Family:
         )
     fields = with_defaults(content)
     _check_window(fields, family)
+    _check_layers(fields, family)
     activation = fields.get(family.activation_field, family.activation)
     if activation != family.activation:
         raise _model_error(f"activation {activation!r} is not supported; supported: {family.activation}")
@@ -76,7 +83,10 @@ def check_family(content: Mapping[str, Any]) -> Family:
     if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
         raise _model_error(f"swiglu_alpha {fields['swiglu_alpha']} is not supported; supported: {SWIGLU_ALPHA}")
     _check_not_quantised(fields)
-    _check_rope(fields, family)
+    for layers in ((FULL, SLIDING) if family.layer_rope else ("",)) if family.rope_types else ():
+        _check_rope(fields, family, rope_of(fields, layers))
+    if family.mamba:
+        _check_mamba(fields)
     return family
 
 
@@ -98,17 +108,22 @@ def _check_window(fields: Mapping[str, Any], family: Family) -> None:
         raise _model_error(f"sliding-window attention ({window} tokens) is not supported for {family.model_type}")
     if window is not None:
         _check_size("sliding_window", window)
-    layers = fields.get("layer_types") or []
+    if fields.get("use_bidirectional_attention"):
+        raise _model_error("bidirectional attention (use_bidirectional_attention) is not supported")
+
+
+def _check_layers(fields: Mapping[str, Any], family: Family) -> None:
+    key = family.layer_types
+    layers = fields.get(key) or []
     if not isinstance(layers, list):
-        raise _model_error(f"layer_types must be a list of texts, got {str(layers)[:40]}")
-    supported = [FULL, SLIDING] if family.windows in ("late", "periodic") and window is not None else [FULL]
+        raise _model_error(f"{key} must be a list of texts, got {str(layers)[:40]}")
+    slides = family.windows in ("late", "periodic") and _window(fields) is not None
+    supported = [*family.layers, *[SLIDING] * slides]
     kinds = sorted({str(kind) for kind in layers} - set(supported))
     if kinds:
         raise _model_error(
-            f"layers of type {', '.join(kinds)} (layer_types) are not supported; supported: {', '.join(supported)}"
+            f"layers of type {', '.join(kinds)} ({key}) are not supported; supported: {', '.join(supported)}"
         )
-    if fields.get("use_bidirectional_attention"):
-        raise _model_error("bidirectional attention (use_bidirectional_attention) is not supported")
 
 
 FULL = "full_attention"
@@ -145,12 +160,18 @@ def layer_windows(content: Mapping[str, Any]) -> list[int | None]:
     return [window if is_sliding else None for is_sliding in sliding]
 
 
-def _check_rope(fields: Mapping[str, Any], family: Family) -> None:
-    for layers in (FULL, SLIDING) if family.layer_rope else ("",):
-        _check_rope_of(fields, family, rope_of(fields, layers))
+def _check_mamba(fields: Mapping[str, Any]) -> None:
+    """Check that Megatron's Mamba-2 layer computes what the config describes. Raises ConfigError."""
+    for key, supported in (("mamba_hidden_act", "silu"), ("conv_kernel", 4), ("use_conv_bias", True)):
+        if fields[key] != supported:
+            raise _model_error(f"{key} {fields[key]!r} is not supported; supported: {supported}")
+    latent, predictions = "moe_latent_size", "num_nextn_predict_layers"
+    for key, what in ((latent, "experts in a latent space"), (predictions, "multi-token prediction layers")):
+        if fields.get(key):
+            raise _model_error(f"{what} ({key} {fields[key]}) are not supported")
 
 
-def _check_rope_of(fields: Mapping[str, Any], family: Family, rope: Mapping[str, Any]) -> None:
+def _check_rope(fields: Mapping[str, Any], family: Family, rope: Mapping[str, Any]) -> None:
     kind = rope["rope_type"]
     if kind not in family.rope_types:
         supported = ", ".join(family.rope_types)
@@ -166,8 +187,19 @@ def _check_rope_of(fields: Mapping[str, Any], family: Family, rope: Mapping[str,
 
 
 def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Add transformers' defaults for the family to the fields of a config.json. Return the result."""
-    return {**FAMILIES[content["model_type"]].defaults, **content}
+    """Add transformers' defaults for the family to the fields of a config.json. Return the result.
+
+    If the family has different types of layers, their types and their number are also added.
+    """
+    family = FAMILIES[content["model_type"]]
+    fields = {**family.defaults, **content}
+    if family.pattern is None:
+        return fields
+    key, types = family.pattern
+    if content.get(family.layer_types) is None and isinstance(pattern := content.get(key), str):
+        fields[family.layer_types] = [types.get(letter, letter) for letter in pattern]
+    found = fields[family.layer_types]
+    return {**fields, "num_hidden_layers": len(found) if isinstance(found, list) else 0}
 
 
 def _family(content: Mapping[str, Any]) -> Family:
@@ -187,40 +219,40 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
     Raises ConfigError.
     """
     family = check_family(content)
+    content = with_defaults(content)
     for key in SIZES:
         _check_size(key, content.get(key))
     for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         if content.get(key) is not None:
             _check_size(key, content[key])
     if family.latent:
-        fields = with_defaults(content)
         for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
-            if key != "q_lora_rank" or fields.get(key) is not None:
-                _check_size(key, fields.get(key))
-        if fields["v_head_dim"] > head_size(content):
+            if key != "q_lora_rank" or content.get(key) is not None:
+                _check_size(key, content.get(key))
+        if content["v_head_dim"] > head_size(content):
             raise _model_error("v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim")
         if key_value_heads(content) != content["num_attention_heads"]:
             raise _model_error("num_key_value_heads must be equal to num_attention_heads with latent attention")
+    if family.mamba:
+        for key in (family.mamba.heads, family.mamba.head_size, family.mamba.groups, family.mamba.state):
+            _check_size(key, content[key])
     experts = family.experts
-    if experts:
+    if experts and (family.pattern is None or any(mixture_layers(content))):
         _check_size(experts.count, num_experts(content))
         for key in (experts.width, "num_experts_per_tok"):
             _check_size(key, content.get(key))
         _check_router(content, experts)
-        if experts.period and content.get(experts.period) is not None:
-            _check_size(experts.period, content[experts.period])
     return family
 
 
 def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
     """Check the fields of a router with sigmoid scores, groups and shared experts. Raises ConfigError."""
     fields = with_defaults(content)
-    for key in (*(experts.groups or ()), experts.shared):
+    for key in (*(experts.groups or ()), experts.shared, experts.shared_width, experts.period):
         if key and fields.get(key) is not None:
             _check_size(key, fields[key])
-    for key in (experts.first_dense,):
-        if key and fields.get(key):
-            _check_size(key, fields[key])
+    if experts.first_dense and fields.get(experts.first_dense):
+        _check_size(experts.first_dense, fields[experts.first_dense])
     kinds = fields.get(experts.kinds) if experts.kinds else None
     if kinds is not None and (
         not isinstance(kinds, list)
@@ -257,25 +289,56 @@ def _check_size(key: str, value: Any) -> None:
 
 def num_experts(content: Mapping[str, Any]) -> int:
     """Return the number of experts in an MoE layer, or 0 for a dense model."""
-    if not FAMILIES[content["model_type"]].experts:
+    family = FAMILIES[content["model_type"]]
+    if not family.experts or (family.pattern and not any(mixture_layers(content))):
         return 0
-    return next((content[key] for key in EXPERT_COUNTS if content.get(key)), 0)
+    fields = with_defaults(content)
+    return next((fields[key] for key in EXPERT_COUNTS if fields.get(key)), 0)
+
+
+def layer_symbols(content: Mapping[str, Any]) -> list[str]:
+    """Return Megatron's Hybrid layers of each layer: ``M``, ``*``, ``-`` and ``E`` (see ``Family.layers``)."""
+    family = FAMILIES[content["model_type"]]
+    fields = with_defaults(content)
+    count = fields["num_hidden_layers"]
+    types = fields[family.layer_types] if len(family.layers) > 1 else [*family.layers] * count
+    mlps = ["E" if has_experts else "-" for has_experts in _layers_with_experts(fields, family.experts)]
+    return [family.layers[kind].replace("?", mlp) for kind, mlp in zip(types, mlps)]
+
+
+def _layers_with_experts(fields: Mapping[str, Any], experts: Experts | None) -> list[bool]:
+    layers = range(fields["num_hidden_layers"])
+    if experts is None:
+        return [False for _ in layers]
+    kinds = fields.get(experts.kinds) if experts.kinds else None
+    if kinds is not None:
+        return [kind == "sparse" for kind in kinds]
+    dense = (fields.get(experts.dense_layers) if experts.dense_layers else None) or ()
+    if experts.first_dense:
+        dense = range(fields.get(experts.first_dense) or 0)
+    period = (fields.get(experts.period) if experts.period else None) or 1
+    return [layer not in dense and (layer + 1) % period == 0 for layer in layers]
+
+
+def is_recurrent(content: Mapping[str, Any]) -> bool:
+    """Return whether a supported model has recurrent layers (Mamba-2)."""
+    return content.get("model_type") in FAMILIES and any("M" in symbols for symbols in layer_symbols(content))
 
 
 def mixture_layers(content: Mapping[str, Any]) -> list[bool]:
     """Return for each layer whether it is an MoE layer."""
-    layers = range(content["num_hidden_layers"])
-    experts = FAMILIES[content["model_type"]].experts
-    if experts is None:
-        return [False for _ in layers]
-    kinds = content.get(experts.kinds) if experts.kinds else None
-    if kinds is not None:
-        return [kind == "sparse" for kind in kinds]
-    dense = (content.get(experts.dense_layers) if experts.dense_layers else None) or ()
-    if experts.first_dense:
-        dense = range(with_defaults(content).get(experts.first_dense) or 0)
-    period = (content.get(experts.period) if experts.period else None) or 1
-    return [layer not in dense and (layer + 1) % period == 0 for layer in layers]
+    return ["E" in symbols for symbols in layer_symbols(content)]
+
+
+def mamba_sections(content: Mapping[str, Any]) -> tuple[int, int, int, int, int]:
+    """Return the rows of a Mamba-2 layer's input projection: gate, input, B and C of each group, step sizes."""
+    fields = with_defaults(content)
+    mamba = FAMILIES[fields["model_type"]].mamba
+    if mamba is None:
+        raise ValueError(f"{fields['model_type']} has no Mamba-2 layers")
+    inner = fields[mamba.heads] * fields[mamba.head_size]
+    states = fields[mamba.groups] * fields[mamba.state]
+    return inner, inner, states, states, fields[mamba.heads]
 
 
 def head_size(content: Mapping[str, Any]) -> int:
@@ -332,9 +395,12 @@ def has_qk_norm(content: Mapping[str, Any]) -> bool:
 def shared_width(content: Mapping[str, Any]) -> int:
     """Return the intermediate size of the shared experts of an MoE layer, or 0 if it has none."""
     experts = FAMILIES[content["model_type"]].experts
-    if experts is None or experts.shared is None:
+    if experts is None or not num_experts(content):
         return 0
-    return int(with_defaults(content).get(experts.shared) or 0) * int(content[experts.width])
+    fields = with_defaults(content)
+    if experts.shared_width:
+        return int(fields[experts.shared_width])
+    return int(fields.get(experts.shared) or 0) * int(fields[experts.width]) if experts.shared else 0
 
 
 def expert_groups(content: Mapping[str, Any]) -> tuple[int, int]:
@@ -397,22 +463,20 @@ def rope_of(content: Mapping[str, Any], layers: str = "") -> dict[str, Any]:
     return {**parameters, "rope_type": "default" if kind is None else kind}
 
 
-def check_adapted_layers(
-    targets: Sequence[str], family: Family, tied: bool, content: Mapping[str, Any] | None = None
-) -> None:
+def check_adapted_layers(targets: Sequence[str], content: Mapping[str, Any]) -> None:
     """Check that LoRA adapters can be added to the target modules.
 
     Args:
         targets: last parts of module names, as in ``policy.lora.target_modules``.
-        tied: True if the output layer shares its weight with the embedding.
-        content: fields of config.json, which decide what modules latent attention has. None: accept all of its modules.
+        content: fields of config.json.
 
     Raises:
         ConfigError: if the model has no such module, or adapters are not supported for it.
     """
     key = "policy.lora.target_modules"
+    family = FAMILIES[content["model_type"]]
     known = linear_layers(family)
-    if family.latent and content is not None:
+    if family.latent:
         factored = with_defaults(content).get("q_lora_rank") is not None
         absent = last_name(family.latent.query if factored else family.latent.query_up)
         known = tuple(name for name in known if name != absent)
@@ -423,10 +487,10 @@ def check_adapted_layers(
             f"{', '.join(known)}"
         )
     dense = [last_name(module) for module in family.modules.mlp]
-    if family.experts and set(dense) & set(targets):
+    if num_experts(content) and set(dense) & set(targets):
         raise ConfigError(f"{key}: adapters on the model's experts are not supported; leave out {', '.join(dense)}")
     head = last_name(family.modules.head)
-    if tied and head in targets:
+    if is_tied(content) and head in targets:
         raise ConfigError(
             f"{key}: the model's {head} is tied to the embedding (tie_word_embeddings) and gets no adapter; omit it"
         )

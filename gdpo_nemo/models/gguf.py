@@ -398,7 +398,8 @@ def _expert_weights(family: Family, fields: dict[str, Any], block: str) -> Itera
     yield f"{experts.router}.weight", WeightLocation(f"{block}ffn_gate_inp.weight")
     for expert in range(fields[experts.count]):
         for module, name in ((experts.gate, "gate"), (experts.up, "up"), (experts.down, "down")):
-            yield f"{module.format(expert)}.weight", WeightLocation(f"{block}ffn_{name}_exps.weight", expert)
+            if module is not None:
+                yield f"{module.format(expert)}.weight", WeightLocation(f"{block}ffn_{name}_exps.weight", expert)
 
 
 def _check_tensors(header: GgufHeader, weights: dict[str, WeightLocation], file: Path, key: str) -> None:

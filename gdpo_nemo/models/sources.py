@@ -17,7 +17,7 @@ from gdpo_nemo.models.architectures import check_model_content
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.gguf import MAGIC, read_gguf_model
 from gdpo_nemo.models.peft import CONFIG as PEFT_CONFIG, PeftAdapter, read_peft_adapter
-from gdpo_nemo.models.torch_dist import model_tensors, read_dist_metadata
+from gdpo_nemo.models.torch_dist import check_gpt_format, model_tensors, read_dist_metadata
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import parse_json, parse_yaml, read_json_object, read_text, real_path
 
@@ -257,6 +257,7 @@ def source_fields(source: Source, key: str, companion: str | None = None) -> dic
         return None
     fields = read_fields(folder / "config.json", key)
     if source.format in (Format.MEGATRON, Format.NEMO_2):
+        check_gpt_format(check_model_content(fields), key)
         model_tensors(read_dist_metadata(source.path, key), fields, source.path, key)
     return fields
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Mapping
 
+from gdpo_nemo.models.families import Family
 from gdpo_nemo.utils.errors import ConfigError
 
 _CHECKPOINT = "torch.distributed.checkpoint"
@@ -110,6 +111,17 @@ EMBEDDING = "embedding.word_embeddings.weight"
 _PREFIXES = ("", "module.", "model.", "module.module.")
 """Possible prefixes of tensor names. Megatron-LM and Megatron-Bridge do not use a prefix. NeMo 2 uses ``module.``."""
 _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def check_gpt_format(family: Family, key: str) -> None:
+    """Check that layers of the family have only the modules of GPTModel's standard layers. Raises ConfigError."""
+    modules = family.modules
+    added = modules.post_attention_norm or modules.post_mlp_norm or family.sinks or family.biases
+    if added or family.latent or family.mamba or (family.experts and family.experts.sigmoid):
+        raise ConfigError(
+            f"{key}: Megatron-core checkpoints of {family.model_type} models are not supported; use Hugging Face "
+            "folders"
+        )
 
 
 def model_tensors(

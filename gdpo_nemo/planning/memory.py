@@ -29,6 +29,8 @@ _SLICE_TILE = 256
 """Vocabulary columns per tile of the fused kernels. A slice consists of whole tiles."""
 _LOGPROB_CHUNK = 1024
 """Number of tokens whose logits are in float32 at the same time."""
+_SCAN_CHUNK = 64
+"""Tokens of a chunk of ``megatron.recurrence``."""
 _RECTANGLE_PADDING = 1.15
 """Average ratio of padded to real tokens.
 
@@ -140,7 +142,7 @@ def _stage_memory(resolved: Resolved, shape: Shape, layout: Layout, stage: int, 
     last = stage == layout.pipeline - 1
     logits = _logits(config.policy, shape, layout, rows // layout.context, size) if last else 0
     table = -(-shape.vocabulary // layout.tensor) * shape.hidden * size
-    largest = table if last or stage == 0 else 3 * shape.hidden * shape.ffn // layout.tensor * size
+    largest = table if last or stage == 0 else shape.mlp_matrices * shape.hidden * shape.ffn // layout.tensor * size
     held = _optimizer_state(config.policy, shape, layout, stage, state)
     activations = _activations(config.policy, shape, layout, stage, tokens, rows, size)
     # The backward pass starts after the logits are freed, so only its memory in excess of the logits is added.
@@ -184,7 +186,7 @@ def _backward(resolved: Resolved, shape: Shape, layout: Layout, tokens: int, siz
     """Return the bytes of one MLP's activation gradients and of one layer's recomputed activations."""
     config = resolved.config
     width = (
-        shape.active_experts * shape.expert_ffn / layout.expert_tensor
+        shape.active_experts * shape.expert_ffn / layout.expert_tensor + shape.shared_ffn / layout.tensor
         if shape.moe_layers
         else shape.ffn / layout.tensor
     )
@@ -267,28 +269,27 @@ def recomputed_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> dic
 
     The norm in front of an MLP saves the MLP's input.
     """
-    mixture = len(shape.moe_layers) / shape.layers
     floats = {
         "core_attn": _layer_floats(policy, shape, layout)[1],
-        "mlp": _dense_floats(shape, layout) * (1 - mixture),
+        "mlp": _dense_floats(shape, layout) * shape.share("-"),
     }
     return {name: floats[name] for name in policy.megatron_cfg.recompute_modules}
 
 
 def _recomputed_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
-    """Return the floats per token that a fully recomputed layer saves: the inputs of its attention and its MLP."""
-    return 2 * shape.hidden / (layout.tensor if policy.megatron_cfg.sequence_parallel else 1)
+    """Return the floats per token that a fully recomputed layer saves: the inputs of its Hybrid layers."""
+    return _blocks(shape) * shape.hidden / (layout.tensor if policy.megatron_cfg.sequence_parallel else 1)
 
 
 def _layer_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> tuple[float, float, float]:
     """Return the floats that a layer saves per local token as (norms with their inputs, core attention, others)."""
     gpu = transformer_engine(policy, layout)
     sharded = layout.tensor if policy.megatron_cfg.sequence_parallel else 1
-    norms = 2 * (2 if gpu else _norm_floats(policy)) * shape.hidden / sharded
+    norms = _blocks(shape) * (2 if gpu else _norm_floats(policy)) * shape.hidden / sharded
     norms += shape.post_norms * _norm_floats(policy) * shape.hidden / sharded  # never fused with a linear layer
-    query = shape.query / layout.tensor
-    keys_values = shape.key_value / layout.tensor
-    ffn = _ffn_floats(policy, shape, layout)
+    query = shape.query / layout.tensor * shape.share("*")
+    keys_values = shape.key_value / layout.tensor * shape.share("*")
+    ffn = _ffn_floats(policy, shape, layout) + shape.share("M") * _mamba_floats(shape, layout)
     if gpu:  # the fused kernel saves rotated queries, keys and values, and its output
         return norms, query + keys_values, query + ffn
     # Queries and the output are padded to rectangles. Keys and values are repeated for every head, and context
@@ -312,30 +313,53 @@ def transformer_engine(policy: PolicyConfig, layout: Layout) -> bool:
     return layout.gpus > 0 and megatron.transformer_engine is not False and megatron.attention_backend != "sdpa"
 
 
+def _blocks(shape: Shape) -> float:
+    """Return the number of Hybrid layers of a layer."""
+    return sum(map(len, shape.symbols)) / shape.layers
+
+
+def _mamba_floats(shape: Shape, layout: Layout) -> float:
+    """Return the floats per token that a Mamba-2 layer saves. On CPUs, this is an estimate that was not measured.
+
+    Megatron's kernel saves the projection and the normalised output. The scan in torch also saves padded copies of the
+    convolution's input and output, of the scan's inputs in float32, and three weights per head and token of a chunk.
+    """
+    inner, heads = shape.mamba[0], shape.mamba[-1]
+    floats: float = sum(shape.mamba) + 2 * inner
+    if not layout.gpus:
+        scan = 5 * shape.mamba_channels + 4 * inner + 3 * heads * _SCAN_CHUNK
+        floats += 2 * inner + _RECTANGLE_PADDING * scan * layout.context
+    return floats / layout.tensor
+
+
 def _ffn_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
     """Return the floats per token that an MLP saves."""
-    dense = _dense_floats(shape, layout)
+    dense = _dense_floats(shape, layout) * shape.share("-")
     if not shape.moe_layers:
         return dense
     # Each token is copied to active_experts experts. On average, the copies are balanced over the ranks.
-    routed = shape.active_experts * (_mlp_parts(layout) * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
+    parts = _mlp_parts(shape, layout)
+    routed = shape.active_experts * (parts * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
+    routed += parts * shape.shared_ffn / layout.tensor
     # The router saves logits, scores and probabilities of all experts in float32.
     routed += 12 / BYTES[policy.precision] * shape.experts
-    routed += _mlp_parts(layout) * shape.shared_ffn / layout.tensor
-    moe_fraction = len(shape.moe_layers) / shape.layers
-    return moe_fraction * routed + (1 - moe_fraction) * dense
+    return shape.share("E") * routed + dense
 
 
 def _dense_floats(shape: Shape, layout: Layout) -> float:
-    return _mlp_parts(layout) * shape.ffn / layout.tensor
+    return _mlp_parts(shape, layout) * shape.ffn / layout.tensor
 
 
-def _mlp_parts(layout: Layout) -> int:
+def _mlp_parts(shape: Shape, layout: Layout) -> int:
     """Return the tensors of an MLP's inner width that are saved.
+
+    An MLP without a gate saves the projection and its activation.
 
     The fused activation on GPUs saves gate, up and their product. The MLP on CPUs also saves the gate's activation and
     a copy of up.
     """
+    if not shape.gated:
+        return 2
     return 3 if layout.gpus else 5
 
 
@@ -456,16 +480,17 @@ def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemo
     """Return the memory of one engine rank.
 
     On a GPU, the KV cache gets ``gpu_memory_utilization`` x ``device_bytes`` minus the weights and ``GPU_RESERVE``. On
-    a CPU, the KV cache has ``kv_cache_memory_bytes``.
+    a CPU, the KV cache has ``kv_cache_memory_bytes``. The states of recurrent layers are part of the KV cache.
     """
     vllm = config.policy.generation.vllm_cfg
     size = BYTES[config.policy.precision]
     tensor = vllm.tensor_parallel_size
     weights = shape.parameters * size // tensor
-    per_token = 2 * shape.layers * max(1, shape.kv_heads // tensor) * shape.head_size * size
+    per_token = 2 * shape.count("*") * max(1, shape.kv_heads // tensor) * shape.head_size * size
     if shape.latent:  # each rank of the engine holds the complete latent vectors
-        per_token = shape.layers * (shape.latent[1] + shape.latent[2]) * size
+        per_token = shape.count("*") * (shape.latent[1] + shape.latent[2]) * size
+    states = vllm.max_num_seqs * shape.recurrent_state * size // tensor
     if not config.cluster.gpus_per_node:
-        return EngineMemory(weights, vllm.kv_cache_memory_bytes, per_token)
+        return EngineMemory(weights, max(0, vllm.kv_cache_memory_bytes - states), per_token)
     room = int(device_bytes * vllm.gpu_memory_utilization) - weights - GPU_RESERVE
-    return EngineMemory(weights, max(0, room), per_token)
+    return EngineMemory(weights, max(0, room - states), per_token)

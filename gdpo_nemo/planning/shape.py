@@ -19,9 +19,12 @@ from gdpo_nemo.models.architectures import (
     key_value_heads,
     last_name,
     latent_widths,
-    mixture_layers,
+    layer_symbols,
+    mamba_linear,
+    mamba_sections,
     num_experts,
     shared_width,
+    with_defaults,
 )
 from gdpo_nemo.models.families import FAMILIES, Modules
 from gdpo_nemo.models.sources import ModelFacts
@@ -63,6 +66,17 @@ KNOWN: dict[str, dict[str, Any]] = {
         model_type="seed_oss", vocab_size=155136, hidden_size=5120, num_hidden_layers=64, num_attention_heads=80,
         num_key_value_heads=8, head_dim=128, intermediate_size=27648, tie_word_embeddings=False,
     ),
+    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": dict(
+        model_type="nemotron_h", vocab_size=131072, hidden_size=4480, num_attention_heads=40, num_key_value_heads=8,
+        intermediate_size=15680, mamba_head_dim=80, tie_word_embeddings=False,
+        hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    ),
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": dict(
+        model_type="nemotron_h", vocab_size=131072, hidden_size=2688, num_attention_heads=32, num_key_value_heads=2,
+        intermediate_size=1856, mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
+        moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, tie_word_embeddings=False,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    ),
     "meta-llama/Llama-3.1-8B": dict(
         model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, intermediate_size=14336, tie_word_embeddings=False,
@@ -76,6 +90,10 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 Instruction-tuned variants have equal shapes.
 """
+
+
+_KERNEL = 4
+"""Length of a Mamba-2 layer's convolution."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +113,15 @@ class Shape:
     experts: int = 0
     active_experts: int = 0
     expert_ffn: int = 0
-    moe_layers: tuple[int, ...] = ()
-    """Indices of the layers with a mixture-of-experts MLP."""
+    symbols: tuple[str, ...] = ()
+    """Megatron's Hybrid layers of each layer (see ``architectures.layer_symbols``)."""
+    gated: bool = True
+    """True if MLPs and experts have a gate."""
+    mamba: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0)
+    """Rows of the sections of a Mamba-2 layer's input projection (see ``architectures.mamba_sections``)."""
+    mamba_state: int = 0
+    """State size of each channel of a Mamba-2 layer."""
+    mamba_linear: tuple[str, ...] = ()
     qkv_bias: bool = False
     qk_norm: bool = False
     sinks: bool = False
@@ -126,6 +151,34 @@ class Shape:
         return 2 * self.kv_heads * self.head_size
 
     @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts."""
+        return tuple(layer for layer, symbols in enumerate(self.symbols) if "E" in symbols)
+
+    def count(self, symbol: str) -> int:
+        """Return the number of Hybrid layers of a kind: ``*``, ``-``, ``E`` or ``M``."""
+        return "".join(self.symbols).count(symbol)
+
+    def share(self, symbol: str) -> float:
+        """Return the number of Hybrid layers of a kind per layer."""
+        return self.count(symbol) / self.layers
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Matrices of an MLP or an expert."""
+        return 3 if self.gated else 2
+
+    @property
+    def mamba_channels(self) -> int:
+        """Channels of a Mamba-2 layer's convolution."""
+        return sum(self.mamba[1:4])
+
+    @property
+    def recurrent_state(self) -> int:
+        """Floats that a sequence's Mamba-2 layers keep while an engine samples it, independent of its length."""
+        return self.count("M") * (self.mamba[1] * self.mamba_state + (_KERNEL - 1) * self.mamba_channels)
+
+    @property
     def parameters(self) -> int:
         """Number of all parameters, as in a checkpoint."""
         dense, experts = self._layers(1, range(self.layers), 1, 1)
@@ -147,16 +200,16 @@ class Shape:
             attention = self.hidden + self._latent_parameters(tensor)
         attention += self.heads // tensor * self.sinks + self.hidden * self.biases
         attention += self.hidden * self.post_norms
-        moe_count = sum(layer in self.moe_layers for layer in layers)
-        mlp = self.hidden + 3 * self.hidden * self.ffn // tensor
-        router = self.hidden + (self.hidden + self.biases) * self.experts
-        router += 3 * self.hidden * self.shared_ffn // tensor
-        dense = len(layers) * attention + (len(layers) - moe_count) * mlp + moe_count * router
-        if not moe_count:
-            return dense, 0
-        per_expert = 3 * self.hidden * self.expert_ffn // expert_tensor
-        per_expert += (2 * self.expert_ffn + self.hidden) * self.biases
-        return dense, moe_count * self.experts // expert * per_expert
+        symbols = "".join(self.symbols[layer] for layer in layers)
+        matrices = self.mlp_matrices * self.hidden
+        mlp = self.hidden + matrices * self.ffn // tensor
+        router = self.hidden + (self.hidden + self.biases) * self.experts + matrices * self.shared_ffn // tensor
+        inner, heads = self.mamba[0], self.mamba[-1]
+        mamba = self.hidden * (sum(self.mamba) + inner) + (_KERNEL + 1) * self.mamba_channels + 3 * heads + inner
+        sizes = {"*": attention, "-": mlp, "E": router, "M": self.hidden + mamba // tensor}
+        dense = sum(size * symbols.count(symbol) for symbol, size in sizes.items())
+        per_expert = matrices * self.expert_ffn // expert_tensor + (2 * self.expert_ffn + self.hidden) * self.biases
+        return dense, symbols.count("E") * self.experts // expert * per_expert
 
     def _latent_parameters(self, tensor: int) -> int:
         """Return the number of parameters of latent attention on one rank. The projections to latent vectors are
@@ -183,22 +236,32 @@ class Shape:
         Every tensor rank holds the unsharded matrices.
         """
         targets = set(lora.target_modules)
-        fused_modules: list[tuple[tuple[str, ...], tuple[int, ...]]] = [(self.modules.gate_up, (self.ffn, self.ffn))]
+        symbols = "".join(self.symbols[layer] for layer in self.on_stage(layout, stage))
         output = self.query
-        layer = 0
+        width = 0
+        fused: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
+            ("-", self.modules.gate_up, (self.ffn, self.ffn) if self.gated else (self.ffn,))
+        ]
         if self.latent:
-            output, layer = self._latent_adapters(targets, layout.tensor)
+            output, latent = self._latent_adapters(targets, layout.tensor)
+            width = symbols.count("*") * latent
         else:
-            fused_modules += [(self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2))]
-        layer += sum(
-            self._adapter_width(fused, widths, targets, layout.tensor, lora.share_a) for fused, widths in fused_modules
+            fused.append(("*", self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2)))
+        by_columns = [("*", self.modules.attention_output, output), ("-", self.modules.down, self.ffn)]
+        if self.mamba_linear:
+            fused.append(("M", self.mamba_linear[:1], (sum(self.mamba),)))
+            by_columns.append(("M", self.mamba_linear[1], self.mamba[0]))
+        width += sum(
+            symbols.count(symbol) * self._adapter_width(modules, widths, targets, layout.tensor, lora.share_a)
+            for symbol, modules, widths in fused
         )
-        for module, width in ((self.modules.attention_output, output), (self.modules.down, self.ffn)):
-            layer += (last_name(module) in targets) * (width // layout.tensor + self.hidden)
+        for symbol, module, inputs in by_columns:
+            if last_name(module) in targets:
+                width += symbols.count(symbol) * (inputs // layout.tensor + self.hidden)
         head = 0
         if last_name(self.modules.head) in targets and stage == layout.pipeline - 1:
             head = self.hidden + -(-self.vocabulary // layout.tensor)
-        return (len(self.on_stage(layout, stage)) * layer + head) * lora.rank
+        return (width + head) * lora.rank
 
     def _latent_adapters(self, targets: set[str], tensor: int) -> tuple[int, int]:
         """Return the width of the output projection's input, and the number of LoRA parameters of the other modules of
@@ -228,6 +291,7 @@ class Shape:
 
 def shape_from(content: Mapping[str, Any]) -> Shape:
     """Return the model shape from the content of a Hugging Face ``config.json``."""
+    content = with_defaults(content)
     heads = content["num_attention_heads"]
     hidden = content["hidden_size"]
     layers = content["num_hidden_layers"]
@@ -245,7 +309,11 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         experts=experts,
         active_experts=content["num_experts_per_tok"] if experts else 0,
         expert_ffn=content[family.experts.width] if experts and family.experts else 0,
-        moe_layers=tuple(layer for layer, is_moe in enumerate(mixture_layers(content)) if is_moe),
+        symbols=tuple(layer_symbols(content)),
+        gated=family.gated_mlp,
+        mamba=mamba_sections(content) if family.mamba else (0, 0, 0, 0, 0),
+        mamba_state=content[family.mamba.state] if family.mamba else 0,
+        mamba_linear=mamba_linear(family),
         qkv_bias=has_qkv_bias(content),
         qk_norm=has_qk_norm(content),
         sinks=family.sinks is not None,

@@ -92,8 +92,7 @@ def generation_work(resolved: Resolved, shape: Shape, device: Device, lengths: L
 def recomputed_share(megatron: MegatronConfig, shape: Shape) -> float:
     """Return the share of a forward pass that the backward pass repeats. Only matrix products of weights count."""
     if megatron.recompute == "selective" and "mlp" in megatron.recompute_modules:
-        dense = shape.layers - len(shape.moe_layers)
-        return 3 * shape.hidden * shape.ffn * dense / shape.active_parameters
+        return shape.mlp_matrices * shape.hidden * shape.ffn * shape.count("-") / shape.active_parameters
     return float(megatron.recompute == "full")
 
 
@@ -327,8 +326,13 @@ class MicroBatch:
 
 
 def model_flops(shape: Shape, tokens: float, length: float, *, backward: bool) -> float:
-    """Return the model FLOPs, with causal attention over sequences of ``length`` tokens and without recomputation."""
-    forward = (2 * shape.active_parameters + 2 * shape.layers * shape.query * length) * tokens
+    """Return the model FLOPs, with causal attention over sequences of ``length`` tokens and without recomputation.
+
+    A Mamba-2 layer decays, extends and reads a state for each channel.
+    """
+    attention = 2 * shape.count("*") * shape.query * length
+    scans = 6 * shape.count("M") * shape.mamba[1] * shape.mamba_state
+    forward = (2 * shape.active_parameters + attention + scans) * tokens
     return forward * (3 if backward else 1)
 
 
@@ -369,7 +373,7 @@ def _empty_tiles(shape: Shape, layout: Layout, tokens: int) -> float:
         return 0.0
     ranks = layout.expert * layout.expert_tensor  # their tokens are in the products of each of their experts
     routed = tokens / (layout.context * layout.tensor) * ranks * shape.active_experts / shape.experts
-    experts = len(shape.moe_layers) * shape.active_experts * 3 * shape.hidden * shape.expert_ffn
+    experts = len(shape.moe_layers) * shape.active_experts * shape.mlp_matrices * shape.hidden * shape.expert_ffn
     return experts / shape.active_parameters * _TILE / 2 / max(1.0, routed)
 
 
@@ -388,11 +392,14 @@ def _layer_floats(shape: Shape) -> float:
 
     The result includes the forward and the backward pass.
     """
-    width = shape.active_experts * shape.expert_ffn + shape.shared_ffn if shape.moe_layers else shape.ffn
-    rotated = shape.query + shape.key_value / 2
-    # Terms: two or four norms (2 forward, 3 backward), two residuals (3 and 3), rotary embedding (read and written
-    # twice), and gate, up and their product.
-    return (2 + shape.post_norms) * 5 * shape.hidden + 2 * 6 * shape.hidden + 4 * rotated + 8 * width
+    mlps = shape.share("-") + shape.share("E")
+    width = mlps * (shape.active_experts * shape.expert_ffn + shape.shared_ffn if shape.moe_layers else shape.ffn)
+    rotated = shape.share("*") * (shape.query + shape.key_value / 2)
+    blocks = mlps + shape.share("*") + shape.share("M")
+    # Terms: norms (2 forward, 3 backward), residuals (3 and 3), rotary embedding (read and written twice), gate, up and
+    # their product, and a Mamba-2 layer's convolution, gate and norm.
+    norms = 5 * (blocks + shape.post_norms) * shape.hidden
+    return norms + 6 * blocks * shape.hidden + 4 * rotated + 8 * width + 8 * shape.share("M") * sum(shape.mamba)
 
 
 def _launches(policy: PolicyConfig, shape: Shape, layout: Layout, sequences: float, backward: bool) -> int:

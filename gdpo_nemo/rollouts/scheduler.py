@@ -58,10 +58,7 @@ if TYPE_CHECKING:
     from gdpo_nemo.data.tokenizer import Tokenizer
 
 METRICS = {
-    "queue/outstanding": (
-        "groups",
-        "Outstanding groups when the batch was complete, including the groups of the batch",
-    ),
+    "queue/outstanding": ("groups", "Outstanding groups when the batch was complete, including those of the batch"),
     "queue/depth": (
         "groups",
         "Maximum number of outstanding groups: rollout.depth, or the current value if rollout.depth is auto",

@@ -37,8 +37,8 @@ from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_m
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 SECONDS = 3.0
 BYTES = 4e9
-SHAPE_7B = dict(hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944,
-                num_hidden_layers=28, vocab_size=152064)  # fmt: skip
+SHAPE_7B = dict(model_type="qwen2", hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
+                intermediate_size=18944, num_hidden_layers=28, vocab_size=152064)  # fmt: skip
 
 
 class Reader:

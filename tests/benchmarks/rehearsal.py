@@ -64,8 +64,8 @@ from gdpo_nemo.utils.user_code import load_object
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.transports.base import Transport
 
-SHAPE = dict(hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, intermediate_size=8960,
-             num_hidden_layers=28, vocab_size=151936)  # fmt: skip
+SHAPE = dict(model_type="qwen2", hidden_size=1536, num_attention_heads=12, num_key_value_heads=2,
+             intermediate_size=8960, num_hidden_layers=28, vocab_size=151936)  # fmt: skip
 TOKEN_S = 0.00457
 """Seconds of a decoding step of the recipe's engine, according to ``simulate``."""
 _HOSTS = 2

@@ -39,7 +39,8 @@ MODEL = {
 }  # fmt: skip
 TOKENIZER = {"version": "1.0", "added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}
 EMPTY_SAFETENSORS = (2).to_bytes(8, "little") + b"{}"
-_HEADER = b'{"model.embed_tokens.weight":{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}'
+_EMPTY = b'{"dtype":"F32","shape":[0],"data_offsets":[0,0]}'
+_HEADER = b'{"model.embed_tokens.weight":%b,"backbone.embeddings.weight":%b}' % (_EMPTY, _EMPTY)
 EMBEDDING_ONLY = len(_HEADER).to_bytes(8, "little") + _HEADER
 """What a dry run reads of a model's weights: a header with a tensor of every family, without numbers."""
 BINARY = bytes(range(128, 256)) + b"\x00\xff"

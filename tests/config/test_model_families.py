@@ -64,10 +64,26 @@ REFUSED = {
         "8 groups of experts (n_group) with topk_group 2 are not supported; n_group must divide the 64 experts, and "
         "topk_group must be half of num_experts_per_tok (6)",
     ),
-    "Nemotron-H": (
-        shape("nemotron_h", 4096, 52, 32, 8, 21504, 131072, 8192, hybrid_override_pattern="M-M-M-M*-",
-        mlp_hidden_act="relu2"),
-        "model type 'nemotron_h' is not supported",
+    "a Nemotron-H with a layer of another kind": (
+        shape("nemotron_h", 4096, 52, 32, 8, 21504, 131072, 8192, hybrid_override_pattern="M-G*-"),
+        "layers of type G (layers_block_type) are not supported; supported: linear_attention, full_attention, mlp, moe",
+    ),
+    "Nemotron 3 Super": (
+        shape("nemotron_h", 4096, 88, 32, 2, 2688, 131072, 262144, hybrid_override_pattern="M*E", moe_latent_size=1024),
+        "experts in a latent space (moe_latent_size 1024) are not supported",
+    ),
+    "a Nemotron-H with a longer convolution": (
+        shape("nemotron_h", 4096, 52, 32, 8, 21504, 131072, 8192, hybrid_override_pattern="M-*-", conv_kernel=8),
+        "conv_kernel 8 is not supported; supported: 4",
+    ),
+    "a sigmoid router that does not normalize": (
+        shape("nemotron_h", 2688, 52, 32, 2, 1856, 131072, 262144, hybrid_override_pattern="M*E", norm_topk_prob=False),
+        "weights of experts that do not sum to 1 (norm_topk_prob false, or num_experts_per_tok 1) are not supported",
+    ),
+    "groups of experts that Megatron ranks differently": (
+        shape("nemotron_h", 2688, 52, 32, 2, 1856, 131072, 262144, hybrid_override_pattern="ME*E", n_group=4,
+        topk_group=2, num_experts_per_tok=6),
+        "4 groups of experts (n_group) with topk_group 2 are not supported",
     ),
     "Gemma 3": (
         {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA_3_TEXT},
@@ -179,6 +195,15 @@ SUPPORTED = {
         n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=1408, n_group=1,
         topk_group=1, first_k_dense_replace=1, partial_rotary_factor=0.5, num_nextn_predict_layers=1,
     ),
+    "Nemotron Nano 2": shape(
+        "nemotron_h", 4480, 56, 40, 8, 15680, 131072, 131072, architectures=["NemotronHForCausalLM"], head_dim=128,
+        mamba_head_dim=80, hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    ),
+    "Nemotron 3 Nano": shape(
+        "nemotron_h", 2688, 52, 32, 2, 1856, 131072, 262144, mamba_num_heads=64, n_routed_experts=128,
+        num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    ),
     "Qwen2.5 with YaRN": shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 131072, rope_scaling=QWEN_YARN),
 }  # fmt: skip
 
@@ -258,7 +283,7 @@ def test_yarn_and_adapters_go_with_the_layers_of_transformer_engine(folder, mini
 )
 def test_adapters_on_layers_that_the_family_lacks_are_refused(model, targets, expected):
     with pytest.raises(ConfigError, match=expected):
-        check_adapted_layers(targets, FAMILIES[SUPPORTED[model]["model_type"]], False, SUPPORTED[model])
+        check_adapted_layers(targets, SUPPORTED[model])
 
 
 def test_the_layers_to_adapt_are_named_where_the_usual_names_do_not_fit(folder, minimal):

@@ -92,8 +92,8 @@ def test_padding_share_counts_what_the_layout_adds():
 
 
 def test_attention_equals_the_weights_of_qwen2_5_7b_at_some_seventy_thousand_tokens():
-    model = dict(hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944,
-                 num_hidden_layers=28, vocab_size=152064)  # fmt: skip
+    model = dict(model_type="qwen2", hidden_size=3584, num_attention_heads=28, num_key_value_heads=4,
+                 intermediate_size=18944, num_hidden_layers=28, vocab_size=152064)  # fmt: skip
     weights = 28 * (3584 * 128 * 2 * 32 + 3 * 3584 * 18944) + 3584 * 152064
     assert 6.9e9 < weights < 7.2e9
     assert 1 / attention_cost(model) == pytest.approx(weights / (28 * 28 * 128))

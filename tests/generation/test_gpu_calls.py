@@ -84,14 +84,16 @@ def test_vllms_cuda_platform_decides_the_same_for_every_family(tmp_path):
     }  # fmt: skip
     reloads = {name: decided.pop("reload") for name, decided in found.items() if "reload" in decided}
     assert {decided.pop("family") for decided in found.values()} == {*FAMILIES}
-    sizes = {"gpt-oss": {"sizes": 83}}  # vLLM captures more sizes for gpt-oss
-    assert [(name, decided) for name, decided in found.items() if decided != expected | sizes.get(name, {})] == []
+    latent = {"attention": "FLASH_ATTN_MLA"}
+    special = {"gpt-oss": {"sizes": 83}, "deepseek-v3": latent, "glm4-flash": latent}  # more sizes for gpt-oss
+    assert [(name, decided) for name, decided in found.items() if decided != expected | special.get(name, {})] == []
     assert reloads.keys() == {*MIXTURES}
     lost = reloads.pop("gpt-oss")
     assert lost["memory kept"] and not lost["equal"], "vLLM loads new weights of gpt-oss: set Family.engine_updates"
     for name, reload in reloads.items():  # a layer of four experts has 12 matrices, which become three
         assert reload["equal"] and reload["memory kept"], name
-        assert reload["together"]["operations"] < 0.9 * reload["usual"]["operations"], name
+        calls = name not in special  # for latent attention, vLLM's model loads the experts without their layer's method
+        assert reload["together"]["operations"] < (0.9 if calls else 1.01) * reload["usual"]["operations"], name
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ DIFFERENCES = {
 }
 
 BLOCKERS = {
-    "gym": {"env.nemo_gym", "policy.model_name"},
+    "gym": {"env.nemo_gym"},
     "gym_weights": {"env.nemo_gym"},
     "puzzle": {"env.sliding_puzzle_game"},
     "images_sglang": {"data.default.processor", "env.clevr-cogent", "policy.model_name", "policy.generation.backend"},
@@ -453,7 +453,8 @@ def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status
         ("google/gemma-3-27b-it", None),
         ("openai/gpt-oss-20b", "gpt_oss"),
         ("gpt2", None),
-        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", None),
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nemotron_h"),
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", None),
         ("/path/to/model", None),
     ],
 )

@@ -40,6 +40,8 @@ def run(
 ) -> Run:
     """``steps`` on-policy policy-gradient updates of the model in ``folder``, or of another ``objective`` of the
     completions' log-probs."""
+    from transformers.core_model_loading import revert_weight_conversion
+
     model = load(folder)
     adam = _adam(model, options)
     first = None
@@ -52,7 +54,8 @@ def run(
         adam.step()
         rows.append((loss.item(), norm.item(), entropy))
         first = first or logprobs
-    return Run(first, np.array(rows), {name: p.detach() for name, p in model.state_dict().items()})
+    stored = revert_weight_conversion(model, model.state_dict())  # under the names in files
+    return Run(first, np.array(rows), {name: p.detach() for name, p in stored.items()})
 
 
 def _adam(model, options: OptimizerConfig) -> torch.optim.AdamW:

@@ -74,13 +74,14 @@ def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
     family = FAMILIES[config.model_type]
     modules = family.modules
     linear = (*modules.qkv, modules.attention_output) if family.latent else modules.linear[1:]
-    targets = [last_name(module) for module in linear]
+    targets = [last_name(module) for module in (*linear, *architectures.mamba_linear(family))]
     model = AutoModelForCausalLM.from_config(config)
     adapted = [module for key, module in model.named_modules() if last_name(key) in targets]
     expected = 3 * sum(module.in_features + module.out_features for module in adapted)
     if share_a and not family.latent:  # k and v, gate and up
-        shared = (len(modules.qkv) > 1) + (len(modules.gate_up) > 1)
-        expected -= 3 * shared * config.hidden_size * config.num_hidden_layers
+        symbols = "".join(architectures.layer_symbols(config.to_dict()))
+        shared = symbols.count("*") * (len(modules.qkv) > 1) + symbols.count("-") * (len(modules.gate_up) - 1)
+        expected -= 3 * config.hidden_size * shared
     lora = LoraConfig(rank=3, target_modules=targets, share_a=share_a)
     assert shape_from(config.to_dict()).adapters(resolve_layout(Config()), 0, lora) == expected
 
@@ -105,6 +106,8 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
     for key in (*caps(family), "tie_word_embeddings", *architectures.BIASES):
         assert bool(ours.get(key)) == bool(filled.get(key)), key
     assert filled[family.activation_field] == family.activation
+    shared = family.defaults.keys() & filled.keys() - {"sliding_window"}  # transformers removes a disabled window
+    assert {key: filled[key] for key in shared} == {key: ours[key] for key in shared}
     if isinstance(family.qkv_bias, str):
         assert architectures.has_qkv_bias(bare) == filled[family.qkv_bias]
 
@@ -116,14 +119,18 @@ def test_the_modules_that_are_declared_are_those_of_transformers(name):
     config = tiny_models.hf_config(name)
     family = FAMILIES[config.model_type]
     model = AutoModelForCausalLM.from_config(config)
-    prefix = family.modules.layer.format(0)
     kinds = {key: type(module) for key, module in model.named_modules()}
-    dense = not architectures.mixture_layers(config.to_dict())[0]
-    linear = family.modules.linear if dense else (*family.modules.qkv, family.modules.attention_output)
+    symbols = architectures.layer_symbols(config.to_dict())
+    attention = [*family.modules.qkv, family.modules.attention_output]
+    prefix = in_memory(family, next(number for number, found in enumerate(symbols) if "*" in found))
     if family.latent:  # a model has one of two modules for q
-        linear = [module for module in linear if prefix + module in kinds]
-        assert len(linear) == 3 + 3 * dense
-    assert all(kinds[prefix + module] is torch.nn.Linear for module in linear)
+        attention = [module for module in attention if prefix + module in kinds]
+        assert len(attention) == 3
+    parts = {"*": attention, "-": family.modules.mlp, "M": architectures.mamba_linear(family)}
+    for symbol, linear in parts.items():
+        layer = next((number for number, found in enumerate(symbols) if symbol in found), None)
+        if layer is not None:
+            assert all(kinds[in_memory(family, layer) + module] is torch.nn.Linear for module in linear)
     inside = {key.removeprefix(prefix) for key, kind in kinds.items() if key.startswith(prefix)}
     norms = family.modules.post_attention_norm, family.modules.post_mlp_norm
     assert {norm for norm in norms if norm} <= inside
@@ -132,8 +139,13 @@ def test_the_modules_that_are_declared_are_those_of_transformers(name):
         == (family.modules.k_norm in inside)
         == architectures.has_qk_norm(config.to_dict())
     )
-    bias = model.get_submodule(prefix + linear[0]).bias
+    bias = model.get_submodule(prefix + attention[0]).bias
     assert (bias is not None) == architectures.has_qkv_bias(config.to_dict())
+
+
+def in_memory(family, layer: int) -> str:
+    """Prefix of a layer's modules in transformers, which calls the ``backbone`` of files ``model``."""
+    return family.modules.layer.format(layer).replace("backbone.", "model.")
 
 
 def test_which_layers_are_mixtures_follows_from_the_declared_fields():

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.architectures import num_experts
 
 # 99 tokens: the vocabulary has to be padded as soon as it is split.
 VOCABULARY = 99
@@ -43,6 +43,10 @@ _YARN = dict(
     beta_slow=1.0,
 )  # fmt: skip
 _EXPERTS = dict(num_experts=4, moe_intermediate_size=24)
+_NEMOTRON = dict(
+    model_type="nemotron_h", head_dim=16, mamba_num_heads=4, mamba_head_dim=8, n_groups=2, ssm_state_size=8,
+    time_step_min=1e-9,  # transformers raises step sizes to this, and neither Megatron nor vLLM do
+)  # fmt: skip
 
 _DEEPSEEK = dict(
     num_key_value_heads=4,
@@ -122,6 +126,9 @@ MODELS: dict[str, dict] = {
     "qwen2-tied": dict(model_type="qwen2", tie_word_embeddings=True),
     "qwen3": dict(model_type="qwen3", head_dim=16),
     "seed-oss": dict(model_type="seed_oss", head_dim=16),
+    "nemotron-h": dict(
+        **_NEMOTRON, layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"]
+    ),
     "mixtral": dict(model_type="mixtral", **_MIXTURE, num_local_experts=4, sliding_window=None),
     "gpt-oss": dict(
         model_type="gpt_oss",
@@ -138,11 +145,20 @@ MODELS: dict[str, dict] = {
     "qwen3-moe-mixed": dict(
         model_type="qwen3_moe", **_MIXTURE, **_EXPERTS, norm_topk_prob=False, mlp_only_layers=[0, 2]
     ),
+    "nemotron-3": dict(
+        **_NEMOTRON,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=20,
+        routed_scaling_factor=2.5,
+    ),
 }
 """The models by the names that tests use: what their config.json has beside ``_SHAPE``. At least one for each declared
 family; tests of layouts, conversions and updates take all of them."""
 
-MIXTURES = [name for name, fields in MODELS.items() if FAMILIES[fields["model_type"]].experts]
+MIXTURES = [name for name, fields in MODELS.items() if num_experts(_SHAPE | fields)]
 DENSE = [name for name in MODELS if name not in MIXTURES]
 
 

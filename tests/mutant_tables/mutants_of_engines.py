@@ -217,7 +217,7 @@ ENGINES = (
     ),
     mutant(
         "planning/memory.py",
-        '"mlp": _dense_floats(shape, layout) * (1 - mixture),',
+        '"mlp": _dense_floats(shape, layout) * shape.share("-"),',
         '"mlp": 0.0,',
         "megatron/test_memory_plan.py::test_predicted_memory_is_within_15_percent_of_the_tensors_of_the_fullest_rank[DP1+MODULES-small]",
         "the plan counts activations of recomputed modules once",
@@ -252,7 +252,7 @@ ENGINES = (
     ),
     mutant(
         "planning/speed.py",
-        "return 3 * shape.hidden * shape.ffn * dense / shape.active_parameters",
+        'return shape.mlp_matrices * shape.hidden * shape.ffn * shape.count("-") / shape.active_parameters',
         "return 0.0",
         "planning/test_utilisation.py::test_mfu_falls_with_the_size_and_stays_below_what_products_reach",
         "recomputing the MLP takes time",

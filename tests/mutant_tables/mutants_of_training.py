@@ -6,6 +6,34 @@ from mutant_tables.mutant import mutant
 
 TRAINING = (
     mutant(
+        "megatron/recurrence.py",
+        "moves.append((rows * rectangle.keys.size(1) + positions[rectangle.query_rows], rectangle.query_rows))",
+        "moves.append((rectangle.query_cells, rectangle.query_rows))",
+        "megatron/test_recurrence.py::test_no_state_passes_between_sequences_and_shared_prompts_pass_theirs_on",
+        "samples with a shared prompt continue from its state",
+    ),
+    mutant(
+        "megatron/recurrence.py",
+        "return difference.masked_fill(~allowed, -torch.inf).exp()",
+        "return difference.exp()",
+        "megatron/test_recurrence.py::test_a_scan_in_chunks_equals_the_recurrence_and_its_gradient",
+        "the state contains no later tokens",
+    ),
+    mutant(
+        "megatron/recurrence.py",
+        "state = leaving[:, number, ..., None, None] * state + added[:, number]",
+        "state = state + added[:, number]",
+        "megatron/test_recurrence.py::test_a_scan_in_chunks_equals_the_recurrence_and_its_gradient",
+        "the state decays between chunks",
+    ),
+    mutant(
+        "megatron/conversion.py",
+        "return list(mamba_sections(fields_of(config)))",
+        "return [rows]",
+        "megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-nemotron-h]",
+        "each rank has the rows of its heads in every section of the projection",
+    ),
+    mutant(
         "training/gdpo.py",
         'return entropy | ({} if self.weights is None else {"weights": self.weights.state()})',
         "return entropy",

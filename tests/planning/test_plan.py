@@ -57,6 +57,8 @@ def config_of(*overrides: str):
         ("meta-llama/Llama-3.1-8B", 8030, None),
         ("meta-llama/Llama-3.1-70B", 70554, None),
         ("Qwen/Qwen3-30B-A3B", 30532, 3300),
+        ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", 8888, None),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 31578, 3600),
         ("microsoft/phi-4", 14659, None),
         ("ByteDance-Seed/Seed-OSS-36B", 36151, None),
     ],
@@ -416,6 +418,16 @@ def test_prompts_that_are_computed_once_are_planned_by_what_is_laid_out():
     for sharing, saved in ((True, 0.065), ("auto", 0)):
         config.policy.share_prompts = sharing
         assert 1 - expected_saving(resolve(config), 15, 100).tokens == pytest.approx(saved, abs=1e-3)
+
+
+def test_auto_does_not_share_prompts_of_recurrent_layers_on_gpus(tmp_path):
+    """Their kernels cannot continue from the state of a prompt."""
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["nvidia/NVIDIA-Nemotron-Nano-9B-v2"]))
+    saved = []
+    for sharing in ("auto", True):
+        config = config_of(f"policy.model_name={tmp_path}", f"policy.share_prompts={sharing}")
+        saved.append(1 - expected_saving(resolve(config), 500, 100).tokens)
+    assert saved[0] == 0 < saved[1]
 
 
 def test_the_plan_says_what_sharing_prompts_saves_and_counts_on_it_where_it_is_on():

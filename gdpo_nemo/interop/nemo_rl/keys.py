@@ -27,6 +27,11 @@ def _of_megatron(act: Act) -> Act:
     return where(lambda recipe: recipe.megatron, act, idle("applies only to Megatron, which this recipe does not use"))
 
 
+def _has_router_bias(recipe: Recipe) -> bool:
+    family = FAMILIES.get(recipe.model.model_type)
+    return bool(family and family.experts and family.experts.bias)
+
+
 def _of_mixture(act: Act) -> Act:
     return where(lambda recipe: recipe.model.mixture, act, idle("applies only to MoE models, and this model is dense"))
 
@@ -200,6 +205,7 @@ def adapted(names: list[str], model_type: str) -> list[str]:
         "linear_fc1": modules.gate_up,
         "linear_fc2": (modules.down,),
     }
+    # Names without an entry, such as in_proj of Mamba layers, are the same in both.
     return [last_name(module) for name in names for module in megatron.get(last_name(name), (name,))]
 
 
@@ -344,8 +350,9 @@ MEGATRON = [
         "a load-balancing loss is not supported")))),
     (f"{_MEGATRON}.moe_router_bias_update_rate", _of_megatron(_of_mixture(fixed(0.0,
         "training does not change a router's bias")))),
-    (f"{_MEGATRON}.moe_router_enable_expert_bias", _of_megatron(_of_mixture(missing(
-        "only models whose family has a router bias have one, and training does not change it")))),
+    (f"{_MEGATRON}.moe_router_enable_expert_bias", _of_megatron(_of_mixture(where(
+        _has_router_bias, fixed(True, "the model's router has a bias"),
+        missing("only models whose family has a router bias have one, and training does not change it"))))),
     (f"{_MEGATRON}.moe_aux_loss_coeff", _of_megatron(_of_mixture(missing(
         "a load-balancing loss is not supported", 0, 0.0)))),
     (f"{_MEGATRON}.moe_*", idle("affects only how MoE layers are computed")),

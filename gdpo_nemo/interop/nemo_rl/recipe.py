@@ -375,7 +375,8 @@ _UNSUPPORTED = (
     (r"google/gemma-3-.*", "gemma3, a text model inside an image model", False),
     (r"google/gemma-.*", "another Gemma family", False),
     (r"((openai-community/)?gpt2|distilbert/distilgpt2|distilgpt2)(-(medium|large|xl))?", "gpt2", False),
-    (r"nvidia/(NVIDIA-)?Nemotron-.*", "nemotron_h", True),
+    (r"nvidia/(NVIDIA-)?Nemotron-3-Super-.*", "nemotron_h with experts in a latent space", True),
+    (r"nvidia/(NVIDIA-)?Nemotron-.*", "another Nemotron family", True),
     (r"zai-org/GLM-.*", "another GLM family", True),
     (r"MiniMaxAI/.*", "minimax", True),
     (r"microsoft/Phi-4-mini-.*", "phi3 with partial rotary embeddings", False),
@@ -405,7 +406,9 @@ def known_model(name: str) -> KnownModel:
     for family in FAMILIES.values():
         if re.fullmatch(family.hub_names, name):
             tied = next((tied for pattern, tied in _TIED if re.fullmatch(pattern, name)), None)
-            return KnownModel(family.model_type, family.experts is not None, tied=tied)
+            # The layers of some families may or may not include experts. Names of mixtures contain their active size.
+            mixture = family.experts is not None and (family.pattern is None or bool(re.search(r"-A\d+B", name)))
+            return KnownModel(family.model_type, mixture, tied=tied)
     for pattern, kind, mixture in _UNSUPPORTED:
         if re.fullmatch(pattern, name):
             return _unsupported(name, kind, mixture)

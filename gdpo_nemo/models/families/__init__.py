@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Mapping
 
-from gdpo_nemo.models.families import deepseek, gemma, glm, gpt_oss, llama, qwen
-from gdpo_nemo.models.families.declaration import Experts, Family, Latent, Modules
+from gdpo_nemo.models.families import deepseek, gemma, glm, gpt_oss, llama, nemotron, qwen
+from gdpo_nemo.models.families.declaration import Experts, Family, Latent, Mamba, Modules
 
 _DECLARATIONS = (
     *deepseek.FAMILIES,
@@ -13,6 +13,7 @@ _DECLARATIONS = (
     *glm.FAMILIES,
     *gpt_oss.FAMILIES,
     *llama.FAMILIES,
+    *nemotron.FAMILIES,
     *qwen.FAMILIES,
 )
 
@@ -21,4 +22,4 @@ FAMILIES: Mapping[str, Family] = {
 }
 """Families by ``model_type``, the field in config.json."""
 
-__all__ = ["FAMILIES", "Experts", "Family", "Latent", "Modules"]
+__all__ = ["FAMILIES", "Experts", "Family", "Latent", "Mamba", "Modules"]

@@ -26,7 +26,10 @@ class Modules:
     attention_output: str = "self_attn.o_proj"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Two modules, or a fused module whose rows are the rows of the gate, then the rows of the up projection."""
+    """Two modules, or a fused module whose rows are the rows of the gate, then the rows of the up projection.
+
+    Only the up projection if ``Family.gated_mlp`` is False.
+    """
     down: str = "mlp.down_proj"
     post_attention_norm: str | None = None
     """Norm of the attention's output, before it is added to the residual. None if the family has no such norm."""
@@ -76,7 +79,8 @@ class Experts:
     """
 
     router: str
-    gate: str
+    gate: str | None
+    """None if the experts have no gate (``Family.gated_mlp``)."""
     up: str
     down: str
     count: str
@@ -110,6 +114,8 @@ class Experts:
     """Field with a factor of the weights of the chosen experts."""
     shared: str | None = None
     """Field with the number of shared experts, which process all tokens and form one MLP."""
+    shared_width: str | None = None
+    """Field with the intermediate size of this MLP (None if it is the number of shared experts times ``width``)."""
     shared_gate: str = "mlp.shared_experts.gate_proj"
     shared_up: str = "mlp.shared_experts.up_proj"
     shared_down: str = "mlp.shared_experts.down_proj"
@@ -117,6 +123,24 @@ class Experts:
     """Field with the number of leading layers whose MLP is dense."""
     kinds: str | None = None
     """Field with a list that contains ``dense`` or ``sparse`` for each layer, and takes precedence over the others."""
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """Mamba-2 layers of a family (arXiv 2405.21060): module names relative to the layer, and fields in config.json."""
+
+    norm: str
+    """Norm in front of the mixer."""
+    mixer: str
+    """Module with in_proj, conv1d, A_log, D, dt_bias, norm and out_proj."""
+    heads: str = "mamba_num_heads"
+    head_size: str = "mamba_head_dim"
+    groups: str = "n_groups"
+    """Field with the number of groups of heads that share their input and output matrices (B, C)."""
+    state: str = "ssm_state_size"
+    """Field with the size of the state of each channel."""
+    kernel: str = "conv_kernel"
+    """Field with the length of the causal convolution."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +158,29 @@ class Family:
     """True if each head of q and k has a norm before the rotary embedding, or the name of the boolean field in
     config.json that enables these norms."""
     activation: str = "silu"
-    """Activation function of the MLP, as in the field ``hidden_act``."""
+    """Activation function of the MLP."""
+    gated_mlp: bool = True
+    """False if MLPs and experts have no gate: down(activation(up(x)))."""
+    norm_epsilon: str = "rms_norm_eps"
+    """Field with the epsilon of the norms."""
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
-    """Types of ``ROPE_PARAMETERS`` that both transformers and vLLM support for this family."""
+    """Types of ``ROPE_PARAMETERS`` that both transformers and vLLM support for this family.
+
+    Empty if the attention has no rotary embedding.
+    """
+    layers: Mapping[str, str] = field(default_factory=lambda: {"full_attention": "*?"})
+    """Megatron's Hybrid layers of each type in the field ``layer_types``, all of the same number.
+
+    The symbols are ``*`` (attention), ``M`` (Mamba-2), ``-`` (MLP), ``E`` (experts) and ``?`` (MLP or experts).
+    """
+    layer_types: str = "layer_types"
+    """Field with the type of each layer. If it is missing, every layer has the first type of ``layers``."""
+    pattern: tuple[str, Mapping[str, str]] | None = None
+    """Older field with one letter for the type of each layer, and the letters' types."""
     experts: Experts | None = None
     """Description of the MoE layers (None for dense models)."""
+    mamba: Mamba | None = None
+    """Description of the Mamba-2 layers (None if the family has none)."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values that transformers uses for fields missing in config.json.
 

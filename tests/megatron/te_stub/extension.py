@@ -163,11 +163,13 @@ def te_general_grouped_gemm(
     for i, (left, right, view) in enumerate(zip(a, b, views)):
         if view.numel() == 0:
             continue
+        has_bias = bool(bias) and bias[i].numel() > 0
         if right.numel() == 0:
             if not accumulate:
                 view.zero_()
+            if has_bias and grad:
+                bias[i].zero_()
             continue
-        has_bias = bool(bias) and bias[i].numel() > 0
         _, bias_grad, _, _ = generic_gemm(
             left,
             trans_a,

@@ -1,0 +1,144 @@
+"""Megatron's recurrent layers with torch instead of CUDA kernels, under the same parameter names and splits."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, Iterable
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.mamba_mixer import MambaMixer
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from gdpo_nemo.megatron.attention import PackedAttention
+from gdpo_nemo.megatron.packing import Packing
+from gdpo_nemo.megatron.recurrence import causal_convolution, over_sequences, state_space_scan
+
+
+def kernels_are_usable() -> bool:
+    """Return whether the CUDA kernels of Megatron's Mamba-2 layer are installed and a GPU is available."""
+    return torch.cuda.is_available() and all(find_spec(name) for name in ("mamba_ssm", "causal_conv1d"))
+
+
+def _parameter(split: bool, *shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+    if split:
+        set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+    return parameter
+
+
+def needs_of_layers(chunks: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    """Return the arguments of ``make_micro_batch`` that depend on the modules of a rank's chunks."""
+    modules = [pair for chunk in chunks for pair in chunk.named_modules()]
+    scans = any(isinstance(module, PackedMambaMixer) for _, module in modules)
+    # A pipeline stage of a hybrid model may have no attention, of any kind.
+    attends = any(name.endswith("core_attention") for name, _ in modules)
+    return dict(
+        attention=next((module for _, module in modules if isinstance(module, PackedAttention)), None),
+        rectangles=scans or not attends,
+        sequence_ids=any(type(module) is MambaMixer for _, module in modules),
+    )
+
+
+class GatedGroupNorm(torch.nn.Module):
+    """RMS norm of each group of channels after a gate, ``x * silu(gate)``. The weight is split by rows."""
+
+    def __init__(self, channels: int, groups: int, eps: float, dtype: torch.dtype, tp_group: Any):
+        super().__init__()
+        self.weight = _parameter(True, channels, dtype=dtype)
+        self.groups = groups
+        self.eps = eps
+        self.tp_group = tp_group
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Return float32 [tokens, channels] for x and gate of this shape."""
+        gated = (x.float() * F.silu(gate.float())).unflatten(-1, (self.groups, -1))
+        return F.rms_norm(gated, gated.shape[-1:], None, self.eps).flatten(-2) * self.weight.float()
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Return the weight as a sharded tensor of Megatron's checkpoint format."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        options = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **options)
+
+
+class PackedMambaMixer(MambaMixer):
+    """Megatron's Mamba-2 mixer over packs, in torch (``recurrence``).
+
+    The parameters, their splits and their checkpoint keys are those of Megatron's mixer. Like the kernels that Megatron
+    calls, it does not limit the step sizes; transformers raises them to ``time_step_min``.
+    """
+
+    def __init__(self, config, submodules, d_model, pg_collection, layer_number=None, name=None, **unused):
+        MegatronModule.__init__(self, config)  # Megatron's mixer requires mamba_ssm
+        ranks = pg_collection.tp.size()
+        self.pg_collection = pg_collection
+        self.tp_group = pg_collection.tp
+        self.layer_number = layer_number
+        self.d_state = config.mamba_state_dim
+        self.headdim = config.mamba_head_dim
+        inner = config.mamba_num_heads * config.mamba_head_dim
+        states = config.mamba_num_groups * self.d_state
+        self.d_inner_local_tp = inner // ranks
+        self.nheads_local_tp = config.mamba_num_heads // ranks
+        self.ngroups_local_tp = config.mamba_num_groups // ranks
+        linear: dict[str, Any] = dict(config=config, bias=False, is_expert=False, tp_group=pg_collection.tp)
+        self.in_proj = build_module(
+            submodules.in_proj,
+            d_model,
+            2 * inner + 2 * states + config.mamba_num_heads,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **linear,
+        )
+        channels = (inner + 2 * states) // ranks
+        self.conv1d_weight = _parameter(True, channels, 1, 4, dtype=config.params_dtype)
+        self.conv1d_bias = _parameter(True, channels, dtype=config.params_dtype)
+        self.dt_bias = _parameter(True, self.nheads_local_tp, dtype=config.params_dtype)
+        self.A_log = _parameter(True, self.nheads_local_tp, dtype=torch.float32)
+        self.D = _parameter(True, self.nheads_local_tp, dtype=torch.float32)
+        self.norm = GatedGroupNorm(
+            self.d_inner_local_tp, self.ngroups_local_tp, config.layernorm_epsilon, config.params_dtype, self.tp_group
+        )
+        self.out_proj = build_module(
+            submodules.out_proj,
+            inner,
+            d_model,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **linear,
+        )
+
+    def forward(self, hidden_states, inference_context=None, *, packed_seq_params: Packing, **unused):
+        """Return (output, bias) for the hidden states of a pack, [local tokens, 1, hidden]."""
+        projected, _ = self.in_proj(hidden_states)
+        inner = self.d_inner_local_tp
+        gate, inputs = projected.squeeze(1).split((inner, projected.size(-1) - inner), -1)
+        y = over_sequences(self._scan, inputs, packed_seq_params, self.pg_collection.cp)
+        return self.out_proj(self.norm(y, gate).to(projected.dtype)[:, None])
+
+    def _scan(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return float32 [sequences, length, channels] for the projected inputs [sequences, length, x, B, C, step]."""
+        states = self.ngroups_local_tp * self.d_state
+        channels = self.d_inner_local_tp + 2 * states
+        mixed, step = inputs.split((channels, self.nheads_local_tp), -1)
+        mixed = causal_convolution(mixed, self.conv1d_weight, self.conv1d_bias)
+        x, b, c = mixed.split((self.d_inner_local_tp, states, states), -1)
+        heads = (self.ngroups_local_tp, self.nheads_local_tp // self.ngroups_local_tp)
+        y = state_space_scan(
+            x.unflatten(-1, (*heads, self.headdim)),
+            F.softplus(step.float() + self.dt_bias.float()).unflatten(-1, heads),
+            -self.A_log.float().exp().view(heads),
+            b.unflatten(-1, (heads[0], -1)),
+            c.unflatten(-1, (heads[0], -1)),
+            self.D.view(heads),
+        )
+        return y.flatten(2)
