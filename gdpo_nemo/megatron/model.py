@@ -246,8 +246,7 @@ def transformer_config(
         options |= dict(fp8=layout.fp8, fp8_recipe=layout.fp8_recipe)
     kind = MLATransformerConfig if family_of(hf).latent else TransformerConfig
     return kind(
-        **transformer_fields(hf),
-        **options,
+        **{**transformer_fields(hf), **options},
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
@@ -268,8 +267,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=family_of(hf).activation == "silu" and (use_te or torch.cuda.is_available()),
-        # Megatron's grouped experts with biases do not support this fusion.
-        bias_dropout_fusion=not family_of(hf).biases and (use_te or torch.cuda.is_available()),
+        bias_dropout_fusion=use_te or torch.cuda.is_available(),
         batch_p2p_comm=False,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -323,6 +321,12 @@ def build_chunks(
     """
     use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
     use_te = use_te and layout.attention_backend != "sdpa"
+    if family_of(hf).biases:
+        if layout.transformer_engine:
+            raise ConfigError(
+                f"policy.megatron_cfg.transformer_engine: true is not supported for {hf.model_type} models"
+            )
+        use_te = False
     if layout.fp8 and not use_te:
         raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
     layers = layer_attentions(hf)

@@ -101,13 +101,8 @@ class RolloutScheduler:
         self._recovered: list[str] = []
         self._maker = GroupMaker(config, fleet, pool, tokenizer)
         generation = config.policy.generation
-        self._sampling = Sampling(
-            generation.temperature,
-            generation.top_p,
-            generation.top_k,
-            generation.max_new_tokens,
-            tuple(generation.stop_strings),
-        )
+        ends = generation.max_new_tokens, tuple(generation.stop_strings)
+        self._sampling = Sampling(generation.temperature, generation.top_p, generation.top_k, *ends)
         self._groups = config.gdpo.num_prompts_per_step
         self._tracker = PromptTracker(config, at, partial(read_trained_groups, Path(config.run.dir)))
         self._ledger = self._tracker.ledger

@@ -90,6 +90,7 @@ def head(fused: bool, entropy: str) -> Any:
         fused=fused,
         entropy=entropy,
         temperature=1.0,
+        logit_cap=None,
         share_embeddings_and_output_weights=False,
         pg_collection=SimpleNamespace(tp=OneRank()),
     )

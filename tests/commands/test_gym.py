@@ -115,7 +115,8 @@ def agent_config(checkout: Path, name: str, server: str, **settings) -> None:
         "model_server": {"type": "responses_api_models", "name": "policy_model"},
     }
     entry = {"entrypoint": "app.py", **references, **settings}
-    servers = {server: {"resources_servers": {server: {"entrypoint": "app.py"}}}} if server != "gone" else {}
+    served = {"entrypoint": "app.py", **({"address": "${policy_base_url}"} if server == "unset" else {})}
+    servers = {server: {"resources_servers": {server: served}}} if server != "gone" else {}
     content = {**servers, name: {"responses_api_agents": {"loops": entry}}}
     file = checkout / "responses_api_agents" / "loops" / "configs" / f"{name}.yaml"
     file.parent.mkdir(exist_ok=True)
