@@ -267,8 +267,7 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=family_of(hf).activation == "silu" and (use_te or torch.cuda.is_available()),
-        # Megatron's grouped experts with biases do not support this fusion.
-        bias_dropout_fusion=not family_of(hf).biases and (use_te or torch.cuda.is_available()),
+        bias_dropout_fusion=use_te or torch.cuda.is_available(),
         batch_p2p_comm=False,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",

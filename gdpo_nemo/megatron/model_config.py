@@ -194,7 +194,7 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         gated_linear_unit=family.gated_mlp,
         **_activation_fields(fields, family),
         layernorm_zero_centered_gamma=family.norm_offset,
-        **(dict(softmax_scale=fields[family.score_scale] ** -0.5) if family.score_scale else {}),
+        softmax_scale=fields[family.score_scale] ** -0.5 if family.score_scale else None,
         add_bias_linear=family.biases,
         add_qkv_bias=architectures.has_qkv_bias(fields),
         qk_layernorm=architectures.has_qk_norm(fields),
