@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """What test files import stays until the end. Megatron-core imports trackers, unless it is imported by a rank."""
+    """Keep the imports of test files for the whole session, and hide trackers from Megatron-core, as its ranks do."""
     with importing(), hidden("wandb", "torch.utils.tensorboard"):
         return (yield)
 

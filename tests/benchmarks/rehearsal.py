@@ -185,7 +185,7 @@ class RolloutHosts:
         return self._hosts[node]
 
     async def process_location(self, node: int) -> tuple[str, int]:
-        """Not this process, which has other hosts, too."""
+        """Return a location that is not this process, because the process runs several hosts."""
         return "host", 0
 
     async def attach(self, node: int, *arguments: Any) -> None:

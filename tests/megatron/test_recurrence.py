@@ -63,7 +63,7 @@ def test_a_scan_in_chunks_equals_the_recurrence_and_its_gradient(length, chunk):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_no_state_passes_between_sequences_and_shared_prompts_pass_theirs_on(seed):
-    """Of a convolution and a scan, for packs with and without shared tokens, and their gradient too."""
+    """Check outputs and gradients of a convolution and a scan, for packs with and without shared tokens."""
     lengths, shared = random_pack(np.random.default_rng(seed), 9)
     if seed % 2:
         shared = [0] * len(lengths)
