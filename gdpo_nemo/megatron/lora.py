@@ -109,6 +109,7 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
             mlp = match[3] or ""
             linear_name = match[2].replace(mlp, "")
             hf_modules = tuple(layer + module for module in _hf_modules(linear_name, family, mlp))
+            adapters: Adapters | GroupedAdapters
             if mlp.startswith("experts."):
                 adapters = _expert_adapters(mlp, linear, linear_name, hf_modules, hf, settings, seed)
             else:
