@@ -174,13 +174,6 @@ ENGINES = (
         "a replicated matrix of an expert has the gradient of all expert-tensor-parallel ranks",
     ),
     mutant(
-        "megatron/adapter_layers.py",
-        "x.split([int(tokens) for tokens in tokens_per_expert])",
-        "x.chunk(len(self.experts))",
-        "megatron/test_engine_layers.py::test_adapters_learn_the_same_beside_its_layers[DP2xEP2+DIST+TE-qwen3-moe-lora3]",
-        "an expert's adapters are added to the outputs for its tokens",
-    ),
-    mutant(
         "megatron/lora.py",
         "first = ranks.rank() * local",
         "first = 0",
