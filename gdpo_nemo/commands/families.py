@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gdpo_nemo.commands.arguments import Commands, say
-from gdpo_nemo.models.architectures import last_name, linear_layers
+from gdpo_nemo.models.architectures import linear_layers
 from gdpo_nemo.models.families import FAMILIES, Family
 
 COLUMNS = ("`model_type`", "MLP", "q, k, v", "also", "rope scalings", "LoRA on", "layouts")
@@ -58,14 +58,12 @@ def row(family: Family) -> tuple[str, ...]:
     norms = f"norms on q and k if `{family.qk_norm}`" if isinstance(family.qk_norm, str) else "norms on q and k"
     qkv += [norms] * bool(family.qk_norm) + ["sinks"] * bool(family.sinks)
     rope = ", ".join(kind for kind in family.rope_types if kind != "default")
-    experts = {last_name(name) for name in modules.mlp} if family.experts and family.pattern is None else set()
-    adapted = [name for name in linear_layers(family) if name not in experts]
     return (
         f"`{family.model_type}`",
         mlp,
         ", ".join(qkv),
         ", ".join(_particulars(family)) or "-",
         rope or ("none" if family.rope_types else "no rotary embedding"),
-        " ".join(f"`{name}`" for name in adapted),
+        " ".join(f"`{name}`" for name in linear_layers(family)),
         "TP PP CP DP" + " EP" * bool(family.experts) + " ETP" * (bool(family.experts) and not family.biases),
     )

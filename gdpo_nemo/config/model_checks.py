@@ -23,6 +23,7 @@ from gdpo_nemo.models.architectures import (
     key_value_heads,
     layer_windows,
     num_experts,
+    rotates_pairs,
     special_attention,
     with_defaults,
 )
@@ -277,11 +278,6 @@ def check_engines(model: ModelFacts) -> None:
     """Check that vLLM on CPU supports the model's sizes, if they are known. Raises ConfigError."""
     if model.fields is None:
         return
-    if FAMILIES[model.fields["model_type"]].latent:
-        raise ConfigError(
-            "policy.model_name: with latent attention, log-probs of vLLM on CPUs differ from those of transformers; "
-            "use engines on GPUs"
-        )
     size = head_size(model.fields)
     if size not in CPU_HEAD_SIZES:
         raise ConfigError(
@@ -303,6 +299,11 @@ def _check_sampling(model: ModelFacts) -> None:
         raise ConfigError(
             f"policy.model_name: vLLM loses new weights of {family.model_type} models; train them without engines, for "
             "example with sft"
+        )
+    if family.latent and not rotates_pairs(model.fields):
+        raise ConfigError(
+            "policy.model_name: vLLM ignores rope_interleave: false in config.json; train the model without engines, "
+            "for example with sft"
         )
     if family.windows == "late" and is_windowed(model.fields) and not all(layer_windows(model.fields)):
         # vLLM's Qwen models have one window for all layers.

@@ -34,6 +34,8 @@ CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # vLLM's kernel of latent attention for CPUs supports only latent vectors of 512 and 64 elements.
+    "VLLM_MLA_DISABLE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
 ENVIRONMENT = {

@@ -18,6 +18,7 @@ from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.generation.routing import RoutingRecorder, RoutingShape
 from gdpo_nemo.models.architectures import is_recurrent
+from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.hf_folder import weight_names
 from gdpo_nemo.utils.progress import hidden, import_transformers, importing
 from gdpo_nemo.weights.adapters import modules_of, peft_name
@@ -339,6 +340,10 @@ def _register_model(folder: str) -> None:
 def _device_arguments(options: EngineOptions) -> dict[str, Any]:
     """Return vLLM's arguments that depend on the device type."""
     config = options.config
+    content = json.loads((Path(options.model) / "config.json").read_text())
+    family = FAMILIES[content["model_type"]]
+    # vLLM treats these options as fields of the model's config.json.
+    fields = dict(family.engine_fields)
     arguments: dict[str, Any]
     if options.on_cpu:
         arguments = dict(
@@ -350,7 +355,11 @@ def _device_arguments(options: EngineOptions) -> dict[str, Any]:
             enable_chunked_prefill=False,
             max_num_batched_tokens=max(_BATCHED_TOKENS, options.max_model_len),
         )
-        if is_recurrent(json.loads((Path(options.model) / "config.json").read_text())):
+        if family.latent:
+            # The kernel of vLLM's CPU build rotates only one head if tokens and heads are separate dimensions, as in
+            # vLLM's latent attention (csrc/cpu/pos_encoding.cpp).
+            arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        if is_recurrent(content):
             # vLLM caches the states of prefixes only with chunked prefill, and it derives the block size from a state.
             arguments |= dict(enable_prefix_caching=False, block_size=None)
     else:
@@ -358,10 +367,11 @@ def _device_arguments(options: EngineOptions) -> dict[str, Any]:
             enforce_eager=config.enforce_eager,
             gpu_memory_utilization=config.gpu_memory_utilization,
             enable_sleep_mode=options.sleeps,
-            # vLLM treats this option as a field of the model's config.json.
-            hf_overrides={"head_dtype": config.head_dtype},
             enable_return_routed_experts=options.records_routing,
         )
+        fields["head_dtype"] = config.head_dtype
+    if fields:
+        arguments["hf_overrides"] = fields
     if config.tensor_parallel_size > 1:
         arguments["distributed_executor_backend"] = "mp"
     return arguments

@@ -5,249 +5,80 @@ trained matrices form a PEFT adapter of the Hugging Face model in every layout. 
 layer share one A, which is equivalent to NeMo's adapters of fused layers. If the Hugging Face module itself is fused,
 its pair is stored as one A and a B for each part of the layer. If a weight is split by rows (q, k, v, gate, up,
 lm_head), A is replicated on the tensor-parallel ranks and B is split. If a weight is split by columns (o, down), A is
-split and B is replicated.
+split and B is replicated. Each expert has separate pairs, which the expert-parallel and expert-tensor-parallel ranks
+distribute like the expert's weights.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import re
-import zlib
-from typing import Any, Iterator, NamedTuple
+from typing import Any, Iterator
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
+from megatron.core import parallel_state
 from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_sharded_tensor_for_checkpoint
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.megatron.model_config import family_of, fields_of, head_size, hf_layers
-from gdpo_nemo.models.architectures import check_adapted_layers, last_name, mamba_linear, mamba_sections
+from gdpo_nemo.megatron.adapter_layers import (
+    GATE_UP,
+    MAMBA_IN,
+    QKV,
+    SPLIT_BY_COLUMNS,
+    Adapters,
+    ExpertAdapters,
+    GroupedAdapters,
+    HeadAdapter,
+)
+from gdpo_nemo.megatron.model_config import family_of, fields_of, hf_layers, num_experts
+from gdpo_nemo.models.architectures import check_adapted_layers, last_name, mamba_linear
 from gdpo_nemo.models.families import Family
 from gdpo_nemo.weights.adapters import Pairs, peft_name
 
 _LINEAR_NAME = re.compile(
     r"decoder\.layers\.(\d+)\."
-    r"(self_attention\.linear_(?:qkv|proj|q_proj|q_up_proj|kv_up_proj)|mlp\.linear_fc[12]|mixer\.(?:in|out)_proj)"
+    r"(self_attention\.linear_(?:qkv|proj|q_proj|q_up_proj|kv_up_proj)|mixer\.(?:in|out)_proj"
+    r"|mlp\.(shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc[12])"
 )
-_HEAD = "output_layer"
-_QKV = "self_attention.linear_qkv"
-_GATE_UP = "mlp.linear_fc1"
 _LATENT = ("self_attention.linear_q_proj", "self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj")
-_MAMBA_IN = "mixer.in_proj"
-_SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2", "mixer.out_proj")
 
 
-def _hf_modules(linear_name: str, family: Family) -> tuple[str, ...]:
-    """Return the Hugging Face modules that a linear layer of Megatron contains."""
+def _hf_modules(linear_name: str, family: Family, mlp: str = "") -> tuple[str, ...]:
+    """Return the Hugging Face modules that a linear layer of Megatron contains.
+
+    Args:
+        mlp: ``shared_experts.`` or ``experts.`` for such an MLP, and empty for a dense MLP. The modules of experts
+            contain ``{}`` in place of the expert's index.
+    """
     modules = family.modules
-    attention_output, down, mamba_out = _SPLIT_BY_COLUMNS
+    gate_up, down_module = modules.gate_up, modules.down
+    if family.experts and mlp:
+        shared = mlp.startswith("shared")
+        experts = family.experts
+        gate, up = (experts.shared_gate, experts.shared_up) if shared else (experts.gate, experts.up)
+        gate_up = (gate, up) if gate and family.gated_mlp else (up,)
+        down_module = experts.shared_down if shared else experts.down
+    attention_output, down, mamba_out = SPLIT_BY_COLUMNS
     if linear_name in _LATENT:  # in this order in the modules of latent attention
         return (modules.qkv[_LATENT.index(linear_name)],)
-    if linear_name in (_MAMBA_IN, mamba_out):
+    if linear_name in (MAMBA_IN, mamba_out):
         return (mamba_linear(family)[linear_name == mamba_out],)
     return {
-        _QKV: modules.qkv,
+        QKV: modules.qkv,
         attention_output: (modules.attention_output,),
-        _GATE_UP: modules.gate_up,
-        down: (modules.down,),
+        GATE_UP: gate_up,
+        down: (down_module,),
     }[linear_name]
 
 
-def initial_a(module: str, rank: int, width: int, seed: int, init: str = "uniform") -> torch.Tensor:
-    """Sample the initial A of a Hugging Face module, float32 [rank, width]. The result does not depend on the layout.
-
-    Args:
-        init: ``uniform`` as in PEFT, or ``xavier`` (Glorot and Bengio 2010, normal), the default of NeMo's adapters.
-    """
-    generator = torch.Generator().manual_seed((zlib.crc32(module.encode()) + seed) % 2**32)
-    if init == "xavier":
-        return torch.empty(rank, width).normal_(0.0, math.sqrt(2 / (rank + width)), generator=generator)
-    bound = 1 / math.sqrt(width)
-    return torch.empty(rank, width).uniform_(-bound, bound, generator=generator)
-
-
-class Part(NamedTuple):
-    """Rows of a Megatron linear layer: queries, keys, values, the gate projection, the up projection, or all rows."""
-
-    module: str
-    """Hugging Face module that contains these rows. A fused module also contains other rows."""
-    height: int
-    """Number of rows, over all tensor-parallel ranks."""
-    suffix: str
-    """Suffix of B's key in a checkpoint, which is empty unless the module has several parts."""
-
-
-class Pair(torch.nn.Module):
-    """This rank's shards of the matrices A and B for one part of a layer. B is initialised to 0.
-
-    Args:
-        width: input size of the layer, over all tensor-parallel ranks.
-        by_columns: True if the layer's weight is split by columns.
-        like: tensor with the data type and device of the matrices.
-        shared: matrix A of another pair to reuse, or None to create a new A.
-    """
-
-    def __init__(
-        self,
-        part: Part,
-        width: int,
-        by_columns: bool,
-        settings: LoraConfig,
-        seed: int,
-        like: torch.Tensor,
-        shared: torch.nn.Parameter | None = None,
-    ):
-        super().__init__()
-        self.part = part
-        self.by_columns = by_columns
-        group = parallel_state.get_tensor_model_parallel_group()
-        a = initial_a(part.module, settings.rank, width, seed, settings.init)
-        a = a.chunk(group.size(), 1)[group.rank()].contiguous() if by_columns else a
-        rows = part.height if by_columns else part.height // group.size()
-        self.a = torch.nn.Parameter(a.to(like)) if shared is None else shared
-        self.b = torch.nn.Parameter(torch.zeros(rows, settings.rank).to(like))
-        for matrix, split, dim in ((self.a, by_columns, 1), (self.b, not by_columns, 0)):
-            if matrix is not shared:
-                set_tensor_model_parallel_attributes(matrix, split, dim if split else -1, 1)
-
-
-class Adapters(torch.nn.Module):
-    """Adapters of a Megatron linear layer, which compute scale * B A x for each part, in the layout of the layer.
-
-    Args:
-        linear_name: name of the layer within a Megatron layer, or ``output_layer``.
-        modules: Hugging Face modules that the layer contains.
-        linear: the Megatron layer.
-    """
-
-    def __init__(
-        self,
-        linear_name: str,
-        modules: tuple[str, ...],
-        linear: Any,
-        hf: PretrainedConfig,
-        settings: LoraConfig,
-        seed: int,
-    ):
-        super().__init__()
-        self.by_columns = linear_name in _SPLIT_BY_COLUMNS
-        self.sequence_parallel = linear.config.sequence_parallel and linear_name != _HEAD
-        self.scale = settings.alpha / settings.rank
-        self.dropout = settings.dropout
-        self.enabled = True
-        self.group = parallel_state.get_tensor_model_parallel_group()
-        self.query_groups = hf.num_key_value_heads // self.group.size() if linear_name == _QKV else None
-        self.parts = _parts(linear_name, modules, linear, hf, self.group.size())
-        # The parts of a single module are rows of the same B, so they share A.
-        self.shares_a = settings.share_a or len(modules) == 1
-        width = linear.weight.size(1) * (self.group.size() if self.by_columns else 1)
-        like = linear.weight.detach()
-        pairs: list[Pair] = []
-        for part in self.parts:
-            if last_name(part.module) in settings.target_modules:
-                shared = pairs[0].a if self.shares_a and pairs else None
-                pairs.append(Pair(part, width, self.by_columns, settings, seed, like, shared))
-        # Under sequence parallelism, each tensor-parallel rank processes only some of the tokens, so Megatron must sum
-        # the gradients of replicated matrices.
-        if self.sequence_parallel:
-            for pair in pairs:
-                matrix: Any = pair.b if self.by_columns else pair.a
-                matrix.sequence_parallel = True
-        # The type is Any, because ModuleList does not preserve the type of its modules.
-        self.pairs: Any = torch.nn.ModuleList(pairs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the term to add to the layer's output, for the layer's (sharded) input ``x``."""
-        x = self._drop(x)
-        if self.by_columns:
-            (pair,) = self.pairs
-            inner = F.linear(x, pair.a)
-            if self.sequence_parallel:
-                inner = tensor_parallel.reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
-            else:
-                inner = tensor_parallel.reduce_from_tensor_model_parallel_region(inner, group=self.group)
-            return F.linear(inner, pair.b) * self.scale
-        inner = F.linear(x, self.pairs[0].a if self.shares_a else torch.cat([pair.a for pair in self.pairs]))
-        if self.sequence_parallel:
-            inner = tensor_parallel.gather_from_sequence_parallel_region(inner, group=self.group)
-        else:
-            inner = tensor_parallel.copy_to_tensor_model_parallel_region(inner, group=self.group)
-        inners = [inner] * len(self.pairs) if self.shares_a else inner.chunk(len(self.pairs), -1)
-        outputs = {pair.part: F.linear(of_pair, pair.b) for pair, of_pair in zip(self.pairs, inners)}
-        return self._fuse(outputs, inner) * self.scale
-
-    @property
-    def drops(self) -> bool:
-        """True if ``forward`` applies dropout, which uses random numbers."""
-        return bool(self.dropout and self.training)
-
-    def _drop(self, x):
-        if not self.drops:
-            return x
-        sharded = self.by_columns or self.sequence_parallel
-        with get_cuda_rng_tracker().fork() if sharded else contextlib.nullcontext():
-            return F.dropout(x, self.dropout)
-
-    def _fuse(self, outputs: dict[Part, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-        """Combine the outputs of the parts in Megatron's order: [gate, up], or [q, k, v] for each query group.
-
-        Parts without adapters are filled with zeros.
-        """
-        parts = []
-        for part in self.parts:
-            rows = outputs.get(part)
-            parts.append(like.new_zeros(*like.shape[:-1], part.height // self.group.size()) if rows is None else rows)
-        if self.query_groups:
-            parts = [part.unflatten(-1, (self.query_groups, -1)) for part in parts]
-            return torch.cat(parts, -1).flatten(-2)
-        return torch.cat(parts, -1)
-
-
-class HeadAdapter(Adapters):
-    """Adapters of the output layer. The input of these adapters is replicated on the tensor-parallel ranks.
-
-    Under sequence parallelism, their input is also replicated.
-    """
-
-    def __init__(self, module: str, linear: Any, hf: PretrainedConfig, settings: LoraConfig, seed: int):
-        super().__init__(_HEAD, (module,), linear, hf, settings, seed)
-        self.vocab_size = hf.vocab_size
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the term to add to this rank's columns of the logits."""
-        (pair,) = self.pairs
-        # Each rank computes A's gradient from its part of the vocabulary. The backward pass of this function sums the
-        # gradient over the ranks. The other layers apply the function to A x, but for this layer that would also sum
-        # the input's gradient, which the model already sums.
-        a = tensor_parallel.copy_to_tensor_model_parallel_region(pair.a, group=self.group)
-        return F.linear(F.linear(self._drop(x), a), pair.b) * self.scale
-
-
-def _parts(linear_name: str, modules: tuple[str, ...], linear: Any, hf: PretrainedConfig, ranks: int) -> list[Part]:
-    rows = linear.weight.size(0) * (1 if linear_name in _SPLIT_BY_COLUMNS else ranks)
-    heights = [rows]
-    if linear_name == _QKV:
-        size = head_size(hf)
-        heights = [hf.num_attention_heads * size, *[hf.num_key_value_heads * size] * 2]
-    elif linear_name == _GATE_UP and family_of(hf).gated_mlp:
-        heights = [rows // 2] * 2
-    elif linear_name == _MAMBA_IN:
-        heights = list(mamba_sections(fields_of(hf)))
-    if len(modules) == len(heights):
-        return [Part(module, height, "") for module, height in zip(modules, heights)]
-    return [Part(modules[0], height, f".{index}") for index, height in enumerate(heights)]
-
-
-def _forward_hook(adapters: Adapters):
+def _forward_hook(adapters: Adapters | GroupedAdapters):
     def hook(module, arguments, output):
         if not adapters.enabled:
             return output
-        return output[0] + adapters(arguments[0]), *output[1:]
+        return output[0] + adapters(*arguments), *output[1:]
 
     return hook
 
@@ -256,8 +87,8 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
     """Freeze the chunks and add trainable adapters to their linear layers.
 
     Raises:
-        ConfigError: if the model does not have the layers in ``target_modules``, or if they cannot be adapted. Experts
-            and an output layer that is tied to the embedding cannot be adapted.
+        ConfigError: if the model does not have the layers in ``target_modules``, or if they cannot be adapted. An
+            output layer that is tied to the embedding cannot be adapted.
     """
     family = family_of(hf)
     modules = family.modules
@@ -275,11 +106,42 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
             if match is None:
                 continue
             layer = modules.layer.format(layers[decoder.layers[int(match[1])].layer_number - 1])
-            hf_modules = tuple(layer + module for module in _hf_modules(match[2], family))
-            adapters = Adapters(match[2], hf_modules, linear, hf, settings, seed)
-            if len(adapters.pairs):
+            mlp = match[3] or ""
+            linear_name = match[2].replace(mlp, "")
+            hf_modules = tuple(layer + module for module in _hf_modules(linear_name, family, mlp))
+            adapters: Adapters | GroupedAdapters
+            if mlp.startswith("experts."):
+                adapters = _expert_adapters(mlp, linear, linear_name, hf_modules, hf, settings, seed)
+            else:
+                parallel = linear.config.sequence_parallel
+                adapters = Adapters(linear_name, hf_modules, linear.weight, hf, settings, seed, parallel)
+            if any(True for _ in adapters.parameters()):
                 linear.adapters = adapters
                 linear.register_forward_hook(_forward_hook(adapters))
+
+
+def _expert_adapters(
+    mlp: str, linear: Any, linear_name: str, modules: tuple[str, ...], *settings: Any
+) -> ExpertAdapters | GroupedAdapters:
+    """Return the adapters of a linear layer of an expert, or of TransformerEngine's layer of all local experts.
+
+    Args:
+        mlp: ``experts.local_experts.N.``, or ``experts.`` for all local experts.
+        modules: Hugging Face modules, with ``{}`` in place of the expert's index.
+        settings: further arguments of ``ExpertAdapters``.
+    """
+    hf: PretrainedConfig = settings[0]
+    ranks = parallel_state.get_expert_model_parallel_group()
+    local = num_experts(hf) // ranks.size()
+    first = ranks.rank() * local
+
+    def adapters(index: int, weight: torch.Tensor) -> ExpertAdapters:
+        names = tuple(module.format(first + index) for module in modules)
+        return ExpertAdapters(linear_name, names, weight, *settings)
+
+    if mlp == "experts.":
+        return GroupedAdapters([adapters(index, getattr(linear, f"weight{index}")) for index in range(local)])
+    return adapters(int(mlp.split(".")[2]), linear.weight)
 
 
 def adapters_of(chunks: list[torch.nn.Module]) -> Iterator[Adapters]:
@@ -307,9 +169,8 @@ def gather_adapters(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tens
     Returns:
         (A [rank, in], B [out, rank]) by Hugging Face module.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
 
-    def gathered(tensor, dim):
+    def gathered(tensor, dim, group):
         parts = [torch.empty_like(tensor) for _ in range(group.size())]
         dist.all_gather(parts, tensor.contiguous(), group=group)
         return torch.cat(parts, dim).cpu()
@@ -321,19 +182,23 @@ def gather_adapters(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tens
             a = pair.a.detach()
             b = pair.b.detach()
             if pair.by_columns:
-                a, b = gathered(a, 1), b.cpu().clone()
+                a, b = gathered(a, 1, adapters.group), b.cpu().clone()
             else:
-                a, b = a.cpu().clone(), gathered(b, 0)
+                a, b = a.cpu().clone(), gathered(b, 0, adapters.group)
             matrices.setdefault(pair.part.module, [a]).append(b)
         for module, (a, *rows) in matrices.items():
             b = torch.cat(rows)
             if isinstance(adapters, HeadAdapter):  # remove the rows with which Megatron pads the vocabulary
                 b = b[: adapters.vocab_size].clone()
             stage_matrices[module] = a, b
-    stages = parallel_state.get_pipeline_model_parallel_group()
-    by_stage: list[Any] = [None] * stages.size()
-    dist.all_gather_object(by_stage, stage_matrices, group=stages)
-    return {module: pair for modules in by_stage for module, pair in modules.items()}
+    groups = [parallel_state.get_pipeline_model_parallel_group()]
+    if any(isinstance(adapters, ExpertAdapters) for adapters in adapters_of(chunks)):
+        groups.insert(0, parallel_state.get_expert_model_parallel_group())
+    for group in groups:
+        by_rank: list[Any] = [None] * group.size()
+        dist.all_gather_object(by_rank, stage_matrices, group=group)
+        stage_matrices = {module: pair for modules in by_rank for module, pair in modules.items()}
+    return stage_matrices
 
 
 def sharded_adapters(chunk: torch.nn.Module) -> dict[str, Any]:
@@ -343,13 +208,17 @@ def sharded_adapters(chunk: torch.nn.Module) -> dict[str, Any]:
     """
     state = {}
     for adapters, key, parameter, axis in _matrices(chunk):
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if isinstance(adapters, ExpertAdapters):
+            replicas = parallel_state.get_expert_data_parallel_group()
+        groups = dict(tp_group=adapters.group, dp_cp_group=replicas)
         if axis is None:
-            state[key] = make_sharded_tensor_for_checkpoint(parameter, key)
+            state[key] = make_sharded_tensor_for_checkpoint(parameter, key, **groups)
         else:
             # The padding of the vocabulary depends on the number of ranks, and so does the shape of the head's B.
             is_padded = isinstance(adapters, HeadAdapter)
             state[key] = make_tp_sharded_tensor_for_checkpoint(
-                parameter, key, tp_axis=axis, allow_shape_mismatch=is_padded
+                parameter, key, tp_axis=axis, allow_shape_mismatch=is_padded, **groups
             )
     return state
 
@@ -388,8 +257,8 @@ def start_adapters(chunks: list[torch.nn.Module], pairs: Pairs) -> None:
     Raises:
         KeyError: if an adapted module is missing.
     """
-    group = parallel_state.get_tensor_model_parallel_group()
     for adapters in adapters_of(chunks):
+        group = adapters.group
         rows: dict[str, int] = {}
         for pair in adapters.pairs:
             a, b = pairs[pair.part.module]

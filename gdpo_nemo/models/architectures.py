@@ -14,10 +14,13 @@ def last_name(module: str) -> str:
 
 
 def linear_layers(family: Family) -> tuple[str, ...]:
-    """Return the last parts of the names of a dense model's linear modules. The output layer comes last."""
+    """Return the last parts of the names of the linear modules that may have adapters. The output layer comes last."""
     modules = family.modules
-    mamba = mamba_linear(family)
-    return tuple(dict.fromkeys(map(last_name, (*modules.linear, *mamba, modules.head))))
+    mlp: tuple[str, ...] = modules.mlp
+    if experts := family.experts:  # dense layers of the families with experts have the same names
+        mlp = () if experts.only_stacked else tuple(filter(None, (experts.gate, experts.up, experts.down)))
+    names = (*modules.qkv, modules.attention_output, *mlp, *mamba_linear(family), modules.head)
+    return tuple(dict.fromkeys(map(last_name, names)))
 
 
 def mamba_linear(family: Family) -> tuple[str, ...]:
@@ -486,9 +489,6 @@ def check_adapted_layers(targets: Sequence[str], content: Mapping[str, Any]) -> 
             f"{key}: a model of type {family.model_type} has no {', '.join(missing)}; its linear layers: "
             f"{', '.join(known)}"
         )
-    dense = [last_name(module) for module in family.modules.mlp]
-    if num_experts(content) and set(dense) & set(targets):
-        raise ConfigError(f"{key}: adapters on the model's experts are not supported; leave out {', '.join(dense)}")
     head = last_name(family.modules.head)
     if is_tied(content) and head in targets:
         raise ConfigError(

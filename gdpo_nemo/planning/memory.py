@@ -166,7 +166,7 @@ def _stage_memory(resolved: Resolved, shape: Shape, layout: Layout, stage: int, 
 def _trainable(policy: PolicyConfig, shape: Shape, layout: Layout, stage: int) -> tuple[int, int]:
     """Return the numbers of trainable (dense, expert) parameters on a rank."""
     lora = policy.lora
-    return (shape.adapters(layout, stage, lora), 0) if lora.rank else shape.on_rank(layout, stage)
+    return shape.adapters(layout, stage, lora) if lora.rank else shape.on_rank(layout, stage)
 
 
 def _optimizer_state(policy: PolicyConfig, shape: Shape, layout: Layout, stage: int, size: int) -> int:
@@ -401,8 +401,8 @@ def refit_bytes(resolved: Resolved, shape: Shape) -> int:
     """Return the bytes that one weight update sends to each engine. With LoRA, only the adapters are sent."""
     config = resolved.config
     lora = config.policy.lora
-    undivided = replace(resolved.layout, tensor=1, pipeline=1)
-    sent = shape.adapters(undivided, 0, lora) if lora.rank else shape.parameters
+    undivided = replace(resolved.layout, tensor=1, pipeline=1, expert=1, expert_tensor=1)
+    sent = sum(shape.adapters(undivided, 0, lora)) if lora.rank else shape.parameters
     return sent * BYTES[config.policy.precision]
 
 
@@ -487,7 +487,7 @@ def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemo
     tensor = vllm.tensor_parallel_size
     weights = shape.parameters * size // tensor
     per_token = 2 * shape.count("*") * max(1, shape.kv_heads // tensor) * shape.head_size * size
-    if shape.latent:  # each rank of the engine holds the complete latent vectors
+    if shape.latent and config.cluster.gpus_per_node:  # each rank of the engine holds the complete latent vectors
         per_token = shape.count("*") * (shape.latent[1] + shape.latent[2]) * size
     states = vllm.max_num_seqs * shape.recurrent_state * size // tensor
     if not config.cluster.gpus_per_node:

@@ -132,6 +132,8 @@ class Shape:
     and of a head's values."""
     shared_ffn: int = 0
     """Intermediate size of the shared experts, which process all tokens."""
+    expert_modules: tuple[str, ...] = ()
+    """Linear modules of an expert that may have adapters. The shared experts have the same last names."""
     modules: Modules = Modules()
     """Names of the modules: of linear layers, to which adapters are added, and of norms after attention and MLP."""
 
@@ -230,8 +232,8 @@ class Shape:
         tables = first + (last and not (self.tied and first))
         return dense + tables * table + last * self.hidden, experts
 
-    def adapters(self, layout: Layout, stage: int, lora: LoraConfig) -> int:
-        """Return the number of LoRA parameters on a rank of ``stage``.
+    def adapters(self, layout: Layout, stage: int, lora: LoraConfig) -> tuple[int, int]:
+        """Return the numbers of LoRA parameters on a rank of ``stage``, outside of experts and of experts.
 
         Every tensor rank holds the unsharded matrices.
         """
@@ -239,15 +241,13 @@ class Shape:
         symbols = "".join(self.symbols[layer] for layer in self.on_stage(layout, stage))
         output = self.query
         width = 0
-        fused: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = [
-            ("-", self.modules.gate_up, (self.ffn, self.ffn) if self.gated else (self.ffn,))
-        ]
+        fused: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = []
         if self.latent:
             output, latent = self._latent_adapters(targets, layout.tensor)
             width = symbols.count("*") * latent
         else:
             fused.append(("*", self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2)))
-        by_columns = [("*", self.modules.attention_output, output), ("-", self.modules.down, self.ffn)]
+        by_columns = [("*", self.modules.attention_output, output)]
         if self.mamba_linear:
             fused.append(("M", self.mamba_linear[:1], (sum(self.mamba),)))
             by_columns.append(("M", self.mamba_linear[1], self.mamba[0]))
@@ -261,7 +261,22 @@ class Shape:
         head = 0
         if last_name(self.modules.head) in targets and stage == layout.pipeline - 1:
             head = self.hidden + -(-self.vocabulary // layout.tensor)
-        return (width + head) * lora.rank
+        width += symbols.count("-") * self._mlp_adapters(self.modules.mlp, self.ffn, targets, layout.tensor, lora)
+        experts = 0
+        if self.expert_modules and (layers := symbols.count("E")):
+            width += layers * self._mlp_adapters(self.expert_modules, self.shared_ffn, targets, layout.tensor, lora)
+            each = self._mlp_adapters(self.expert_modules, self.expert_ffn, targets, layout.expert_tensor, lora)
+            experts = layers * self.experts // layout.expert * each
+        return (width + head) * lora.rank, experts * lora.rank
+
+    def _mlp_adapters(
+        self, modules: tuple[str, ...], ffn: int, targets: set[str], tensor: int, lora: LoraConfig
+    ) -> int:
+        """Return the number of LoRA parameters of an MLP with the intermediate size ``ffn``, per unit of LoRA rank."""
+        *gate_up, down = modules
+        widths = (ffn,) * (1 + self.gated)
+        count = self._adapter_width(tuple(gate_up), widths, targets, tensor, lora.share_a) if ffn else 0
+        return count + (ffn // tensor + self.hidden) * (ffn > 0 and last_name(down) in targets)
 
     def _latent_adapters(self, targets: set[str], tensor: int) -> tuple[int, int]:
         """Return the width of the output projection's input, and the number of LoRA parameters of the other modules of
@@ -297,6 +312,8 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
     layers = content["num_hidden_layers"]
     family = FAMILIES[content["model_type"]]
     experts = num_experts(content)
+    mixture = family.experts if experts else None
+    adapted = (mixture.gate, mixture.up, mixture.down) if mixture and not mixture.only_stacked else ()
     return Shape(
         layers=layers,
         hidden=hidden,
@@ -308,7 +325,8 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         tied=is_tied(content),
         experts=experts,
         active_experts=content["num_experts_per_tok"] if experts else 0,
-        expert_ffn=content[family.experts.width] if experts and family.experts else 0,
+        expert_ffn=content[mixture.width] if mixture else 0,
+        expert_modules=tuple(module for module in adapted if module),
         symbols=tuple(layer_symbols(content)),
         gated=family.gated_mlp,
         mamba=mamba_sections(content) if family.mamba else (0, 0, 0, 0, 0),

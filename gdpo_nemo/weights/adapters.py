@@ -73,8 +73,7 @@ def modules_of(weights: Iterable[str], targets: Iterable[str]) -> list[str]:
 
     Args:
         weights: Hugging Face names of the model's weights.
-        targets: last components of module names, for example ``q_proj``. Do not include names of experts, because
-            experts cannot be adapted.
+        targets: last components of module names, for example ``q_proj``.
     """
     target_names = set(targets)
     modules = (name.removesuffix(".weight") for name in weights if name.endswith(".weight"))

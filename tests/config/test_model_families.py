@@ -12,7 +12,7 @@ from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.models.architectures import CPU_HEAD_SIZES, check_adapted_layers, check_model_content, num_experts
+from gdpo_nemo.models.architectures import CPU_HEAD_SIZES, check_adapted_layers, check_model_content
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
@@ -144,10 +144,6 @@ REFUSED = {
         shape("llama", 4096, 32, 32, 32, 11008, 103168, 2048, attention_bias=True),
         "attention_bias (projection biases) is not supported for llama",
     ),
-    "Moonlight with engines on CPUs": (
-        shape("deepseek_v3", 2048, 27, 16, 16, 11264, 163840, 8192, **MOONLIGHT),
-        "with latent attention, log-probs of vLLM on CPUs differ",
-    ),
     "heads of 16": (
         shape("qwen2", 64, 2, 4, 4, 128, 99, 2048),
         "vLLM on CPUs does not support attention heads of size 16",
@@ -222,8 +218,7 @@ def folder(tmp_path):
 
 
 COMMANDS = ["--dry-run", "plan", "convert", "parity", "eval"]
-OF_ENGINES = ("heads of 16", "Moonlight with engines on CPUs")
-CASES = [(command, name) for name in REFUSED for command in COMMANDS if command != "convert" or name not in OF_ENGINES]
+CASES = [(command, name) for name in REFUSED for command in COMMANDS if command != "convert" or name != "heads of 16"]
 
 
 @pytest.mark.parametrize("command, name", CASES)
@@ -255,10 +250,8 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(command, name, folder
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_supported_families_pass(name, folder, minimal):
     check_model_content(SUPPORTED[name])
-    # Engines on CPUs take no new weights of experts.
-    gpus = GPUS if num_experts(SUPPORTED[name]) else []
     if FAMILIES[SUPPORTED[name]["model_type"]].engine_updates:
-        validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}", *gpus]))
+        validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}"]))
 
 
 @pytest.mark.parametrize("layers", ["null", "true", "false"])
@@ -278,7 +271,8 @@ def test_yarn_and_adapters_go_with_the_layers_of_transformer_engine(folder, mini
             "type qwen3 has no qkv_proj; its linear layers: q_proj, k_proj",
         ),
         ("Moonlight", ["q_b_proj", "o_proj"], "deepseek_v3 has no q_b_proj; its linear layers: q_proj, kv_b_proj"),
-        ("Qwen3-MoE", ["q_proj", "up_proj"], "experts are not supported; leave out gate_proj, up_proj, down_proj"),
+        ("gpt-oss", ["q_proj", "up_proj"], "gpt_oss has no up_proj; its linear layers: q_proj, k_proj, v_proj, o_proj"),
+        ("Mixtral", ["up_proj"], "mixtral has no up_proj; its linear layers: q_proj, k_proj, v_proj, o_proj, w1, w3"),
     ],
 )
 def test_adapters_on_layers_that_the_family_lacks_are_refused(model, targets, expected):
@@ -307,6 +301,12 @@ def test_kernels_that_cannot_compute_the_model_are_refused(folder, minimal, sett
 def test_a_family_whose_new_weights_engines_lose_is_refused_for_sampling(folder, minimal):
     with pytest.raises(ConfigError, match="vLLM loses new weights of gpt_oss models; train them without engines"):
         validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED['gpt-oss'])}", *GPUS]))
+
+
+def test_latent_attention_that_rotates_halves_is_refused_for_sampling(folder, minimal):
+    content = {**SUPPORTED["Moonlight"], "rope_interleave": False}
+    with pytest.raises(ConfigError, match="vLLM ignores rope_interleave: false"):
+        validate(load_config(minimal, [f"policy.model_name={folder(content)}", *GPUS]))
 
 
 @pytest.mark.parametrize("max_window_layers", [14, 28])

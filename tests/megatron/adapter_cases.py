@@ -8,7 +8,7 @@ from rank_cases import build_policy, exported, limited_logits, spread, train
 
 def starting_a(place, init) -> np.ndarray:
     """[64, 192]: a starting A."""
-    from gdpo_nemo.megatron.lora import initial_a
+    from gdpo_nemo.megatron.adapter_layers import initial_a
 
     return initial_a("self_attn.q_proj", 64, 192, 3, init).numpy()
 

@@ -159,7 +159,7 @@ def test_checkpoints_go_on_with_and_without_it(on_ranks, on_engine_ranks, model_
 @pytest.mark.parametrize(
     "layout, model, lora",
     [("TP1+TE", "qwen2-tied", LORA), ("TP2+SP+TE", "qwen2-tied", LORA), ("TP2+TE", "qwen2", HEAD),
-     ("DP2+DIST+TE", "qwen3-moe", ATTENTION), ("TP1+FULL+TE", "qwen3", LORA)],
+     ("DP2xEP2+DIST+TE", "qwen3-moe", LORA), ("TP1+FULL+TE", "qwen3", LORA)],
 )  # fmt: skip
 def test_adapters_learn_the_same_beside_its_layers(on_ranks, on_engine_ranks, model_folder, layout, model, lora):
     arguments = (model_folder(model), tiny_models.make_batch(), lora)

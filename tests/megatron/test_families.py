@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import layouts
@@ -66,24 +67,32 @@ def test_the_plan_counts_experts_on_the_pipeline_stages_that_have_them():
 
 
 @pytest.mark.parametrize("share_a", [False, True])
-@pytest.mark.parametrize("name", [*tiny_models.DENSE, "deepseek-v3", "glm4-flash"])
+@pytest.mark.parametrize("name", tiny_models.MODELS)
 def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
     from transformers import AutoModelForCausalLM
 
     config = tiny_models.hf_config(name)
     family = FAMILIES[config.model_type]
     modules = family.modules
-    linear = (*modules.qkv, modules.attention_output) if family.latent else modules.linear[1:]
-    targets = [last_name(module) for module in (*linear, *architectures.mamba_linear(family))]
+    shape = shape_from(config.to_dict())
+    *targets, _ = architectures.linear_layers(family)[0 if family.latent else 1 :]
     model = AutoModelForCausalLM.from_config(config)
     adapted = [module for key, module in model.named_modules() if last_name(key) in targets]
-    expected = 3 * sum(module.in_features + module.out_features for module in adapted)
-    if share_a and not family.latent:  # k and v, gate and up
-        symbols = "".join(architectures.layer_symbols(config.to_dict()))
-        shared = symbols.count("*") * (len(modules.qkv) > 1) + symbols.count("-") * (len(modules.gate_up) - 1)
-        expected -= 3 * config.hidden_size * shared
+    linear = [module for module in adapted if isinstance(module, torch.nn.Linear)]
+    expected = 3 * sum(module.in_features + module.out_features for module in linear)
+    symbols = "".join(architectures.layer_symbols(config.to_dict()))
+    matrices = symbols.count("E") * shape.experts * len(shape.expert_modules)
+    of_experts = 3 * matrices * (shape.hidden + shape.expert_ffn)
+    if share_a:  # k and v, gate and up
+        shared = symbols.count("*") * (len(modules.qkv) > 1 and not family.latent)
+        shared += symbols.count("-") * (len(modules.gate_up) - 1)
+        gated = family.gated_mlp and symbols.count("E") * bool(shape.expert_modules)
+        expected -= 3 * config.hidden_size * (shared + gated * bool(shape.shared_ffn))
+        of_experts -= 3 * config.hidden_size * gated * shape.experts
     lora = LoraConfig(rank=3, target_modules=targets, share_a=share_a)
-    assert shape_from(config.to_dict()).adapters(resolve_layout(Config()), 0, lora) == expected
+    alone = resolve_layout(Config())
+    assert shape.adapters(alone, 0, lora) == (expected, of_experts)
+    assert shape.adapters(dataclasses.replace(alone, expert=2), 0, lora) == (expected, of_experts // 2)
 
 
 def caps(family) -> list[str]:

@@ -26,7 +26,26 @@ HEAD = LoraConfig(rank=4, alpha=8.0, target_modules=["v_proj", "down_proj", "lm_
 HEAD_SHARED = LoraConfig(rank=4, alpha=8.0, target_modules=["k_proj", "v_proj", "lm_head"], share_a=True)
 # Phi-3 has these two in one matrix each, so PEFT's pair of each is trained as an A and two or three Bs.
 IN_ONE_MATRIX = LoraConfig(rank=4, alpha=8.0, target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
+# Of a dense layer, of shared experts and of each expert.
+EXPERTS = LoraConfig(rank=4, alpha=8.0, target_modules=["kv_b_proj", "gate_proj", "up_proj", "down_proj"])
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate-up", "up_proj": "gate-up"}
+
+
+class MergedExperts(torch.nn.Module):
+    """The stacked matrices of a layer's experts, with a pair beside each matrix of each expert."""
+
+    def __init__(self, experts: list[list[tuple | None]], scale: float):
+        super().__init__()
+        self.experts = experts
+        self.scale = scale
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        merged = []
+        for matrix, pairs in zip(weight, self.experts):
+            parts = zip(matrix.chunk(len(pairs)), pairs)
+            sums = [part if pair is None else part + self.scale * pair[1] @ pair[0] for part, pair in parts]
+            merged.append(torch.cat(sums))
+        return torch.stack(merged)
 
 
 def with_adapters(folder, settings: LoraConfig, start: dict):
@@ -37,8 +56,17 @@ def with_adapters(folder, settings: LoraConfig, start: dict):
     model.requires_grad_(False)
     pairs = {}
     first = {}
-    for name, module in model.named_modules():
+    for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
+        if name.endswith(".experts"):
+            for tensor, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                beside = []
+                for index in range(model.config.n_routed_experts):
+                    names = [f"{name}.{index}.{part}" for part in parts]
+                    pairs |= {n: tuple(torch.nn.Parameter(m.clone()) for m in start[n]) for n in names if n in start}
+                    beside.append([pairs.get(n) for n in names])
+                merged = MergedExperts(beside, settings.alpha / settings.rank)
+                torch.nn.utils.parametrize.register_parametrization(module, tensor, merged, unsafe=True)
         if last in settings.target_modules:
             a, b = (torch.nn.Parameter(matrix.clone()) for matrix in start[name])
             assert a.abs().max() > 0 and not b.any()
@@ -86,6 +114,7 @@ def expected(on_ranks, model_folder):
         "head": run(HEAD, "qwen2"),
         "head, shared": run(HEAD_SHARED, "qwen2"),
         "in one matrix": run(IN_ONE_MATRIX, "phi3"),
+        "experts": run(EXPERTS, "deepseek-v3"),
     }
 
 
@@ -95,7 +124,9 @@ def expected(on_ranks, model_folder):
      ("PP2", "some"), ("DP2+DIST", "every"), ("CP2", "every"), ("TP1", "shared"), ("TP2+SP", "shared"), ("DP2+DIST",
      "shared"),
      ("TP1", "head"), ("TP2", "head"), ("TP2xPP2+SP+FULL", "head"), ("DP2+DIST", "head, shared"), ("TP2+SP",
-     "head, shared"), ("TP1", "in one matrix"), ("TP2+SP", "in one matrix"), ("PP2", "in one matrix")],
+     "head, shared"), ("TP1", "in one matrix"), ("TP2+SP", "in one matrix"), ("PP2", "in one matrix"),
+     ("TP1", "experts"), ("TP2+SP", "experts"), ("TP2xEP2xETP1+SP", "experts"), ("DP2xEP2+DIST", "experts"),
+     ("PP2", "experts")],
 )  # fmt: skip
 def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
     settings, folder, steps, pairs = expected[which]
@@ -134,11 +165,11 @@ def test_without_adapters_the_model_is_the_reference_and_no_copy_is_kept(on_rank
     "saved, loaded, name, settings",
     [
         ("TP2xPP2", "TP1", "qwen2-tied", SETTINGS),
-        ("TP1", "DP2+DIST", "qwen2-tied", SETTINGS),
         ("DP2+DIST", "TP2", "qwen2-tied", SHARED),
         ("TP2xPP2", "DP2+DIST", "qwen2", HEAD_SHARED),
         ("TP1", "TP2", "qwen2", HEAD),
         ("TP2", "DP2+DIST", "phi3", IN_ONE_MATRIX),
+        ("DP2xEP2+DIST", "TP2+SP", "deepseek-v3", EXPERTS),
     ],
 )
 def test_a_checkpoint_of_adapters_goes_on_at_another_layout_and_holds_nothing_else(
@@ -169,13 +200,6 @@ def test_dropout_acts_on_updates_and_not_on_log_probs(on_ranks, model_folder):
     # At the first update B is 0, so dropout shows in the gradient of B alone; the loss is that of the frozen model.
     assert results["with"][0][0, 0] == pytest.approx(results["without"][0][0, 0], rel=1e-6)
     assert relative_error(results["with"][0][:, 1], results["without"][0][:, 1]) > 1e-2
-
-
-def test_experts_cannot_be_adapted_and_attention_beside_them_can(on_ranks, model_folder):
-    folder = model_folder("mixtral")
-    assert "experts" in on_ranks("TP1", adapter_cases.lora_targets_refused, folder, SETTINGS)[0]
-    attention = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "o_proj"])
-    assert on_ranks("TP1", adapter_cases.lora_targets_refused, folder, attention)[0] == ""
 
 
 def test_an_output_layer_that_is_the_embedding_cannot_be_adapted(on_ranks, model_folder):

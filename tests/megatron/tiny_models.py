@@ -58,8 +58,6 @@ _DEEPSEEK = dict(
     qk_rope_head_dim=8,
     v_head_dim=12,
     num_nextn_predict_layers=0,
-    # vLLM reads these fields of published models, which transformers ignores.
-    topk_method="noaux_tc",
     first_k_dense_replace=1,
 )
 
@@ -101,8 +99,8 @@ MODELS: dict[str, dict] = {
             beta_slow=1,
         ),
     ),
-    # As in Moonlight, q has no latent vector.
-    "glm4-flash": dict(model_type="glm4_moe_lite", **_DEEPSEEK, q_lora_rank=None),
+    # As in Moonlight, q has no latent vector. The rotary embedding rotates elements of the two halves.
+    "glm4-flash": dict(model_type="glm4_moe_lite", **_DEEPSEEK, q_lora_rank=None, rope_interleave=False),
     # Two groups of experts, of which a token uses one; a shared expert; norms of q and k.
     "glm4-moe": dict(
         model_type="glm4_moe",

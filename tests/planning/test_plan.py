@@ -110,6 +110,10 @@ def test_memory_shrinks_with_what_shards_it():
     assert engine.bytes_per_token == 2 * 28 * 4 * 128 * 2 and engine.sequences(1536) == engine.kv_cache // (
         1536 * engine.bytes_per_token
     )
+    latent = replace(shape, latent=(0, 512, 64, 128))
+    assert engine_memory(plain, latent, 80 * 10**9).bytes_per_token == 28 * (512 + 64) * 2
+    on_cpu = replace(plain, cluster=replace(plain.cluster, gpus_per_node=0))  # computes keys and values of all heads
+    assert engine_memory(on_cpu, latent, 0).bytes_per_token == engine.bytes_per_token
 
 
 def test_a_teacher_takes_its_weights_on_every_rank_and_one_forward_pass():

@@ -214,6 +214,8 @@ class Family:
     """True if all linear layers of attention, routers and experts have biases."""
     engine_updates: bool = True
     """False if vLLM loses new weights of the family, so that the family cannot be trained with engines."""
+    engine_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of config.json that only vLLM reads, with the values that transformers' model implies."""
     swiglu_limit: str | None = None
     """Field with the limit L of a clamped SwiGLU: g * sigmoid(1.702 g) * (u + 1), with g <= L and -L <= u <= L."""
     partial_rotary: bool = False

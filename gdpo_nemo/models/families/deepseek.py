@@ -53,5 +53,7 @@ FAMILIES = (
         },
         rotary_pairs="rope_interleave",
         latent=LATENT,
+        # Without these fields, vLLM's router uses softmax and no bias.
+        engine_fields={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
 )
