@@ -26,30 +26,37 @@ from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.megatron.model_config import family_of, fields_of, head_size, hf_layers
-from gdpo_nemo.models.architectures import check_adapted_layers, last_name, mamba_linear, mamba_sections
+from gdpo_nemo.models.architectures import delta_linear, delta_sizes, last_name, mamba_linear, mamba_sections
 from gdpo_nemo.models.families import Family
+from gdpo_nemo.models.family_checks import check_adapted_layers
 from gdpo_nemo.weights.adapters import Pairs, peft_name
 
 _LINEAR_NAME = re.compile(
     r"decoder\.layers\.(\d+)\."
-    r"(self_attention\.linear_(?:qkv|proj|q_proj|q_up_proj|kv_up_proj)|mlp\.linear_fc[12]|mixer\.(?:in|out)_proj)"
+    r"(self_attention\.linear_(?:qkv|proj|q_proj|q_up_proj|kv_up_proj)|mlp\.linear_fc[12]"
+    r"|(?:mixer|self_attention)\.(?:in|out)_proj)"
 )
 _HEAD = "output_layer"
 _QKV = "self_attention.linear_qkv"
 _GATE_UP = "mlp.linear_fc1"
 _LATENT = ("self_attention.linear_q_proj", "self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj")
 _MAMBA_IN = "mixer.in_proj"
-_SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2", "mixer.out_proj")
+_DELTA_IN = "self_attention.in_proj"
+_DELTA_OUT = "self_attention.out_proj"
+_SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2", "mixer.out_proj", _DELTA_OUT)
 
 
 def _hf_modules(linear_name: str, family: Family) -> tuple[str, ...]:
     """Return the Hugging Face modules that a linear layer of Megatron contains."""
     modules = family.modules
-    attention_output, down, mamba_out = _SPLIT_BY_COLUMNS
+    attention_output, down, mamba_out, _ = _SPLIT_BY_COLUMNS
     if linear_name in _LATENT:  # in this order in the modules of latent attention
         return (modules.qkv[_LATENT.index(linear_name)],)
     if linear_name in (_MAMBA_IN, mamba_out):
         return (mamba_linear(family)[linear_name == mamba_out],)
+    if linear_name in (_DELTA_IN, _DELTA_OUT):
+        *projections, output = delta_linear(family)
+        return (output,) if linear_name == _DELTA_OUT else tuple(projections)
     return {
         _QKV: modules.qkv,
         attention_output: (modules.attention_output,),
@@ -105,6 +112,7 @@ class Pair(torch.nn.Module):
         super().__init__()
         self.part = part
         self.by_columns = by_columns
+        self.owns_a = shared is None
         group = parallel_state.get_tensor_model_parallel_group()
         a = initial_a(part.module, settings.rank, width, seed, settings.init)
         a = a.chunk(group.size(), 1)[group.rank()].contiguous() if by_columns else a
@@ -142,15 +150,17 @@ class Adapters(torch.nn.Module):
         self.enabled = True
         self.group = parallel_state.get_tensor_model_parallel_group()
         self.query_groups = hf.num_key_value_heads // self.group.size() if linear_name == _QKV else None
+        self.gate_size = head_size(hf) if linear_name == _QKV and family_of(hf).output_gate else None
+        self.key_heads = _rows_by_key_head(linear_name, hf)
         self.parts = _parts(linear_name, modules, linear, hf, self.group.size())
-        # The parts of a single module are rows of the same B, so they share A.
-        self.shares_a = settings.share_a or len(modules) == 1
         width = linear.weight.size(1) * (self.group.size() if self.by_columns else 1)
         like = linear.weight.detach()
         pairs: list[Pair] = []
         for part in self.parts:
             if last_name(part.module) in settings.target_modules:
-                shared = pairs[0].a if self.shares_a and pairs else None
+                # The parts of a module are rows of the same B, so they share A.
+                like_last = pairs and (settings.share_a or pairs[-1].part.module == part.module)
+                shared = pairs[-1].a if like_last else None
                 pairs.append(Pair(part, width, self.by_columns, settings, seed, like, shared))
         # Under sequence parallelism, each tensor-parallel rank processes only some of the tokens, so Megatron must sum
         # the gradients of replicated matrices.
@@ -172,13 +182,18 @@ class Adapters(torch.nn.Module):
             else:
                 inner = tensor_parallel.reduce_from_tensor_model_parallel_region(inner, group=self.group)
             return F.linear(inner, pair.b) * self.scale
-        inner = F.linear(x, self.pairs[0].a if self.shares_a else torch.cat([pair.a for pair in self.pairs]))
+        distinct = [pair.a for pair in self.pairs if pair.owns_a]
+        inner = F.linear(x, torch.cat(distinct) if len(distinct) > 1 else distinct[0])
         if self.sequence_parallel:
             inner = tensor_parallel.gather_from_sequence_parallel_region(inner, group=self.group)
         else:
             inner = tensor_parallel.copy_to_tensor_model_parallel_region(inner, group=self.group)
-        inners = [inner] * len(self.pairs) if self.shares_a else inner.chunk(len(self.pairs), -1)
-        outputs = {pair.part: F.linear(of_pair, pair.b) for pair, of_pair in zip(self.pairs, inners)}
+        inners = iter(inner.chunk(len(distinct), -1))
+        outputs = {}
+        for pair in self.pairs:
+            if pair.owns_a:
+                inner = next(inners)
+            outputs[pair.part] = F.linear(inner, pair.b)
         return self._fuse(outputs, inner) * self.scale
 
     @property
@@ -204,7 +219,15 @@ class Adapters(torch.nn.Module):
             parts.append(like.new_zeros(*like.shape[:-1], part.height // self.group.size()) if rows is None else rows)
         if self.query_groups:
             parts = [part.unflatten(-1, (self.query_groups, -1)) for part in parts]
+            if self.gate_size:  # from [query, gate] of each head to all queries, then all gates
+                parts[0] = parts[0].unflatten(-1, (-1, 2, self.gate_size)).transpose(-3, -2).flatten(-3)
             return torch.cat(parts, -1).flatten(-2)
+        if self.key_heads:
+            parts = [
+                piece.flatten(-2)
+                for part, rows in zip(parts, self.key_heads)
+                for piece in part.unflatten(-1, (-1, sum(rows))).split(rows, -1)
+            ]
         return torch.cat(parts, -1)
 
 
@@ -233,14 +256,34 @@ def _parts(linear_name: str, modules: tuple[str, ...], linear: Any, hf: Pretrain
     heights = [rows]
     if linear_name == _QKV:
         size = head_size(hf)
-        heights = [hf.num_attention_heads * size, *[hf.num_key_value_heads * size] * 2]
+        queries = hf.num_attention_heads * size * (1 + family_of(hf).output_gate)
+        heights = [queries, *[hf.num_key_value_heads * size] * 2]
     elif linear_name == _GATE_UP and family_of(hf).gated_mlp:
         heights = [rows // 2] * 2
     elif linear_name == _MAMBA_IN:
         heights = list(mamba_sections(fields_of(hf)))
+    elif linear_name == _DELTA_IN and (sizes := delta_sizes(fields_of(hf))):
+        sections = sizes.sections
+        if _rows_by_key_head(linear_name, hf):
+            heights = [sum(sections[:4]), sum(sections[4:])]
+        else:
+            names = [modules[0]] * 3 + list(modules[1:])
+            suffixes = [".0", ".1", ".2", "", "", ""]
+            return [Part(*of_part) for of_part in zip(names, sections, suffixes)]
     if len(modules) == len(heights):
         return [Part(module, height, "") for module, height in zip(modules, heights)]
     return [Part(modules[0], height, f".{index}") for index, height in enumerate(heights)]
+
+
+def _rows_by_key_head(linear_name: str, hf: PretrainedConfig) -> tuple[list[int], list[int]] | None:
+    """Return the rows of each section of a key head in the two modules of a gated delta net's input projection, or
+    None if the rows of the modules are not ordered by key head."""
+    delta = family_of(hf).delta
+    sizes = delta_sizes(fields_of(hf))
+    if linear_name != _DELTA_IN or delta is None or sizes is None or not delta.by_key_head:
+        return None
+    rows = [section // sizes.key_heads for section in sizes.sections]
+    return rows[:4], rows[4:]
 
 
 def _forward_hook(adapters: Adapters):
@@ -360,9 +403,9 @@ def _matrices(chunk: torch.nn.Module) -> Iterator[tuple[Adapters, str, torch.nn.
     The split dimension is None for a replicated matrix. A matrix A that several pairs share is yielded only once.
     """
     for adapters in adapters_of([chunk]):
-        for index, pair in enumerate(adapters.pairs):
+        for pair in adapters.pairs:
             module = pair.part.module
-            if index == 0 or not adapters.shares_a:
+            if pair.owns_a:
                 yield adapters, peft_name(module, "A"), pair.a, 1 if pair.by_columns else None
             yield adapters, peft_name(module, "B") + pair.part.suffix, pair.b, None if pair.by_columns else 0
 

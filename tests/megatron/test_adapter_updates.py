@@ -11,7 +11,7 @@ import tiny_models
 import torch
 
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.models.architectures import last_name, mamba_linear
+from gdpo_nemo.models.architectures import delta_linear, last_name, mamba_linear
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.hf_folder import open_weights, weight_names
 from gdpo_nemo.utils.errors import RunError
@@ -31,7 +31,7 @@ def every_linear_layer(name: str) -> LoraConfig:
         return dataclasses.replace(ATTENTION, target_modules=[query, "kv_b_proj", "o_proj"])
     if name in tiny_models.MIXTURES:
         return ATTENTION
-    linear = (*family.modules.linear, *mamba_linear(family))
+    linear = (*family.modules.linear, *mamba_linear(family), *delta_linear(family))
     return LoraConfig(rank=4, alpha=8.0, target_modules=list(map(last_name, linear)))
 
 
