@@ -217,7 +217,7 @@ class PackedDeltaNet(GatedDeltaNet):
             **linear,
         )
         channels = self.conv_dim_local_tp = sum(self.in_proj_split_sections[:3])
-        self.conv1d = torch.nn.Module()  # Megatron's torch.nn.Conv1d, of which only the weight is used
+        self.conv1d: Any = torch.nn.Module()  # Megatron's torch.nn.Conv1d, of which only the weight is used
         self.conv1d.weight = _parameter(True, channels, 1, config.linear_conv_kernel_dim, dtype=config.params_dtype)
         self.dt_bias = _parameter(True, self.num_v_heads_local_tp, dtype=config.params_dtype)
         self.A_log = _parameter(True, self.num_v_heads_local_tp, dtype=config.params_dtype)

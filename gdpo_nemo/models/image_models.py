@@ -83,7 +83,10 @@ def with_text(image_model: Path, text_model: Path, key: str) -> Iterator[tuple[s
 
 def _stacked(read: Callable[[str], torch.Tensor], name: str, experts: Experts, key: str) -> torch.Tensor:
     """Return a tensor of all experts of a layer from a folder that stores each expert separately."""
-    modules = {experts.stacked_gate_up: [experts.gate, experts.up], experts.stacked_down: [experts.down]}
+    modules: dict[str, tuple[str | None, ...]] = {
+        experts.stacked_gate_up: (experts.gate, experts.up),
+        experts.stacked_down: (experts.down,),
+    }
     stacked = next((suffix for suffix in modules if name.endswith(suffix)), None)
     tensors: list[torch.Tensor] = []
     try:

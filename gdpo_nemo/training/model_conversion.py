@@ -55,7 +55,7 @@ def _write(source: Source, folder: Path, key: str, companion: str | None) -> Non
     if source.format is Format.IMAGE:
         from gdpo_nemo.models.image_models import text_weights
 
-        fields = source_fields(source, key)
+        fields = source_fields(source, key) or {}
         _write_model(folder, text_weights(source.path, key), AutoConfig.for_model(**fields), base)
         return
     config = AutoConfig.from_pretrained(base)

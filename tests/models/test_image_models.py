@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from gdpo_nemo.commands import cli
-from gdpo_nemo.config.model_checks import check_model, resolve_layout
+from gdpo_nemo.config.layout import resolve_layout
+from gdpo_nemo.config.model_checks import check_model
 from gdpo_nemo.config.schema import Config, PolicyConfig
 from gdpo_nemo.models.hf_folder import open_weights, save_tensors, stored_names
 from gdpo_nemo.models.sources import Format, recognise
