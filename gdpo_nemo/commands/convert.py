@@ -46,7 +46,8 @@ def add(commands: Commands) -> None:
         "--model",
         metavar="DIR",
         help="Hugging Face folder of a checkpoint's initial model (default: the run's), of an adapter's base model "
-        "(default: the model named in the adapter), or of the model that a Megatron-core checkpoint contains",
+        "(default: the model named in the adapter), of the model that a Megatron-core checkpoint contains, or of the "
+        "image model to which --to image writes a text model back",
     )
     add_layout(command)
     add_verbosity(command)
@@ -96,7 +97,21 @@ def _megatron(arguments: argparse.Namespace) -> Path:
         return to_megatron(model, arguments.out, config)
 
 
-_WRITERS = {"hf": _hf, "checkpoint": _checkpoint, "peft": _peft, "megatron": _megatron}
+def _image(arguments: argparse.Namespace) -> Path:
+    from gdpo_nemo.training.model_conversion import write_image_model
+
+    image = Path(arguments.model or "")
+    found = recognise(image, "--model") if arguments.model else None
+    if found is None or found.format is not Format.IMAGE:
+        raise ConfigError(f"--model: must be the folder of the image model that contained the text model {_KEY}")
+    out = Path(arguments.out)
+    _check_output(out)
+    with _huggingface(arguments) as model:
+        write_image_model(model, image, out, _KEY)
+    return out
+
+
+_WRITERS = {"hf": _hf, "image": _image, "checkpoint": _checkpoint, "peft": _peft, "megatron": _megatron}
 
 
 @contextlib.contextmanager

@@ -42,7 +42,8 @@ def _particulars(family: Family) -> list[str]:
     experts = ["sigmoid router"] * bool(mixture and mixture.sigmoid) + ["shared experts"] * bool(
         mixture and (mixture.shared or mixture.shared_width)
     )
-    mamba = ["Mamba-2 layers"] * bool(family.mamba)
+    mamba = ["Mamba-2 layers"] * bool(family.mamba) + ["gated delta net layers"] * bool(family.delta)
+    mamba += ["gates of the attention's output"] * family.output_gate
     norms = ["norms of outputs"] * bool(family.modules.post_attention_norm)
     return _WINDOWS.get(family.windows, []) + mamba + experts + norms + [f"{rotary} rotary embedding"] * bool(rotary)
 

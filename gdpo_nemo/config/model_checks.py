@@ -15,10 +15,10 @@ from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
 from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
-    check_adapted_layers,
-    check_model_content,
+    delta_sizes,
     has_logit_cap,
     head_size,
+    is_recurrent,
     is_windowed,
     key_value_heads,
     layer_windows,
@@ -28,12 +28,13 @@ from gdpo_nemo.models.architectures import (
     with_defaults,
 )
 from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.family_checks import check_adapted_layers, check_model_content
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
 from gdpo_nemo.models.sources import (
     Format,
     ModelFacts,
     Source,
-    dequantised_fields,
+    converted_fields,
     described_by,
     recognise,
     source_fields,
@@ -75,7 +76,7 @@ def check_files(config: Config, layout: Layout) -> ModelFacts:
     if not config.cluster.gpus_per_node:
         check_engines(model)
     if spec_of(config).samples:
-        _check_sampling(model)
+        _check_sampling(model, config)
     check_tokenizer(config.policy, model)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
@@ -143,7 +144,7 @@ def _known_fields(policy: PolicyConfig) -> dict[str, Any] | None:
     if policy.model_factory:
         return _factory_config(policy.model_factory)
     file = next(iter(_cached_configs(policy.model_name)), None)
-    return dequantised_fields(read_model_config(file)) if file else None
+    return converted_fields(read_model_config(file)) if file else None
 
 
 def _factory_config(reference: str) -> dict[str, Any] | None:
@@ -290,8 +291,9 @@ def check_engines(model: ModelFacts) -> None:
         raise ConfigError(f"policy.model_name: vLLM on CPUs requires {sizes}")
 
 
-def _check_sampling(model: ModelFacts) -> None:
-    """Check that vLLM accepts new weights of the model and has the policy's sliding windows. Raises ConfigError."""
+def _check_sampling(model: ModelFacts, config: Config) -> None:
+    """Check that vLLM accepts new weights of the model, has the policy's sliding windows, and has kernels for its
+    precision. Raises ConfigError."""
     if model.fields is None:
         return
     family = FAMILIES[model.fields["model_type"]]
@@ -304,6 +306,11 @@ def _check_sampling(model: ModelFacts) -> None:
         raise ConfigError(
             "policy.model_name: vLLM ignores rope_interleave: false in config.json; train the model without engines, "
             "for example with sft"
+        )
+    if family.delta and not config.cluster.gpus_per_node and config.policy.precision != "bfloat16":
+        raise ConfigError(
+            "policy.precision: vLLM on CPUs computes gated delta net layers only in bfloat16; set policy.precision: "
+            "bfloat16"
         )
     if family.windows == "late" and is_windowed(model.fields) and not all(layer_windows(model.fields)):
         # vLLM's Qwen models have one window for all layers.
@@ -325,9 +332,12 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
     counts = [(heads, "heads"), (groups, "key-value heads")]
     if mamba := FAMILIES[content["model_type"]].mamba:
         counts += [(content[mamba.heads], "Mamba heads"), (content[mamba.groups], "Mamba groups")]
+    if delta := delta_sizes(content):
+        counts.append((delta.key_heads, "key heads of gated delta nets"))
     _check_divides(f"{megatron}.tensor_model_parallel_size", layout.tensor, counts)
-    if mamba and policy.megatron_cfg.fp8:
-        raise ConfigError(f"{megatron}.fp8: not supported for models with Mamba-2 layers")
+    if is_recurrent(content) and policy.megatron_cfg.fp8:
+        kind = "Mamba-2" if mamba else "gated delta net"
+        raise ConfigError(f"{megatron}.fp8: not supported for models with {kind} layers")
     check_stages(layers, policy.megatron_cfg)
     _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
     if layout.expert > 1 and not experts:

@@ -16,6 +16,7 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.models.architectures import (
+    delta_sizes,
     head_size,
     latent_widths,
     layer_symbols,
@@ -244,7 +245,7 @@ def attention_cost(model: Mapping[str, Any]) -> float:
     groups = model.get("num_key_value_heads") or heads
     size = model.get("head_dim") or hidden // heads
     width = model["intermediate_size"]
-    projections = hidden * size * 2 * (heads + groups)
+    projections = hidden * size * (2 * (heads + groups) + heads * family.output_gate)
     if latent := latent_widths(model):
         query, key_value, rotated, value = latent
         head = head_size(model)
@@ -254,11 +255,13 @@ def attention_cost(model: Mapping[str, Any]) -> float:
     matrices = 3 if family.gated_mlp else 2
     routed = (model.get("moe_intermediate_size") or width) * (model.get("num_experts_per_tok") or 1)
     mamba = mamba_sections(model) if family.mamba else (0,)
+    delta = sizes.sections if (sizes := delta_sizes(model)) else (0, 0, 0)
     weights = {
         "*": projections,
         "-": hidden * matrices * width,
         "E": hidden * matrices * (routed + shared_width(model)),
         "M": hidden * (sum(mamba) + mamba[0]),
+        "G": hidden * (sum(delta) + delta[2]),
     }
     symbols = "".join(layer_symbols(model))
     layers = sum(count * symbols.count(symbol) for symbol, count in weights.items())

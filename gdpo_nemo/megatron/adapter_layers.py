@@ -16,13 +16,15 @@ from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.megatron.model_config import family_of, fields_of, head_size
-from gdpo_nemo.models.architectures import last_name, mamba_sections
+from gdpo_nemo.models.architectures import delta_sizes, last_name, mamba_sections
 
 _HEAD = "output_layer"
 QKV = "self_attention.linear_qkv"
 GATE_UP = "mlp.linear_fc1"
 MAMBA_IN = "mixer.in_proj"
-SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2", "mixer.out_proj")
+DELTA_IN = "self_attention.in_proj"
+DELTA_OUT = "self_attention.out_proj"
+SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2", "mixer.out_proj", DELTA_OUT)
 
 
 def initial_a(module: str, rank: int, width: int, seed: int, init: str = "uniform") -> torch.Tensor:
@@ -74,6 +76,7 @@ class Pair(torch.nn.Module):
         super().__init__()
         self.part = part
         self.by_columns = by_columns
+        self.owns_a = shared is None
         a = initial_a(part.module, settings.rank, width, seed, settings.init)
         a = a.chunk(group.size(), 1)[group.rank()].contiguous() if by_columns else a
         rows = part.height if by_columns else part.height // group.size()
@@ -112,15 +115,17 @@ class Adapters(torch.nn.Module):
         self.enabled = True
         self.group = self._split_group()
         self.query_groups = hf.num_key_value_heads // self.group.size() if linear_name == QKV else None
+        self.gate_size = head_size(hf) if linear_name == QKV and family_of(hf).output_gate else None
+        self.key_heads = _rows_by_key_head(linear_name, hf)
         self.parts = _parts(linear_name, modules, weight, hf, self.group.size())
-        # The parts of a single module are rows of the same B, so they share A.
-        self.shares_a = settings.share_a or len(modules) == 1
         width = weight.size(1) * (self.group.size() if self.by_columns else 1)
         like = weight.detach()
         pairs: list[Pair] = []
         for part in self.parts:
             if last_name(part.module) in settings.target_modules:
-                shared = pairs[0].a if self.shares_a and pairs else None
+                # The parts of a module are rows of the same B, so they share A.
+                like_last = pairs and (settings.share_a or pairs[-1].part.module == part.module)
+                shared = pairs[-1].a if like_last else None
                 pairs.append(Pair(part, width, self.by_columns, settings, seed, like, self.group, shared))
         # Under sequence parallelism, each tensor-parallel rank processes only some of the tokens, so Megatron must sum
         # the gradients of replicated matrices.
@@ -145,13 +150,18 @@ class Adapters(torch.nn.Module):
             else:
                 inner = tensor_parallel.reduce_from_tensor_model_parallel_region(inner, group=self.group)
             return F.linear(inner, pair.b) * self.scale
-        inner = F.linear(x, self.pairs[0].a if self.shares_a else torch.cat([pair.a for pair in self.pairs]))
+        distinct = [pair.a for pair in self.pairs if pair.owns_a]
+        inner = F.linear(x, torch.cat(distinct) if len(distinct) > 1 else distinct[0])
         if self.sequence_parallel:
             inner = tensor_parallel.gather_from_sequence_parallel_region(inner, group=self.group)
         else:
             inner = tensor_parallel.copy_to_tensor_model_parallel_region(inner, group=self.group)
-        inners = [inner] * len(self.pairs) if self.shares_a else inner.chunk(len(self.pairs), -1)
-        outputs = {pair.part: F.linear(of_pair, pair.b) for pair, of_pair in zip(self.pairs, inners)}
+        inners = iter(inner.chunk(len(distinct), -1))
+        outputs = {}
+        for pair in self.pairs:
+            if pair.owns_a:
+                inner = next(inners)
+            outputs[pair.part] = F.linear(inner, pair.b)
         return self._fuse(outputs, inner) * self.scale
 
     @property
@@ -181,7 +191,15 @@ class Adapters(torch.nn.Module):
             parts.append(like.new_zeros(*like.shape[:-1], part.height // self.group.size()) if rows is None else rows)
         if self.query_groups:
             parts = [part.unflatten(-1, (self.query_groups, -1)) for part in parts]
+            if self.gate_size:  # from [query, gate] of each head to all queries, then all gates
+                parts[0] = parts[0].unflatten(-1, (-1, 2, self.gate_size)).transpose(-3, -2).flatten(-3)
             return torch.cat(parts, -1).flatten(-2)
+        if self.key_heads:
+            parts = [
+                piece.flatten(-2)
+                for part, rows in zip(parts, self.key_heads)
+                for piece in part.unflatten(-1, (-1, sum(rows))).split(rows, -1)
+            ]
         return torch.cat(parts, -1)
 
 
@@ -271,11 +289,31 @@ def _parts(
     heights = [rows]
     if linear_name == QKV:
         size = head_size(hf)
-        heights = [hf.num_attention_heads * size, *[hf.num_key_value_heads * size] * 2]
+        queries = hf.num_attention_heads * size * (1 + family_of(hf).output_gate)
+        heights = [queries, *[hf.num_key_value_heads * size] * 2]
     elif linear_name == GATE_UP and family_of(hf).gated_mlp:
         heights = [rows // 2] * 2
     elif linear_name == MAMBA_IN:
         heights = list(mamba_sections(fields_of(hf)))
+    elif linear_name == DELTA_IN and (sizes := delta_sizes(fields_of(hf))):
+        sections = sizes.sections
+        if _rows_by_key_head(linear_name, hf):
+            heights = [sum(sections[:4]), sum(sections[4:])]
+        else:
+            names = [modules[0]] * 3 + list(modules[1:])
+            suffixes = [".0", ".1", ".2", "", "", ""]
+            return [Part(*of_part) for of_part in zip(names, sections, suffixes)]
     if len(modules) == len(heights):
         return [Part(module, height, "") for module, height in zip(modules, heights)]
     return [Part(modules[0], height, f".{index}") for index, height in enumerate(heights)]
+
+
+def _rows_by_key_head(linear_name: str, hf: PretrainedConfig) -> tuple[list[int], list[int]] | None:
+    """Return the rows of each section of a key head in the two modules of a gated delta net's input projection, or
+    None if the rows of the modules are not ordered by key head."""
+    delta = family_of(hf).delta
+    sizes = delta_sizes(fields_of(hf))
+    if linear_name != DELTA_IN or delta is None or sizes is None or not delta.by_key_head:
+        return None
+    rows = [section // sizes.key_heads for section in sizes.sections]
+    return rows[:4], rows[4:]

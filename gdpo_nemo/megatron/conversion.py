@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from itertools import chain, groupby
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from gdpo_nemo.megatron.model_config import family_of, fields_of, head_size, hf_
 from gdpo_nemo.megatron.weight_map import (
     COLUMNS,
     CONVOLUTION_ROWS,
+    DELTA_CONVOLUTION_ROWS,
+    DELTA_ROWS,
     EXPERT_BIAS,
     GATED_ROWS,
     MAMBA_ROWS,
@@ -27,7 +29,8 @@ from gdpo_nemo.megatron.weight_map import (
     layer_weight,
     top_weights,
 )
-from gdpo_nemo.models.architectures import mamba_sections
+from gdpo_nemo.models.architectures import DeltaSizes, delta_sizes, mamba_sections
+from gdpo_nemo.models.families import DeltaNet
 from gdpo_nemo.weights.manifest import Entry, Manifest, divide, weight_metadata
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -103,22 +106,69 @@ def _read(
 
 
 def _qkv_rows(config: PretrainedConfig) -> tuple[int, int, int]:
-    """Return the number of rows of q, k and v that belong to one query group."""
+    """Return the number of rows of q, k and v that belong to one query group. Output gates are rows of q."""
     size = head_size(config)
-    return config.num_attention_heads // config.num_key_value_heads * size, size, size
+    heads = config.num_attention_heads // config.num_key_value_heads
+    return heads * size * (1 + family_of(config).output_gate), size, size
+
+
+def _by_group(parts: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
+    """Concatenate the rows of ``parts`` group by group: the first rows of each part, then the next rows of each."""
+    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
+
+
+def _by_part(tensor: torch.Tensor, groups: int, rows: Sequence[int]) -> list[torch.Tensor]:
+    """Split the rows of ``tensor`` into parts, of which each group has ``rows``. The inverse of ``_by_group``."""
+    return [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(list(rows), 1)]
 
 
 def _by_query_group(tensor: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
-    """Reorder the rows of a fused QKV tensor from [all q, all k, all v] to [q, k, v] for each query group."""
+    """Reorder the rows of a fused QKV tensor from [all q, all k, all v] to [q, k, v] for each query group.
+
+    With output gates, the folder stores each head's query followed by its gate, and Megatron all queries of a group
+    followed by all of its gates.
+    """
     groups = config.num_key_value_heads
-    parts = tensor.split([groups * rows for rows in _qkv_rows(config)])
-    return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
+    q, k, v = tensor.split([groups * rows for rows in _qkv_rows(config)])
+    gated = _by_part(q, config.num_attention_heads, [head_size(config)] * 2) if family_of(config).output_gate else [q]
+    return _by_group([*gated, k, v], groups)
 
 
 def _by_matrix(tensor: torch.Tensor, config: PretrainedConfig) -> list[torch.Tensor]:
     """Split the rows of Megatron's QKV tensor into q, k and v. This is the inverse of ``_by_query_group``."""
-    parts = tensor.unflatten(0, (config.num_key_value_heads, -1)).split(_qkv_rows(config), 1)
-    return [part.flatten(0, 1) for part in parts]
+    groups = config.num_key_value_heads
+    rows, *others = _qkv_rows(config)
+    if not family_of(config).output_gate:
+        return _by_part(tensor, groups, (rows, *others))
+    q, gate, k, v = _by_part(tensor, groups, (rows // 2, rows // 2, *others))
+    return [_by_group([q, gate], config.num_attention_heads), k, v]
+
+
+def _delta_rows(config: PretrainedConfig) -> tuple[DeltaNet, DeltaSizes]:
+    delta = family_of(config).delta
+    sizes = delta_sizes(fields_of(config))
+    if delta is None or sizes is None:
+        raise ValueError(f"{config.model_type} has no gated delta net layers")
+    return delta, sizes
+
+
+def _delta_sections(tensor: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+    """Reorder the rows of a gated delta net's input projections from a folder's order to ``DeltaSizes.sections``."""
+    delta, sizes = _delta_rows(config)
+    if not delta.by_key_head:
+        return tensor
+    heads, rows = sizes.key_heads, [count // sizes.key_heads for count in sizes.sections]
+    first, second = tensor.split([heads * sum(rows[:4]), heads * sum(rows[4:])])
+    return torch.cat([*_by_part(first, heads, rows[:4]), *_by_part(second, heads, rows[4:])])
+
+
+def _delta_projections(tensor: torch.Tensor, config: PretrainedConfig) -> list[torch.Tensor]:
+    """Split Megatron's input projection into the tensors of a folder. This is the inverse of ``_delta_sections``."""
+    delta, sizes = _delta_rows(config)
+    parts = tensor.split(list(sizes.sections))
+    if delta.by_key_head:
+        return [_by_group(parts[:4], sizes.key_heads), _by_group(parts[4:], sizes.key_heads)]
+    return [torch.cat(parts[:3]), *parts[3:]]
 
 
 def separate(tensor: torch.Tensor, weight: Weight, config: PretrainedConfig) -> list[torch.Tensor]:
@@ -128,6 +178,8 @@ def separate(tensor: torch.Tensor, weight: Weight, config: PretrainedConfig) -> 
         parts = [_interleaved(tensor, weight.split)]
     elif weight.split == QKV_ROWS:
         parts = _by_matrix(tensor, config)
+    elif weight.split == DELTA_ROWS:
+        parts = _delta_projections(tensor, config)
     elif weight.split == GATED_ROWS:
         parts = list(tensor.chunk(2))
     return parts if len(parts) == len(weight.sources) else [torch.cat(parts)]
@@ -169,6 +221,9 @@ def _sections(rows: int, split: str, config: PretrainedConfig) -> list[int] | No
         return list(mamba_sections(fields_of(config)))
     if split == CONVOLUTION_ROWS:
         return list(mamba_sections(fields_of(config))[1:4])
+    if split in (DELTA_ROWS, DELTA_CONVOLUTION_ROWS):
+        sections = _delta_rows(config)[1].sections
+        return list(sections if split == DELTA_ROWS else sections[:3])
     return None
 
 
@@ -221,6 +276,8 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
             tensor = _by_query_group(tensor, config)
         elif sections := _sections(len(tensor), weight.split, config):
             _check_rows(tensor, sum(sections), sources)
+            if weight.split == DELTA_ROWS:
+                tensor = _delta_sections(tensor, config)
         if weight.vocabulary:
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, parameter.size(0) * group.size() - tensor.size(0)))
         tensor = _shard(tensor, weight.split, group.rank(), group.size(), config)

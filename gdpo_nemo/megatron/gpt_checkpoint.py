@@ -15,8 +15,9 @@ from typing import Any, Callable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from gdpo_nemo.models.architectures import check_model_content, mixture_layers, num_experts
+from gdpo_nemo.models.architectures import mixture_layers, num_experts
 from gdpo_nemo.models.families import Family
+from gdpo_nemo.models.family_checks import check_model_content
 from gdpo_nemo.models.hf_folder import copy_companions
 from gdpo_nemo.models.sources import COMPANION, Source
 from gdpo_nemo.models.torch_dist import EMBEDDING, Held, check_gpt_format, model_tensors, read_dist_metadata

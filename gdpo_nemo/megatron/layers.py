@@ -17,6 +17,7 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
@@ -41,7 +42,14 @@ from gdpo_nemo.megatron.attention import LayerAttention, PackedAttention
 from gdpo_nemo.megatron.flex_attention import FlexAttention
 from gdpo_nemo.megatron.latent_attention import LatentAttention
 from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts, rotary
-from gdpo_nemo.megatron.recurrent_layers import PackedMambaMixer, kernels_are_usable
+from gdpo_nemo.megatron.recurrent_layers import (
+    DELTA_KERNELS,
+    MAMBA_KERNELS,
+    HeadNorm,
+    PackedDeltaNet,
+    PackedMambaMixer,
+    kernels_are_usable,
+)
 from gdpo_nemo.utils.errors import RunError
 
 
@@ -115,8 +123,7 @@ def layer_spec(
     if use_te:
         is_latent = config.multi_latent_attention
         spec = _latent_engine_stack(layers, attention) if is_latent else _engine_stack(adapted, layers, attention)
-        if sharing or not kernels_are_usable():
-            spec = _without_kernels(spec)
+        spec = _recurrent_layers(spec, sharing)
     else:
         core = FlexAttention if attention is Attention.FLEX else PackedAttention
         spec = _local_stack(config, partial(core, layers=layers))
@@ -173,6 +180,7 @@ def engine_options(hf: PretrainedConfig, layout: MegatronConfig, attention: Atte
 # interchangeable.
 _QKV_NORM_KEYS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
 _MLP_NORM_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_DELTA_NORM_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 _MAMBA_NORM_KEYS = {"norm.": "mixer.in_proj.layer_norm_"}
 
 
@@ -192,12 +200,19 @@ def _engine_stack(adapted: bool, layers: Sequence[LayerAttention], attention: At
     return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
 
 
-def _without_kernels(spec: ModuleSpec) -> ModuleSpec:
-    """Return a stack whose recurrent layers compute in torch."""
-    layer = spec.submodules.mamba_layer
-    mixer = replace(layer.submodules.mixer, module=PackedMambaMixer)
-    layer = replace(layer, submodules=replace(layer.submodules, mixer=mixer))
-    return replace(spec, submodules=replace(spec.submodules, mamba_layer=layer))
+def _recurrent_layers(spec: ModuleSpec, sharing: bool) -> ModuleSpec:
+    """Return a stack whose recurrent layers compute in torch, unless their CUDA kernels can be used."""
+    mamba, delta = spec.submodules.mamba_layer, spec.submodules.gdn_layer
+    mixer, net = mamba.submodules.mixer, delta.submodules.self_attention
+    if sharing or not kernels_are_usable(MAMBA_KERNELS):
+        mixer = replace(mixer, module=PackedMambaMixer)
+    if sharing or not kernels_are_usable(DELTA_KERNELS):
+        net = replace(net, module=PackedDeltaNet)
+    # Megatron's norm would multiply by 1 + weight in models whose other norms do.
+    net = replace(net, submodules=replace(net.submodules, out_norm=HeadNorm))
+    mamba = replace(mamba, submodules=replace(mamba.submodules, mixer=mixer))
+    delta = replace(delta, submodules=replace(delta.submodules, self_attention=net))
+    return replace(spec, submodules=replace(spec.submodules, mamba_layer=mamba, gdn_layer=delta))
 
 
 def _for_adapters(spec: ModuleSpec) -> ModuleSpec:
@@ -208,10 +223,21 @@ def _for_adapters(spec: ModuleSpec) -> ModuleSpec:
     attention = stock.attention_layer.submodules
     inner = attention.self_attention
     mamba = stock.mamba_layer.submodules
+    delta = stock.gdn_layer.submodules
+    net = delta.self_attention
     return replace(
         spec,
         submodules=replace(
             stock,
+            gdn_layer=replace(
+                stock.gdn_layer,
+                submodules=replace(
+                    delta,
+                    input_layernorm=TENorm,
+                    self_attention=replace(net, submodules=replace(net.submodules, in_proj=TEColumnParallelLinear)),
+                    sharded_state_dict_keys_map=_DELTA_NORM_KEYS,
+                ),
+            ),
             mamba_layer=replace(
                 stock.mamba_layer,
                 submodules=replace(
@@ -384,12 +410,22 @@ def _local_stack(config: TransformerConfig, core) -> ModuleSpec:
             sharded_state_dict_keys_map=_MAMBA_NORM_KEYS,
         ),
     )
-    return ModuleSpec(
-        module=LocalHybridStack,
-        submodules=HybridStackSubmodules(
-            mamba_layer=mamba, attention_layer=attention, mlp_layer=mlp, moe_layer=_local_moe(config)
+    delta = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=PackedDeltaNet,
+                submodules=GatedDeltaNetSubmodules(
+                    in_proj=ColumnParallelLinear, out_norm=HeadNorm, out_proj=RowParallelLinear
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=_DELTA_NORM_KEYS,
         ),
     )
+    layers: dict[str, Any] = dict(mamba_layer=mamba, gdn_layer=delta, attention_layer=attention, mlp_layer=mlp)
+    return ModuleSpec(module=LocalHybridStack, submodules=HybridStackSubmodules(**layers, moe_layer=_local_moe(config)))
 
 
 class ExpertRowLinear(RowParallelLinear):

@@ -24,6 +24,8 @@ from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.megatron.adapter_layers import (
+    DELTA_IN,
+    DELTA_OUT,
     GATE_UP,
     MAMBA_IN,
     QKV,
@@ -34,13 +36,14 @@ from gdpo_nemo.megatron.adapter_layers import (
     HeadAdapter,
 )
 from gdpo_nemo.megatron.model_config import family_of, fields_of, hf_layers, num_experts
-from gdpo_nemo.models.architectures import check_adapted_layers, last_name, mamba_linear
+from gdpo_nemo.models.architectures import delta_linear, last_name, mamba_linear
 from gdpo_nemo.models.families import Family
+from gdpo_nemo.models.family_checks import check_adapted_layers
 from gdpo_nemo.weights.adapters import Pairs, peft_name
 
 _LINEAR_NAME = re.compile(
     r"decoder\.layers\.(\d+)\."
-    r"(self_attention\.linear_(?:qkv|proj|q_proj|q_up_proj|kv_up_proj)|mixer\.(?:in|out)_proj"
+    r"(self_attention\.linear_(?:qkv|proj|q_proj|q_up_proj|kv_up_proj)|(?:mixer|self_attention)\.(?:in|out)_proj"
     r"|mlp\.(shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc[12])"
 )
 _LATENT = ("self_attention.linear_q_proj", "self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj")
@@ -61,11 +64,14 @@ def _hf_modules(linear_name: str, family: Family, mlp: str = "") -> tuple[str, .
         gate, up = (experts.shared_gate, experts.shared_up) if shared else (experts.gate, experts.up)
         gate_up = (gate, up) if gate and family.gated_mlp else (up,)
         down_module = experts.shared_down if shared else experts.down
-    attention_output, down, mamba_out = SPLIT_BY_COLUMNS
+    attention_output, down, mamba_out, _ = SPLIT_BY_COLUMNS
     if linear_name in _LATENT:  # in this order in the modules of latent attention
         return (modules.qkv[_LATENT.index(linear_name)],)
     if linear_name in (MAMBA_IN, mamba_out):
         return (mamba_linear(family)[linear_name == mamba_out],)
+    if linear_name in (DELTA_IN, DELTA_OUT):
+        *projections, output = delta_linear(family)
+        return (output,) if linear_name == DELTA_OUT else tuple(projections)
     return {
         QKV: modules.qkv,
         attention_output: (modules.attention_output,),
@@ -229,9 +235,9 @@ def _matrices(chunk: torch.nn.Module) -> Iterator[tuple[Adapters, str, torch.nn.
     The split dimension is None for a replicated matrix. A matrix A that several pairs share is yielded only once.
     """
     for adapters in adapters_of([chunk]):
-        for index, pair in enumerate(adapters.pairs):
+        for pair in adapters.pairs:
             module = pair.part.module
-            if index == 0 or not adapters.shares_a:
+            if pair.owns_a:
                 yield adapters, peft_name(module, "A"), pair.a, 1 if pair.by_columns else None
             yield adapters, peft_name(module, "B") + pair.part.suffix, pair.b, None if pair.by_columns else 0
 

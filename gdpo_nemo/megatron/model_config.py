@@ -13,8 +13,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from gdpo_nemo.megatron.attention import LayerAttention
 from gdpo_nemo.models import architectures
-from gdpo_nemo.models.architectures import check_family
 from gdpo_nemo.models.families import Family
+from gdpo_nemo.models.family_checks import check_family
 
 ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
@@ -132,6 +132,7 @@ def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
         moe_router_group_topk=chosen if groups > 1 else None,
         moe_router_topk_scaling_factor=fields[experts.scaling] if experts.scaling else None,
         moe_shared_expert_intermediate_size=architectures.shared_width(fields) or None,
+        moe_shared_expert_gate=experts.shared_scale is not None,
     )
 
 
@@ -175,6 +176,19 @@ def _mamba_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
     )
 
 
+def _delta_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
+    delta = family.delta
+    if delta is None:
+        return {}
+    return dict(
+        linear_num_key_heads=fields[delta.key_heads],
+        linear_num_value_heads=fields[delta.value_heads],
+        linear_key_head_dim=fields[delta.key_size],
+        linear_value_head_dim=fields[delta.value_size],
+        linear_conv_kernel_dim=fields[delta.kernel],
+    )
+
+
 def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of Megatron's TransformerConfig that depend only on the model's architecture.
 
@@ -198,6 +212,7 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         add_bias_linear=family.biases,
         add_qkv_bias=architectures.has_qkv_bias(fields),
         qk_layernorm=architectures.has_qk_norm(fields),
+        attention_output_gate=family.output_gate,
         # Megatron refuses this field for latent attention, whose rotary embedding PackedAttention applies.
         rotary_interleaved=architectures.rotates_pairs(fields) and not family.latent,
         attention_dropout=0.0,
@@ -206,4 +221,5 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         **_latent_fields(fields, family),
         **_expert_fields(fields, family),
         **_mamba_fields(fields, family),
+        **_delta_fields(fields, family),
     )

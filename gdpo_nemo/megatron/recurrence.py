@@ -123,6 +123,55 @@ def state_space_scan(
     return y.flatten(1, 2)[:, :length] + skip.float()[..., None] * x
 
 
+def gated_delta_scan(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    strength: torch.Tensor,
+    decay: torch.Tensor,
+    chunk: int = CHUNK,
+) -> torch.Tensor:
+    """Compute the gated delta rule (arXiv 2412.06464, section 3) in float32, for normalised keys.
+
+    The state of a head, [key size, size], is ``state = exp(decay_t) * state``, followed by
+    ``state + strength_t * k_t (v_t - k_t' state)'``, and the output is ``q_t' state``.
+
+    Args:
+        query, key: [sequences, length, groups, key size], shared by the heads of a group.
+        value: [sequences, length, groups, heads of a group, size].
+        strength: [sequences, length, groups, heads of a group], between 0 and 1.
+        decay: float32, same shape as ``strength``, negative.
+
+    Returns:
+        float32, same shape as ``value``.
+    """
+    length = value.size(1)
+    chunk = min(chunk, length)
+    query, key, value, strength = (_chunks(x.float(), chunk) for x in (query, key, value, strength))
+    total = _chunks(decay, chunk).cumsum(2).permute(0, 1, 3, 4, 2)
+    between = _decays_between(total)
+    strength = strength.permute(0, 1, 3, 4, 2)[..., None]
+    # The token t of a chunk writes w_t = strength_t (v_t - k_t' state), where the state contains the writes of earlier
+    # tokens of the chunk. The writes thus solve a triangular system, and are linear in the state before the chunk.
+    system = strength * torch.einsum("zktgn,zksgn->zkgts", key, key)[:, :, :, None] * between
+    keys = key.permute(0, 1, 3, 2, 4)[:, :, :, None]
+    right = torch.cat((strength * value.permute(0, 1, 3, 4, 2, 5), strength * total.exp()[..., None] * keys), -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    written, by_state = solved.split((value.size(-1), key.size(-1)), -1)
+    leaving = total[..., -1].exp()[..., None, None]
+    kept = keys * (total[..., -1:] - total).exp()[..., None]
+    state = torch.zeros_like(kept[:, 0].mT @ written[:, 0])
+    entering, writes = [], []
+    for number in range(written.size(1)):
+        entering.append(state)
+        writes.append(written[:, number] - by_state[:, number] @ state)
+        state = leaving[:, number] * state + kept[:, number].mT @ writes[-1]
+    weights = torch.einsum("zktgn,zksgn->zkgts", query, key)[:, :, :, None] * between
+    y = weights @ torch.stack(writes, 1)
+    y = y + torch.einsum("zktgn,zkghnp,zkght->zkghtp", query, torch.stack(entering, 1), total.exp())
+    return y.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)[:, :length]
+
+
 def _decays_between(total: torch.Tensor) -> torch.Tensor:
     """Return exp(total[t] - total[s]) for s <= t and 0 for s > t, from total [..., chunk]: [..., t, s]."""
     difference = total[..., :, None] - total[..., None, :]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gdpo_nemo.models.families import FAMILIES, Experts, Family, Latent, Mamba, Modules
+from gdpo_nemo.models.families import FAMILIES, DeltaNet, Experts, Family, Latent, Mamba, Modules
 
-# Ways to split a weight over tensor-parallel ranks. The last four also define the order of the rows in Megatron.
+# Ways to split a weight over tensor-parallel ranks. The last six also define the order of the rows in Megatron.
 REPLICATED = "replicated"
 ROWS = "rows"
 COLUMNS = "columns"
@@ -17,6 +17,8 @@ QKV_ROWS = "rows by query group: queries, key, value"
 GATED_ROWS = "rows of the gate, then rows of the other half, on each rank"
 MAMBA_ROWS = "rows of each section of Mamba-2's input projection, on each rank"
 CONVOLUTION_ROWS = "rows of the sections of Mamba-2's convolution, on each rank"
+DELTA_ROWS = "rows of each section of a gated delta net's input projections, on each rank"
+DELTA_CONVOLUTION_ROWS = "rows of the sections of a gated delta net's convolution, on each rank"
 
 SCORE = "score.weight"
 """Name of a reward model's head, both in Megatron's model and in transformers' sequence classifiers."""
@@ -132,6 +134,22 @@ def _mamba_weights(mamba: Mamba) -> dict[str, Weight]:
     }
 
 
+@cache
+def _delta_weights(delta: DeltaNet, norm: str) -> dict[str, Weight]:
+    """Return the weights of a gated delta net layer, like ``dense_weights``. The layer and attention layers have
+    parameters of equal names."""
+    mixer = f"{delta.mixer}."
+    return {
+        "self_attention.in_proj.layer_norm_weight": _weights(REPLICATED, norm),
+        "self_attention.in_proj.weight": _weights(DELTA_ROWS, *(mixer + module for module in delta.projections)),
+        "self_attention.conv1d.weight": _weights(DELTA_CONVOLUTION_ROWS, f"{mixer}conv1d"),
+        "self_attention.A_log": Weight(ROWS, (f"{mixer}A_log",)),
+        "self_attention.dt_bias": Weight(ROWS, (f"{mixer}dt_bias",)),
+        "self_attention.out_norm.weight": _weights(REPLICATED, f"{mixer}norm"),
+        "self_attention.out_proj.weight": _weights(COLUMNS, f"{mixer}out_proj"),
+    }
+
+
 def _gate_up(gate: str | None, up: str) -> tuple[str, ...]:
     """Return the split and the modules of the first linear layer of an expert."""
     return (ROWS, up) if gate is None else (GATED_ROWS, gate, up)
@@ -169,6 +187,10 @@ def layer_weight(family: Family, name: str) -> Weight:
         return _weights(*_gate_up(experts.shared_gate if family.gated_mlp else None, experts.shared_up))
     if experts is not None and name == "mlp.shared_experts.linear_fc2.weight":
         return _weights(COLUMNS, experts.shared_down)
+    if experts is not None and experts.shared_scale and name == "mlp.shared_experts.gate_weight":
+        return _weights(REPLICATED, experts.shared_scale)
+    if family.delta is not None and (weight := _delta_weights(family.delta, family.modules.attention_norm).get(name)):
+        return weight
     if family.mamba is not None and name.startswith(("norm.", "mixer.")):
         return _mamba_weights(family.mamba)[name]
     match = _EXPERT.fullmatch(name)

@@ -1,8 +1,8 @@
-"""Checks that a model's config.json is supported by its family, and properties read from its fields."""
+"""Properties of a model that are read from the fields of its config.json."""
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping, NamedTuple
 
 from gdpo_nemo.models.families import FAMILIES, Experts, Family
 from gdpo_nemo.utils.errors import ConfigError
@@ -19,7 +19,8 @@ def linear_layers(family: Family) -> tuple[str, ...]:
     mlp: tuple[str, ...] = modules.mlp
     if experts := family.experts:  # dense layers of the families with experts have the same names
         mlp = () if experts.only_stacked else tuple(filter(None, (experts.gate, experts.up, experts.down)))
-    names = (*modules.qkv, modules.attention_output, *mlp, *mamba_linear(family), modules.head)
+    recurrent = (*mamba_linear(family), *delta_linear(family))
+    names = (*modules.qkv, modules.attention_output, *mlp, *recurrent, modules.head)
     return tuple(dict.fromkeys(map(last_name, names)))
 
 
@@ -28,105 +29,17 @@ def mamba_linear(family: Family) -> tuple[str, ...]:
     return (f"{family.mamba.mixer}.in_proj", f"{family.mamba.mixer}.out_proj") if family.mamba else ()
 
 
-ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-"""Supported types of rotary embeddings, and the numeric parameters that each requires.
+def delta_linear(family: Family) -> tuple[str, ...]:
+    """Return the linear modules of a gated delta net layer, relative to the layer. The output projection is last."""
+    delta = family.delta
+    return tuple(f"{delta.mixer}.{module}" for module in (*delta.projections, "out_proj")) if delta else ()
 
-The types dynamic and longrope are not supported, because their frequencies depend on the sequence length.
-"""
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Attention head sizes supported by vLLM's CPU kernels."""
 
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-"""Fields that config.json must contain. For a missing field, transformers would use a default size."""
-
-BIASES = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "mamba_proj_bias")
-"""Fields that enable projection biases. Only the field named by ``Family.qkv_bias`` may be true."""
-
-SWIGLU_ALPHA = 1.702
-"""Supported factor in the sigmoid of a clamped SwiGLU (``Family.swiglu_limit``)."""
-
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields with the number of experts. The field's name depends on the family."""
-
-
-def check_family(content: Mapping[str, Any]) -> Family:
-    """Check that a model configuration is supported, and return its family.
-
-    Args:
-        content: fields of config.json.
-
-    Raises:
-        ConfigError: if the family or a feature of the model is not supported. The message lists the supported values.
-    """
-    family = _family(content)
-    names = content.get("architectures")
-    if names and not isinstance(names, list):
-        raise _model_error(f"architectures in the model's config.json must be a list, got {names!r}")
-    if names and family.architecture not in names:
-        raise _model_error(
-            f"architecture {', '.join(map(str, names))} is not supported; supported: {family.architecture}"
-        )
-    fields = with_defaults(content)
-    _check_window(fields, family)
-    _check_layers(fields, family)
-    activation = fields.get(family.activation_field, family.activation)
-    if activation != family.activation:
-        raise _model_error(f"activation {activation!r} is not supported; supported: {family.activation}")
-    for key in BIASES:
-        if fields.get(key) and key != family.qkv_bias:
-            raise _model_error(f"{key} (projection biases) is not supported for {family.model_type}")
-    if family.biases and not has_qkv_bias(fields):
-        raise _model_error(f"attention_bias: false is not supported for {family.model_type}")
-    if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
-        raise _model_error(f"swiglu_alpha {fields['swiglu_alpha']} is not supported; supported: {SWIGLU_ALPHA}")
-    _check_not_quantised(fields)
-    for layers in ((FULL, SLIDING) if family.layer_rope else ("",)) if family.rope_types else ():
-        _check_rope(fields, family, rope_of(fields, layers))
-    if family.mamba:
-        _check_mamba(fields)
-    return family
-
-
-def _check_not_quantised(fields: Mapping[str, Any]) -> None:
-    quantization = fields.get("quantization_config")
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
-    key = "quantization_config" if quantization else "quantization"  # MLX writes the key quantization
-    if quantization or fields.get("quantization"):
-        by = method or ("MLX" if fields.get("quantization") else None)
-        origin = f", these are by {by}" if by else ""
-        raise _model_error(
-            f"quantised weights ({key}) are not supported{origin}; specify the folder of the unquantised model"
-        )
-
-
-def _check_window(fields: Mapping[str, Any], family: Family) -> None:
-    window = _window(fields)
-    if window is not None and family.windows == "none":
-        raise _model_error(f"sliding-window attention ({window} tokens) is not supported for {family.model_type}")
-    if window is not None:
-        _check_size("sliding_window", window)
-    if fields.get("use_bidirectional_attention"):
-        raise _model_error("bidirectional attention (use_bidirectional_attention) is not supported")
-
-
-def _check_layers(fields: Mapping[str, Any], family: Family) -> None:
-    key = family.layer_types
-    layers = fields.get(key) or []
-    if not isinstance(layers, list):
-        raise _model_error(f"{key} must be a list of texts, got {str(layers)[:40]}")
-    slides = family.windows in ("late", "periodic") and _window(fields) is not None
-    supported = [*family.layers, *[SLIDING] * slides]
-    kinds = sorted({str(kind) for kind in layers} - set(supported))
-    if kinds:
-        raise _model_error(
-            f"layers of type {', '.join(kinds)} ({key}) are not supported; supported: {', '.join(supported)}"
-        )
 
 
 FULL = "full_attention"
@@ -135,13 +48,31 @@ SLIDING = "sliding_attention"
 """Value of ``layer_types`` for layers with a sliding window."""
 
 
-def _window(fields: Mapping[str, Any]) -> Any:
+def text_fields(content: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the config.json fields of the text model inside an image model.
+
+    Return None for other models, and if the text model's family is not supported.
+
+    Args:
+        content: fields of the image model's config.json.
+    """
+    inner = content.get("text_config")
+    kind = f"{content.get('model_type')}_text"
+    if not isinstance(inner, dict) or kind not in FAMILIES or inner.get("model_type", kind) != kind:
+        return None
+    shared = {key: content[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in content}
+    quantised = {key: value for key, value in content.items() if key.startswith("quantization")}
+    return {**shared, **inner, **quantised, "model_type": kind, "architectures": [FAMILIES[kind].architecture]}
+
+
+def active_window(fields: Mapping[str, Any]) -> Any:
+    """Return the size of the sliding window, or None if the model has none or disables it."""
     return fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
 
 
 def is_windowed(content: Mapping[str, Any]) -> bool:
     """Return whether config.json enables a sliding window, even if no layer uses it."""
-    return _window(with_defaults(content)) is not None
+    return active_window(with_defaults(content)) is not None
 
 
 def layer_windows(content: Mapping[str, Any]) -> list[int | None]:
@@ -149,7 +80,7 @@ def layer_windows(content: Mapping[str, Any]) -> list[int | None]:
     fields = with_defaults(content)
     windows = FAMILIES[fields["model_type"]].windows
     count = fields["num_hidden_layers"]
-    window = _window(fields)
+    window = active_window(fields)
     if windows == "all":
         return [window] * count
     if windows == "none" or window is None:
@@ -163,32 +94,6 @@ def layer_windows(content: Mapping[str, Any]) -> list[int | None]:
     return [window if is_sliding else None for is_sliding in sliding]
 
 
-def _check_mamba(fields: Mapping[str, Any]) -> None:
-    """Check that Megatron's Mamba-2 layer computes what the config describes. Raises ConfigError."""
-    for key, supported in (("mamba_hidden_act", "silu"), ("conv_kernel", 4), ("use_conv_bias", True)):
-        if fields[key] != supported:
-            raise _model_error(f"{key} {fields[key]!r} is not supported; supported: {supported}")
-    latent, predictions = "moe_latent_size", "num_nextn_predict_layers"
-    for key, what in ((latent, "experts in a latent space"), (predictions, "multi-token prediction layers")):
-        if fields.get(key):
-            raise _model_error(f"{what} ({key} {fields[key]}) are not supported")
-
-
-def _check_rope(fields: Mapping[str, Any], family: Family, rope: Mapping[str, Any]) -> None:
-    kind = rope["rope_type"]
-    if kind not in family.rope_types:
-        supported = ", ".join(family.rope_types)
-        raise _model_error(f"rope scaling {kind!r} is not supported for {family.model_type}; supported: {supported}")
-    for key in ROPE_PARAMETERS[kind]:
-        if not isinstance(rope.get(key), (int, float)):
-            raise _model_error(f"rope scaling {kind!r} requires the number {key}")
-    factor = _rotated_share(fields)
-    if factor != 1 and not family.partial_rotary:
-        raise _model_error("a partial rotary embedding (partial_rotary_factor) is not supported")
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
-        raise _model_error(f"partial_rotary_factor must be a number above 0 and at most 1, got {repr(factor)[:40]}")
-
-
 def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     """Add transformers' defaults for the family to the fields of a config.json. Return the result.
 
@@ -196,6 +101,11 @@ def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     """
     family = FAMILIES[content["model_type"]]
     fields = {**family.defaults, **content}
+    if family.layer_period and fields.get(family.layer_types) is None:
+        period, layers = fields[family.layer_period], fields.get("num_hidden_layers")
+        first, second = family.layers
+        if isinstance(period, int) and period > 0 and isinstance(layers, int):
+            fields[family.layer_types] = [first if layer % period else second for layer in range(1, layers + 1)]
     if family.pattern is None:
         return fields
     key, types = family.pattern
@@ -203,91 +113,6 @@ def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         fields[family.layer_types] = [types.get(letter, letter) for letter in pattern]
     found = fields[family.layer_types]
     return {**fields, "num_hidden_layers": len(found) if isinstance(found, list) else 0}
-
-
-def _family(content: Mapping[str, Any]) -> Family:
-    kind = content.get("model_type")
-    known = ", ".join(sorted(FAMILIES))
-    if not isinstance(kind, str):
-        raise _model_error(f"the model's config.json has no model_type; supported: {known}")
-    if kind not in FAMILIES:
-        nested = " (a text model inside another model, text_config)" if "text_config" in content else ""
-        raise _model_error(f"model type {kind!r}{nested} is not supported; supported: {known}")
-    return FAMILIES[kind]
-
-
-def check_model_content(content: Mapping[str, Any]) -> Family:
-    """Check like ``check_family``, and also check that all sizes are positive integers. Return the family.
-
-    Raises ConfigError.
-    """
-    family = check_family(content)
-    content = with_defaults(content)
-    for key in SIZES:
-        _check_size(key, content.get(key))
-    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
-        if content.get(key) is not None:
-            _check_size(key, content[key])
-    if family.latent:
-        for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
-            if key != "q_lora_rank" or content.get(key) is not None:
-                _check_size(key, content.get(key))
-        if content["v_head_dim"] > head_size(content):
-            raise _model_error("v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim")
-        if key_value_heads(content) != content["num_attention_heads"]:
-            raise _model_error("num_key_value_heads must be equal to num_attention_heads with latent attention")
-    if family.mamba:
-        for key in (family.mamba.heads, family.mamba.head_size, family.mamba.groups, family.mamba.state):
-            _check_size(key, content[key])
-    experts = family.experts
-    if experts and (family.pattern is None or any(mixture_layers(content))):
-        _check_size(experts.count, num_experts(content))
-        for key in (experts.width, "num_experts_per_tok"):
-            _check_size(key, content.get(key))
-        _check_router(content, experts)
-    return family
-
-
-def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
-    """Check the fields of a router with sigmoid scores, groups and shared experts. Raises ConfigError."""
-    fields = with_defaults(content)
-    for key in (*(experts.groups or ()), experts.shared, experts.shared_width, experts.period):
-        if key and fields.get(key) is not None:
-            _check_size(key, fields[key])
-    if experts.first_dense and fields.get(experts.first_dense):
-        _check_size(experts.first_dense, fields[experts.first_dense])
-    kinds = fields.get(experts.kinds) if experts.kinds else None
-    if kinds is not None and (
-        not isinstance(kinds, list)
-        or len(kinds) != fields["num_hidden_layers"]
-        or not {"dense", "sparse"}.issuperset(map(str, kinds))
-    ):
-        raise _model_error(f"{experts.kinds} must contain dense or sparse for each layer")
-    scaling = fields.get(experts.scaling) if experts.scaling else None
-    if scaling is not None and (isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling <= 0):
-        raise _model_error(f"{experts.scaling} must be a positive number, got {repr(scaling)[:40]}")
-    chosen = fields["num_experts_per_tok"]
-    if experts.sigmoid and (chosen == 1 or not (experts.normalized and fields.get(experts.normalized, True))):
-        raise _model_error(
-            f"weights of experts that do not sum to 1 ({experts.normalized} false, or num_experts_per_tok 1) are not "
-            f"supported for {fields['model_type']}"
-        )
-    groups, group_limit = expert_groups(fields)
-    # A group's score is the sum of its two highest scores. Megatron sums num_experts_per_tok / topk_group scores.
-    if groups > 1 and (num_experts(fields) % groups or group_limit > groups or chosen != 2 * group_limit):
-        raise _model_error(
-            f"{groups} groups of experts (n_group) with topk_group {group_limit} are not supported; n_group must "
-            f"divide the {num_experts(fields)} experts, and topk_group must be half of num_experts_per_tok ({chosen})"
-        )
-
-
-_LARGEST_SIZE = 2**31
-"""Maximum value of a size in config.json. This maximum limits loops over layers and experts."""
-
-
-def _check_size(key: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
-        raise _model_error(f"{key} in the model's config.json must be a positive integer, got {repr(value)[:40]}")
 
 
 def num_experts(content: Mapping[str, Any]) -> int:
@@ -300,7 +125,7 @@ def num_experts(content: Mapping[str, Any]) -> int:
 
 
 def layer_symbols(content: Mapping[str, Any]) -> list[str]:
-    """Return Megatron's Hybrid layers of each layer: ``M``, ``*``, ``-`` and ``E`` (see ``Family.layers``)."""
+    """Return Megatron's Hybrid layers of each layer: ``M``, ``G``, ``*``, ``-`` and ``E`` (see ``Family.layers``)."""
     family = FAMILIES[content["model_type"]]
     fields = with_defaults(content)
     count = fields["num_hidden_layers"]
@@ -324,8 +149,8 @@ def _layers_with_experts(fields: Mapping[str, Any], experts: Experts | None) -> 
 
 
 def is_recurrent(content: Mapping[str, Any]) -> bool:
-    """Return whether a supported model has recurrent layers (Mamba-2)."""
-    return content.get("model_type") in FAMILIES and any("M" in symbols for symbols in layer_symbols(content))
+    """Return whether a supported model has recurrent layers (Mamba-2 or gated delta net)."""
+    return content.get("model_type") in FAMILIES and bool({"M", "G"} & set("".join(layer_symbols(content))))
 
 
 def mixture_layers(content: Mapping[str, Any]) -> list[bool]:
@@ -344,6 +169,30 @@ def mamba_sections(content: Mapping[str, Any]) -> tuple[int, int, int, int, int]
     return inner, inner, states, states, fields[mamba.heads]
 
 
+class DeltaSizes(NamedTuple):
+    """Sizes of a gated delta net layer: numbers of heads, and sizes of a head of keys and of values."""
+
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+
+    @property
+    def sections(self) -> tuple[int, int, int, int, int, int]:
+        """Rows of the input projections: queries, keys, values, gates, write strengths (beta) and decays (alpha)."""
+        keys, values = self.key_heads * self.key, self.value_heads * self.value
+        return keys, keys, values, values, self.value_heads, self.value_heads
+
+
+def delta_sizes(content: Mapping[str, Any]) -> DeltaSizes | None:
+    """Return the sizes of the model's gated delta net layers, or None if its family has no such layers."""
+    fields = with_defaults(content)
+    delta = FAMILIES[fields["model_type"]].delta
+    if delta is None:
+        return None
+    return DeltaSizes(*(fields[key] for key in (delta.key_heads, delta.value_heads, delta.key_size, delta.value_size)))
+
+
 def head_size(content: Mapping[str, Any]) -> int:
     """Return the size of one head of queries and keys."""
     fields = with_defaults(content)
@@ -357,7 +206,7 @@ def key_value_heads(content: Mapping[str, Any]) -> int:
     return int(with_defaults(content).get("num_key_value_heads") or content["num_attention_heads"])
 
 
-def _rotated_share(fields: Mapping[str, Any]) -> Any:
+def rotated_share(fields: Mapping[str, Any]) -> Any:
     """Return the value of ``partial_rotary_factor``, of which transformers also reads the older place."""
     factor = rope_of(fields).get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     return 1 if factor is None else factor
@@ -368,7 +217,7 @@ def rotary_size(content: Mapping[str, Any]) -> int:
     fields = with_defaults(content)
     if FAMILIES[content["model_type"]].latent:
         return int(fields["qk_rope_head_dim"])
-    return int(head_size(content) * _rotated_share(fields))
+    return int(head_size(content) * rotated_share(fields))
 
 
 def rotates_pairs(content: Mapping[str, Any]) -> bool:
@@ -461,40 +310,11 @@ def rope_of(content: Mapping[str, Any], layers: str = "") -> dict[str, Any]:
         is_nested = FULL in parameters or SLIDING in parameters
         parameters = parameters.get(layers) or {} if is_nested else parameters if layers == FULL else {}
     if not isinstance(parameters, Mapping):
-        raise _model_error(f"the rotary parameters in the model's config.json must be an object, got {parameters!r}")
+        raise model_error(f"the rotary parameters in the model's config.json must be an object, got {parameters!r}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     return {**parameters, "rope_type": "default" if kind is None else kind}
 
 
-def check_adapted_layers(targets: Sequence[str], content: Mapping[str, Any]) -> None:
-    """Check that LoRA adapters can be added to the target modules.
-
-    Args:
-        targets: last parts of module names, as in ``policy.lora.target_modules``.
-        content: fields of config.json.
-
-    Raises:
-        ConfigError: if the model has no such module, or adapters are not supported for it.
-    """
-    key = "policy.lora.target_modules"
-    family = FAMILIES[content["model_type"]]
-    known = linear_layers(family)
-    if family.latent:
-        factored = with_defaults(content).get("q_lora_rank") is not None
-        absent = last_name(family.latent.query if factored else family.latent.query_up)
-        known = tuple(name for name in known if name != absent)
-    missing = [name for name in targets if name not in known]
-    if missing:
-        raise ConfigError(
-            f"{key}: a model of type {family.model_type} has no {', '.join(missing)}; its linear layers: "
-            f"{', '.join(known)}"
-        )
-    head = last_name(family.modules.head)
-    if is_tied(content) and head in targets:
-        raise ConfigError(
-            f"{key}: the model's {head} is tied to the embedding (tie_word_embeddings) and gets no adapter; omit it"
-        )
-
-
-def _model_error(problem: str) -> ConfigError:
+def model_error(problem: str) -> ConfigError:
+    """Return the error of a model that is not supported."""
     return ConfigError(f"policy.model_name: {problem}")

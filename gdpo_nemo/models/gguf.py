@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Iterator, Mapping, Sequence
 
-from gdpo_nemo.models.architectures import check_model_content
 from gdpo_nemo.models.families import FAMILIES, Family
+from gdpo_nemo.models.family_checks import check_model_content
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import open_file
 

@@ -78,8 +78,15 @@ def weight_names(folder: str | Path) -> list[str]:
     return [name for name in _weight_map(folder) if not (tied and name == "lm_head.weight") and name not in omitted]
 
 
+def stored_names(folder: str | Path) -> list[str]:
+    """Return the names of all tensors in a folder, in the order of the files."""
+    return list(_weight_map(folder))
+
+
 def _prediction_weights(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the weights of multi-token-prediction layers, which follow the last layer of the model.
+    """Return the names of the weights of multi-token-prediction layers.
+
+    These layers follow the last layer of the model, or their names begin with a prefix of ``Family.untrained``.
 
     Args:
         config: fields of the folder's config.json.
@@ -89,7 +96,12 @@ def _prediction_weights(folder: Path, config: Mapping[str, Any]) -> list[str]:
     if family is None or not isinstance(layers, int):
         return []
     index = re.compile(re.escape(family.modules.layer).replace(r"\{\}", r"(\d+)"))
-    return [name for name in _weight_map(folder) if (match := index.match(name)) and int(match[1]) >= layers]
+
+    def is_untrained(name: str) -> bool:
+        match = index.match(name)
+        return name.startswith(family.untrained) or (match is not None and int(match[1]) >= layers)
+
+    return list(filter(is_untrained, _weight_map(folder)))
 
 
 def _unchanged(source: Path, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -202,6 +214,14 @@ def write_model(
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     copy_companions(source, folder)
+    write_weights(folder, chain(tensors, _unchanged(Path(source), folder)), shard_bytes)
+
+
+def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = 4 << 30) -> None:
+    """Write the weights of a Hugging Face folder, with an index if there are several files.
+
+    For the arguments, see ``write_model``.
+    """
     shards: list[dict[str, torch.Tensor]] = [{}]
     sizes = [0]
     names: list[str] = []
@@ -215,7 +235,7 @@ def write_model(
 
     maps: list[dict[str, str]] = []
     total = 0
-    for name, tensor in chain(tensors, _unchanged(Path(source), folder)):
+    for name, tensor in tensors:
         size = tensor.numel() * tensor.element_size()
         if shards[-1] and sizes[-1] + size > shard_bytes:
             flush()

@@ -13,8 +13,9 @@ from typing import Any
 
 import yaml
 
-from gdpo_nemo.models.architectures import check_model_content
+from gdpo_nemo.models.architectures import text_fields
 from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.family_checks import check_model_content
 from gdpo_nemo.models.gguf import MAGIC, read_gguf_model
 from gdpo_nemo.models.peft import CONFIG as PEFT_CONFIG, PeftAdapter, read_peft_adapter
 from gdpo_nemo.models.torch_dist import check_gpt_format, model_tensors, read_dist_metadata
@@ -34,6 +35,7 @@ class Format(Enum):
     MEGATRON = "a Megatron-core checkpoint"
     NEMO_2 = "a NeMo 2 checkpoint"
     MXFP4 = "a Hugging Face folder with MXFP4 weights"
+    IMAGE = "an image model with a text model inside"
 
 
 @dataclass(frozen=True)
@@ -77,22 +79,35 @@ def recognise(path: Path, key: str = "policy.model_name") -> Source | None:
     if (path / PEFT_CONFIG).is_file() and not model:
         return Source(Format.PEFT, path, path)
     if (path / "config.json").is_file():
-        return Source(Format.MXFP4, path, path) if _is_mxfp4(path / "config.json") else None
+        format = _folder_format(path / "config.json")
+        return format and Source(format, path, path)
     if (path / "files.json").is_file() and (path / "state.json").is_file():
         return Source(Format.CHECKPOINT, path, path)
     return _megatron(path, key) or _gguf_file(path, key)
 
 
-def _is_mxfp4(file: Path) -> bool:
+def _folder_format(file: Path) -> Format | None:
+    """Return the format of a folder with config.json, or None for a Hugging Face folder of a text model."""
     try:
         content = parse_json(read_text(file))
     except (OSError, ValueError):
-        return False  # the file's reader reports the error
-    return isinstance(content, dict) and dequantised_fields(content) != content
+        return None  # the file's reader reports the error
+    if not isinstance(content, dict):
+        return None
+    if text_fields(content) is not None:
+        return Format.IMAGE
+    return Format.MXFP4 if converted_fields(content) != content else None
 
 
-def dequantised_fields(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json without those of MXFP4 weights, if conversion can dequantise the weights."""
+def converted_fields(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json fields of the folder to which a downloaded folder is converted.
+
+    They lack the fields of MXFP4 weights, if conversion can dequantise the weights. For an image model, they are the
+    fields of the text model. For other folders, they are ``content``.
+    """
+    inner = text_fields(content)
+    if inner is not None:
+        return inner
     family = FAMILIES.get(str(content.get("model_type")))
     quantization = content.get("quantization_config")
     if family is None or family.experts is None or not family.experts.only_stacked:
@@ -248,8 +263,8 @@ def source_fields(source: Source, key: str, companion: str | None = None) -> dic
     """
     if source.format is Format.GGUF:
         return read_gguf_model(source.path, key).fields
-    if source.format is Format.MXFP4:
-        content = dequantised_fields(read_json_object(source.path / "config.json", key))
+    if source.format in (Format.MXFP4, Format.IMAGE):
+        content = converted_fields(read_json_object(source.path / "config.json", key))
         check_model_content(content)
         return content
     folder = described_by(source, key, companion)
@@ -280,7 +295,7 @@ def described_by(source: Source, key: str, companion: str | None = None) -> Path
         return folder
     if source.format is Format.CHECKPOINT:
         return _folder(companion or _model_of_run(source.path), key, "the initial model of the run")
-    if source.format is Format.MXFP4:
+    if source.format in (Format.MXFP4, Format.IMAGE):
         return source.path
     folders = [*([Path(companion)] if companion else []), source.path / COMPANION, source.root / COMPANION]
     found = next((candidate for candidate in folders if (candidate / "config.json").is_file()), None)

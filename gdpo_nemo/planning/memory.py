@@ -289,7 +289,7 @@ def _layer_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> tuple[f
     norms += shape.post_norms * _norm_floats(policy) * shape.hidden / sharded  # never fused with a linear layer
     query = shape.query / layout.tensor * shape.share("*")
     keys_values = shape.key_value / layout.tensor * shape.share("*")
-    ffn = _ffn_floats(policy, shape, layout) + shape.share("M") * _mamba_floats(shape, layout)
+    ffn = _ffn_floats(policy, shape, layout) + _recurrent_floats(shape, layout) + 2 * query * shape.output_gate
     if gpu:  # the fused kernel saves rotated queries, keys and values, and its output
         return norms, query + keys_values, query + ffn
     # Queries and the output are padded to rectangles. Keys and values are repeated for every head, and context
@@ -318,17 +318,20 @@ def _blocks(shape: Shape) -> float:
     return sum(map(len, shape.symbols)) / shape.layers
 
 
-def _mamba_floats(shape: Shape, layout: Layout) -> float:
-    """Return the floats per token that a Mamba-2 layer saves. On CPUs, this is an estimate that was not measured.
+def _recurrent_floats(shape: Shape, layout: Layout) -> float:
+    """Return the floats per token that recurrent layers save, per layer. On CPUs, this estimate was not measured.
 
-    Megatron's kernel saves the projection and the normalised output. The scan in torch also saves padded copies of the
-    convolution's input and output, of the scan's inputs in float32, and three weights per head and token of a chunk.
+    Megatron's kernels save the projection and the normalised output. The scans in torch also save padded copies of the
+    convolution's input and output, of the scan's inputs in float32, and weights per head and token of a chunk.
     """
-    inner, heads = shape.mamba[0], shape.mamba[-1]
-    floats: float = sum(shape.mamba) + 2 * inner
+    mamba, delta = shape.share("M"), shape.share("G")
+    inner, keys, values = shape.mamba[1], *shape.delta.sections[1:3]
+    floats: float = mamba * (sum(shape.mamba) + 2 * inner) + delta * (sum(shape.delta.sections) + 2 * values)
     if not layout.gpus:
-        scan = 5 * shape.mamba_channels + 4 * inner + 3 * heads * _SCAN_CHUNK
-        floats += 2 * inner + _RECTANGLE_PADDING * scan * layout.context
+        scan = mamba * (5 * shape.mamba_channels + 4 * inner + 3 * shape.mamba[-1] * _SCAN_CHUNK)
+        weights = (4 * shape.delta.value_heads + 2 * shape.delta.key_heads) * _SCAN_CHUNK
+        scan += delta * (5 * shape.delta_channels + 6 * values + 2 * keys + weights)
+        floats += 2 * (mamba * inner + delta * values) + _RECTANGLE_PADDING * scan * layout.context
     return floats / layout.tensor
 
 

@@ -12,6 +12,9 @@ from gdpo_nemo.config.sections import replays_router
 from gdpo_nemo.data import prefixes
 from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.models.architectures import (
+    DeltaSizes,
+    delta_linear,
+    delta_sizes,
     has_qk_norm,
     has_qkv_bias,
     head_size,
@@ -77,6 +80,10 @@ KNOWN: dict[str, dict[str, Any]] = {
         moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, tie_word_embeddings=False,
         hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     ),
+    "Qwen/Qwen3-Next-80B-A3B": dict(
+        model_type="qwen3_next", vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=16,
+        intermediate_size=5120, tie_word_embeddings=False,
+    ),
     "meta-llama/Llama-3.1-8B": dict(
         model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, intermediate_size=14336, tie_word_embeddings=False,
@@ -93,7 +100,7 @@ Instruction-tuned variants have equal shapes.
 
 
 _KERNEL = 4
-"""Length of a Mamba-2 layer's convolution."""
+"""Length of the convolution in recurrent layers."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +129,10 @@ class Shape:
     mamba_state: int = 0
     """State size of each channel of a Mamba-2 layer."""
     mamba_linear: tuple[str, ...] = ()
+    delta: DeltaSizes = DeltaSizes(0, 0, 0, 0)
+    """Sizes of a gated delta net layer."""
+    delta_linear: tuple[str, ...] = ()
+    """Linear modules of a gated delta net layer (see ``architectures.delta_linear``)."""
     qkv_bias: bool = False
     qk_norm: bool = False
     sinks: bool = False
@@ -134,6 +145,10 @@ class Shape:
     """Intermediate size of the shared experts, which process all tokens."""
     expert_modules: tuple[str, ...] = ()
     """Linear modules of an expert that may have adapters. The shared experts have the same last names."""
+    shared_scale: bool = False
+    """True if each MoE layer has a linear layer with one output that scales the output of the shared experts."""
+    output_gate: bool = False
+    """True if each query head has a gate of the same size."""
     modules: Modules = Modules()
     """Names of the modules: of linear layers, to which adapters are added, and of norms after attention and MLP."""
 
@@ -158,7 +173,7 @@ class Shape:
         return tuple(layer for layer, symbols in enumerate(self.symbols) if "E" in symbols)
 
     def count(self, symbol: str) -> int:
-        """Return the number of Hybrid layers of a kind: ``*``, ``-``, ``E`` or ``M``."""
+        """Return the number of Hybrid layers of a kind: ``*``, ``-``, ``E``, ``M`` or ``G``."""
         return "".join(self.symbols).count(symbol)
 
     def share(self, symbol: str) -> float:
@@ -176,9 +191,16 @@ class Shape:
         return sum(self.mamba[1:4])
 
     @property
+    def delta_channels(self) -> int:
+        """Channels of a gated delta net layer's convolution."""
+        return sum(self.delta.sections[:3])
+
+    @property
     def recurrent_state(self) -> int:
-        """Floats that a sequence's Mamba-2 layers keep while an engine samples it, independent of its length."""
-        return self.count("M") * (self.mamba[1] * self.mamba_state + (_KERNEL - 1) * self.mamba_channels)
+        """Floats that a sequence's recurrent layers keep while an engine samples it, independent of its length."""
+        mamba = self.mamba[1] * self.mamba_state + (_KERNEL - 1) * self.mamba_channels
+        delta = self.delta.sections[2] * self.delta.key + (_KERNEL - 1) * self.delta_channels
+        return self.count("M") * mamba + self.count("G") * delta
 
     @property
     def parameters(self) -> int:
@@ -195,7 +217,7 @@ class Shape:
 
     def _layers(self, tensor: int, layers: range, expert: int, expert_tensor: int) -> tuple[int, int]:
         """Return the numbers of (dense, expert) parameters of ``layers`` on one rank of the parallel layout."""
-        width = self.query + self.key_value
+        width = self.query * (1 + self.output_gate) + self.key_value
         attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
         attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
         if self.latent:
@@ -206,9 +228,13 @@ class Shape:
         matrices = self.mlp_matrices * self.hidden
         mlp = self.hidden + matrices * self.ffn // tensor
         router = self.hidden + (self.hidden + self.biases) * self.experts + matrices * self.shared_ffn // tensor
+        router += self.hidden * self.shared_scale
         inner, heads = self.mamba[0], self.mamba[-1]
         mamba = self.hidden * (sum(self.mamba) + inner) + (_KERNEL + 1) * self.mamba_channels + 3 * heads + inner
+        sections = self.delta.sections
+        delta = self.hidden * (sum(sections) + sections[2]) + _KERNEL * self.delta_channels + 2 * sections[-1]
         sizes = {"*": attention, "-": mlp, "E": router, "M": self.hidden + mamba // tensor}
+        sizes["G"] = self.hidden + self.delta.value + delta // tensor
         dense = sum(size * symbols.count(symbol) for symbol, size in sizes.items())
         per_expert = matrices * self.expert_ffn // expert_tensor + (2 * self.expert_ffn + self.hidden) * self.biases
         return dense, symbols.count("E") * self.experts // expert * per_expert
@@ -246,11 +272,19 @@ class Shape:
             output, latent = self._latent_adapters(targets, layout.tensor)
             width = symbols.count("*") * latent
         else:
-            fused.append(("*", self.modules.qkv, (self.query, self.key_value // 2, self.key_value // 2)))
+            query = self.query * (1 + self.output_gate)
+            fused.append(("*", self.modules.qkv, (query, self.key_value // 2, self.key_value // 2)))
         by_columns = [("*", self.modules.attention_output, output)]
         if self.mamba_linear:
             fused.append(("M", self.mamba_linear[:1], (sum(self.mamba),)))
             by_columns.append(("M", self.mamba_linear[1], self.mamba[0]))
+        if self.delta_linear:
+            *projections, delta_out = self.delta_linear
+            sections = self.delta.sections
+            first = 3 if len(projections) > 2 else 4
+            rows = (sum(sections[:first]), *(sections[3:] if first == 3 else (sum(sections[4:]),)))
+            fused.append(("G", tuple(projections), rows))
+            by_columns.append(("G", delta_out, sections[2]))
         width += sum(
             symbols.count(symbol) * self._adapter_width(modules, widths, targets, layout.tensor, lora.share_a)
             for symbol, modules, widths in fused
@@ -332,11 +366,15 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         mamba=mamba_sections(content) if family.mamba else (0, 0, 0, 0, 0),
         mamba_state=content[family.mamba.state] if family.mamba else 0,
         mamba_linear=mamba_linear(family),
+        delta_linear=delta_linear(family),
+        delta=delta_sizes(content) or DeltaSizes(0, 0, 0, 0),
         qkv_bias=has_qkv_bias(content),
         qk_norm=has_qk_norm(content),
         sinks=family.sinks is not None,
         biases=family.biases,
         shared_ffn=shared_width(content),
+        shared_scale=bool(experts and family.experts and family.experts.shared_scale),
+        output_gate=family.output_gate,
         latent=latent_widths(content),
         modules=family.modules,
     )

@@ -328,10 +328,12 @@ class MicroBatch:
 def model_flops(shape: Shape, tokens: float, length: float, *, backward: bool) -> float:
     """Return the model FLOPs, with causal attention over sequences of ``length`` tokens and without recomputation.
 
-    A Mamba-2 layer decays, extends and reads a state for each channel.
+    A Mamba-2 layer decays, extends and reads a state for each channel. A gated delta net layer also reads the state at
+    the key.
     """
     attention = 2 * shape.count("*") * shape.query * length
     scans = 6 * shape.count("M") * shape.mamba[1] * shape.mamba_state
+    scans += 8 * shape.count("G") * shape.delta.sections[2] * shape.delta.key
     forward = (2 * shape.active_parameters + attention + scans) * tokens
     return forward * (3 if backward else 1)
 
@@ -395,11 +397,12 @@ def _layer_floats(shape: Shape) -> float:
     mlps = shape.share("-") + shape.share("E")
     width = mlps * (shape.active_experts * shape.expert_ffn + shape.shared_ffn if shape.moe_layers else shape.ffn)
     rotated = shape.share("*") * (shape.query + shape.key_value / 2)
-    blocks = mlps + shape.share("*") + shape.share("M")
+    blocks = mlps + shape.share("*") + shape.share("M") + shape.share("G")
     # Terms: norms (2 forward, 3 backward), residuals (3 and 3), rotary embedding (read and written twice), gate, up and
-    # their product, and a Mamba-2 layer's convolution, gate and norm.
+    # their product, and a recurrent layer's convolution, gate and norm.
     norms = 5 * (blocks + shape.post_norms) * shape.hidden
-    return norms + 6 * blocks * shape.hidden + 4 * rotated + 8 * width + 8 * shape.share("M") * sum(shape.mamba)
+    recurrent = shape.share("M") * sum(shape.mamba) + shape.share("G") * sum(shape.delta.sections)
+    return norms + 6 * blocks * shape.hidden + 4 * rotated + 8 * width + 8 * recurrent
 
 
 def _launches(policy: PolicyConfig, shape: Shape, layout: Layout, sequences: float, backward: bool) -> int:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any, Iterable
 
 import torch
 
 from gdpo_nemo.models.gguf import read_gguf_model
-from gdpo_nemo.models.hf_folder import write_model
+from gdpo_nemo.models.hf_folder import INDEX, write_model, write_weights
 from gdpo_nemo.models.peft import read_peft_adapter
-from gdpo_nemo.models.sources import Format, Source, described_by
+from gdpo_nemo.models.sources import Format, Source, described_by, source_fields
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import whole_folder
 
@@ -51,6 +52,12 @@ def _write(source: Source, folder: Path, key: str, companion: str | None) -> Non
         raise ConfigError(
             f"{key}: {source.root} refers to its base model by name; pass the folder of the base model with --model"
         )
+    if source.format is Format.IMAGE:
+        from gdpo_nemo.models.image_models import text_weights
+
+        fields = source_fields(source, key) or {}
+        _write_model(folder, text_weights(source.path, key), AutoConfig.for_model(**fields), base)
+        return
     config = AutoConfig.from_pretrained(base)
     if source.format is Format.PEFT:
         from gdpo_nemo.weights.adapters import merged_weights
@@ -66,6 +73,22 @@ def _write(source: Source, folder: Path, key: str, companion: str | None) -> Non
     from gdpo_nemo.megatron.gpt_checkpoint import megatron_weights
 
     _write_model(folder, megatron_weights(source, config, key), config, base)
+
+
+def write_image_model(text_model: Path, image_model: Path, out: Path, key: str) -> None:
+    """Write an image model with the weights of a text model to ``out``, which must not exist.
+
+    All other files and weights are those of ``image_model``. For the arguments and errors, see ``write_folder`` and
+    ``image_models.with_text``.
+    """
+    from gdpo_nemo.models.image_models import with_text
+
+    with whole_folder(out) as folder:
+        folder.mkdir()
+        for file in sorted(image_model.iterdir()):
+            if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX:
+                shutil.copyfile(file, folder / file.name)
+        write_weights(folder, with_text(image_model, text_model, key))
 
 
 def _write_model(folder: Path, tensors: Tensors, config: Any, companions: Path) -> None:

@@ -12,8 +12,9 @@ from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.models.architectures import CPU_HEAD_SIZES, check_adapted_layers, check_model_content
+from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
 from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.family_checks import check_adapted_layers, check_model_content
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -85,9 +86,17 @@ REFUSED = {
         topk_group=2, num_experts_per_tok=6),
         "4 groups of experts (n_group) with topk_group 2 are not supported",
     ),
-    "Gemma 3": (
-        {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA_3_TEXT},
-        "model type 'gemma3' (a text model inside another model, text_config) is not supported",
+    "a Qwen3-Next without a type for each layer": (
+        shape("qwen3_next", 2048, 48, 16, 2, 5120, 151936, 262144, layer_types=["linear_attention"]),
+        "layer_types must have a value for each of the model's layers (num_hidden_layers)",
+    ),
+    "a Qwen3-Next with a longer convolution": (
+        shape("qwen3_next", 2048, 48, 16, 2, 5120, 151936, 262144, linear_conv_kernel_dim=8),
+        "linear_conv_kernel_dim 8 is not supported; supported: 4",
+    ),
+    "value heads that key heads do not divide": (
+        shape("qwen3_next", 2048, 48, 16, 2, 5120, 151936, 262144, linear_num_value_heads=24),
+        "linear_num_value_heads 24 must be a multiple of linear_num_key_heads 16",
     ),
     "Phi-3 with 128k": (
         shape("phi3", 3072, 32, 32, 32, 8192, 32064, 131072, rope_scaling=dict(type="longrope", short_factor=[1.0])),
@@ -200,6 +209,12 @@ SUPPORTED = {
         num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
         hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     ),
+    "Qwen3-Next": shape(
+        "qwen3_next", 2048, 48, 16, 2, 5120, 151936, 262144, architectures=["Qwen3NextForCausalLM"], head_dim=256,
+        full_attention_interval=4, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512,
+        mlp_only_layers=[], partial_rotary_factor=0.25, rope_scaling=None, attention_bias=False,
+    ),
+    "Qwen3.5": shape("qwen3_5_text", 4096, 32, 16, 4, 12288, 248320, 262144, head_dim=256),
     "Qwen2.5 with YaRN": shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 131072, rope_scaling=QWEN_YARN),
 }  # fmt: skip
 
@@ -250,8 +265,10 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(command, name, folder
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_supported_families_pass(name, folder, minimal):
     check_model_content(SUPPORTED[name])
-    if FAMILIES[SUPPORTED[name]["model_type"]].engine_updates:
-        validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}"]))
+    family = FAMILIES[SUPPORTED[name]["model_type"]]
+    gpus = GPUS if family.delta else []  # vLLM on CPUs computes gated delta nets only in bfloat16
+    if family.engine_updates:
+        validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}", *gpus]))
 
 
 @pytest.mark.parametrize("layers", ["null", "true", "false"])
@@ -309,6 +326,13 @@ def test_latent_attention_that_rotates_halves_is_refused_for_sampling(folder, mi
         validate(load_config(minimal, [f"policy.model_name={folder(content)}", *GPUS]))
 
 
+def test_gated_delta_nets_in_float32_are_refused_for_engines_on_cpus(folder, minimal):
+    model = f"policy.model_name={folder(SUPPORTED['Qwen3.5'])}"
+    with pytest.raises(ConfigError, match="vLLM on CPUs computes gated delta net layers only in bfloat16"):
+        validate(load_config(minimal, [model]))
+    validate(load_config(minimal, [model, "policy.precision=bfloat16"]))
+
+
 @pytest.mark.parametrize("max_window_layers", [14, 28])
 def test_windows_that_engines_would_give_to_all_layers_are_refused_for_sampling(folder, minimal, max_window_layers):
     content = {**SUPPORTED["Qwen2 with its window on"], "max_window_layers": max_window_layers}
@@ -335,7 +359,7 @@ def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too
 
 def test_the_check_needs_no_torch():
     code = (
-        "import sys; from gdpo_nemo.models.architectures import check_model_content; "
+        "import sys; from gdpo_nemo.models.family_checks import check_model_content; "
         f"check_model_content({SUPPORTED['Llama 3.1']!r}); sys.exit('torch' in sys.modules or 'transformers' in "
         "sys.modules)"
     )

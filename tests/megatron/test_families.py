@@ -16,9 +16,10 @@ from gdpo_nemo.config.schema import Config, LoraConfig, PolicyConfig
 from gdpo_nemo.megatron.layers import Attention, NormAndAdd, RMSNorm, select_attention
 from gdpo_nemo.megatron.logprobs import use_fused_logprobs
 from gdpo_nemo.megatron.model_config import family_of, layer_attentions, logit_cap, rotary
-from gdpo_nemo.models import architectures
-from gdpo_nemo.models.architectures import SIZES, last_name
+from gdpo_nemo.models import architectures, family_checks
+from gdpo_nemo.models.architectures import last_name
 from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.family_checks import SIZES
 from gdpo_nemo.planning.shape import shape_from
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -83,9 +84,10 @@ def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
     symbols = "".join(architectures.layer_symbols(config.to_dict()))
     matrices = symbols.count("E") * shape.experts * len(shape.expert_modules)
     of_experts = 3 * matrices * (shape.hidden + shape.expert_ffn)
-    if share_a:  # k and v, gate and up
+    if share_a:  # k and v, gate and up, the projections of a delta net
         shared = symbols.count("*") * (len(modules.qkv) > 1 and not family.latent)
         shared += symbols.count("-") * (len(modules.gate_up) - 1)
+        shared += symbols.count("G") * (len(family.delta.projections) - 1 if family.delta else 0)
         gated = family.gated_mlp and symbols.count("E") * bool(shape.expert_modules)
         expected -= 3 * config.hidden_size * (shared + gated * bool(shape.shared_ffn))
         of_experts -= 3 * config.hidden_size * gated * shape.experts
@@ -112,7 +114,7 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
     assert architectures.mixture_layers(bare) == architectures.mixture_layers(filled)
     ours = architectures.with_defaults(bare)
     assert architectures.layer_windows(bare) == architectures.layer_windows(filled)
-    for key in (*caps(family), "tie_word_embeddings", *architectures.BIASES):
+    for key in (*caps(family), "tie_word_embeddings", *family_checks.BIASES):
         assert bool(ours.get(key)) == bool(filled.get(key)), key
     assert filled[family.activation_field] == family.activation
     shared = family.defaults.keys() & filled.keys() - {"sliding_window"}  # transformers removes a disabled window
@@ -135,7 +137,8 @@ def test_the_modules_that_are_declared_are_those_of_transformers(name):
     if family.latent:  # a model has one of two modules for q
         attention = [module for module in attention if prefix + module in kinds]
         assert len(attention) == 3
-    parts = {"*": attention, "-": family.modules.mlp, "M": architectures.mamba_linear(family)}
+    recurrent = {"M": architectures.mamba_linear(family), "G": architectures.delta_linear(family)}
+    parts = {"*": attention, "-": family.modules.mlp, **recurrent}
     for symbol, linear in parts.items():
         layer = next((number for number, found in enumerate(symbols) if symbol in found), None)
         if layer is not None:
@@ -229,7 +232,7 @@ ROPE = dict(
 def test_rotary_frequencies_are_those_of_transformers(name, kind):
     from transformers import AutoModelForCausalLM
 
-    keys = ("rope_theta", *architectures.ROPE_PARAMETERS[kind])
+    keys = ("rope_theta", *family_checks.ROPE_PARAMETERS[kind])
     tiny = next(tiny for tiny, fields in tiny_models.MODELS.items() if fields["model_type"] == name)
     rope = dict(rope_type=kind, **{key: ROPE[key] for key in keys})
     if FAMILIES[name].layer_rope:

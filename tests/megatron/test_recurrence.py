@@ -45,13 +45,41 @@ def token_by_token(x, step, decay, b, c, skip):
     return torch.stack(out, 1)
 
 
+def delta_inputs(draw: torch.Generator, sequences: int, length: int) -> dict[str, torch.Tensor]:
+    """Random float64 inputs of ``gated_delta_scan``."""
+    given = inputs(draw, sequences, length)
+    key, query = (torch.nn.functional.normalize(given[name], dim=-1) for name in "bc")
+    return dict(query=query, key=key, value=given["x"], strength=given["step"].sigmoid(), decay=-given["step"])
+
+
+def delta_token_by_token(query, key, value, strength, decay):
+    """The gated delta rule by its definition."""
+    state = torch.zeros(len(value), GROUPS, HEADS, STATE, SIZE, dtype=value.dtype)
+    out = []
+    for t in range(value.size(1)):
+        state = decay[:, t].exp()[..., None, None] * state
+        k, q = (x[:, t, :, None, :, None] for x in (key, query))
+        missing = value[:, t] - (state * k).sum(-2)
+        state = state + k * (strength[:, t, ..., None] * missing)[..., None, :]
+        out.append((state * q).sum(-2))
+    return torch.stack(out, 1)
+
+
+SCANS = {
+    "mamba": (inputs, token_by_token, ours.state_space_scan),
+    "delta": (delta_inputs, delta_token_by_token, ours.gated_delta_scan),
+}
+
+
 @pytest.mark.parametrize("length, chunk", [(1, 4), (3, 4), (4, 4), (13, 4), (9, 64)])
-def test_a_scan_in_chunks_equals_the_recurrence_and_its_gradient(length, chunk):
-    given = inputs(torch.Generator().manual_seed(length), 2, length)
+@pytest.mark.parametrize("kind", SCANS)
+def test_a_scan_in_chunks_equals_the_recurrence_and_its_gradient(kind, length, chunk):
+    sample, by_definition, scan_in_chunks = SCANS[kind]
+    given = sample(torch.Generator().manual_seed(length), 2, length)
     found = []
     for scan, dtype, options in (
-        (token_by_token, torch.float64, {}),
-        (ours.state_space_scan, torch.float32, dict(chunk=chunk)),
+        (by_definition, torch.float64, {}),
+        (scan_in_chunks, torch.float32, dict(chunk=chunk)),
     ):
         leaves = {name: value.to(dtype, copy=True).requires_grad_() for name, value in given.items()}
         out = scan(**leaves, **options)

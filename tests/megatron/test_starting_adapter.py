@@ -17,6 +17,8 @@ from gdpo_nemo.config.schema import LoraConfig
 CASES = {
     "qwen2": ["q_proj", "v_proj", "down_proj", "lm_head"],
     "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
+    "qwen3.5": ["q_proj", "in_proj_qkv", "in_proj_b", "out_proj"],
+    "qwen3-next": ["q_proj", "in_proj_qkvz", "in_proj_ba", "o_proj"],
 }
 
 
@@ -52,7 +54,16 @@ def adapted(model_folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "layout, name", [("TP1", "qwen2"), ("TP2", "qwen2"), ("PP2", "qwen2"), ("DP2+DIST", "qwen2"), ("TP2+SP", "phi3")]
+    "layout, name",
+    [
+        ("TP1", "qwen2"),
+        ("TP2", "qwen2"),
+        ("PP2", "qwen2"),
+        ("DP2+DIST", "qwen2"),
+        ("TP2+SP", "phi3"),
+        ("TP2+SP", "qwen3.5"),
+        ("TP2+SP", "qwen3-next"),
+    ],
 )
 def test_a_policy_starts_with_the_log_probs_of_peft_and_trains_from_there(layout, name, adapted, on_ranks):
     base, folder, beside, without = adapted(name)

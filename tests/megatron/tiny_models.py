@@ -48,6 +48,14 @@ _NEMOTRON = dict(
     time_step_min=1e-9,  # transformers raises step sizes to this, and neither Megatron nor vLLM do
 )  # fmt: skip
 
+# The norm of a first token's output is almost the sign of q k, whose gradient is large without a larger epsilon.
+_DELTA = dict(
+    rms_norm_eps=1e-2,
+    head_dim=16, partial_rotary_factor=0.5, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    layer_types=["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+)  # fmt: skip
+
 _DEEPSEEK = dict(
     num_key_value_heads=4,
     num_experts_per_tok=2,
@@ -127,6 +135,7 @@ MODELS: dict[str, dict] = {
     "nemotron-h": dict(
         **_NEMOTRON, layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention"]
     ),
+    "qwen3.5": dict(model_type="qwen3_5_text", **_DELTA),
     "mixtral": dict(model_type="mixtral", **_MIXTURE, num_local_experts=4, sliding_window=None),
     "gpt-oss": dict(
         model_type="gpt_oss",
@@ -142,6 +151,19 @@ MODELS: dict[str, dict] = {
     # Dense and mixture layers in turn, and shares of the chosen experts that do not add up to 1.
     "qwen3-moe-mixed": dict(
         model_type="qwen3_moe", **_MIXTURE, **_EXPERTS, norm_topk_prob=False, mlp_only_layers=[0, 2]
+    ),
+    # A dense layer, and shares of the chosen experts that do not add up to 1.
+    "qwen3-next": dict(
+        model_type="qwen3_next",
+        **_DELTA,
+        **_MIXTURE,
+        **_EXPERTS,
+        shared_expert_intermediate_size=20,
+        norm_topk_prob=False,
+        mlp_only_layers=[2],
+    ),
+    "qwen3.5-moe": dict(
+        model_type="qwen3_5_moe_text", **_DELTA, **_MIXTURE, **_EXPERTS, shared_expert_intermediate_size=20
     ),
     "nemotron-3": dict(
         **_NEMOTRON,
@@ -177,6 +199,8 @@ def write_model(name: str, folder: Path, seed: int = 7, **fields: object) -> Pat
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
+            if name.endswith("linear_attn.conv1d.weight"):
+                parameter.mul_(5)  # float32 is not accurate enough for the norms of smaller queries and keys
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(0.2 * torch.randn_like(buffer))

@@ -13,7 +13,7 @@ import torch
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.models import sources
-from gdpo_nemo.models.architectures import check_family
+from gdpo_nemo.models.family_checks import check_family
 from gdpo_nemo.models.sources import Format, recognise
 from gdpo_nemo.utils.errors import ConfigError
 

@@ -237,7 +237,7 @@ ENGINES = (
         "an exported model loses its layers for multi-token prediction",
     ),
     mutant(
-        "models/architectures.py",
+        "models/family_checks.py",
         "chosen != 2 * group_limit",
         "chosen % group_limit",
         "config/test_model_families.py::test_a_model_that_cannot_be_trained_is_refused_by_name[plan-large_groups]",

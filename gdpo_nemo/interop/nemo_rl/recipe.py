@@ -17,8 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.load import MOST_FILES
 from gdpo_nemo.config.model_checks import read_model_config
-from gdpo_nemo.models.architectures import check_model_content, num_experts
+from gdpo_nemo.models.architectures import num_experts
 from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.family_checks import check_model_content
 from gdpo_nemo.utils.errors import ConfigError, message_line
 from gdpo_nemo.utils.files import check_interpolations, check_yaml, parse_yaml, read_text
 
@@ -365,14 +366,13 @@ class KnownModel(NamedTuple):
 
 _MULTIMODAL = re.compile(r".*(VL|Omni|Vision|Audio)(?![a-z]).*", re.IGNORECASE)
 _UNSUPPORTED = (
-    (r"Qwen/Qwen3\.5-.*", "qwen3_5", False),
-    (r"Qwen/Qwen3-Next-.*", "qwen3_next", True),
+    (r"Qwen/Qwen3\.5-.*", "qwen3_5 with quantised weights", True),
+    (r"Qwen/Qwen3-Next-.*", "qwen3_next with quantised weights", True),
     (r"Qwen/(Qwen1\.5-MoE|Qwen2-57B-A14B).*", "qwen2_moe", True),
     (r"deepseek-ai/DeepSeek-(V3|R1)(-Base|-Zero|-0324|-0528)?", "deepseek_v3 with FP8 weights", True),
     (r"deepseek-ai/DeepSeek-.*", "another DeepSeek family", True),
     (r"meta-llama/Llama-4-.*", "llama4", True),
     (r"mistralai/.*", "a newer Mistral family", False),
-    (r"google/gemma-3-.*", "gemma3, a text model inside an image model", False),
     (r"google/gemma-.*", "another Gemma family", False),
     (r"((openai-community/)?gpt2|distilbert/distilgpt2|distilgpt2)(-(medium|large|xl))?", "gpt2", False),
     (r"nvidia/(NVIDIA-)?Nemotron-3-Super-.*", "nemotron_h with experts in a latent space", True),

@@ -119,6 +119,8 @@ class Experts:
     shared_gate: str = "mlp.shared_experts.gate_proj"
     shared_up: str = "mlp.shared_experts.up_proj"
     shared_down: str = "mlp.shared_experts.down_proj"
+    shared_scale: str | None = None
+    """Linear layer with one output, whose sigmoid scales the output of the shared experts for each token."""
     first_dense: str | None = None
     """Field with the number of leading layers whose MLP is dense."""
     kinds: str | None = None
@@ -140,6 +142,30 @@ class Mamba:
     state: str = "ssm_state_size"
     """Field with the size of the state of each channel."""
     kernel: str = "conv_kernel"
+    """Field with the length of the causal convolution."""
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta net layers of a family (arXiv 2412.06464): module names relative to the layer, and fields in
+    config.json.
+
+    The norm in front of the mixer is ``Modules.attention_norm``. Value heads share the queries and keys of a key head.
+    """
+
+    projections: tuple[str, ...]
+    """Linear layers in the mixer whose rows are the rows of queries, keys, values, gates, write strengths (beta) and
+    decays (alpha), in this order."""
+    by_key_head: bool = False
+    """True if there are two such layers, with the rows of the first four and of the last two, each ordered by key head.
+    """
+    mixer: str = "linear_attn"
+    """Module with the projections, conv1d, A_log, dt_bias, norm and out_proj."""
+    key_heads: str = "linear_num_key_heads"
+    value_heads: str = "linear_num_value_heads"
+    key_size: str = "linear_key_head_dim"
+    value_size: str = "linear_value_head_dim"
+    kernel: str = "linear_conv_kernel_dim"
     """Field with the length of the causal convolution."""
 
 
@@ -171,16 +197,23 @@ class Family:
     layers: Mapping[str, str] = field(default_factory=lambda: {"full_attention": "*?"})
     """Megatron's Hybrid layers of each type in the field ``layer_types``, all of the same number.
 
-    The symbols are ``*`` (attention), ``M`` (Mamba-2), ``-`` (MLP), ``E`` (experts) and ``?`` (MLP or experts).
+    The symbols are ``*`` (attention), ``M`` (Mamba-2), ``G`` (gated delta net), ``-`` (MLP), ``E`` (experts) and ``?``
+    (MLP or experts).
     """
     layer_types: str = "layer_types"
     """Field with the type of each layer. If it is missing, every layer has the first type of ``layers``."""
+    layer_period: str | None = None
+    """Field with a number N: without ``layer_types``, every N-th layer has the second type of ``layers``."""
     pattern: tuple[str, Mapping[str, str]] | None = None
     """Older field with one letter for the type of each layer, and the letters' types."""
     experts: Experts | None = None
     """Description of the MoE layers (None for dense models)."""
     mamba: Mamba | None = None
     """Description of the Mamba-2 layers (None if the family has none)."""
+    delta: DeltaNet | None = None
+    """Description of the gated delta net layers (None if the family has none)."""
+    untrained: tuple[str, ...] = ()
+    """Prefixes of tensors that are not trained. They are copied to exported models and not sent to engines."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values that transformers uses for fields missing in config.json.
 
@@ -223,5 +256,7 @@ class Family:
     rotary_pairs: bool | str = False
     """True if the rotary embedding rotates pairs of neighbouring elements instead of elements of the two halves, or the
     name of the boolean field in config.json that says so."""
+    output_gate: bool = False
+    """True if the rows of q contain, for each head, the query and a gate whose sigmoid scales the head's output."""
     latent: Latent | None = None
     """Modules of latent attention (None for separate projections of q, k and v)."""

@@ -41,7 +41,7 @@ FAMILIES = (
         _GEMMA_2,
         model_type="gemma3_text",
         architecture="Gemma3ForCausalLM",
-        hub_names=r"google/gemma-3-(1b|270m)-.*",
+        hub_names=r"google/gemma-3-.*",
         qk_norm=True,
         layer_rope=True,
         defaults={
@@ -49,6 +49,9 @@ FAMILIES = (
             "attn_logit_softcapping": None,
             "final_logit_softcapping": None,
             "sliding_window_pattern": 6,
+            # The configs of published image models lack these sizes of their text models.
+            "num_attention_heads": 8,
+            "vocab_size": 262208,
             "rope_theta": 1e6,
             "rope_local_base_freq": 1e4,
         },

@@ -1,12 +1,101 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense and MoE."""
+"""Qwen2, Qwen2.5, Qwen3, Qwen3-Next and the text models of Qwen3.5, dense and MoE."""
 
 from __future__ import annotations
 
-from gdpo_nemo.models.families.declaration import Experts, Family
+from dataclasses import replace
+
+from gdpo_nemo.models.families.declaration import DeltaNet, Experts, Family
 
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
+_EXPERTS = Experts(
+    router="mlp.gate",
+    gate="mlp.experts.{}.gate_proj",
+    up="mlp.experts.{}.up_proj",
+    down="mlp.experts.{}.down_proj",
+    count="num_experts",
+    width="moe_intermediate_size",
+    normalized="norm_topk_prob",
+    dense_layers="mlp_only_layers",
+    period="decoder_sparse_step",
+)
+
+_DELTA_FIELDS = {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "partial_rotary_factor": 0.25,
+}
+
+_NEXT_EXPERTS = replace(
+    _EXPERTS,
+    shared_gate="mlp.shared_expert.gate_proj",
+    shared_up="mlp.shared_expert.up_proj",
+    shared_down="mlp.shared_expert.down_proj",
+    shared_width="shared_expert_intermediate_size",
+    shared_scale="mlp.shared_expert_gate",
+)
+
+_QWEN_3_NEXT = Family(
+    "qwen3_next",
+    "Qwen3NextForCausalLM",
+    r"Qwen/Qwen3-Next-\d+B-A\d+B(-Instruct|-Thinking)?",
+    qk_norm=True,
+    norm_offset=True,
+    output_gate=True,
+    partial_rotary=True,
+    rope_types=("default", "yarn"),
+    layers={"linear_attention": "G?", "full_attention": "*?"},
+    layer_period="full_attention_interval",
+    delta=DeltaNet(("in_proj_qkvz", "in_proj_ba"), by_key_head=True),
+    untrained=("mtp.",),
+    experts=_NEXT_EXPERTS,
+    defaults={
+        **_DELTA_FIELDS,
+        "num_key_value_heads": 2,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+    },
+)
+
+_QWEN_3_5 = replace(
+    _QWEN_3_NEXT,
+    model_type="qwen3_5_text",
+    architecture="Qwen3_5ForCausalLM",
+    hub_names=r"Qwen/Qwen3\.5-[\d.]+B(-Base)?",  # image models, whose text model is trained
+    rope_types=("default",),
+    delta=DeltaNet(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")),
+    experts=None,
+    defaults={**_DELTA_FIELDS, "num_key_value_heads": 4},
+)
+
 FAMILIES = (
+    _QWEN_3_NEXT,
+    _QWEN_3_5,
+    replace(
+        _QWEN_3_5,
+        model_type="qwen3_5_moe_text",
+        architecture="Qwen3_5MoeForCausalLM",
+        hub_names=r"Qwen/Qwen3\.5-\d+B-A\d+B(-Base)?",
+        experts=replace(_NEXT_EXPERTS, normalized=None, dense_layers=None, period=None),
+        defaults={
+            **_DELTA_FIELDS,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "intermediate_size": 512,  # no layer has a dense MLP
+        },
+    ),
     Family(
         "qwen2",
         "Qwen2ForCausalLM",
@@ -30,17 +119,7 @@ FAMILIES = (
         r"Qwen/Qwen3-(Coder-)?\d+B-A\d+B.*",
         qk_norm=True,
         windows="all",
-        experts=Experts(
-            router="mlp.gate",
-            gate="mlp.experts.{}.gate_proj",
-            up="mlp.experts.{}.up_proj",
-            down="mlp.experts.{}.down_proj",
-            count="num_experts",
-            width="moe_intermediate_size",
-            normalized="norm_topk_prob",
-            dense_layers="mlp_only_layers",
-            period="decoder_sparse_step",
-        ),
+        experts=_EXPERTS,
         defaults={"num_key_value_heads": 4, "norm_topk_prob": False, **_QWEN_WINDOW},
     ),
 )

@@ -1,0 +1,279 @@
+"""Checks that a model's config.json is supported by its family."""
+
+from __future__ import annotations
+
+from typing import Any, Mapping, Sequence
+
+from gdpo_nemo.models.architectures import (
+    FULL,
+    SLIDING,
+    active_window,
+    delta_sizes,
+    expert_groups,
+    has_qkv_bias,
+    head_size,
+    is_tied,
+    key_value_heads,
+    last_name,
+    linear_layers,
+    mixture_layers,
+    model_error,
+    num_experts,
+    rope_of,
+    rotated_share,
+    with_defaults,
+)
+from gdpo_nemo.models.families import FAMILIES, Experts, Family
+from gdpo_nemo.utils.errors import ConfigError
+
+ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+"""Supported types of rotary embeddings, and the numeric parameters that each requires.
+
+The types dynamic and longrope are not supported, because their frequencies depend on the sequence length.
+"""
+
+
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+"""Fields that config.json must contain. For a missing field, transformers would use a default size."""
+
+
+BIASES = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "mamba_proj_bias")
+"""Fields that enable projection biases. Only the field named by ``Family.qkv_bias`` may be true."""
+
+
+SWIGLU_ALPHA = 1.702
+"""Supported factor in the sigmoid of a clamped SwiGLU (``Family.swiglu_limit``)."""
+
+
+def check_family(content: Mapping[str, Any]) -> Family:
+    """Check that a model configuration is supported, and return its family.
+
+    Args:
+        content: fields of config.json.
+
+    Raises:
+        ConfigError: if the family or a feature of the model is not supported. The message lists the supported values.
+    """
+    family = _family(content)
+    names = content.get("architectures")
+    if names and not isinstance(names, list):
+        raise model_error(f"architectures in the model's config.json must be a list, got {names!r}")
+    if names and family.architecture not in names:
+        raise model_error(
+            f"architecture {', '.join(map(str, names))} is not supported; supported: {family.architecture}"
+        )
+    fields = with_defaults(content)
+    _check_window(fields, family)
+    _check_layers(fields, family)
+    activation = fields.get(family.activation_field, family.activation)
+    if activation != family.activation:
+        raise model_error(f"activation {activation!r} is not supported; supported: {family.activation}")
+    for key in BIASES:
+        if fields.get(key) and key != family.qkv_bias:
+            raise model_error(f"{key} (projection biases) is not supported for {family.model_type}")
+    if family.biases and not has_qkv_bias(fields):
+        raise model_error(f"attention_bias: false is not supported for {family.model_type}")
+    if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
+        raise model_error(f"swiglu_alpha {fields['swiglu_alpha']} is not supported; supported: {SWIGLU_ALPHA}")
+    _check_not_quantised(fields)
+    for layers in ((FULL, SLIDING) if family.layer_rope else ("",)) if family.rope_types else ():
+        _check_rope(fields, family, rope_of(fields, layers))
+    if family.mamba:
+        _check_mamba(fields)
+    if family.delta and fields[family.delta.kernel] != 4:
+        raise model_error(f"{family.delta.kernel} {fields[family.delta.kernel]!r} is not supported; supported: 4")
+    return family
+
+
+def _check_not_quantised(fields: Mapping[str, Any]) -> None:
+    quantization = fields.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    key = "quantization_config" if quantization else "quantization"  # MLX writes the key quantization
+    if quantization or fields.get("quantization"):
+        by = method or ("MLX" if fields.get("quantization") else None)
+        origin = f", these are by {by}" if by else ""
+        raise model_error(
+            f"quantised weights ({key}) are not supported{origin}; specify the folder of the unquantised model"
+        )
+
+
+def _check_window(fields: Mapping[str, Any], family: Family) -> None:
+    window = active_window(fields)
+    if window is not None and family.windows == "none":
+        raise model_error(f"sliding-window attention ({window} tokens) is not supported for {family.model_type}")
+    if window is not None:
+        _check_size("sliding_window", window)
+    if fields.get("use_bidirectional_attention"):
+        raise model_error("bidirectional attention (use_bidirectional_attention) is not supported")
+
+
+def _check_layers(fields: Mapping[str, Any], family: Family) -> None:
+    key = family.layer_types
+    layers = fields.get(key) or []
+    if not isinstance(layers, list):
+        raise model_error(f"{key} must be a list of texts, got {str(layers)[:40]}")
+    slides = family.windows in ("late", "periodic") and active_window(fields) is not None
+    supported = [*family.layers, *[SLIDING] * slides]
+    kinds = sorted({str(kind) for kind in layers} - set(supported))
+    if family.layer_period:
+        _check_size(family.layer_period, fields[family.layer_period])
+        if len(layers) != fields.get("num_hidden_layers"):
+            raise model_error(f"{key} must have a value for each of the model's layers (num_hidden_layers)")
+    if kinds:
+        raise model_error(
+            f"layers of type {', '.join(kinds)} ({key}) are not supported; supported: {', '.join(supported)}"
+        )
+
+
+def _check_mamba(fields: Mapping[str, Any]) -> None:
+    """Check that Megatron's Mamba-2 layer computes what the config describes. Raises ConfigError."""
+    for key, supported in (("mamba_hidden_act", "silu"), ("conv_kernel", 4), ("use_conv_bias", True)):
+        if fields[key] != supported:
+            raise model_error(f"{key} {fields[key]!r} is not supported; supported: {supported}")
+    latent, predictions = "moe_latent_size", "num_nextn_predict_layers"
+    for key, what in ((latent, "experts in a latent space"), (predictions, "multi-token prediction layers")):
+        if fields.get(key):
+            raise model_error(f"{what} ({key} {fields[key]}) are not supported")
+
+
+def _check_rope(fields: Mapping[str, Any], family: Family, rope: Mapping[str, Any]) -> None:
+    kind = rope["rope_type"]
+    if kind not in family.rope_types:
+        supported = ", ".join(family.rope_types)
+        raise model_error(f"rope scaling {kind!r} is not supported for {family.model_type}; supported: {supported}")
+    for key in ROPE_PARAMETERS[kind]:
+        if not isinstance(rope.get(key), (int, float)):
+            raise model_error(f"rope scaling {kind!r} requires the number {key}")
+    factor = rotated_share(fields)
+    if factor != 1 and not family.partial_rotary:
+        raise model_error("a partial rotary embedding (partial_rotary_factor) is not supported")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
+        raise model_error(f"partial_rotary_factor must be a number above 0 and at most 1, got {repr(factor)[:40]}")
+
+
+def _family(content: Mapping[str, Any]) -> Family:
+    kind = content.get("model_type")
+    known = ", ".join(sorted(FAMILIES))
+    if not isinstance(kind, str):
+        raise model_error(f"the model's config.json has no model_type; supported: {known}")
+    if kind not in FAMILIES:
+        nested = " (a text model inside another model, text_config)" if "text_config" in content else ""
+        raise model_error(f"model type {kind!r}{nested} is not supported; supported: {known}")
+    return FAMILIES[kind]
+
+
+def check_model_content(content: Mapping[str, Any]) -> Family:
+    """Check like ``check_family``, and also check that all sizes are positive integers. Return the family.
+
+    Raises ConfigError.
+    """
+    family = check_family(content)
+    content = with_defaults(content)
+    for key in SIZES:
+        _check_size(key, content.get(key))
+    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
+        if content.get(key) is not None:
+            _check_size(key, content[key])
+    if family.latent:
+        for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
+            if key != "q_lora_rank" or content.get(key) is not None:
+                _check_size(key, content.get(key))
+        if content["v_head_dim"] > head_size(content):
+            raise model_error("v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim")
+        if key_value_heads(content) != content["num_attention_heads"]:
+            raise model_error("num_key_value_heads must be equal to num_attention_heads with latent attention")
+    if family.mamba:
+        for key in (family.mamba.heads, family.mamba.head_size, family.mamba.groups, family.mamba.state):
+            _check_size(key, content[key])
+    if sizes := delta_sizes(content):
+        for key, value in zip(("key_heads", "value_heads", "key_size", "value_size"), sizes):
+            _check_size(getattr(family.delta, key), value)
+        if sizes.value_heads % sizes.key_heads:
+            raise model_error(
+                f"linear_num_value_heads {sizes.value_heads} must be a multiple of linear_num_key_heads "
+                f"{sizes.key_heads}"
+            )
+    experts = family.experts
+    if experts and (family.pattern is None or any(mixture_layers(content))):
+        _check_size(experts.count, num_experts(content))
+        for key in (experts.width, "num_experts_per_tok"):
+            _check_size(key, content.get(key))
+        _check_router(content, experts)
+    return family
+
+
+def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
+    """Check the fields of a router with sigmoid scores, groups and shared experts. Raises ConfigError."""
+    fields = with_defaults(content)
+    for key in (*(experts.groups or ()), experts.shared, experts.shared_width, experts.period):
+        if key and fields.get(key) is not None:
+            _check_size(key, fields[key])
+    if experts.first_dense and fields.get(experts.first_dense):
+        _check_size(experts.first_dense, fields[experts.first_dense])
+    kinds = fields.get(experts.kinds) if experts.kinds else None
+    if kinds is not None and (
+        not isinstance(kinds, list)
+        or len(kinds) != fields["num_hidden_layers"]
+        or not {"dense", "sparse"}.issuperset(map(str, kinds))
+    ):
+        raise model_error(f"{experts.kinds} must contain dense or sparse for each layer")
+    scaling = fields.get(experts.scaling) if experts.scaling else None
+    if scaling is not None and (isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling <= 0):
+        raise model_error(f"{experts.scaling} must be a positive number, got {repr(scaling)[:40]}")
+    chosen = fields["num_experts_per_tok"]
+    if experts.sigmoid and (chosen == 1 or not (experts.normalized and fields.get(experts.normalized, True))):
+        raise model_error(
+            f"weights of experts that do not sum to 1 ({experts.normalized} false, or num_experts_per_tok 1) are not "
+            f"supported for {fields['model_type']}"
+        )
+    groups, group_limit = expert_groups(fields)
+    # A group's score is the sum of its two highest scores. Megatron sums num_experts_per_tok / topk_group scores.
+    if groups > 1 and (num_experts(fields) % groups or group_limit > groups or chosen != 2 * group_limit):
+        raise model_error(
+            f"{groups} groups of experts (n_group) with topk_group {group_limit} are not supported; n_group must "
+            f"divide the {num_experts(fields)} experts, and topk_group must be half of num_experts_per_tok ({chosen})"
+        )
+
+
+_LARGEST_SIZE = 2**31
+"""Maximum value of a size in config.json. This maximum limits loops over layers and experts."""
+
+
+def _check_size(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _LARGEST_SIZE:
+        raise model_error(f"{key} in the model's config.json must be a positive integer, got {repr(value)[:40]}")
+
+
+def check_adapted_layers(targets: Sequence[str], content: Mapping[str, Any]) -> None:
+    """Check that LoRA adapters can be added to the target modules.
+
+    Args:
+        targets: last parts of module names, as in ``policy.lora.target_modules``.
+        content: fields of config.json.
+
+    Raises:
+        ConfigError: if the model has no such module, or adapters are not supported for it.
+    """
+    key = "policy.lora.target_modules"
+    family = FAMILIES[content["model_type"]]
+    known = linear_layers(family)
+    if family.latent:
+        factored = with_defaults(content).get("q_lora_rank") is not None
+        absent = last_name(family.latent.query if factored else family.latent.query_up)
+        known = tuple(name for name in known if name != absent)
+    missing = [name for name in targets if name not in known]
+    if missing:
+        raise ConfigError(
+            f"{key}: a model of type {family.model_type} has no {', '.join(missing)}; its linear layers: "
+            f"{', '.join(known)}"
+        )
+    head = last_name(family.modules.head)
+    if is_tied(content) and head in targets:
+        raise ConfigError(
+            f"{key}: the model's {head} is tied to the embedding (tie_word_embeddings) and gets no adapter; omit it"
+        )
