@@ -4,6 +4,7 @@ import json
 import re
 from collections import Counter
 from types import SimpleNamespace
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -169,7 +170,7 @@ def test_a_graded_component_is_won_within_a_row_by_the_right_answer_or_what_gets
 
 
 def test_a_length_is_not_graded_because_an_empty_text_has_the_largest_value_on_every_row():
-    found = trial_of(lambda text, gold: 1 / (1 + len(text))).components["it"]
+    found = trial_of(lambda text, gold: -float(len(text)) - crc32(text.encode()) / 2**33).components["it"]
     assert not found.graded and found.gold_loses.keys() == set(QUESTIONS) and "empty" in found.hacked
 
 

@@ -273,13 +273,6 @@ ENVIRONMENTS = (
         "an attack that is the right answer may win",
     ),
     mutant(
-        "utils/waits.py",
-        "threading.Thread(target=run, daemon=True, name=name)",
-        "threading.Thread(target=run, name=name)",
-        "environments/test_tool_class.py::test_a_reset_that_raises_and_a_call_that_hangs_mask_the_trajectory",
-        "a tool that never returns does not prevent the process from ending",
-    ),
-    mutant(
         "commands/env/attacks.py",
         'between = "\\n" if "parameters" in call',
         'between = "\\n" if True',
