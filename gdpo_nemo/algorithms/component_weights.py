@@ -30,10 +30,6 @@ import numpy as np
 from gdpo_nemo.algorithms.table import nearest
 
 METRICS = {
-    "reward/NAME/weight": (
-        "",
-        "Weight of component NAME in this step, if gdpo.constraints or gdpo.schedules changes it",
-    ),
     "reward/NAME/at_least": ("reward", "Lower bound of component NAME's mean (gdpo.constraints)"),
     "reward/NAME/at_most": ("reward", "Upper bound of component NAME's mean (gdpo.constraints)"),
     "reward/NAME/samples": ("samples", "Samples with component NAME, whose mean is compared with the bound"),
@@ -169,7 +165,7 @@ class ComponentWeights:
             name: [(1, rewards[name]), *read_schedule(name, points)] for name, points in schedules.items()
         }
         self.metrics: dict[str, float] = {}
-        """Metrics of the current step, which explain the weights."""
+        """Metrics of the current step, which explain the weights of the constraints."""
 
     @property
     def changed(self) -> dict[str, float]:
@@ -194,7 +190,6 @@ class ComponentWeights:
             self.metrics[f"reward/{name}/samples"] = float(len(given))
         for name, points in self._schedules.items():
             self.values[name] = float(np.interp(step, [at for at, _ in points], [weight for _, weight in points]))
-        self.metrics |= {f"reward/{name}/weight": weight for name, weight in self.changed.items()}
 
     def state(self) -> dict[str, float]:
         """Return the weights of the constraints, for a checkpoint."""

@@ -78,6 +78,10 @@ METRICS = {
         },
     ),
     "reward/NAME/missing": ("share", "Samples to which component NAME does not apply"),
+    "reward/NAME/weight": (
+        "",
+        "Weight that multiplied component NAME in this step; 0 for a component that is not in gdpo.rewards",
+    ),
     "reward/NAME/effective_weight": (
         "share",
         "Contribution of component NAME to the advantages' variance, before the batch norm; negative: outvoted",
@@ -124,8 +128,8 @@ class Diagnostics:
     """[components], fraction of the groups with this reward in which it is constant."""
     all_dead: float
     """Fraction of groups in which all weighted components are constant."""
-    nominal_weight: np.ndarray
-    """[components], |w_k| / sum |w|."""
+    weight: np.ndarray
+    """[components], weights w_k of the estimator."""
     effective_weight: np.ndarray
     """[components], cov(term_k, A) / var(A) before the batch norm.
 
@@ -156,7 +160,7 @@ class Diagnostics:
         row["advantage/distinct"] = float(self.distinct)
         row["advantage/distinct_if_summed"] = float(self.distinct_if_summed)
         for k, name in enumerate(self.names):
-            for key in ("mean", "std", "dead_groups", "missing", "effective_weight", "saturation"):
+            for key in ("mean", "std", "dead_groups", "missing", "weight", "effective_weight", "saturation"):
                 row[f"reward/{name}/{key}"] = float(getattr(self, key)[k])
             if self.missing[k] == 1:
                 del row[f"reward/{name}/effective_weight"]
@@ -188,6 +192,11 @@ class Diagnostics:
             f" of the samples in which both terms are non-zero (correlation {self.correlation[k, m]:+.2f})"
             for k, m in pairs
         ]
+
+    @property
+    def nominal_weight(self) -> np.ndarray:
+        """[components], |w_k| / sum |w|."""
+        return np.asarray(np.abs(self.weight) / np.abs(self.weight).sum())
 
     @property
     def alerts(self) -> list[str]:
@@ -245,7 +254,7 @@ def diagnose(
             saturation=saturation,
             dead_groups=(dead & having).sum(axis=0) / having.sum(axis=0),
             all_dead=float(np.float64((~alive & inhabited).sum()) / inhabited.sum()),
-            nominal_weight=np.abs(table.weights) / np.abs(table.weights).sum(),
+            weight=table.weights,
             effective_weight=_variance_shares(terms[:, has_signal]),
             sign_conflicts=conflicts,
             correlation=correlation,

@@ -39,7 +39,7 @@ from gdpo_nemo.models.sources import (
     recognise,
     source_fields,
 )
-from gdpo_nemo.models.weight_files import check_tensors, check_weight_files, tensor_shapes
+from gdpo_nemo.models.weight_files import check_tensors, check_weight_files, prediction_weights, tensor_shapes
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object
 from gdpo_nemo.utils.source import find_function, parse_file
@@ -262,7 +262,9 @@ def check_continued(adapter: PeftAdapter, lora: LoraConfig, base: Path | None, k
     if base is None:
         return
     check_fit(shapes, base, key)
-    modules = (name.removesuffix(".weight") for name in tensor_shapes(base, key) if name.endswith(".weight"))
+    weights = tensor_shapes(base, key)
+    trained = weights.keys() - set(prediction_weights(weights, read_json_object(base / "config.json", key)))
+    modules = (name.removesuffix(".weight") for name in trained if name.endswith(".weight"))
     missing = sorted(module for module in modules if module.rpartition(".")[2] in names and module not in shapes)
     if missing:
         raise ConfigError(

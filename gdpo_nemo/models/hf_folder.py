@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import math
-import re
 import shutil
 import tempfile
 from itertools import chain
@@ -17,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.weight_files import prediction_weights
 from gdpo_nemo.utils.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -74,34 +73,13 @@ def weight_names(folder: str | Path) -> list[str]:
     folder = Path(folder)
     config = json.loads((folder / "config.json").read_text())
     tied = config.get("tie_word_embeddings")
-    omitted = set(_prediction_weights(folder, config))
+    omitted = set(prediction_weights(_weight_map(folder), config))
     return [name for name in _weight_map(folder) if not (tied and name == "lm_head.weight") and name not in omitted]
 
 
 def stored_names(folder: str | Path) -> list[str]:
     """Return the names of all tensors in a folder, in the order of the files."""
     return list(_weight_map(folder))
-
-
-def _prediction_weights(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Return the names of the weights of multi-token-prediction layers.
-
-    These layers follow the last layer of the model, or their names begin with a prefix of ``Family.untrained``.
-
-    Args:
-        config: fields of the folder's config.json.
-    """
-    family = FAMILIES.get(config.get("model_type", ""))
-    layers = config.get("num_hidden_layers")
-    if family is None or not isinstance(layers, int):
-        return []
-    index = re.compile(re.escape(family.modules.layer).replace(r"\{\}", r"(\d+)"))
-
-    def is_untrained(name: str) -> bool:
-        match = index.match(name)
-        return name.startswith(family.untrained) or (match is not None and int(match[1]) >= layers)
-
-    return list(filter(is_untrained, _weight_map(folder)))
 
 
 def _unchanged(source: Path, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -111,7 +89,7 @@ def _unchanged(source: Path, folder: Path) -> Iterator[tuple[str, torch.Tensor]]
         return
     read = open_weights(source)
     config = json.loads((source / "config.json").read_text())
-    yield from ((name, read(name)) for name in _prediction_weights(source, config))
+    yield from ((name, read(name)) for name in prediction_weights(_weight_map(source), config))
 
 
 def open_weights(folder: str | Path) -> Callable[[str], torch.Tensor]:

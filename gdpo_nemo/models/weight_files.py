@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable, Mapping
 
-from gdpo_nemo.models.families import Family
+from gdpo_nemo.models.families import FAMILIES, Family
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import open_file, parse_json, read_text
 
@@ -57,6 +58,28 @@ def check_tensors(folder: Path, family: Family) -> None:
         raise ConfigError(
             f"policy.model_name: {folder} has no tensor {required} of a {family.model_type} model; {details}"
         )
+
+
+def prediction_weights(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
+    """Return the names of the weights of multi-token-prediction layers.
+
+    These layers follow the last layer of the model, or their names begin with a prefix of ``Family.untrained``.
+
+    Args:
+        names: names of all weights of a model folder.
+        config: fields of the folder's config.json.
+    """
+    family = FAMILIES.get(config.get("model_type", ""))
+    layers = config.get("num_hidden_layers")
+    if family is None or not isinstance(layers, int):
+        return []
+    index = re.compile(re.escape(family.modules.layer).replace(r"\{\}", r"(\d+)"))
+
+    def is_untrained(name: str) -> bool:
+        match = index.match(name)
+        return name.startswith(family.untrained) or (match is not None and int(match[1]) >= layers)
+
+    return list(filter(is_untrained, names))
 
 
 def _files_in_index(index: Path) -> list[str]:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
@@ -195,13 +196,15 @@ class History:
         found = []
         for name in self.components:
             key = f"reward/{name}/"
-            if key + "weight" not in row:
-                continue
             kind = next((kind for kind in ("at_least", "at_most") if key + kind in row), None)
-            reason = f"schedule, step {row['step']}"
+            changes = [after for before, after in pairwise(zip(*self.curve(key + "weight"))) if before[1] != after[1]]
+            if key + "weight" not in row or not (kind or changes):
+                continue
             if kind:
                 mean = f"mean {row[key + 'mean']:.3g} over" if key + "mean" in row else "mean of"
                 reason = f"constraint {kind} {row[key + kind]:g}, {mean} {row[key + 'samples']:g} samples"
+            else:
+                reason = f"schedule or changed config, last changed in step {changes[-1][0]}"
             found.append((name, row[key + "weight"], reason))
         return found
 

@@ -147,8 +147,9 @@ def _rewards(gdpo: GdpoConfig, history: History) -> str:
         if values:
             weight = gdpo.rewards.get(name)
             shown = "measured only" if weight is None else f"{weight:g}"
-            if changed := history.curve(f"reward/{name}/weight")[1]:
-                shown = f"{changed[0]:.3g} to {changed[-1]:.3g}"
+            used = history.curve(f"reward/{name}/weight")[1]
+            if len(set(used)) > 1:
+                shown = f"{used[0]:.3g} to {used[-1]:.3g}"
             lines.append(f"| {name} | {shown} | {number(values[0])} | {number(values[-1])} |")
     if validated:
         lines += ["", _validation(gdpo)]

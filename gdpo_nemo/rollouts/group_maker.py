@@ -28,6 +28,7 @@ from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob
 from gdpo_nemo.rollouts.turns import EpisodeJob
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.progress import Tally
+from gdpo_nemo.utils.waits import in_daemon_thread
 
 if TYPE_CHECKING:
     from gdpo_nemo.data.tokenizer import Tokenizer
@@ -346,7 +347,7 @@ async def call_within(limit_s: float | None, call: Callable[[], Result], sampler
     Raises:
         Exception: any exception of the call.
     """
-    future = asyncio.wrap_future(_run_in_thread(call))
+    future = asyncio.wrap_future(in_daemon_thread(call, "calls"))
     try:
         done, _ = await asyncio.wait([future], timeout=limit_s)
     except asyncio.CancelledError:
@@ -362,22 +363,6 @@ def _abandon(future: asyncio.Future[Result], sampler: CallSampler) -> None:
     sampler.end()
     # Retrieve the exception, so that asyncio does not warn about an unretrieved exception.
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
-
-
-def _run_in_thread(call: Callable[[], Result]) -> Future[Result]:
-    """Run ``call`` in a daemon thread. Unlike the threads of an executor, a daemon thread does not delay the exit of
-    the process."""
-    answer: Future[Result] = Future()
-    answer.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:  # Any exception is passed to the waiting caller.
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="calls").start()
-    return answer
 
 
 _Entry = tuple[tuple[int, int], SampleRequest, Sampling, int | None, asyncio.Future[PendingRequest]]

@@ -7,10 +7,13 @@ import itertools
 import os
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Iterator
+from typing import Callable, Iterator, TypeVar
 
 from gdpo_nemo.utils.errors import InfrastructureFailed
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,22 @@ def work_done(pid: int) -> tuple[float, int]:
     except psutil.NoSuchProcess:
         pass  # the caller detects the end of the process
     return seconds, amount
+
+
+def in_daemon_thread(call: Callable[[], Result], name: str) -> Future[Result]:
+    """Run ``call`` in a daemon thread. Unlike the threads of an executor, a daemon thread does not delay the exit of
+    the process."""
+    answer: Future[Result] = Future()
+    answer.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:  # Any exception is passed to the waiting caller.
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name=name).start()
+    return answer
 
 
 class WaitExpired(InfrastructureFailed):

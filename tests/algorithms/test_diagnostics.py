@@ -22,7 +22,7 @@ def test_statistics_per_component():
     assert metrics["reward/b/missing"] == 0.625 and metrics["reward/b/dead_groups"] == 0
     assert metrics["advantage/dead_groups"] == 0.5
     np.testing.assert_allclose(result.saturation, [0.75, 4 / 9, np.nan])
-    assert [key for key in metrics if key.startswith("reward/c/")] == ["reward/c/missing"]
+    assert [key for key in metrics if key.startswith("reward/c/")] == ["reward/c/missing", "reward/c/weight"]
 
 
 def test_who_makes_the_advantage_and_who_opposes_whom_is_in_the_row():
@@ -40,7 +40,7 @@ def test_who_makes_the_advantage_and_who_opposes_whom_is_in_the_row():
 
 def test_what_is_not_measurable_is_absent():
     metrics = diagnose({"a": [1.0, 2.0]}, [0, 0], valid=np.array([False, False])).metrics()
-    assert set(metrics) == {"advantage/distinct", "advantage/distinct_if_summed"}
+    assert set(metrics) == {"advantage/distinct", "advantage/distinct_if_summed", "reward/a/weight"}
 
 
 def test_masked_rows_enter_no_statistic():
@@ -65,6 +65,7 @@ def test_effective_weights_are_shares_of_the_advantages_variance():
     result = diagnose(columns, ids, weights={"a": 2, "b": 1, "c": 0})
     np.testing.assert_allclose(result.effective_weight, [0.8, 0.2, 0], atol=0.02)
     np.testing.assert_allclose(result.nominal_weight, [2 / 3, 1 / 3, 0])
+    assert [result.metrics()[f"reward/{name}/weight"] for name in "abc"] == [2, 1, 0]
     assert np.isclose(result.effective_weight.sum(), 1)
 
 

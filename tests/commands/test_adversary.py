@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections import Counter
 from types import SimpleNamespace
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.env.adversary import Tried, _in_parts, findings, judge
 from gdpo_nemo.commands.env.attacks import Gold, probes
 from gdpo_nemo.commands.env.check import as_sampled, sample_of
+from gdpo_nemo.data.replies import parse_hermes
 from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.environments.tasks.tool_calling import made_calls
 
 QUESTIONS = {"r1": ("Which is larger, 22 or 72?", "72"), "r2": ("Which is larger, 35 or 19?", "35")}
 
@@ -77,7 +81,9 @@ def test_components_that_no_text_wins_together_are_named():
 def test_an_answer_without_verdict_and_an_unstable_verdict_are_reported():
     gold = next(probe for probe in probes("q", "7", None) if probe.kind == "gold")
     tried = [Tried("r1", gold, {"it": 1.0}, {"it": 0.0})]
-    lines = findings(judge(tried, {"r1": {"it": 1.0}, "r2": {"it": None}}))
+    failed = Counter({"the judge cannot be reached": 2})
+    lines = findings(judge(tried, {"r1": {"it": 1.0}, "r2": {"it": None}}, failed))
+    assert lines[-1] == ("2 verifications failed; a run would mask these samples: the judge cannot be reached (2)")
     assert any("does not get 1 on 1 of 2 rows: no verdict on 1 (r2)" in line for line in lines)
     assert any(
         "1 of 1 texts get another reward in a second verification, for example '7' on r1" in line for line in lines
@@ -122,7 +128,7 @@ def test_command_names_rows_whose_components_exclude_each_other(tmp_path, capsys
     assert cli.main([*command, "--completion", "x"]) == 2
 
 
-def test_texts_are_verified_in_parts_unless_a_verdict_depends_on_other_samples():
+def test_texts_are_verified_in_parts_that_keep_a_row_together_if_a_verdict_depends_on_other_samples():
     class Verifier(Environment):
         by_sample = True
 
@@ -133,9 +139,78 @@ def test_texts_are_verified_in_parts_unless_a_verdict_depends_on_other_samples()
         return list(samples)
 
     environment, pool = Verifier(), SimpleNamespace(verify=verify)
-    assert _in_parts(environment, pool, 2, list(range(35))) == list(range(35)) and calls == [16, 16, 3]
+    samples = [sample_of({"id": str(i // 12), "prompt": "q"}, "a") for i in range(35)]
+    assert _in_parts(environment, pool, 2, samples) == samples and calls == [16, 16, 3]
     environment.by_sample = False
-    assert _in_parts(environment, pool, 2, list(range(35))) == list(range(35)) and calls[3:] == [35]
+    assert _in_parts(environment, pool, 2, samples) == samples and calls[3:] == [24, 11]
+    environment.by_sample = environment.remote = True
+    assert _in_parts(environment, pool, 2, samples) == samples and calls[5:] == [35]
+
+
+SCORES = {"r1": 0.25, "r2": 0.0}
+
+
+@pytest.mark.parametrize(("margin", "beaten"), [(1.0, set()), (-1.0, {"r1", "r2"})])
+def test_a_graded_component_is_won_within_a_row_by_the_right_answer_or_what_gets_as_much(margin, beaten):
+    """Every text has another score, and no two rows the same largest score."""
+    tried = []
+    for row, (prompt, gold) in QUESTIONS.items():
+        other = next(answer for key, (_, answer) in QUESTIONS.items() if key != row)
+        for i, probe in enumerate(probes(prompt, gold, other)):
+            score = SCORES[row] - i / 1000 + (margin if probe.is_right else 0.0)
+            tried.append(Tried(row, probe, {"it": score}, {"it": score}))
+    rewards = {one.row: one.rewards for one in tried if one.probe.kind == "gold"}
+    trial = judge(tried, {**rewards, "not attacked": {"it": 0.1}})
+    found = trial.components["it"]
+    assert found.graded and found.gold_loses.keys() == beaten and trial.hackability("it") == len(beaten) / 2
+    assert not found.forms and found.reads_answer == (margin > 0)
+    assert any("at least as much as the right answer on 2 rows (r1, r2)" in line for line in findings(trial)) == bool(
+        beaten
+    )
+
+
+def test_a_length_is_not_graded_because_an_empty_text_has_the_largest_value_on_every_row():
+    found = trial_of(lambda text, gold: -float(len(text)) - crc32(text.encode()) / 2**33).components["it"]
+    assert not found.graded and found.gold_loses.keys() == set(QUESTIONS) and "empty" in found.hacked
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"n": {"type": "integer"}}}}}
+
+
+def calls_of(text):
+    return [(name, json.loads(arguments)) for name, arguments in parse_hermes(text, [ADD]).calls]
+
+
+@pytest.mark.parametrize(
+    "verifier, attacks",
+    [
+        (lambda calls: calls == [("add", {"n": 7})], set()),
+        (lambda calls: ("add", {"n": 7}) in calls, {"right call repeated", "right call and wrong calls"}),
+        (
+            lambda calls: any(name == "add" for name, _ in calls),
+            {"right tool, wrong arguments", "right call repeated", "right call and wrong calls"}
+            | {"call without arguments", "call with constant arguments", "repeated call"},
+        ),
+        (
+            lambda calls: any(given == {"n": 7} for _, given in calls[:1]),
+            {"right arguments, wrong tool", "right call repeated"},
+        ),
+    ],
+)
+def test_attacks_with_calls_win_exactly_where_a_verifier_of_calls_is_weak(verifier, attacks):
+    gold = '<tool_call>\n{"name": "add", "arguments": {"n": 7}}\n</tool_call>'
+    tried = []
+    for probe in probes("Add seven.", gold, None, [ADD]):
+        rewards = {"it": float(verifier(calls_of(probe.text)))}
+        tried.append(Tried("r", probe, rewards, rewards))
+    assert set(judge(tried, {"r": {"it": 1.0}}).components["it"].hacked) == attacks
+
+
+def test_changed_calls_of_rlla_share_their_block():
+    text = '<think>x</think>\n<tool_call>\n{"name": "f", "parameters": {"a": 1}}\n</tool_call>'
+    found = {probe.name: probe.text for probe in probes("q", text, None)}
+    assert made_calls(found["right call repeated"]) == [("f", {"a": 1})] * 20
+    assert made_calls(found["right tool, wrong arguments"]) == [("f", {"a": 0})]
 
 
 def test_an_environment_that_reads_token_ids_gets_those_of_its_tokenizer():

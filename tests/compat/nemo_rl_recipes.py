@@ -6,11 +6,13 @@ Every YAML below the folder that has a section ``grpo`` once its ``defaults`` ar
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
 
+from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.recipe import open_recipe
 from gdpo_nemo.interop.nemo_rl.translate import translate
 from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, SAME, Translation
@@ -29,6 +31,8 @@ class Row:
     reasons: dict[str, str]
     family: bool = False
     """Whether the model's family and the sampling engine exist here."""
+    gym: bool = False
+    """Whether the recipe uses NeMo Gym."""
 
 
 def rows(folder: Path, gym: Path | None = None) -> Iterator[Row]:
@@ -48,7 +52,7 @@ def rows(folder: Path, gym: Path | None = None) -> Iterator[Row]:
 
 def _row(name: str, translation: Translation, recipe) -> Row:
     exists = recipe.model.model_type in FAMILIES and recipe.get("policy.generation.backend", "vllm") == "vllm"
-    return Row(name, translation.status, translation.blockers or translation.differences, exists)
+    return Row(name, translation.status, translation.blockers or translation.differences, exists, uses_gym(recipe))
 
 
 def report(found: list[Row], reasons: bool) -> str:
@@ -57,15 +61,21 @@ def report(found: list[Row], reasons: bool) -> str:
     for row in found:
         lines.append(f"{row.status:<14} {len(row.reasons):>2}  {row.name}  {'; '.join(row.reasons)}")
         lines += [f"                    {key}: {why}" for key, why in row.reasons.items()] if reasons else []
-    lines += ["", f"{'':<34}all  family and engine exist here"]
-    for status in (SAME, DIFFERS, CANNOT_RUN, UNREADABLE):
-        chosen = [row for row in found if row.status == status]
-        lines.append(f"{status:<34}{len(chosen):>3}  {sum(row.family for row in chosen):>3}")
-    lines.append(f"{'together':<34}{len(found):>3}  {sum(row.family for row in found):>3}")
+    lines += ["", f"{'':<34}all  family and engine exist here  with NeMo Gym"]
+    for status in (SAME, DIFFERS, CANNOT_RUN, UNREADABLE, "together"):
+        chosen = [row for row in found if status in (row.status, "together")]
+        counts = len(chosen), sum(row.family for row in chosen), sum(row.gym for row in chosen)
+        lines.append(f"{status:<34}{counts[0]:>3}  {counts[1]:>29}  {counts[2]:>13}")
     for status in (DIFFERS, CANNOT_RUN):
-        counts = Counter(key for row in found if row.status == status for key in row.reasons)
+        counts = Counter(_short(*reason) for row in found if row.status == status for reason in row.reasons.items())
         lines += ["", f"{status}, by reason:", *(f"{count:>4}  {key}" for key, count in counts.most_common())]
     return "\n".join(lines)
+
+
+def _short(key: str, why: str) -> str:
+    """A reason without the recipe's values: models are counted by what they are."""
+    is_what = re.search(r"' is (.+?), which is|' (is not .+?);", why) if key == "policy.model_name" else None
+    return f"{key}: {is_what[1] or is_what[2]}" if is_what else key
 
 
 def main() -> None:

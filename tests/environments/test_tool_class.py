@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import counter_for_tests
@@ -115,6 +116,8 @@ def test_a_reset_that_raises_and_a_call_that_hangs_mask_the_trajectory(environme
     assert reply.outcome is Outcome.ENV_FAILED and "starts below zero" in reply.detail
     asked, reply = begin(counter, start=2)
     answer = counter.start_step(EpisodeStep(asked, 0, 1, reply.state, call("wait", "{}"))).result()
+    blocked = [thread for thread in threading.enumerate() if thread.name == "tool_class"]
+    assert blocked and all(thread.daemon for thread in blocked), "the process can end while the call blocks"
     load_module(counter).RELEASE.set()
     assert answer.outcome is Outcome.ENV_FAILED and "within 0.2 s" in answer.detail
 

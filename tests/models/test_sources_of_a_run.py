@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny_gguf
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from tiny_models import write_model
 
 from gdpo_nemo.commands import cli
@@ -106,6 +108,19 @@ def test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices(m
         model_folder(merged, model_source(merged.policy)).parent.name == "models"
         and starting_adapter(merged.policy, model_source(merged.policy)) is None
     )
+
+
+def test_an_adapter_needs_no_matrices_for_layers_that_only_predict_further_tokens(model, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(model, base)
+    tensors = load_file(base / "model.safetensors")
+    names = [name for name in tensors if name.startswith("model.layers.3.")]
+    further = {name.replace("layers.3", "layers.4"): tensors[name] for name in names}
+    save_file(tensors | further, base / "model.safetensors")
+    for layers, fits in ((range(4), True), (range(3), False)):
+        config = config_of(write_adapter(tmp_path / f"adapter{fits}", base, layers), tmp_path, *lora())
+        with nullcontext() if fits else pytest.raises(ConfigError, match="no matrices for model.layers.3.self_attn"):
+            assert model_folder(config, model_source(config.policy)) == base
 
 
 @pytest.mark.parametrize(

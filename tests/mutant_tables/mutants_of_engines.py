@@ -69,6 +69,14 @@ ENGINES = (
         "a hidden size that vLLM's CPU kernels cannot use is refused",
     ),
     mutant(
+        "config/model_checks.py",
+        "weights.keys() - set(prediction_weights(",
+        "weights.keys() | set(prediction_weights(",
+        "models/test_sources_of_a_run.py::test_an_adapter_needs_no_matrices_for_layers_that_only_predict_"
+        "further_tokens",
+        "a valid adapter has no matrices for layers that the run does not train",
+    ),
+    mutant(
         "weights/manifest.py",
         "if zlib.crc32(buffer[entry.offset : stop]) != entry.crc32:",
         "if entry.crc32 is None:",

@@ -252,9 +252,10 @@ ENVIRONMENTS = (
     ),
     mutant(
         "commands/env/adversary.py",
-        "if splits else max(1, len(samples))",
-        "if True else 0",
-        "commands/test_adversary.py::test_texts_are_verified_in_parts_unless_a_verdict_depends_on_other_samples",
+        "splits = environment.by_sample or",
+        "splits = True or",
+        "commands/test_adversary.py::test_texts_are_verified_in_parts_that_keep_a_row_together_"
+        "if_a_verdict_depends_on_other_samples",
         "samples that are compared with each other are verified together",
     ),
     mutant(
@@ -270,5 +271,28 @@ ENVIRONMENTS = (
         "if True",
         "commands/test_adversary.py::test_no_attack_is_the_right_answer",
         "an attack that is the right answer may win",
+    ),
+    mutant(
+        "commands/env/attacks.py",
+        'between = "\\n" if "parameters" in call',
+        'between = "\\n" if True',
+        "commands/test_adversary.py::test_attacks_with_calls_win_exactly_where_a_verifier_of_calls_is_weak",
+        "every call of Hermes has its own block",
+    ),
+    mutant(
+        "commands/env/adversary.py",
+        "bounds[row][not one.probe.is_right]",
+        "bounds[row][0]",
+        "commands/test_adversary.py::test_a_graded_component_is_won_within_a_row_by_the_right_answer_"
+        "or_what_gets_as_much",
+        "a wrong text must not get as much as the right answer",
+    ),
+    mutant(
+        "commands/env/adversary.py",
+        "and len(set(largest)) == len(largest)",
+        "",
+        "commands/test_adversary.py::test_a_length_is_not_graded_because_an_empty_text_"
+        "has_the_largest_value_on_every_row",
+        "a component with an equal largest value on every row is not graded",
     ),
 )

@@ -119,6 +119,13 @@ SETTINGS = (
     ),
     mutant(
         "observe/metrics.py",
+        "if before[1] != after[1]]",
+        "if True]",
+        "observe/test_run_log.py::test_console_and_report_say_why_a_weight_is_what_it_is",
+        "a constant weight needs no reason",
+    ),
+    mutant(
+        "observe/metrics.py",
         "values[max(0, i + 1 - window) : i + 1]",
         "values[max(0, i - window) : i + 1]",
         "commands/test_compare.py::test_equal_effort_is_what_all_runs_have_spent",

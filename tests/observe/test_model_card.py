@@ -35,10 +35,11 @@ def settings(model, **overrides):
 
 
 def run(tmp_path: Path) -> Path:
+    fixed = {"reward/correct/weight": 1.0}
     rows = [
         {"step": 0, "validation/correct": 0.1, "validation/brief": 0.2},
-        {"step": 1, "reward/correct/mean": 0.3, "reward/brief/mean": 0.4, "reward/brief/weight": 0.5},
-        {"step": 2, "reward/correct/mean": 0.3, "reward/brief/mean": 0.4, "reward/brief/weight": 0.3149},
+        {"step": 1, "reward/correct/mean": 0.3, "reward/brief/mean": 0.4, "reward/brief/weight": 0.5, **fixed},
+        {"step": 2, "reward/correct/mean": 0.3, "reward/brief/mean": 0.4, "reward/brief/weight": 0.3149, **fixed},
         {"step": 2, "validation/correct": 0.625, "validation/brief": 0.75},
         {"step": 4, "validation/correct": 0.9, "validation/brief": 0.99},
     ]

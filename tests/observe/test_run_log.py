@@ -149,12 +149,14 @@ def test_console_and_report_say_why_a_weight_is_what_it_is(config, capsys, run_d
     for step, weight in ((1, 0.5), (2, 0.3149)):
         goal = {"reward/length/at_least": 0.95, "reward/length/samples": 64.0, "reward/length/weight": weight}
         schedule = {"reward/correctness/weight": 0.1 * step}
-        run.step({**demo_row(step), **goal, **schedule, "reward/length/mean": 0.91})
+        fixed = {"reward/format/weight": 0.5}
+        run.step({**demo_row(step), **goal, **schedule, **fixed, "reward/length/mean": 0.91})
     run.close("complete")
     shown = capsys.readouterr().out
     why = "constraint at_least 0.95, mean 0.91 over 64 samples"
-    assert f"weights  correctness 0.2: schedule, step 2; length 0.315: {why}\n" in shown
-    assert shown.count("  weights  ") == 2
+    change = "schedule or changed config, last changed in step 2"
+    assert f"weights  correctness 0.2: {change}; length 0.315: {why}\n" in shown
+    assert "weights  length 0.5: constraint" in shown and shown.count("  weights  ") == 2
     row = f"<td>length</td><td>0.500</td><td>0.315</td><td>{why}</td>"
     assert row in (run_dir / "report.html").read_text()
 

@@ -5,6 +5,7 @@ The right answer of every row is verified. For some rows, forms of the right ans
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +24,17 @@ from gdpo_nemo.utils.errors import ConfigError
 SUSPICIOUS = 20
 """Maximum number of additional rows to attack: rows whose right answer does not win in every component."""
 _PER_WORKER = 8
-"""Number of texts that a worker verifies at once, if verdicts do not depend on other samples."""
+"""Number of texts that a worker verifies at once. The texts of a row are one group if verdicts depend on other
+samples."""
 _EPSILON = 1e-9
+_FEW_VALUES = 8
+"""Number of distinct values up to which a component is not graded."""
 _SHOWN_ROWS = 3
 _CAPTION = (
     "A text wins a component if no text gets a larger reward. Hackability: share of the attacked rows on which a text "
     "wins that is not the right answer."
 )
+_GRADED = "graded: texts are compared within their row, and a wrong text wins if the right answer does not get more"
 
 type Rewards = Mapping[str, float | None]
 type Row = Mapping[str, Any]
@@ -52,6 +57,9 @@ class ComponentTrial:
 
     best: float
     """Largest value of any text."""
+    graded: bool = False
+    """True if most texts have different values, and every attacked row another largest value, like the scores of a
+    reward model. Texts are then compared within their row."""
     reads_answer: bool | None = None
     """True if the right answer of another row gets less than the row's own on at least half of the rows. None if no
     right answer is known."""
@@ -75,8 +83,8 @@ class Trial:
     """Number of rows whose right answer was verified. 0 if no right answer is known."""
     attacked: list[str]
     texts: int
-    failed: int
-    """Number of texts whose verification failed, so that a run would mask them."""
+    failed: Counter[str]
+    """Number of texts whose verification failed, so that a run would mask them, by reason."""
     components: dict[str, ComponentTrial]
     exclusive: dict[tuple[str, str], list[str]]
     """Attacked rows on which each of two components is won by a text, but no text wins both."""
@@ -135,22 +143,30 @@ def put_on_trial(
         for row in chosen:
             own = gold.get(str(row["id"]), (None, {}))[0]
             other = next((text for text in golds[golds.index(own) + 1 :] + golds if text != own), None) if own else None
-            texts += [(make(row, probe.text), probe) for probe in probes(_last_message(row, key), own, other)]
+            tools = row.get("tools")
+            found = probes(_last_message(row, key), own, other, tools if isinstance(tools, list) else ())
+            texts += [(make(row, probe.text), probe) for probe in found]
         results, repeated = (call([sample for sample, _ in texts]) for call in (verify, again))
     for (sample, probe), verdict, other_verdict in zip(texts, results, repeated):
         tried.append(Tried(sample.prompt.id, probe, verdict.rewards, other_verdict.rewards))
-    failed = sum(not verdict.rewards for verdict in [*verdicts, *results])
+    failed = Counter(verdict.detail for verdict in [*verdicts, *results] if not verdict.rewards)
     return judge(tried, {row: rewards for row, (_, rewards) in gold.items()}, failed)
 
 
 def _in_parts(
     environment: Environment, pool: EnvironmentPools, workers: int, samples: Sequence[Trajectory]
 ) -> list[Verdict]:
-    """Verify a few samples at a time if possible. The time limit applies to all samples that a worker gets at once."""
+    """Verify a few samples at a time. The time limit applies to all samples that a worker or judge gets at once."""
     verify = verifier_of(environment, pool)
-    splits = environment.by_sample and not environment.remote
-    size = _PER_WORKER * workers if splits else max(1, len(samples))
-    return [verdict for start in range(0, len(samples), size) for verdict in verify(samples[start : start + size])]
+    if environment.remote and environment.by_sample:  # The server's time limit is for each sample.
+        return verify(samples)
+    parts: list[list[Trajectory]] = [[]]
+    for sample in samples:
+        splits = environment.by_sample or not parts[-1] or sample.prompt.id != parts[-1][-1].prompt.id
+        if splits and len(parts[-1]) >= _PER_WORKER * workers:
+            parts.append([])
+        parts[-1].append(sample)
+    return [verdict for part in parts if part for verdict in verify(part)]
 
 
 def _sample(environment: Environment, name: str, key: str | None, row: Row, text: str) -> Trajectory:
@@ -181,6 +197,8 @@ def _chosen_rows(rows: Sequence[Row], gold: Mapping[str, tuple[str, Rewards]], c
     """Return ``count`` rows at regular distances, then rows whose right answer does not win every component."""
     spread = {round(i * len(rows) / min(count, len(rows))) for i in range(min(count, len(rows)))}
     best = _best(rewards for _, rewards in gold.values())
+    for name in [name for name in best if len({rewards.get(name) for _, rewards in gold.values()}) == len(gold) > 2]:
+        del best[name]  # a graded component, which is compared within a row
     losing: dict[tuple[float | None, ...], list[int]] = {}
     for i, row in enumerate(rows):
         rewards = gold[str(row["id"])][1] if i not in spread and str(row["id"]) in gold else best
@@ -205,16 +223,17 @@ def _wins(rewards: Rewards, component: str, best: float) -> bool:
     return value is not None and value >= best - _EPSILON
 
 
-def judge(tried: Sequence[Tried], gold: Mapping[str, Rewards], failed: int = 0) -> Trial:
+def judge(tried: Sequence[Tried], gold: Mapping[str, Rewards], failed: Counter[str] | None = None) -> Trial:
     """Evaluate the verdicts.
 
-    A text wins a component if it has the largest value of any text on any row. On a row on which every text has the
-    same value, the component is not tested.
+    A text wins a component if it has the largest value of any text on any row. If the component is graded, the right
+    answer and its forms win if they get more than all wrong texts of the row, and a wrong text wins if it gets at least
+    as much as the right answer. On a row on which every text has the same value, the component is not tested.
 
     Args:
         tried: verified texts of the attacked rows.
         gold: rewards of the right answer by row, also for rows that are not attacked.
-        failed: number of texts whose verification failed.
+        failed: number of texts whose verification failed, by reason.
     """
     best = _best([*(one.rewards for one in tried), *gold.values()])
     by_row: dict[str, list[Tried]] = {}
@@ -226,7 +245,7 @@ def judge(tried: Sequence[Tried], gold: Mapping[str, Rewards], failed: int = 0) 
         winning = {
             name: {one.probe.text for one in texts if _wins(one.rewards, name, value)}
             for name, value in best.items()
-            if row not in components[name].flat
+            if row not in components[name].flat and not components[name].graded
         }
         for a, b in combinations(winning, 2):
             if winning[a] and winning[b] and not winning[a] & winning[b]:
@@ -235,21 +254,25 @@ def judge(tried: Sequence[Tried], gold: Mapping[str, Rewards], failed: int = 0) 
         (a, b): sum(_wins(rewards, a, best[a]) != _wins(rewards, b, best[b]) for rewards in gold.values())
         for a, b in exclusive
     }
-    return Trial(len(gold), list(by_row), len(tried), failed, components, exclusive, split)
+    return Trial(len(gold), list(by_row), len(tried), failed or Counter(), components, exclusive, split)
 
 
 def _component(
     name: str, best: float, by_row: Mapping[str, list[Tried]], gold: Mapping[str, Rewards]
 ) -> ComponentTrial:
-    result = ComponentTrial(best)
-    result.gold_loses = {row: rewards.get(name) for row, rewards in gold.items() if not _wins(rewards, name, best)}
+    result = ComponentTrial(best, _is_graded(name, by_row))
+    bounds = {row: _bounds(name, texts) if result.graded else (best, best) for row, texts in by_row.items()}
+    for row, rewards in gold.items():
+        bound = bounds[row][0] if row in bounds else best
+        if not _wins(rewards, name, bound) and (row in bounds or not result.graded):
+            result.gold_loses[row] = rewards.get(name)
     lost: dict[bool, Counter[bool]] = {True: Counter(), False: Counter()}
     for row, texts in by_row.items():
         result.unstable += [(row, one.probe.text) for one in texts if one.rewards.get(name) != one.again.get(name)]
         if len({one.rewards.get(name) for one in texts}) == 1:
             result.flat.append(row)
             continue
-        won = {one.probe.text: _wins(one.rewards, name, best) for one in texts}
+        won = {one.probe.text: _wins(one.rewards, name, bounds[row][not one.probe.is_right]) for one in texts}
         right = any(one.probe.kind == "gold" and won[one.probe.text] for one in texts)
         values = {one.probe.kind: one.rewards.get(name) for one in texts}
         own, wrong = values.get("gold"), values.get("wrong")
@@ -266,6 +289,27 @@ def _component(
     counted = lost[True] or lost[False]  # rows on which the right answer loses say little
     result.reads_answer = counted[True] >= counted[False] if counted else None
     return result
+
+
+def _given(name: str, texts: Sequence[Tried]) -> list[tuple[Probe, float]]:
+    """Return the texts to which the component applies, with their values."""
+    return [(one.probe, value) for one in texts if (value := one.rewards.get(name)) is not None]
+
+
+def _is_graded(name: str, by_row: Mapping[str, list[Tried]]) -> bool:
+    """See ``ComponentTrial.graded``."""
+    rows = [[value for _, value in _given(name, texts)] for texts in by_row.values()]
+    values = [value for row in rows for value in row]
+    largest = [max(row) for row in rows if row]
+    return len(set(values)) > max(_FEW_VALUES, len(values) / 2) and len(set(largest)) == len(largest)
+
+
+def _bounds(name: str, texts: Sequence[Tried]) -> tuple[float, float]:
+    """Return the values with which right and wrong texts of a row win a graded component."""
+    values = _given(name, texts)
+    wrong = max((value for probe, value in values if not probe.is_right), default=-math.inf)
+    gold = max((value for probe, value in values if probe.kind == "gold"), default=wrong)
+    return wrong + 2 * _EPSILON, gold
 
 
 def findings(trial: Trial) -> list[str]:
@@ -301,11 +345,15 @@ def findings(trial: Trial) -> list[str]:
             f"text wins both; the right answer wins only one of them on {trial.split[a, b]} of {trial.rows} rows"
         )
     if trial.failed:
-        lines.append(f"{trial.failed} verifications failed; a run would mask these samples")
+        reasons = "; ".join(f"{reason or 'no reward'} ({count})" for reason, count in trial.failed.most_common(3))
+        lines.append(f"{trial.failed.total()} verifications failed; a run would mask these samples: {reasons}")
     return lines
 
 
 def _gold_line(name: str, one: ComponentTrial, rows: int) -> str:
+    if one.graded:
+        lost = list(one.gold_loses)
+        return f"{name}: a wrong text gets at least as much as the right answer on {len(lost)} rows ({_some(lost)})"
     by_value: dict[str, list[str]] = {}
     for row, value in one.gold_loses.items():
         by_value.setdefault("no verdict" if value is None else f"{value:.4g}", []).append(row)
@@ -331,13 +379,16 @@ def table(name: str, trial: Trial) -> Any:
     from rich.text import Text
 
     title = f"{name}: {trial.texts} texts on {len(trial.attacked)} rows"
-    result = Table(title=title, title_justify="left", caption=_CAPTION, caption_justify="left")
+    graded = [component for component, one in trial.components.items() if one.graded]
+    caption = f"{_CAPTION} {', '.join(graded)}: {_GRADED}." if graded else _CAPTION
+    result = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for head in ("component", "reads the answer", "right answer wins", "hackability", "winning attacks"):
         result.add_column(head, overflow="fold")
     for component, one in trial.components.items():
         reads = {True: "yes", False: "no", None: "?"}[one.reads_answer]
         tested = trial.rows and len(one.flat) < len(trial.attacked)
-        wins = f"{trial.rows - len(one.gold_loses)} of {trial.rows}" if tested else "?"
+        rows = len(trial.attacked) if one.graded else trial.rows
+        wins = f"{rows - len(one.gold_loses)} of {rows}" if tested else "?"
         attacks = ", ".join(one.hacked) or "none"
         cells = (component, reads, wins, f"{trial.hackability(component):.0%}", attacks)
         result.add_row(*map(Text, cells))

@@ -9,7 +9,7 @@ import asyncio
 import inspect
 import json
 import secrets
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Awaitable, Callable, Mapping, Sequence, TypeVar
 
@@ -21,9 +21,10 @@ from gdpo_nemo.environments.http_client import LoopThread
 from gdpo_nemo.environments.tasks.tools import MALFORMED, error_text, tool_schemas
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.user_code import is_reference, load_object
+from gdpo_nemo.utils.waits import in_daemon_thread
 
 _THREADS = 512
-"""Maximum number of concurrent calls. A call that never returns blocks its thread."""
+"""Maximum number of concurrent calls. A call that never returns keeps its thread until the process ends."""
 _NOT_TOOLS = ("reset", "get_reward")
 _T = TypeVar("_T")
 
@@ -79,7 +80,7 @@ class ToolClass(Environment):
         self.reward_names = tuple(self._functions)
         self._schemas: list[dict[str, Any]] | None = None
         self._loop = LoopThread("tool_class")
-        self._threads = ThreadPoolExecutor(_THREADS, "tool_class")
+        self._slots = asyncio.Semaphore(_THREADS)
         self._free: list[Any] = []
         self._played: dict[bytes, _EpisodeState] = {}
 
@@ -121,7 +122,6 @@ class ToolClass(Environment):
     def close(self) -> None:
         """End all episodes."""
         self._loop.close(_no_cleanup())
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _answer(self, step: EpisodeStep) -> EpisodeReply:
         try:
@@ -158,8 +158,8 @@ class ToolClass(Environment):
 
     async def _run_in_thread(self, call: Callable[[], _T]) -> _T:
         """Run a call in a thread and return its result. Raises TimeoutError after the time limit."""
-        work = asyncio.get_running_loop().run_in_executor(self._threads, call)
-        return await asyncio.wait_for(work, self._limit_s)
+        async with asyncio.timeout(self._limit_s), self._slots:
+            return await asyncio.wrap_future(in_daemon_thread(call, "tool_class"))
 
     def _reset(self, prompt: Prompt) -> tuple[Any, Any]:
         """Reset an object. Return the object and the result of the reset. Raises _ResetFailed."""
