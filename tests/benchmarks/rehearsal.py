@@ -61,6 +61,7 @@ from gdpo_nemo.training.checkpoints import RunState
 from gdpo_nemo.training.components import RunComponents, Stop
 from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.training.trainer import Trainer
+from gdpo_nemo.utils.progress import frozen
 from gdpo_nemo.utils.user_code import load_object
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.transports.base import Transport
@@ -414,6 +415,7 @@ def _train(
     parts.sync = WeightSync(policy, fleet, None, Versions(), kv="keep")
     trainer = Trainer(parts)
     threads = Threads()
+    stack.enter_context(frozen())
     trainer.publish()
     trainer.schedule()
     spent = [threads.read()]
