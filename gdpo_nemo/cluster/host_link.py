@@ -31,8 +31,8 @@ _GATHER_S = 0.01
 """Time during which requests are collected before they are sent to the host together."""
 _REPORT_S = 0.05
 """Time during which a host collects finished groups before it reports them together."""
-_REPORT_S_PER_HOST = 0.01
-"""A report takes the driver about 1 ms of CPU time, so the reports of asynchronous runs take at most 10 % of a core."""
+_REPORT_S_PER_HOST = 0.005
+"""A report takes the driver about 1 ms of CPU time, so the reports of asynchronous runs take at most 20 % of a core."""
 POLL_S = 10.0
 """Time after which a host reports all its engines even if no group is complete."""
 _CLOSE_S = 10.0
