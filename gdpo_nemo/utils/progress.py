@@ -126,14 +126,12 @@ def frozen() -> Iterator[None]:
     A driver's modules contain half a million permanent objects. A step with many samples starts several collections,
     which would scan all of these objects.
     """
-    excluded = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        if not excluded:  # otherwise the process has excluded its modules for good
-            gc.unfreeze()
+        gc.unfreeze()
 
 
 @contextlib.contextmanager

@@ -135,14 +135,12 @@ print("vllm" in sys.modules, "torch._inductor.lowering" in sys.modules)
     assert output_of(code, **CPU_ENVIRONMENT if on_cpu else {}) == f"True {not on_cpu}"
 
 
-@pytest.mark.parametrize("before, after", [("", True), ("gc.freeze()", False)])
-def test_existing_objects_are_excluded_from_collections_only_in_the_block(before, after):
+def test_existing_objects_are_excluded_from_collections_only_in_the_block():
     """In a process of its own, because other tests exclude the modules of this one."""
-    code = f"""
+    code = """
 import gc
 from gdpo_nemo.utils.progress import frozen
 kept = [[]]
-{before}
 is_scanned = lambda: any(found is kept for found in gc.get_objects())
 with frozen():
     made = [[]]
@@ -150,4 +148,4 @@ with frozen():
 print(is_scanned())
 """
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert found.split() == ["False", "True", str(after)]
+    assert found.split() == ["False", "True", "True"]
