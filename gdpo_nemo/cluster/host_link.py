@@ -155,7 +155,7 @@ class HostLink:
 
     async def _forward(self, called: Any, answers: Mapping[int, Answer]) -> None:
         try:
-            results = await answer(called, "rollout host", math.inf)
+            results = await answer(called, "rollout host", math.inf, POLL_S)
         except GdpoError as error:
             results = dict.fromkeys(answers, error)
         for index, found in answers.items():
@@ -189,7 +189,9 @@ class HostLink:
     async def _serve(self, actor: Any) -> None:
         try:
             while True:
-                reports, recovered = await answer(actor.poll.remote(POLL_S, self._report_s), "rollout host", math.inf)
+                reports, recovered = await answer(
+                    actor.poll.remote(POLL_S, self._report_s), "rollout host", math.inf, POLL_S
+                )
                 self._recovered += recovered
                 for index, generation, report in reports:
                     if generation == self._generations[index]:
