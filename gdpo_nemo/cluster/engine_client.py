@@ -228,15 +228,6 @@ class EngineClient:
         current = self._state is EngineState.READY and self.version >= version
         return current and self.load < self.slots and not self._full
 
-    @staticmethod
-    def freest(clients: Sequence[EngineClient], version: int) -> EngineClient | None:
-        """Return the first client with the lowest load of all clients that have room (``has_room``), or None."""
-        found: EngineClient | None = None
-        for client in clients:  # with many engines, this loop is a large part of the driver's work
-            if (found is None or client.load < found.load) and client.has_room(version):
-                found = client
-        return found
-
     @property
     def _full(self) -> bool:
         return self.report.kv_used > FULL_KV and self.report.waiting > 0
@@ -442,6 +433,8 @@ class EngineClient:
         by_name = {pending.name: (pending.request, pending.sampling) for pending in requests}
         # Call the actor now: in the next loop iteration, the actor may be a replacement without the newest weights.
         submitted = self._call("submit", by_name)
+        if self._host is not None:
+            return  # the host reports failures
         task = asyncio.get_running_loop().create_task(self._wait_for_submit(submitted, self.actor, requests))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -6,10 +6,8 @@ coroutines run on this loop. All other threads use the blocking methods.
 * ``ready`` waits until every client is READY, UPDATING or ASLEEP.
 * ``submit`` does not wait. The requests of one loop iteration are sent together.
 * ``sample`` and ``generate`` submit requests and wait until ``EngineClient.serve`` has polled the completions.
-* ``room`` waits until a READY client with weights of the required version has a free slot.
-* ``update`` waits until every live engine has the weights. In ``_deliver``, ``_hold`` waits until the engines have
-  stopped between two steps. Then ``_send`` waits until the senders and the engines have answered. Both calls are
-  repeated for live engines that did not receive the weights.
+* ``rooms`` waits until a READY client with weights of the required version has a free slot.
+* ``update`` waits until every live engine has the weights (``_hold`` and ``_send``, repeated by ``_deliver``).
 * ``score``, ``sleep`` and ``wake`` wait until every called engine has answered or died.
 * After a death, ``EngineClient.serve`` calls ``reassign`` (unless the run is exact), waits until ``awake`` is set, and
   calls ``deliver``, which waits for the lock ``_delivering``.
@@ -23,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -102,7 +101,7 @@ class EngineFleet:
         self._start_actor = partial(start_engine, config, folder, self._placement, devices or ())
         generation = config.policy.generation
         arguments = self._start, generation.vllm_cfg.max_num_seqs, self._timeout_s, self, generation.engines
-        self.hosts = HostLinks(self._placement.places.engines, start_host)
+        self.hosts = HostLinks(self._placement.places.engines, start_host, self.exact)
         self.clients = [EngineClient(n, *arguments, self.hosts.of(n)) for n in range(generation.engines)]
         self._serving = self.spawn(self._serve())
 
@@ -136,14 +135,11 @@ class EngineFleet:
     def generate(
         self, requests: Sequence[SampleRequest], sampling: Sampling, engine: int | None = None
     ) -> CompletionBatch:
-        """Sample the requests and wait for all completions.
+        """Sample the requests and wait for all completions. Raises RunError if this fails permanently.
 
         Args:
             engine: number of the engine for all requests. None distributes the requests evenly, with consecutive
                 requests on the same engine so that they share its prefix cache.
-
-        Raises:
-            RunError: if the time limit is exceeded or no engine is left.
         """
         return self.spawn(self.sample_all(requests, sampling, engine)).result()
 
@@ -244,25 +240,35 @@ class EngineFleet:
         return result
 
     def least_loaded(self) -> int:
-        """Return the number of the engine with the fewest requests. Engines that can sample precede starting engines.
-
-        Raises:
-            RunError: if sampling has failed permanently.
-        """
+        """Return the engine with the fewest requests, of those that can sample if there are any."""
         if self.failure is not None:
             raise self.failure
         clients = [client for client in self.clients if client.can_sample]
         clients = clients or [client for client in self.clients if client.state not in _UNAVAILABLE]
         return min(clients, key=lambda client: (client.load, client.index)).index
 
-    async def room(self, version: int, samples: int) -> int:
-        """Wait for an engine with a free slot and weights of ``version`` or newer, and reserve ``samples`` slots on it.
+    async def rooms(self, version: int, samples: int, groups: int = 1) -> list[int]:
+        """Wait for an engine with a free slot and weights of ``version`` or newer, and reserve ``samples`` slots for
+        each of at most ``groups`` groups. Return the engine number of each group for which there was room.
 
-        Call ``EngineClient.keep_promise`` for each sample that is submitted or cancelled. Return the engine number.
+        Call ``EngineClient.keep_promise`` for each sample that is submitted or cancelled.
         """
-        client = await self.until(lambda: EngineClient.freest(self.clients, version))
-        client.promised += samples
-        return client.index
+
+        def reserve() -> list[int]:
+            heap = [(client.load, client.index) for client in self.clients]
+            heapq.heapify(heap)
+            found: list[int] = []
+            while heap and len(found) < groups:
+                client = self.clients[heap[0][1]]
+                if client.has_room(version):
+                    client.promised += samples
+                    found.append(client.index)
+                    heapq.heapreplace(heap, (client.load, client.index))
+                else:
+                    heapq.heappop(heap)
+            return found
+
+        return await self.until(reserve)
 
     @property
     def version(self) -> int:
@@ -287,11 +293,10 @@ class EngineFleet:
     def submit(self, request: EngineRequest, sampling: Sampling, engine: int | None = None) -> PendingRequest:
         """Send a request to an engine. Requests of one event-loop iteration are sent together, in order.
 
+        Raises RunError if sampling has failed permanently, or if the engines sleep.
+
         Args:
             engine: preferred engine; None chooses the engine with the fewest requests.
-
-        Raises:
-            RunError: if sampling has failed permanently, or if the engines sleep.
         """
         return self._client(engine).submit(request, sampling)
 
@@ -314,13 +319,9 @@ class EngineFleet:
     ) -> CompletionBatch:
         """Sample the requests and return all completions. See ``generate``."""
         start = time.monotonic()
-        count = len(self.clients)
-        results = await asyncio.gather(
-            *(
-                self.sample(request, sampling, index * count // len(requests) if engine is None else engine)
-                for index, request in enumerate(requests)
-            )
-        )
+        even = [index * len(self.clients) // len(requests) for index in range(len(requests))]
+        engines = even if engine is None else [engine] * len(requests)
+        results = await asyncio.gather(*(self.sample(r, sampling, n) for r, n in zip(requests, engines)))
         completions = [completion for completion, _ in results]
         return CompletionBatch(completions, min(c.version for c in completions), time.monotonic() - start)
 
@@ -410,24 +411,25 @@ class EngineFleet:
         The sender starts after this method, because draining an engine may take longer than the sender's time limit.
         """
         assert self._weights is not None
-        actors = [client.actor for client in clients]
-        refs = [actor.prepare_update.remote(self._weights.manifest, kv) for actor in actors]
+        actors = {client.index: client.actor for client in clients}
+        refs = self.hosts.call(actors, "prepare_update", self._weights.manifest, kv)
         answers = await self._answers(clients, refs, "updating the engines' weights")
         # An engine may have died after its answer, while another engine was draining. Replacements have no model yet.
-        results = zip(clients, actors, answers)
-        return [client for client, actor, result in results if not died(result) and client.actor is actor]
+        return [c for c, result in zip(clients, answers) if not died(result) and c.actor is actors[c.index]]
 
     async def _send(self, clients: Sequence[EngineClient]) -> list[EngineClient]:
         """Send the weights once, and return the clients of live engines that did not receive the weights."""
         weights = self._weights
         assert weights is not None
         actors = {client.index: client.actor for client in clients}
+        handles = self.hosts.handles(actors)
 
         def send() -> tuple[list[Any], list[Any]]:
             with errors_named(type(weights), "send"):
-                return weights.send(actors)
+                return weights.send(handles)
 
         refs, sent = await asyncio.to_thread(send)
+        refs = self.hosts.make_deferred(refs)
         missing = []
         if sent:
             try:
@@ -459,15 +461,15 @@ class EngineFleet:
         while True:  # repeat with the replacements if all called engines died
             await self.until(lambda: bool(working()))
             clients = working()
-            actors = [client.actor for client in clients]
-            refs = [actor.score.remote(list(sequences)) for actor in actors]
+            actors = {client.index: client.actor for client in clients}
+            refs = self.hosts.call(actors, "score", list(sequences))
             answers = await self._answers(clients, refs, "scoring sequences in the engines")
             scored: dict[int, Any] = {
                 client.index: scores for client, scores in zip(clients, answers) if not died(scores)
             }
             if scored:
                 return scored
-            dead += actors
+            dead += actors.values()
 
     async def _sleep(self) -> None:
         self.awake.clear()

@@ -5,8 +5,8 @@ clients together and receives all their reports together, so that the driver nee
 fleet's event loop.
 
 ``attach`` tells the host about a new engine. Requests then pass through ``submit``, ``_flush`` and the host's
-``submit``. Reports return through the host's ``poll``, ``_serve`` and ``poll``. If the host dies, its engines count as
-dead: their clients replace them, and the first ``attach`` starts another host.
+``submit``. Reports return through the host's ``poll``, ``_serve`` and ``poll``. Weight updates pass through ``call``.
+If the host dies, its engines count as dead: their clients replace them, and the first ``attach`` starts another host.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import socket
 from collections import Counter, deque
 from concurrent.futures import Future, wait
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Callable, Collection, Mapping, Sequence
 
 from gdpo_nemo.cluster.session import WorkerDied, answer, answered, ray
@@ -28,6 +29,10 @@ from gdpo_nemo.utils.errors import GdpoError, RunError
 
 _GATHER_S = 0.01
 """Time during which requests are collected before they are sent to the host together."""
+_REPORT_S = 0.05
+"""Time during which a host collects finished groups before it reports them together."""
+_REPORT_S_PER_HOST = 0.005
+"""A report takes the driver about 1 ms of CPU time, so the reports of asynchronous runs take at most 20 % of a core."""
 POLL_S = 10.0
 """Time after which a host reports all its engines even if no group is complete."""
 _CLOSE_S = 10.0
@@ -38,22 +43,54 @@ HostReport = tuple[list[tuple[int, int, EngineReport | GdpoError]], Counter[str]
 
 
 class Answer:
-    """Result of a call through a link, with the interface of a Ray reference that ``session.answer`` uses."""
+    """Result of a call through a link, with the interface of a Ray reference that ``session.answer`` uses.
+
+    Each answer belongs to the fleet's event loop.
+    """
 
     def __init__(self) -> None:
-        self._future: Future[Any] = Future()
+        # Unlike the futures of Ray's references, this future wakes its loop without a system call.
+        self._future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
-    def future(self) -> Future[Any]:
+    def future(self) -> asyncio.Future[Any]:
         """Return the future of the result."""
         return self._future
 
-    def set(self, result: EngineReport | GdpoError | None) -> Answer:
+    def set(self, result: Any) -> Answer:
         """Set the result, or the exception that the call raises."""
         if isinstance(result, GdpoError):
             self._future.set_exception(result)
+            self._future.exception()  # asyncio warns about exceptions that are never retrieved
         else:
             self._future.set_result(result)
         return self
+
+
+class EngineHandle:
+    """Engine actor for ``Transport.send``, with the attributes of the actor.
+
+    Its calls of ``update_weights`` are made after ``send``, together with those of other engines (``HostLinks.call``).
+    """
+
+    def __init__(self, index: int, actor: Any):
+        self.index = index
+        self.actor = actor
+        self.arguments: tuple[Any, ...] = ()
+        """Arguments of the deferred call."""
+        self.update_weights = SimpleNamespace(remote=self._defer)
+
+    def _defer(self, *arguments: Any) -> EngineHandle:
+        self.arguments = arguments
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.actor, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EngineHandle) and self.actor is other.actor
+
+    def __hash__(self) -> int:
+        return id(self.actor)
 
 
 class HostLink:
@@ -61,14 +98,18 @@ class HostLink:
 
     Args:
         start: function that starts the host's actor.
+        report_s: time during which the host collects finished groups before it reports them together.
     """
 
-    def __init__(self, start: Callable[[], Any]):
+    def __init__(self, start: Callable[[], Any], report_s: float = _REPORT_S):
         self._start = start
+        self._report_s = report_s
         self._actor: Any = None
         self._location: Any = None
         self._generations: Counter[int] = Counter()
         """Number of ``attach`` calls by engine, which distinguishes an engine from its replacements."""
+        self._attached: dict[int, Any] = {}
+        """Actors of the engines with which the host samples."""
         self._reports: dict[int, deque[EngineReport | GdpoError]] = {}
         """Reports that the engine's client has not asked for yet."""
         self._polls: dict[int, Answer] = {}
@@ -76,6 +117,7 @@ class HostLink:
         self._outbox: dict[int, dict[str, Any]] = {}
         self._recovered: Counter[str] = Counter()
         self._task: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[None]] = set()
 
     async def attach(self, index: int, engine: Any, timeout_s: float) -> None:
         """Let the host sample with a new actor of an engine. Requests to the earlier actor are forgotten.
@@ -92,16 +134,38 @@ class HostLink:
         self._reports[index] = deque()
         self._polls.pop(index, None)
         self._outbox.pop(index, None)
+        self._attached.pop(index, None)
         # Ray does not keep the order of calls, so requests must wait for the answer.
         attached = self._actor.attach.remote(index, self._generations[index], engine)
         await answer(attached, f"starting the rollout host of engine {index}", timeout_s)
+        self._attached[index] = engine
 
-    def submit(self, index: int, requests: Mapping[str, Any]) -> Answer:
-        """Send requests to an engine. Failures of single requests are reported by ``poll``."""
+    def has(self, index: int, engine: Any) -> bool:
+        """Return whether the host samples with this actor of an engine."""
+        return self._actor is not None and self._attached.get(index) is engine
+
+    def call(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Answer]:
+        """Let the host call a method of several engines. Return the answers by engine number."""
+        answers = {index: Answer() for index in arguments}
+        called = self._actor.call_engines.remote(method, arguments)
+        task = asyncio.get_running_loop().create_task(self._forward(called, answers))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        return answers
+
+    async def _forward(self, called: Any, answers: Mapping[int, Answer]) -> None:
+        try:
+            results = await answer(called, "rollout host", math.inf, POLL_S)
+        except GdpoError as error:
+            results = dict.fromkeys(answers, error)
+        for index, found in answers.items():
+            found.set(results[index])
+
+    def submit(self, index: int, requests: Mapping[str, Any]) -> None:
+        """Send requests to an engine. Failures are reported by ``poll``."""
         if not self._outbox:
             asyncio.get_running_loop().call_later(_GATHER_S, self._flush)
         self._outbox.setdefault(index, {}).update(requests)
-        return Answer().set(None)
 
     def _flush(self) -> None:
         outbox, self._outbox = self._outbox, {}
@@ -125,7 +189,9 @@ class HostLink:
     async def _serve(self, actor: Any) -> None:
         try:
             while True:
-                reports, recovered = await answer(actor.poll.remote(POLL_S), "rollout host", math.inf)
+                reports, recovered = await answer(
+                    actor.poll.remote(POLL_S, self._report_s), "rollout host", math.inf, POLL_S
+                )
                 self._recovered += recovered
                 for index, generation, report in reports:
                     if generation == self._generations[index]:
@@ -138,6 +204,7 @@ class HostLink:
             ray.kill(self._actor)  # the actor may be alive, but unreachable
         self._actor = None
         self._outbox = {}
+        self._attached = {}
         for index in self._reports:
             self._put(index, WorkerDied(f"engine {index}: {error}") if isinstance(error, WorkerDied) else error)
 
@@ -183,11 +250,13 @@ class HostLinks:
     Args:
         nodes: node of each engine.
         start: function that starts the host of a node, or None.
+        exact: True if the run is synchronous, so that each step waits for the report of its last group.
     """
 
-    def __init__(self, nodes: Sequence[int], start: Callable[[int], Any] | None):
+    def __init__(self, nodes: Sequence[int], start: Callable[[int], Any] | None, exact: bool = False):
         self._nodes = nodes
-        self._links = {node: HostLink(partial(start, node)) for node in sorted(set(nodes))} if start else {}
+        report_s = _REPORT_S if exact else max(_REPORT_S, _REPORT_S_PER_HOST * len(set(nodes)))
+        self._links = {node: HostLink(partial(start, node), report_s) for node in sorted(set(nodes))} if start else {}
 
     def __bool__(self) -> bool:
         return bool(self._links)
@@ -195,6 +264,37 @@ class HostLinks:
     def of(self, engine: int) -> HostLink | None:
         """Return the link of an engine. None if the driver makes the groups."""
         return self._links.get(self._nodes[engine])
+
+    def call(self, actors: Mapping[int, Any], method: str, *arguments: Any) -> list[Any]:
+        """Call a method of engines, with one Ray call per rollout host. Return a reference per engine, in order.
+
+        Args:
+            actors: actors by engine number. An actor without a host is called directly.
+        """
+        return self._call(actors, method, dict.fromkeys(actors, arguments))
+
+    def _call(self, actors: Mapping[int, Any], method: str, arguments: Mapping[int, Sequence[Any]]) -> list[Any]:
+        refs: dict[int, Any] = {}
+        for node, link in self._links.items():
+            hosted = [index for index, actor in actors.items() if self._nodes[index] == node and link.has(index, actor)]
+            if hosted:
+                refs |= link.call(method, {index: arguments[index] for index in hosted})
+        return [
+            refs[index] if index in refs else getattr(actor, method).remote(*arguments[index])
+            for index, actor in actors.items()
+        ]
+
+    def handles(self, actors: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Return engine actors for ``Transport.send``. With hosts, their updates wait for ``make_deferred``."""
+        return {index: EngineHandle(index, actor) for index, actor in actors.items()} if self else actors
+
+    def make_deferred(self, refs: Sequence[Any]) -> list[Any]:
+        """Make the updates that a transport has deferred, and replace them with references."""
+        deferred = {ref.index: ref for ref in refs if isinstance(ref, EngineHandle)}
+        actors = {index: handle.actor for index, handle in deferred.items()}
+        made = self._call(actors, "update_weights", {index: handle.arguments for index, handle in deferred.items()})
+        by_index = dict(zip(deferred, made))
+        return [by_index[ref.index] if isinstance(ref, EngineHandle) else ref for ref in refs]
 
     def take_recoveries(self) -> Counter[str]:
         """Return and clear the recoveries of all hosts (``HostLink.take_recoveries``)."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Iterable, Sequence
 import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import loss_import_paths, reads_whole_sequences, why_all_sequences
-from gdpo_nemo.cluster.policy_rank import LOGPROBS, Columns, PolicyRank
+from gdpo_nemo.cluster.policy_rank import LOGPROBS, Columns, PolicyRank, RankCaller
 from gdpo_nemo.cluster.reservation import Placement, place_on_this_machine
 from gdpo_nemo.cluster.session import answered, cores, gather, one_has_ended, ray, thread_environment
 from gdpo_nemo.config.algorithm_choice import spec_of
@@ -50,6 +50,8 @@ _START_S = 900.0
 """Time limit for the ranks to start and to load the model."""
 _SHORTEST_DEADLINE_S = 300.0
 """Minimum of an adaptive timeout in seconds. A busy machine or file system may delay ranks that were fast before."""
+_MANY_RANKS = 8
+"""Number of ranks above which the driver calls the ranks of a node together."""
 _COMPUTES = ("train", "component_gradients", "logprobs", "teacher_logprobs")
 """Methods with an adaptive timeout. Other methods wait for disks, which may be fast for days and then become busy."""
 
@@ -98,6 +100,9 @@ class PolicyGroup:
             loss or the reward contains a KL term.
     """
 
+    callers: Sequence[tuple[Any, Sequence[int]]] = ()
+    """(``RankCaller``, ranks) of each node if there are many ranks."""
+
     def __init__(
         self,
         config: Config,
@@ -128,6 +133,8 @@ class PolicyGroup:
         self.ranks = [
             actor.options(**options, **placement.on(node)).remote(rank, world) for rank, node in enumerate(nodes)
         ]
+        if len(nodes) > _MANY_RANKS:
+            self.callers = self._start_callers(placement)
         self._locations = {rank: actor.process_location.remote() for rank, actor in enumerate(self.ranks)}
         self._devices = [rank.device.remote() for rank in self.ranks]
         if reference is None:
@@ -146,6 +153,17 @@ class PolicyGroup:
         """Data-parallel rank of each rank. The list is empty until the first call that needs it."""
         if not placement.places.shared:
             self._build()
+
+    def _start_callers(self, placement: Placement) -> list[tuple[Any, list[int]]]:
+        nodes: dict[int, list[int]] = {}
+        for rank, node in enumerate(placement.places.policy):
+            nodes.setdefault(node, []).append(rank)
+        actor = ray.remote(RankCaller)
+        options = dict(num_cpus=0, runtime_env={"env_vars": {**thread_environment(1), "CUDA_VISIBLE_DEVICES": ""}})
+        return [
+            (actor.options(**options, **placement.on(node)).remote([self.ranks[rank] for rank in ranks]), ranks)
+            for node, ranks in nodes.items()
+        ]
 
     def _choose_sharing(self, config: Config) -> None:
         """Determine whether updates may share prompts.
@@ -200,7 +218,8 @@ class PolicyGroup:
     ) -> list[Any]:
         """Call a method on all ranks, each with its share of the sequences. Return the results by rank.
 
-        Each share is stored once in Ray's object store. All ranks with the same data-parallel rank read the same share.
+        Each share is stored once in Ray's object store, and all ranks with the same data-parallel rank read it. With
+        many ranks, the shares of a node are stored together.
 
         Args:
             layout: assignment of the sequences to data-parallel ranks and micro-batches.
@@ -210,18 +229,34 @@ class PolicyGroup:
         """
         if not self._data_ranks:
             self._data_ranks = self._call("data_parallel_rank", what="querying the layout")
-        shares = [
-            ray.put(Share.of(sequences, micro_batches, fields, layout.shared)) for micro_batches in layout.assignment
-        ]
-        refs = [
-            getattr(rank, method).remote(shares[data_rank], **arguments)
-            for rank, data_rank in zip(self.ranks, self._data_ranks, strict=True)
-        ]
+        shares = [Share.of(sequences, micro_batches, fields, layout.shared) for micro_batches in layout.assignment]
         patience = self._patience[method]
         start = time.monotonic()
-        results = gather(refs, what, patience.limit_s, "policy")
+        if self.callers:
+            refs = [self._call_node(node, method, shares, what, arguments) for node in self.callers]
+            by_rank: dict[int, Any] = {}
+            for (_, ranks), results in zip(self.callers, gather(refs, what, patience.limit_s, "policy"), strict=True):
+                by_rank |= zip(ranks, results, strict=True)
+            results = [by_rank[rank] for rank in range(len(self.ranks))]
+        else:
+            stored = [ray.put(share) for share in shares]
+            refs = [
+                getattr(rank, method).remote(stored[data_rank], **arguments)
+                for rank, data_rank in zip(self.ranks, self._data_ranks, strict=True)
+            ]
+            results = gather(refs, what, patience.limit_s, "policy")
         patience.took(time.monotonic() - start)
         return results
+
+    def _call_node(
+        self, node: tuple[Any, Sequence[int]], method: str, shares: Sequence[Share], what: str, options: dict[str, Any]
+    ) -> Any:
+        """Call a method on all ranks of a node, and return the reference. See ``RankCaller.call_with_shares``."""
+        caller, ranks = node
+        data_ranks = [self._data_ranks[rank] for rank in ranks]
+        numbers = {data_rank: number for number, data_rank in enumerate(dict.fromkeys(data_ranks))}
+        stored = ray.put([shares[data_rank] for data_rank in numbers])
+        return caller.call_with_shares.remote(method, [stored], [numbers[d] for d in data_ranks], what, options)
 
     @property
     def _multiple(self) -> int:
@@ -455,5 +490,5 @@ class PolicyGroup:
 
     def close(self) -> None:
         """Stop the rank processes."""
-        for rank in self.ranks:
-            ray.kill(rank)
+        for actor in (*self.ranks, *(caller for caller, _ in self.callers)):
+            ray.kill(actor)

@@ -1,15 +1,20 @@
-"""Ray actor for one rank of the policy. The driver side is in ``policy_group``."""
+"""Ray actors for one rank of the policy, and for calls to the ranks of a node.
+
+The driver side is in ``policy_group``.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 from gdpo_nemo.cluster.local_ray import stay_on
-from gdpo_nemo.cluster.session import ray
+from gdpo_nemo.cluster.session import answer, ray, sendable
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.records import GradientProducts, UpdateResult
 from gdpo_nemo.data.shares import FlatValues, Share
@@ -107,6 +112,10 @@ class PolicyRank:
         with self.policy.optimizer_on_device():
             pass  # offload the optimizer, if configured, because engines need the memory
         return sum(p.numel() for chunk in self.policy.chunks for p in chunk.parameters())
+
+    def call_with_share(self, method: str, shares: Sequence[Share], number: int, options: Mapping[str, Any]) -> Any:
+        """Call a method of this rank with one of the shares of its node. See ``RankCaller``."""
+        return getattr(self, method)(shares[number], **options)
 
     def data_parallel_rank(self) -> int:
         """Return the data-parallel rank, which is the index of the share that this rank processes."""
@@ -248,3 +257,36 @@ class PolicyRank:
         else:
             for _ in self.policy.weights():
                 pass
+
+
+class RankCaller:
+    """Ray actor on a node with policy ranks, which passes calls of the driver to these ranks.
+
+    The driver needs one call per node, and stores all shares of a node in one object.
+
+    Args:
+        ranks: actors of the node's ranks.
+    """
+
+    def __init__(self, ranks: Sequence[Any]):
+        self._ranks = ranks
+
+    async def call_with_shares(
+        self, method: str, shares: Sequence[Any], numbers: Sequence[int], what: str, options: Mapping[str, Any]
+    ) -> list[Any]:
+        """Call a method of all ranks. Return the results by rank of the node. The first failure is raised at once.
+
+        Args:
+            shares: list with a reference to the shares of the node.
+            numbers: for each rank, the index of its share.
+            what: description of the call, for messages.
+            options: additional arguments of the method.
+        """
+        refs = [
+            rank.call_with_share.remote(method, shares[0], number, options)
+            for rank, number in zip(self._ranks, numbers, strict=True)
+        ]
+        try:
+            return await asyncio.gather(*(answer(ref, what, math.inf) for ref in refs))
+        except Exception as error:
+            raise sendable(error, what) from None

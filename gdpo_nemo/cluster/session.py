@@ -54,6 +54,7 @@ from gdpo_nemo.utils.errors import (  # noqa: E402
     GdpoError,
     InfrastructureFailed,
     RunError,
+    kind_of,
     message_line,
 )
 from gdpo_nemo.utils.progress import phase  # noqa: E402
@@ -307,12 +308,19 @@ async def answer(ref: ray.ObjectRef, what: str, timeout_s: float, interval_s: fl
         RunError: if the call fails. A ``GdpoError`` that a worker raises keeps its type.
     """
     future = asyncio.wrap_future(ref.future())
-    if not await _answered_within(future, timeout_s, interval_s):
+    if not future.done() and not await _answered_within(future, timeout_s, interval_s):
         raise WaitExpired(f"{what}: no answer within {timeout_s:.0f} s")
     try:
         return future.result()
     except RayError as error:
         raise _failure(error, what) from (None if _is_own_error(error) else error)
+
+
+def sendable(error: Exception, what: str) -> GdpoError:
+    """Convert an exception for another process, which does not receive its causes."""
+    result = error if isinstance(error, GdpoError) else RunError(f"{what}: {type(error).__name__}: {error}")
+    vars(result)["kind"] = kind_of(error)
+    return result
 
 
 async def _answered_within(future: asyncio.Future[Any], timeout_s: float, interval_s: float) -> bool:

@@ -8,8 +8,7 @@ token is thus trained exactly once, after the tokens that the sampler saw.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Iterable, Sequence
+from typing import Iterable, NamedTuple, Sequence
 
 import numpy as np
 
@@ -17,8 +16,7 @@ from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Trajectory
 
 
-@dataclass(frozen=True)
-class ContextTokens:
+class ContextTokens(NamedTuple):
     """Tokens of one training sequence of a trajectory."""
 
     prompt_ids: np.ndarray

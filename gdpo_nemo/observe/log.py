@@ -21,7 +21,8 @@ from gdpo_nemo.observe.journal import Journal, TrainedBatch
 from gdpo_nemo.observe.metric_registry import alias_values
 from gdpo_nemo.observe.metrics import History, MetricsLog, clean, read_metrics
 from gdpo_nemo.observe.run_files import RESTARTING, TraceLog, write_alert
-from gdpo_nemo.observe.samples import SampleWriter, remove_rollouts_after
+from gdpo_nemo.observe.sample_writer import SampleWriter
+from gdpo_nemo.observe.samples import remove_rollouts_after
 from gdpo_nemo.observe.trackers import Tracker, completion_table, enabled_trackers
 from gdpo_nemo.utils.errors import RunError, printable, without_secrets
 

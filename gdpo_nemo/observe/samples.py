@@ -6,18 +6,14 @@ import contextlib
 import json
 import os
 import re
-import threading
-import time
-from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.data.records import Group
 from gdpo_nemo.utils.errors import first_line
-from gdpo_nemo.utils.files import open_file, parse_json, sync_folder, whole_file
-from gdpo_nemo.utils.waits import waiting
+from gdpo_nemo.utils.files import open_file, parse_json, whole_file
 
 if TYPE_CHECKING:  # Commands that do not read samples avoid the import of pyarrow, which takes 0.2 s.
     import pyarrow as pa
@@ -267,145 +263,3 @@ def _parquet(path: Path, names: Sequence[str]) -> Iterator[pq.ParquetFile]:
                 yield file
         except (pa.ArrowException, OSError) as error:  # An incomplete page raises an OSError without an errno.
             raise ValueError(f"damaged ({first_line(error)})") from None
-
-
-_MAX_PENDING = 2
-"""Maximum number of steps in memory: one step being written and one waiting step."""
-_SLOW_S = 10.0
-"""Time in seconds that ``write`` may wait for the disk before a message is shown."""
-
-
-class SampleWriter:
-    """Writer of samples in a background thread, one step after the other.
-
-    Groups passed to ``write`` must not be changed afterwards. If a step cannot be written, the next call raises the
-    error once. The failed step has no sample file, but later steps are still written.
-
-    Args:
-        complain: function that is called once with a message if the run had to wait for the disk.
-        most: maximum number of groups to write per step, from the beginning. None writes all groups.
-    """
-
-    def __init__(self, run_dir: str | Path, complain: Callable[[str], None], most: int | None = None):
-        self._run_dir = run_dir
-        self._most = most
-        self._complain: Callable[[str], None] | None = complain
-        self._changed = threading.Condition()
-        self._steps: deque[tuple[int, Sequence[Group], dict[str, Any]]] = deque()
-        """(step, groups, other arguments of ``write_rollouts``) of steps to write. The first step is being written."""
-        self._error: Exception | None = None
-        self._closed = False
-        self._thread: threading.Thread | None = None
-
-    def write(
-        self,
-        step: int,
-        groups: Sequence[Group],
-        advantages: np.ndarray | None = None,
-        trainer_logprobs: Sequence[np.ndarray | None] | None = None,
-        terms: Mapping[str, np.ndarray] | None = None,
-        *,
-        turn_advantages: Sequence[np.ndarray] | None = None,
-        entropies: Sequence[np.ndarray | None] | None = None,
-        validation: bool = False,
-    ) -> None:
-        """Write the samples of ``step`` in the background. See ``write_rollouts``. Waits while two steps are pending.
-
-        Raises:
-            Exception: if an earlier step could not be written. ``step`` is still written.
-        """
-        columns = {
-            "advantages": advantages,
-            "trainer_logprobs": trainer_logprobs,
-            "terms": terms,
-            "turn_advantages": turn_advantages,
-            "entropies": entropies,
-        }
-        if self._most is not None and not validation:
-            groups, columns = _first_groups(self._most, groups, columns)
-        start = time.monotonic()
-        with self._changed:
-            self._wait(lambda: len(self._steps) < _MAX_PENDING, f"the disk, for samples of step {step}")
-            self._steps.append((step, groups, {**columns, "validation": validation}))
-            if self._thread is None:
-                # A daemon thread does not keep the process alive if the driver ends without ``close``.
-                self._thread = threading.Thread(target=self._work, name="samples", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-        waited = time.monotonic() - start
-        if waited > _SLOW_S and self._complain:
-            self._complain(
-                f"samples are written more slowly than they are generated: step {step} waited {waited:.1f} s"
-            )
-            self._complain = None
-        self._raise()
-
-    def flush(self, step: int | None = None) -> None:
-        """Wait until the samples of the steps up to ``step`` are on disk under their final names.
-
-        None waits for all steps.
-
-        Raises the exceptions of ``write``.
-        """
-        with self._changed:
-            self._wait(
-                lambda: not self._steps or (step is not None and self._steps[0][0] > step),
-                "samples to be written to disk",
-            )
-        self._raise()
-        for name in (FOLDER, VALIDATION):
-            if (folder := Path(self._run_dir) / name).is_dir():
-                sync_folder(folder)
-
-    def close(self) -> None:
-        """Write the pending samples and stop the thread. Raises the exceptions of ``write``."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            with waiting("samples to be written to disk", "driver"):
-                self._thread.join()
-        self._raise()
-
-    def _wait(self, done: Callable[[], bool], what: str) -> None:
-        if not done():
-            with waiting(what, "driver"):
-                self._changed.wait_for(done)
-
-    def _raise(self) -> None:
-        with self._changed:
-            error = self._error
-            self._error = None
-        if error is not None:
-            raise error
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._steps or self._closed)
-                if not self._steps:
-                    return
-                step, groups, arguments = self._steps[0]
-            try:
-                write_rollouts(self._run_dir, step, groups, **arguments)
-            except Exception as error:  # noqa: BLE001 - raised by the next call
-                self._error = error
-            del groups, arguments
-            with self._changed:
-                self._steps.popleft()
-                self._changed.notify_all()
-
-
-def _first_groups(
-    most: int, groups: Sequence[Group], columns: Mapping[str, Any]
-) -> tuple[Sequence[Group], dict[str, Any]]:
-    """Return the first ``most`` groups, and their samples' entries in each column or mapping of columns."""
-    chosen = groups[:most]
-    count = sum(len(group.trajectories) for group in chosen)
-
-    def first_samples(column: Any) -> Any:
-        if isinstance(column, Mapping):
-            return {name: values[:count] for name, values in column.items()}
-        return None if column is None else column[:count]
-
-    return chosen, {name: first_samples(column) for name, column in columns.items()}

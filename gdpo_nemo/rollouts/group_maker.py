@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import pickle
 import threading
 import time
 from concurrent.futures import Future
@@ -18,7 +17,15 @@ from gdpo_nemo.cluster.engine_client import PendingRequest
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.rollout_checks import engines_report_groups
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory
+from gdpo_nemo.data.records import (
+    Group,
+    Outcome,
+    Prompt,
+    TrainerState,
+    Trajectory,
+    pack_trajectories,
+    unpack_trajectories,
+)
 from gdpo_nemo.data.replies import reply_parser
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.environments.registry import verifies_by_sample
@@ -82,23 +89,16 @@ class MadeGroup:
         """Number of samples that were not aborted."""
         return sum(t.outcome is not Outcome.ABORTED for t in self.group.trajectories)
 
-    def packed(self) -> bytes:
+    def packed(self) -> tuple[bytes, float, float, float]:
         """Return the group for ``unpacked``, without the data that its job contains."""
-        for trajectory in self.group.trajectories:
-            trajectory.prompt = trajectory.trainer_state = None  # type: ignore[assignment]
-        members = [vars(trajectory) for trajectory in self.group.trajectories]
-        return pickle.dumps((members, self.started, self.sampled, self.verified), pickle.HIGHEST_PROTOCOL)
+        return pack_trajectories(self.group.trajectories), self.started, self.sampled, self.verified
 
     @classmethod
-    def unpacked(cls, data: bytes, job: GroupJob, engine: int) -> MadeGroup:
+    def unpacked(cls, packed: tuple[bytes, float, float, float], job: GroupJob, engine: int) -> MadeGroup:
         """Return the group of a job from the result of ``packed``."""
-        members, *times = pickle.loads(data)
-        trajectories = []
-        for member in members:
-            trajectory = Trajectory.__new__(Trajectory)
-            vars(trajectory).update(member, prompt=job.prompt, trainer_state=job.state)
-            trajectories.append(trajectory)
-        return cls(Group(job.prompt, trajectories, job.position), engine, *times)
+        data, *times = packed
+        trajectories = unpack_trajectories(data, job.prompt, job.state)
+        return cls(Group(job.prompt, trajectories, job.position, data), engine, *times)
 
 
 def rollout_of(made: Sequence[MadeGroup]) -> Rollout:
@@ -173,11 +173,11 @@ class GroupMaker:
         )
         if job.promised:
             self._keep_promise(job, job.samples)
-        data, engine = await self._fleet.answer_of(pending)
+        packed, engine = await self._fleet.answer_of(pending)
         if job.tally:
             job.tally.samples.done += job.samples
             job.tally.groups.done += 1
-        return MadeGroup.unpacked(data, job, engine)
+        return MadeGroup.unpacked(packed, job, engine)
 
     async def call(self, jobs: Sequence[GroupJob]) -> list[MadeGroup]:
         """Make groups with the rollout function of their environment.

@@ -17,14 +17,14 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Collection, Mapping, cast
+from typing import Any, Collection, Mapping, Sequence, cast
 
 from gdpo_nemo.cluster.cleanup_process import guard_children
 from gdpo_nemo.cluster.engine_client import EngineClient
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.host_link import HostReport
 from gdpo_nemo.cluster.reservation import Placement
-from gdpo_nemo.cluster.session import WorkerDied, ray, thread_environment
+from gdpo_nemo.cluster.session import WorkerDied, answer, ray, sendable, thread_environment
 from gdpo_nemo.config.rollout_checks import allows_hosts
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.tokenizer import load_tokenizer
@@ -33,10 +33,8 @@ from gdpo_nemo.environments.registry import dedicated_workers, is_remote
 from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest, SampleRequest, Sampling
 from gdpo_nemo.rollouts.functions import RolloutKind, rollout_methods
 from gdpo_nemo.rollouts.group_maker import GroupJob, GroupMaker, cancel_all
-from gdpo_nemo.utils.errors import GdpoError, RunError, kind_of
+from gdpo_nemo.utils.errors import GdpoError, RunError
 
-_GATHER_S = 0.05
-"""Time during which finished groups are collected before they are reported together."""
 _THREADS = 256
 """Maximum number of concurrent reward computations and environment steps."""
 _CALLS = 1000
@@ -67,9 +65,10 @@ class _Client(EngineClient):
 class _Engine:
     """One engine of a host, with the groups that it samples."""
 
-    def __init__(self, generation: int, client: _Client):
+    def __init__(self, generation: int, client: _Client, actor: Any):
         self.generation = generation
         self.client = client
+        self.actor = actor
         self.requests: dict[str, tuple[GroupJob | SampleRequest, asyncio.Task[None]]] = {}
         self.finished: list[FinishedRequest] = []
         self.failure: GdpoError | None = None
@@ -128,7 +127,7 @@ class RolloutHost:
         self.awake.set()
         earlier = self._engines.get(index)
         self.clients[index] = _Client(index, lambda _: actor, self._slots, self._timeout_s, self)
-        engine = self._engines[index] = _Engine(generation, self.clients[index])
+        engine = self._engines[index] = _Engine(generation, self.clients[index], actor)
         engine.serving = loop.create_task(self._serve(engine))
         if earlier is not None:  # last, because requests for the new actor may arrive during this wait
             await cancel_all([earlier.serving, *(task for _, task in earlier.requests.values())])
@@ -149,12 +148,29 @@ class RolloutHost:
             if request is not None:
                 request[1].cancel()
 
-    async def poll(self, wait_s: float) -> HostReport:
-        """Return the report of each engine with completed groups or a failure, or of all engines after ``wait_s``."""
+    async def call_engines(self, method: str, arguments: Mapping[int, Sequence[Any]]) -> dict[int, Any]:
+        """Call a method of several engines. Return each engine's result, or the GdpoError that the driver raises."""
+
+        async def call(index: int, values: Sequence[Any]) -> Any:
+            try:
+                ref = getattr(self._engines[index].actor, method).remote(*values)
+                return await answer(ref, f"engine {index}", math.inf)
+            except GdpoError as error:
+                return sendable(error, "rollouts")
+
+        results = await asyncio.gather(*(call(index, values) for index, values in arguments.items()))
+        return dict(zip(arguments, results))
+
+    async def poll(self, wait_s: float, report_s: float) -> HostReport:
+        """Return the report of each engine with completed groups or a failure, or of all engines after ``wait_s``.
+
+        Args:
+            report_s: time during which finished groups are collected before they are reported together.
+        """
         if not any(engine.changed for engine in self._engines.values()):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._change.wait(), wait_s)
-        await asyncio.sleep(_GATHER_S)
+        await asyncio.sleep(report_s)
         self._change.clear()
         changed = {index: engine for index, engine in self._engines.items() if engine.changed} or self._engines
         reports = [(index, engine.generation, engine.report()) for index, engine in changed.items()]
@@ -176,7 +192,7 @@ class RolloutHost:
             self._report(engine)
 
     async def _answer(self, engine: _Engine, name: str, request: GroupJob | SampleRequest, sampling: Sampling) -> None:
-        result: bytes | Completion | GdpoError
+        result: tuple[bytes, float, float, float] | Completion | GdpoError
         try:
             if isinstance(request, SampleRequest):
                 result, _ = await self.sample(request, sampling, engine.client.index)
@@ -185,8 +201,7 @@ class RolloutHost:
                 self.version = max(self.version, request.version)
                 result = (await self._maker.make(request)).packed()
         except Exception as error:  # the driver raises it
-            result = error if isinstance(error, GdpoError) else RunError(f"rollouts: {type(error).__name__}: {error}")
-            vars(result)["kind"] = kind_of(error)  # the causes of an exception are not sent
+            result = sendable(error, "rollouts")
         engine.requests.pop(name, None)
         engine.finished.append(FinishedRequest(name, result))
         self._report(engine)

@@ -224,7 +224,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> dict[st
 
 def _duplicates(trajectories: Sequence[Trajectory]) -> float:
     """Return the fraction of samples with the same tokens as another sample of their prompt."""
-    counts = Counter((t.prompt.id, t.completion_ids.tobytes()) for t in trajectories)
+    # Completions of different lengths differ, so most tokens are not read.
+    lengths = Counter((t.prompt.id, len(t.completion_ids)) for t in trajectories)
+    candidates = [t for t in trajectories if lengths[t.prompt.id, len(t.completion_ids)] > 1]
+    counts = Counter((t.prompt.id, t.completion_ids.tobytes()) for t in candidates)
     return sum(count for count in counts.values() if count > 1) / len(trajectories)
 
 

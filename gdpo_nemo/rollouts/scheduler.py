@@ -5,7 +5,8 @@ The trainer's thread calls the public methods, which block. Tasks run on the eve
     trainer                      event loop of the engines
     publish weights
     schedule(step) ───────────►  PromptTracker.begin (records trained groups) ─► _admit ─► _start: one task per group
-                                 task: fleet.room (in index order) ─► GroupMaker: sample, verify ─► _settled
+                                 _place: fleet.rooms, in index order
+                                 task: GroupMaker: sample, verify ─► _settled
                                  _settled: READY; or drop the index and _admit a replacement
     get_batch(step) ──────────►  _ready_batch: waits until the P groups of a batch are ready
     train, publish weights, schedule(step + 1), ledger() if a checkpoint is due
@@ -128,7 +129,7 @@ class RolloutScheduler:
         self._change = asyncio.Event()
         self._tally: Tally | None = None
         self._admission_order = asyncio.Lock()
-        """Held while a group waits for an engine, so that engines are assigned in index order."""
+        """Held while groups wait for engines, so that engines are assigned in index order."""
         self._cpu = (time.process_time(), time.monotonic())
 
     # -- methods for the trainer ------------------------------------------------------------------------------------
@@ -174,8 +175,7 @@ class RolloutScheduler:
         return {**stages, **clients}
 
     def progress(self) -> str:
-        """Describe the progress of the current synchronous step or validation, or of the next batch if neither is
-        running.
+        """Describe the progress of the current synchronous step or validation, otherwise of the next batch.
 
         Any thread may call this method.
         """
@@ -232,7 +232,7 @@ class RolloutScheduler:
         else:
             for job in jobs:
                 self._sampling_groups.add(job.position, job.prompt)
-                self._launch(self._one_group(job))
+            self._launch(self._place(jobs))
 
     def _prompts_at(self, rows: Sequence[int]) -> list[Prompt]:
         found = [self._prompts.batch(row, 1)[0] for row in rows]
@@ -240,10 +240,7 @@ class RolloutScheduler:
         return with_unique_ids(found) if self._exact else found
 
     def _trainer_state(self, position: int) -> TrainerState:
-        """Return the training progress that reward functions receive with a prompt.
-
-        The result is the progress before the step that is expected to train the prompt.
-        """
+        """Return the training progress before the step that is expected to train the prompt, for reward functions."""
         step, first = self._first
         ahead = (position - first) // self._groups
         done, total = self._updates
@@ -315,12 +312,20 @@ class RolloutScheduler:
         await asyncio.gather(*map(make_group, separate), *map(call_function, calls.values()))
         self._tally = None
 
-    async def _one_group(self, job: GroupJob) -> None:
+    async def _place(self, jobs: Sequence[GroupJob]) -> None:
+        """Wait for engines with room for groups that were admitted together, and start the groups."""
         async with self._admission_order:
-            version = self._ledger[job.position].version
-            job.engine = await self._fleet.room(version, job.samples)
-            job.promised = True
-        self._ledger.move(job.position, Stage.DRAWING)
+            while jobs:
+                version = self._ledger[jobs[0].position].version
+                engines = await self._fleet.rooms(version, jobs[0].samples, len(jobs))
+                for job, engine in zip(jobs, engines):
+                    job.engine = engine
+                    job.promised = True
+                    self._ledger.move(job.position, Stage.DRAWING)
+                    self._launch(self._one_group(job))
+                jobs = jobs[len(engines) :]
+
+    async def _one_group(self, job: GroupJob) -> None:
         if self._maker.kind(job.prompt) is RolloutKind.CALL:
             (made,) = await self._maker.call([job])
         else:
@@ -368,8 +373,9 @@ class RolloutScheduler:
 
     async def _ready_batch(self) -> Rollout | None:
         requested = time.monotonic()
-        while (positions := self._ledger.get_batch(self._tracker.num_new_groups)) is None:
-            if self._tracker.prompts_left <= 0 and len(self._ledger) < self._tracker.num_new_groups:
+        needed = self._tracker.num_new_groups
+        while len(self._made) < needed or (positions := self._ledger.get_batch(needed)) is None:
+            if self._tracker.prompts_left <= 0 and len(self._ledger) < needed:
                 return None
             await self._until_changed()
         ready = self._ledger.count(Stage.READY) - len(positions)

@@ -22,7 +22,7 @@ from gdpo_nemo.observe.journal import TrainedBatch
 from gdpo_nemo.training.resume import CONFIG
 from gdpo_nemo.training.supervisor import current_attempt
 from gdpo_nemo.utils.errors import GdpoError, NumericsFailed
-from gdpo_nemo.utils.progress import phase
+from gdpo_nemo.utils.progress import frozen, phase
 from gdpo_nemo.utils.waits import waiting
 
 if TYPE_CHECKING:
@@ -312,7 +312,8 @@ def _once(resolved: Resolved, begin: float | None, retained: RetainedSession) ->
 
     with run_context(resolved, begin, retained) as parts:
         trainer = Trainer(parts)
-        trainer.fit()
+        with frozen():
+            trainer.fit()
         if parts.stop.requested:
             return parts.stop.status
         parts.finish()

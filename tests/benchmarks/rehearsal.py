@@ -5,10 +5,10 @@
 ``Trainer``, ``GDPO``, ``RolloutScheduler``, ``EngineFleet``, ``RolloutHost``, the environment's worker processes and
 ``RunLog`` are those of a run. An engine answers a request after as long as its length takes at the pace of an H100, and
 a rank reads its share and answers. A Ray actor here is many engines and ranks, or the rollout hosts of many nodes,
-because hundreds of processes do not fit a small machine. The driver calls each engine, rank and host separately.
-Lengths are log-normal, with the shape of the recipe for Qwen2.5-1.5B on GSM8K at 512 GPUs: 256 engines and 256 ranks,
-512 prompts x 16 samples of 512 tokens in the mean, staleness 1. With other ``--prompts``, engines and ranks change in
-proportion.
+because hundreds of processes do not fit a small machine. The driver calls each rollout host and the ranks of each node
+separately. Lengths are log-normal, with the shape of the recipe for Qwen2.5-1.5B on GSM8K at 512 GPUs: 256 engines and
+256 ranks, 512 prompts x 16 samples of 512 tokens in the mean, staleness 1. With other ``--prompts``, engines and ranks
+change in proportion.
 
 The table is of the driver's processor seconds a sample, by thread. With ``--check`` the status is 1 where their sum is
 not within 20 % of what ``gdpo-nemo simulate`` assumes. ``--slower`` stretches every time that is paced, so that the
@@ -39,6 +39,7 @@ from paced_run import EXAMPLES
 from gdpo_nemo.cluster import fleet as fleets
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.cluster.policy_rank import PolicyRank, RankCaller
 from gdpo_nemo.cluster.reservation import Placement
 from gdpo_nemo.cluster.session import gather, ray, session, thread_environment
 from gdpo_nemo.cluster.weight_sync import WeightSync
@@ -60,6 +61,7 @@ from gdpo_nemo.training.checkpoints import RunState
 from gdpo_nemo.training.components import RunComponents, Stop
 from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.training.trainer import Trainer
+from gdpo_nemo.utils.progress import frozen
 from gdpo_nemo.utils.user_code import load_object
 from gdpo_nemo.weights.manifest import Manifest
 from gdpo_nemo.weights.transports.base import Transport
@@ -91,7 +93,10 @@ class Host:
 
     def call(self, method: str, index: int, *arguments: Any, **options: Any) -> Any:
         """Call a method of one rank."""
-        return getattr(self._readers.setdefault(index, Reader(index)), method)(*arguments, **options)
+        reader = self._readers.setdefault(index, Reader(index))
+        if method == "call_with_share":
+            return PolicyRank.call_with_share(reader, *arguments)  # type: ignore[arg-type]
+        return getattr(reader, method)(*arguments, **options)
 
     async def process_location(self, index: int) -> tuple[str, int]:
         """This process."""
@@ -153,6 +158,18 @@ def _length(seed: int, mean: float, cap: int) -> int:
     return max(1, min(cap, int(draw)))
 
 
+class Callers:
+    """The callers of the ranks of several nodes in one process."""
+
+    def __init__(self, hosts: Sequence[Any], nodes: Mapping[int, Sequence[int]]):
+        ranks = {node: [Member(hosts[rank % len(hosts)], rank, rank=True) for rank in nodes[node]] for node in nodes}
+        self._callers = {node: RankCaller(members) for node, members in ranks.items()}
+
+    async def call_with_shares(self, node: int, *arguments: Any) -> Any:
+        """Call the method of one caller."""
+        return await self._callers[node].call_with_shares(*arguments)
+
+
 class Member:
     """One engine or rank of a host, with the calls of an actor's handle."""
 
@@ -173,7 +190,8 @@ class Member:
 class RolloutHosts:
     """The rollout hosts of several nodes in one process, with one pool of environment workers."""
 
-    def __init__(self, config: Config, model: str, workers: int):
+    def __init__(self, config: Config, model: str, workers: int, slower: float):
+        self._slower = slower
         self._arguments = os.getcwd(), config, model, workers
         self._hosts: dict[int, hosts.RolloutHost] = {}
         self._pool = EnvironmentPools(config.env, workers, config.rollout.env_timeout_s, config.run.seed)
@@ -198,8 +216,11 @@ class RolloutHosts:
     async def abort(self, node: int, index: int, names: Sequence[str]) -> None:
         await self._host(node).abort(index, names)
 
-    async def poll(self, node: int, wait_s: float) -> Any:
-        return await self._host(node).poll(wait_s)
+    async def call_engines(self, node: int, *arguments: Any) -> Any:
+        return await self._host(node).call_engines(*arguments)
+
+    async def poll(self, node: int, wait_s: float, report_s: float) -> Any:
+        return await self._host(node).poll(wait_s, report_s * self._slower)
 
 
 class _Method:
@@ -238,6 +259,10 @@ class PacedPolicy(PolicyGroup):
         self._train_s = train_s
         self.ranks = [Member(hosts[rank % len(hosts)], rank, rank=True) for rank in range(ranks)]
         self._data_ranks = list(range(ranks))
+        nodes = {first // 8: range(first, min(first + 8, ranks)) for first in range(0, ranks, 8)}
+        actor = ray.remote(Callers).options(num_cpus=0, runtime_env={"env_vars": _environment()})
+        callers = [actor.remote(hosts, nodes) for _ in range(_HOSTS)]
+        self.callers = [(Member(callers[node % _HOSTS], node), members) for node, members in nodes.items()]
 
     def train(self, *arguments: Any) -> Any:
         """Train, and take at least as long as the simulated ranks."""
@@ -341,7 +366,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, float], 
         actors = [actor.remote(TOKEN_S * arguments.slower, len(tokenizer), 512.0) for _ in range(_HOSTS)]
         gather([host.__ray_ready__.remote() for host in actors], "starting hosts", 600.0)
         nodes = tuple(index // arguments.engines_per_node for index in range(engines))
-        start_host = None if arguments.without_hosts else _host_starter(config, str(model), nodes[-1] + 1)
+        start_host = (
+            None if arguments.without_hosts else _host_starter(config, str(model), nodes[-1] + 1, arguments.slower)
+        )
         placement = Placement(Places((0,) * engines, nodes))
         with patch.object(fleets, "start_engine", lambda *a: Member(actors[a[-1] % _HOSTS], a[-1])):
             fleet = PacedFleet(config, str(model), placement, None, start_host)
@@ -354,10 +381,10 @@ def run(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, float], 
         return spent, driver_s + reply_s * arguments.one_by_one
 
 
-def _host_starter(config: Config, model: str, nodes: int) -> Callable[[int], Member]:
+def _host_starter(config: Config, model: str, nodes: int, slower: float) -> Callable[[int], Member]:
     options = dict(num_cpus=0, max_concurrency=1000, runtime_env={"env_vars": _environment()})
     actor = ray.remote(RolloutHosts).options(**options)
-    processes = [actor.remote(config, model, config.rollout.env_workers) for _ in range(min(_HOSTS, nodes))]
+    processes = [actor.remote(config, model, config.rollout.env_workers, slower) for _ in range(min(_HOSTS, nodes))]
     return lambda node: Member(processes[node % len(processes)], node)
 
 
@@ -388,6 +415,7 @@ def _train(
     parts.sync = WeightSync(policy, fleet, None, Versions(), kv="keep")
     trainer = Trainer(parts)
     threads = Threads()
+    stack.enter_context(frozen())
     trainer.publish()
     trainer.schedule()
     spent = [threads.read()]

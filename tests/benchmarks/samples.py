@@ -18,7 +18,8 @@ from typing import Callable
 import numpy as np
 
 from gdpo_nemo.data.records import Group, Prompt, Trajectory
-from gdpo_nemo.observe.samples import SampleWriter, read_columns, rollout_path, write_samples
+from gdpo_nemo.observe.sample_writer import SampleWriter
+from gdpo_nemo.observe.samples import read_columns, rollout_path, write_samples
 
 VOCABULARY = 151_000
 SAMPLES_PER_PROMPT = 16

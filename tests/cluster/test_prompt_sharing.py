@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError
 
 from gdpo_nemo.algorithms import LossSettings
+from gdpo_nemo.cluster import policy_group
 from gdpo_nemo.cluster.policy_group import PolicyGroup
+from gdpo_nemo.cluster.policy_rank import RankCaller
+from gdpo_nemo.cluster.session import WorkerDied
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.prefixes import Layout
 from gdpo_nemo.data.records import UpdateResult
+from gdpo_nemo.utils.waits import Patience
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 
@@ -83,3 +92,52 @@ def test_batches_on_gpus_are_shared_if_that_pays_with_the_slower_attention():
         group._quadratic = quadratic
         group.train(batch(), LossSettings())
         assert sum(group.sent[0].shared) == saved
+
+
+class Rank:
+    """Actor of a rank, whose calls return their arguments, fail or never end."""
+
+    def __init__(self, rank: int, failure: Exception | None = None, ends: bool = True):
+        self.rank = rank
+        self.failure = failure
+        self.ends = ends
+        self.call_with_share = SimpleNamespace(remote=self._call)
+
+    def _call(self, method, shares, number, options):
+        result: Future = Future()
+        if self.failure:
+            result.set_exception(self.failure)
+        elif self.ends:
+            result.set_result((self.rank, method, shares[number].completion_ids.tolist(), options))
+        return SimpleNamespace(future=lambda: result)
+
+
+def test_the_driver_calls_the_ranks_of_a_node_together_and_each_gets_its_share(monkeypatch):
+    stored = []
+    monkeypatch.setattr(policy_group, "ray", SimpleNamespace(put=lambda shares: stored.append(shares) or shares))
+    monkeypatch.setattr(policy_group, "gather", lambda refs, *_: list(refs))
+    group = object.__new__(PolicyGroup)
+    group._data_ranks = [1, 0, 1, 0, 2]
+    group.ranks = [Rank(rank) for rank in range(5)]
+    group._patience = {"train": Patience(60.0, 60.0)}
+
+    def node(*ranks):
+        caller = RankCaller([group.ranks[rank] for rank in ranks])
+        return SimpleNamespace(
+            call_with_shares=SimpleNamespace(remote=lambda *a: asyncio.run(caller.call_with_shares(*a)))
+        ), ranks
+
+    group.callers = [node(3, 0, 2), node(1, 4)]
+    layout = Layout([[[2]], [[0]], [[1]]], [0] * 8)
+    results = group._call_with_shares("train", batch(), layout, ["loss_mask"], "training", settings=7)
+    tokens = {0: [2, 11], 1: [0, 9], 2: [1, 10]}  # first and last token of the sequence of a data-parallel rank
+    assert [(rank, method, [ids[0], ids[-1]], options) for rank, method, ids, options in results] == [
+        (rank, "train", tokens[data_rank], {"settings": 7}) for rank, data_rank in enumerate(group._data_ranks)
+    ]
+    assert [len(shares) for shares in stored] == [2, 2], "a node stores each share once"
+
+
+def test_the_first_failure_of_a_rank_ends_the_call_to_its_node():
+    caller = RankCaller([Rank(0, ends=False), Rank(1, failure=ActorDiedError())])
+    with pytest.raises(WorkerDied, match="training: a worker process died"):
+        asyncio.run(caller.call_with_shares("train", [[None, None]], [0, 1], "training", {}))

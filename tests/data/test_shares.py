@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given, strategies as st
 
 from gdpo_nemo.data.packing import TrainSequence, assign, assign_singly
-from gdpo_nemo.data.records import TokenValues
+from gdpo_nemo.data.records import (
+    Outcome,
+    Prompt,
+    TokenValues,
+    TrainerState,
+    Trajectory,
+    pack_trajectories,
+    unpack_trajectories,
+)
+from gdpo_nemo.data.replies import Reply
 from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
 from gdpo_nemo.utils.errors import RunError
 
@@ -147,3 +156,29 @@ def test_what_each_sequence_shares_travels_with_it(shapes, ranks, draw):
         places = list(chain.from_iterable(micro_batches))
         assert [s.shared for s in share.sequences()] == [shared[i] for i in places]
     assert all(s.shared == 0 for s in batch), "the driver's own sequences may be laid out otherwise next time"
+
+
+def test_packed_trajectories_are_equal_in_every_field():
+    prompt = Prompt("p", np.arange(3, dtype=np.int32), "text", "env", {"answer": 1})
+    state = TrainerState(1, 2, 0.5)
+    tokens = [np.arange(n, dtype=np.int32) for n in (2, 0, 3)]
+    made = [Trajectory(prompt, i, t, t.astype(np.float32), 4, "a" * i, "stop") for i, t in enumerate(tokens)]
+    made[2].loss_mask = np.array([True, False, True])
+    made[2].routing = np.zeros((6, 2), np.int16)
+    filled = dict(
+        rewards={"a": 0.5, "b": None}, outcome=Outcome.TRUNCATED, detail="why", turns=2, extra={"x": [1]},
+        metrics={"m": 1.0}, turn_tokens=(1, 1), turn_rewards=({"a": 0.5},), turn_parents=(-1, 0),
+        reward_tokens={"a": ((0, 1),)}, spans=((3, 1), (4, 1)), messages=({"role": "user"},), thinking_tokens=1,
+        reply=Reply("", "content"),
+    )  # fmt: skip
+    assert {f.name for f in fields(Trajectory)} == {
+        *filled, "prompt", "sample_index", "completion_ids", "logprobs", "policy_version", "text", "finish_reason",
+        "loss_mask", "trainer_state", "routing",
+    }, "a new field must be packed"  # fmt: skip
+    vars(made[0]).update(filled)
+    found = unpack_trajectories(pack_trajectories(made), prompt, state)
+    for before, after in zip(made, found, strict=True):
+        before.trainer_state = state
+        assert {n: repr(v) for n, v in vars(after).items()} == {n: repr(v) for n, v in vars(before).items()}
+    found[1].rewards["a"] = 1.0
+    assert found[2].rewards == {} and Trajectory(prompt, 0, *tokens[:2], 0, "", "").rewards == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
@@ -10,11 +12,13 @@ import pytest
 from demo_run import demo_groups, demo_row
 from power_loss import SyncedDisk
 
-from gdpo_nemo.observe import samples
+from gdpo_nemo.data.records import Group, pack_trajectories, unpack_trajectories
+from gdpo_nemo.observe import sample_writer
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.run_files import read_alerts
-from gdpo_nemo.observe.samples import SampleWriter, read_rollouts, rollout_files, validation_files
+from gdpo_nemo.observe.sample_writer import SampleWriter
+from gdpo_nemo.observe.samples import read_rollouts, rollout_files, validation_files
 from gdpo_nemo.utils import waits
 from gdpo_nemo.utils.files import sync_folder
 
@@ -27,7 +31,7 @@ class Disk:
         self.threads: set[str] = set()
         self.error: Exception | None = None
         self.free = threading.Event()
-        monkeypatch.setattr(samples, "write_rollouts", self.write)
+        monkeypatch.setattr(sample_writer, "write_rollouts", self.write)
 
     def write(self, run_dir, step, *arguments, **columns):
         assert self.free.wait(120)
@@ -74,7 +78,7 @@ def test_steps_are_written_in_order_by_a_thread_of_their_own(writer, disk):
 
 
 def test_a_run_faster_than_its_disk_waits_and_says_so_once(writer, disk, complaints, monkeypatch):
-    monkeypatch.setattr(samples, "_SLOW_S", 0.0)
+    monkeypatch.setattr(sample_writer, "_SLOW_S", 0.0)
     writer.write(1, [])
     writer.write(2, [])
     third = waited_for(lambda: writer.write(3, []), "samples of step 3")
@@ -182,3 +186,40 @@ def test_a_disk_that_fails_for_samples_is_one_alert_and_no_end(config, run_dir, 
     log.close("complete")
     (alert,) = read_alerts(run_dir)
     assert "rollouts failed and is incomplete" in alert["text"] and "No space left" in alert["text"]
+
+
+def packed_groups(prompts: int) -> list[Group]:
+    """Groups as a driver gets them from rollout hosts."""
+    groups = []
+    for group in demo_groups(prompts=prompts):
+        data = pack_trajectories(group.trajectories)
+        groups.append(Group(group.prompt, unpack_trajectories(data, group.prompt), group.position, data))
+    return groups
+
+
+def test_groups_of_hosts_are_written_by_a_process_and_by_the_thread_if_it_is_killed(tmp_path, complaints):
+    advantages = np.arange(9, dtype=np.float64)
+    writer = SampleWriter(tmp_path, complaints.append)
+    writer.write(1, demo_groups(prompts=3), advantages, terms={"a": advantages})
+    writer.flush()
+    assert writer._process is None
+    first = packed_groups(3)
+    part = Group(first[1].prompt, first[1].trajectories, first[1].position)  # as after a group was split
+    writer.write(2, [first[0], part, first[2]], advantages, terms={"a": advantages})
+    writer.flush()
+    process = writer._process._process
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    writer.write(3, packed_groups(3), advantages, terms={"a": advantages})
+    writer.close()
+    assert complaints == [] and writer._process is None
+    by_thread, by_process, after_kill = (read_rollouts(path) for _, path in rollout_files(tmp_path))
+    assert by_process == by_thread == after_kill
+
+
+def test_an_error_of_the_writing_process_is_raised_by_the_next_call(tmp_path):
+    (tmp_path / "rollouts").write_text("a file in place of the folder")
+    writer = SampleWriter(tmp_path, lambda line: None)
+    writer.write(1, packed_groups(1))
+    with pytest.raises(FileExistsError):
+        writer.close()

@@ -19,6 +19,7 @@ from scheduler_world import DEMO, Tokenizer, World, eventually
 
 from gdpo_nemo.cluster import engine_client as clients, host_link as links
 from gdpo_nemo.cluster.reservation import Placement
+from gdpo_nemo.cluster.session import WorkerDied, answer as answer_of
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.placement import Places
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
@@ -96,7 +97,8 @@ def world_of(monkeypatch):
     monkeypatch.setattr(hosts, "guard_children", lambda: None)
     monkeypatch.setattr(hosts, "load_tokenizer", lambda *_: Tokenizer())
     monkeypatch.setattr(links, "_GATHER_S", 0.0)
-    monkeypatch.setattr(hosts, "_GATHER_S", 0.0)
+    monkeypatch.setattr(links, "_REPORT_S", 0.0)
+    monkeypatch.setattr(links, "_REPORT_S_PER_HOST", 0.0)
     made = []
 
     def make(*overrides, with_hosts=True, **options):
@@ -152,6 +154,8 @@ def test_hosts_make_the_groups_that_the_driver_makes(world_of, ahead):
     if not ahead:  # the requests of an engine's groups are one batch, in order
         assert world.submitted() == alone.submitted()
     eventually(lambda: all(client.load == client.promised == 0 for client in world.fleet.clients), 30)
+    # Each of the weights 0 to 3 is announced by one call per host, and sent by another one.
+    assert [host.calls["call_engines"] for host in world.hosts] == [2 * (world.fleet.version + 1)] * 2
     assert not any(client._cohort for client in world.fleet.clients)
 
 
@@ -179,6 +183,37 @@ def test_engines_of_a_dead_host_are_replaced_and_their_groups_sampled_again(worl
     world.hosts[0].dead = True
     assert samples(world.train(), ahead) == expected
     assert [client.replaced for client in world.fleet.clients] == [1, 1, 0] and len(world.hosts) == 3
+
+
+def test_an_engine_that_dies_during_an_update_fails_only_its_own_call_to_the_host(world_of):
+    world = world_of(*AHEAD)
+    world.train()
+    fleet = world.fleet
+    fleet.script.now(1).dead = True
+    refs = fleet.spawn(_refs_of(fleet, "prepare_update", None, "keep")).result()
+    found = [fleet.spawn(_result_of(ref)).result() for ref in refs]
+    assert [type(result) for result in found] == [type(None), WorkerDied, type(None)]
+    assert "engine 1" in str(found[1])
+
+
+async def _refs_of(fleet, method, *arguments):
+    return fleet.hosts.call({client.index: client.actor for client in fleet.clients}, method, *arguments)
+
+
+async def _result_of(ref):
+    try:
+        return await answer_of(ref, "updating", 60.0)
+    except WorkerDied as error:
+        return error
+
+
+def test_groups_admitted_together_go_to_the_engines_with_the_lowest_load(world_of):
+    world = world_of(*AHEAD, "policy.generation.vllm_cfg.max_num_seqs=5", script=Script(lambda engine, request: 600.0))
+    fleet = world.fleet
+    fleet.spawn(fleet.sample(SampleRequest(np.arange(3, dtype=np.int32), 1), Sampling(1.0, 1.0, -1, 4), 0))
+    eventually(lambda: fleet.clients[0].load == 1)
+    assert fleet.spawn(fleet.rooms(-1, 2, 20)).result() == [1, 2, 0, 1, 2, 0, 1, 2]
+    assert [client.promised for client in fleet.clients] == [4, 6, 6]
 
 
 def test_samples_that_exceed_the_group_timeout_are_aborted_by_their_host(world_of):

@@ -133,3 +133,19 @@ vllm_core._import_vllm()
 print("vllm" in sys.modules, "torch._inductor.lowering" in sys.modules)
 """
     assert output_of(code, **CPU_ENVIRONMENT if on_cpu else {}) == f"True {not on_cpu}"
+
+
+def test_existing_objects_are_excluded_from_collections_only_in_the_block():
+    """In a process of its own, because other tests exclude the modules of this one."""
+    code = """
+import gc
+from gdpo_nemo.utils.progress import frozen
+kept = [[]]
+is_scanned = lambda: any(found is kept for found in gc.get_objects())
+with frozen():
+    made = [[]]
+    print(is_scanned(), any(found is made for found in gc.get_objects()))
+print(is_scanned())
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.split() == ["False", "True", "True"]

@@ -23,7 +23,7 @@ from gdpo_nemo.utils.errors import ConfigError
 MAX_GPUS = 1024
 SAMPLE_S = 0.0003
 """Driver CPU seconds per sample, without requests to engines and their replies (``tests/benchmarks/rehearsal.py``)."""
-HOST_S = 0.00019
+HOST_S = 0.00012
 """Driver CPU seconds per sample that rollout hosts sample and verify."""
 REPLY_S = 0.0009
 """Driver CPU seconds of a request to an engine and its reply, which contains a sample, a turn or a group."""
