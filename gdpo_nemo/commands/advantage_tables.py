@@ -117,8 +117,8 @@ def explain_dump(
 
 
 COLUMNS_EXPLAINED = (
-    "effective: share of the variance of the advantages; dead groups: groups whose samples all have the same reward "
-    "(TRL: frac_reward_zero_std); missing: samples without the reward (None); saturation: position of the mean between "
+    "effective: share of the variance of the advantages; dead groups: groups whose samples all have the same reward; "
+    "missing: samples without the reward (None); saturation: position of the mean between "
     "the smallest and the largest reward; term: normalised reward times weight; if summed: advantage of the weighted "
     "sum (TRL: sum_then_normalize)"
 )
@@ -279,7 +279,7 @@ def _agreement(step: _Step, recorded: np.ndarray) -> str:
     if gap <= 1e-6:
         return "The run recorded the same advantages."
     if saves_all_groups(step.config):
-        reason = "the run used another config"
+        reason = "the run used another estimator, preset, epsilon or weights"
     else:
         reason = "the file contains only some groups of the batch"
     return f"The advantages recorded by the run differ by up to {gap:.3g}: {reason}."

@@ -19,6 +19,7 @@ from gdpo_nemo.models.architectures import (
     has_logit_cap,
     head_size,
     is_recurrent,
+    is_tied,
     is_windowed,
     key_value_heads,
     layer_windows,
@@ -308,6 +309,11 @@ def _check_sampling(model: ModelFacts, config: Config) -> None:
         raise ConfigError(
             "policy.model_name: vLLM ignores rope_interleave: false in config.json; train the model without engines, "
             "for example with sft"
+        )
+    if is_tied(model.fields) and not family.engine_ties:
+        raise ConfigError(
+            f"policy.model_name: vLLM ignores tie_word_embeddings of {family.model_type} models; train the model "
+            "without engines, for example with sft"
         )
     if family.delta and not config.cluster.gpus_per_node and config.policy.precision != "bfloat16":
         raise ConfigError(

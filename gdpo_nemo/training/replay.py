@@ -169,7 +169,7 @@ def plan_rerun(
     out = run_dir / f"replay_{last}" if out is None else out
     check_creatable_folder("--out", out)
     if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"--out: {out} exists and is not empty")
+        raise ConfigError(f"--out: {out} exists and is not empty; remove it or set another folder")
     original = _original(run_dir, last)
     if check and original is None:
         steps = ", ".join(map(str, _checkpoints(run_dir).steps())) or "none"

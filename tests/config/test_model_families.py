@@ -326,6 +326,13 @@ def test_latent_attention_that_rotates_halves_is_refused_for_sampling(folder, mi
         validate(load_config(minimal, [f"policy.model_name={folder(content)}", *GPUS]))
 
 
+@pytest.mark.parametrize("name", ["Moonlight", "GLM-4.5"])
+def test_tied_embeddings_that_vllm_ignores_are_refused_for_sampling(name, folder, minimal):
+    content = {**SUPPORTED[name], "tie_word_embeddings": True}
+    with pytest.raises(ConfigError, match="vLLM ignores tie_word_embeddings of"):
+        validate(load_config(minimal, [f"policy.model_name={folder(content)}", *GPUS]))
+
+
 def test_gated_delta_nets_in_float32_are_refused_for_engines_on_cpus(folder, minimal):
     model = f"policy.model_name={folder(SUPPORTED['Qwen3.5'])}"
     with pytest.raises(ConfigError, match="vLLM on CPUs computes gated delta net layers only in bfloat16"):

@@ -247,6 +247,8 @@ class Family:
     """True if all linear layers of attention, routers and experts have biases."""
     engine_updates: bool = True
     """False if vLLM loses new weights of the family, so that the family cannot be trained with engines."""
+    engine_ties: bool = True
+    """False if vLLM ignores ``tie_word_embeddings`` and leaves the output layer of a tied model without weights."""
     engine_fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json that only vLLM reads, with the values that transformers' model implies."""
     swiglu_limit: str | None = None

@@ -40,6 +40,7 @@ FAMILIES = (
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
         r"moonshotai/Moonlight-.*",  # the hub's weights of DeepSeek-V3 and R1 are FP8
+        engine_ties=False,
         rope_types=("default", "yarn"),
         modules=Modules(qkv=LATENT.by_heads),
         experts=EXPERTS,

@@ -9,6 +9,7 @@ FAMILIES = (
         "nemotron_h",
         "NemotronHForCausalLM",
         r"nvidia/(NVIDIA-)?Nemotron-(H-\d+B|Nano-\d+B-v2|3-Nano-).*",
+        engine_ties=False,
         modules=Modules(
             layer="backbone.layers.{}.",
             embedding="backbone.embeddings",

@@ -44,6 +44,7 @@ _QWEN_3_NEXT = Family(
     "qwen3_next",
     "Qwen3NextForCausalLM",
     r"Qwen/Qwen3-Next-\d+B-A\d+B(-Instruct|-Thinking)?",
+    engine_ties=False,
     qk_norm=True,
     norm_offset=True,
     output_gate=True,

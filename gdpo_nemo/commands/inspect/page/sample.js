@@ -67,7 +67,7 @@ function rewardTable(row, text) {
   const group = groupOf(row);
   const mean = (values) => { const known = group.map((r) => values[r]).filter((v) => !Number.isNaN(v)); return known.length ? known.reduce((a, b) => a + b, 0) / known.length : NaN; };
   const rows = index.rewards.map((name, i) => [visible(name), number(text.rewards?.[i]), number(mean(columns[`reward${i}`])), text.terms ? signed(text.terms[i]) : '–']);
-  const table = tableOf(['reward', 'value', 'mean of the group', 'share in the advantage'], rows,
+  const table = tableOf(['reward', 'value', 'mean of the group', 'term before the batch norm'], rows,
     ['advantage', number(text.advantage, 6), '', `GRPO: ${signed(columns.grpo[row])}`]);
   table.id = 'rewards';
   table.querySelector('tfoot td:last-child').title = 'of the weighted sum of the rewards as recorded';
