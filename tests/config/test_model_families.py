@@ -326,7 +326,7 @@ def test_latent_attention_that_rotates_halves_is_refused_for_sampling(folder, mi
         validate(load_config(minimal, [f"policy.model_name={folder(content)}", *GPUS]))
 
 
-@pytest.mark.parametrize("name", ["Moonlight", "GLM-4.5"])
+@pytest.mark.parametrize("name", ["Moonlight", "GLM-4.5-Air"])
 def test_tied_embeddings_that_vllm_ignores_are_refused_for_sampling(name, folder, minimal):
     content = {**SUPPORTED[name], "tie_word_embeddings": True}
     with pytest.raises(ConfigError, match="vLLM ignores tie_word_embeddings of"):

@@ -228,7 +228,7 @@ def test_a_hub_name_in_no_table_is_a_question_for_the_dry_run(folder, model):
 
 
 def test_a_model_of_a_family_that_is_not_supported_is_refused_by_its_name(folder):
-    (folder / "script.py").write_text(script_of("RLOOTrainer").replace(MODEL, "ibm-granite/granite-3.3-2b-instruct"))
+    (folder / "script.py").write_text(script_of("RLOOTrainer").replace(MODEL, "google/gemma-3n-E2B-it"))
     assert "not supported" in translate_trl(["script.py"], "ours.yaml").blockers["model"]
 
 
