@@ -357,9 +357,9 @@ def moved(history: History) -> list[str]:
     for name, parts in history.effects().items():
         sums = {part: sum(values) for part, (_, values) in parts.items()}
         causes = sorted(sums, key=lambda part: (part != name, -abs(sums[part])))
-        text = ", ".join(f"{'itself' if part == name else part} {sums[part]:+.3f}" for part in causes)
+        text = ", ".join(f"by {'itself' if part == name else part} {sums[part]:+.3f}" for part in causes)
         steps = max(len(values) for _, values in parts.values())
-        lines.append(f"gradients   mean {name} changed by {text} (estimates, sum of {steps} steps)")
+        lines.append(f"gradients   estimated change of mean {name}: {text} (sum of {steps} steps)")
     return lines
 
 

@@ -293,7 +293,7 @@ def test_console_plot_report_and_health_say_what_the_entry_says(monkeypatch, run
     page = html_report.write_report(run_dir).read_text()
     assert "surprise [bits]" in titles and "grad norm" in titles
     assert "change of format by" in titles and "Gradients by component" in page
-    assert "mean format changed by itself +3.500, length -1.750 (estimates, sum of 7 steps)" in page
+    assert "estimated change of mean format: by itself +3.500, by length -1.750 (sum of 7 steps)" in page
     assert "<dt>surprise [bits]</dt><dd>What &lt;it&gt; is</dd>" in page
     assert any(part.startswith("surprise 0.") for part in console.health(demo_row(1)))
     checks = {check.metric: check for check in general_checks(None, ["a", "b"]) if check.of == "value"}
