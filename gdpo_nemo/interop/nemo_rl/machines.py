@@ -32,7 +32,7 @@ def _model(recipe: Recipe, findings: Findings) -> None:
     if recipe.model.mixture and recipe.lora:
         findings.blocks(
             recipe.lora,
-            "adapters on the experts of MoE models are not supported; list attention layers in target_modules",
+            "adapters on the experts of MoE models are not translated; list attention layers in target_modules",
         )
 
 
