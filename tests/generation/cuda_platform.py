@@ -178,9 +178,12 @@ def join_group(scratch: str) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
 
     # The kernels' own layout of the experts is made by a CUDA kernel.
     UnquantizedFusedMoEMethod.process_weights_after_loading = lambda self, layer: None
+    # Gated delta nets create a tensor on this device.
+    type(current_platform).current_device = staticmethod(lambda: "cpu")
     for name in ("silu_and_mul", "relu_squared"):  # looked up, and not called
         torch.library.define(f"_C::{name}", "(Tensor(a!) out, Tensor input) -> ()")
     store = f"file://{scratch}/store"

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import save_config
-from gdpo_nemo.observe import console, html_report as report, log, samples
+from gdpo_nemo.observe import console, html_report as report, log, sample_writer
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import History, read_metrics
 from gdpo_nemo.observe.run_files import RESTARTING, read_alerts, write_alert
@@ -39,7 +39,7 @@ def play(config, steps=range(1, 8), start: int = 0, status: str = "complete") ->
 @pytest.fixture
 def patient(monkeypatch):
     """A busy machine's disk is not slow."""
-    monkeypatch.setattr(samples, "_SLOW_S", 3600.0)
+    monkeypatch.setattr(sample_writer, "_SLOW_S", 3600.0)
 
 
 def test_a_run_leaves_every_file_and_a_summary(config, run_dir, capsys, patient):
@@ -101,7 +101,7 @@ def test_a_run_whose_folder_is_anothers_records_nothing_more(config, run_dir):
     [
         (log, "_plot"),
         (log, "_report"),
-        (samples, "write_rollouts"),
+        (sample_writer, "write_rollouts"),
         (console.PlainConsole, "step"),
         (log, "_tensorboard"),
         (log, "TraceLog"),
