@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tiny_models import MIXTURES
 
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation import vllm_core
+from gdpo_nemo.generation.engine import CPU_ENVIRONMENT
 from gdpo_nemo.generation.requests import SampleRequest, Sampling
 from gdpo_nemo.generation.vllm_core import (
     EngineOptions,
@@ -74,7 +76,9 @@ def test_every_argument_is_one_of_vllms(core):
 def test_vllms_cuda_platform_decides_the_same_for_every_family(tmp_path):
     """Graphs, scheduling, sleep and attention as an H100 would have them: by vLLM's own code, without a GPU."""
     program = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("cuda_platform.py")), str(tmp_path / "out")]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=900)
+    # Engines on CPUs that ran in this process have set CPU_ENVIRONMENT.
+    environment = {name: value for name, value in os.environ.items() if name not in CPU_ENVIRONMENT}
+    done = subprocess.run(program, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads((tmp_path / "out").read_text())
     expected = {

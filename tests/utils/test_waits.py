@@ -62,6 +62,9 @@ def test_work_of_a_descendant_counts_and_a_stopped_family_does_none():
         while not (family := psutil.Process(parent.pid).children()):
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        while "while True: pass" not in family[0].cmdline()[-1:]:  # until exec, the parent waits like one for a disk
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         for process in (parent, *family):
             process.send_signal(signal.SIGSTOP)
         time.sleep(0.5)  # a signal arrives when the processor is had again
