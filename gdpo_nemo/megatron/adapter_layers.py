@@ -135,6 +135,8 @@ class Adapters(torch.nn.Module):
                 matrix.sequence_parallel = True
         # The type is Any, because ModuleList does not preserve the type of its modules.
         self.pairs: Any = torch.nn.ModuleList(pairs)
+        for matrix in self.parameters():  # Megatron chooses the data-parallel group by this attribute
+            setattr(matrix, "allreduce", getattr(weight, "allreduce", True))  # noqa: B010
 
     def _split_group(self) -> dist.ProcessGroup:
         return parallel_state.get_tensor_model_parallel_group()
@@ -230,19 +232,6 @@ class ExpertAdapters(Adapters):
     the gradients of the inputs over the expert-tensor-parallel group. These adapters therefore compute only this rank's
     terms of both, and sum only the gradients of their replicated matrices.
     """
-
-    def __init__(
-        self,
-        linear_name: str,
-        modules: tuple[str, ...],
-        weight: torch.Tensor,
-        hf: PretrainedConfig,
-        settings: LoraConfig,
-        seed: int,
-    ):
-        super().__init__(linear_name, modules, weight, hf, settings, seed)
-        for matrix in self.parameters():  # Megatron chooses the data-parallel group by this attribute
-            setattr(matrix, "allreduce", getattr(weight, "allreduce", True))  # noqa: B010
 
     def _split_group(self) -> dist.ProcessGroup:
         return parallel_state.get_expert_tensor_parallel_group()

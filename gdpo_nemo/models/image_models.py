@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Iterator
 
 import torch
 
@@ -69,7 +69,10 @@ def with_text(image_model: Path, text_model: Path, key: str) -> Iterator[tuple[s
         if inner in stored:
             found = read_text(inner)
         elif _PREFIX.match(name) and experts is not None:
-            found = _stacked(read_text, inner, experts, key)
+            names = _expert_names(inner, experts, len(tensor))
+            if missing := [part for parts in names for part in parts if part not in stored]:
+                raise ConfigError(f"{key}: {text_model} has no tensor {missing[0]}")
+            found = torch.stack([torch.cat([read_text(part) for part in parts]) for parts in names])
         elif _PREFIX.match(name):
             raise ConfigError(f"{key}: {text_model} has no tensor {inner}")
         else:
@@ -81,21 +84,19 @@ def with_text(image_model: Path, text_model: Path, key: str) -> Iterator[tuple[s
         yield name, found.to(tensor.dtype)
 
 
-def _stacked(read: Callable[[str], torch.Tensor], name: str, experts: Experts, key: str) -> torch.Tensor:
-    """Return a tensor of all experts of a layer from a folder that stores each expert separately."""
+def _expert_names(name: str, experts: Experts, count: int) -> list[list[str]]:
+    """Return the names of each expert's tensors in a folder that stores the experts separately.
+
+    Args:
+        name: name of the tensor of all experts. Other names are returned as the tensor of a single expert.
+        count: number of experts.
+    """
     modules: dict[str, tuple[str | None, ...]] = {
         experts.stacked_gate_up: (experts.gate, experts.up),
         experts.stacked_down: (experts.down,),
     }
-    stacked = next((suffix for suffix in modules if name.endswith(suffix)), None)
-    tensors: list[torch.Tensor] = []
-    try:
-        while stacked is not None:
+    for stacked, parts in modules.items():
+        if name.endswith(stacked):
             layer = name.removesuffix(stacked)
-            parts = [read(f"{layer}{str(module).format(len(tensors))}.weight") for module in modules[stacked]]
-            tensors.append(torch.cat(parts))
-    except KeyError:
-        pass  # the number of experts is that of the tensors
-    if not tensors:
-        raise ConfigError(f"{key}: the text model has no tensor {name}")
-    return torch.stack(tensors)
+            return [[f"{layer}{str(part).format(expert)}.weight" for part in parts] for expert in range(count)]
+    return [[name]]

@@ -30,9 +30,9 @@ class Row:
     status: str
     reasons: dict[str, str]
     family: bool = False
-    """Whether the model's family and the sampling engine exist here."""
+    """True if the model's family and the sampling engine are supported."""
     gym: bool = False
-    """Whether the recipe uses NeMo Gym."""
+    """True if the recipe uses NeMo Gym."""
 
 
 def rows(folder: Path, gym: Path | None = None) -> Iterator[Row]:

@@ -182,3 +182,6 @@ def test_packed_trajectories_are_equal_in_every_field():
         assert {n: repr(v) for n, v in vars(after).items()} == {n: repr(v) for n, v in vars(before).items()}
     found[1].rewards["a"] = 1.0
     assert found[2].rewards == {} and Trajectory(prompt, 0, *tokens[:2], 0, "", "").rewards == {}
+    first, second = unpack_trajectories(pack_trajectories(made[1:]), prompt)  # all of their dictionaries are empty
+    first.rewards["a"] = 1.0
+    assert second.rewards == {} and Trajectory(prompt, 0, *tokens[:2], 0, "", "").rewards == {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from gdpo_nemo.commands.families import table
+from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.planning.shape import KNOWN
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TESTS = {
@@ -28,3 +31,9 @@ def test_what_the_page_calls_tested_takes_every_tiny_model(what):
     source = (REPOSITORY / TESTS[what]).read_text()
     assert TESTS[what] in page
     assert "tiny_models.MODELS" in source or ("tiny_models.DENSE" in source and "tiny_models.MIXTURES" in source)
+
+
+def test_no_name_on_the_hub_is_claimed_by_two_families():
+    for name, content in KNOWN.items():
+        claims = [family.model_type for family in FAMILIES.values() if re.fullmatch(family.hub_names, name)]
+        assert claims == [content["model_type"]]

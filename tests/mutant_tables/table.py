@@ -7,10 +7,20 @@ from mutant_tables.mutants_of_algorithms import ALGORITHMS
 from mutant_tables.mutants_of_engines import ENGINES
 from mutant_tables.mutants_of_environments import ENVIRONMENTS
 from mutant_tables.mutants_of_losses import LOSSES
+from mutant_tables.mutants_of_megatron import MEGATRON
 from mutant_tables.mutants_of_rollouts import ROLLOUTS
 from mutant_tables.mutants_of_settings import SETTINGS
 from mutant_tables.mutants_of_training import TRAINING
 
-MUTANTS: tuple[Mutant, ...] = (*ALGORITHMS, *LOSSES, *ROLLOUTS, *TRAINING, *SETTINGS, *ENVIRONMENTS, *ENGINES)
+MUTANTS: tuple[Mutant, ...] = (
+    *ALGORITHMS,
+    *LOSSES,
+    *ROLLOUTS,
+    *TRAINING,
+    *SETTINGS,
+    *ENVIRONMENTS,
+    *ENGINES,
+    *MEGATRON,
+)
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import sys
+import termios
 import threading
 import time
 
@@ -211,10 +214,26 @@ def test_groups_of_hosts_are_written_by_a_process_and_by_the_thread_if_it_is_kil
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     writer.write(3, packed_groups(3), advantages, terms={"a": advantages})
-    writer.close()
+    writer.flush()
     assert complaints == [] and writer._process is None
-    by_thread, by_process, after_kill = (read_rollouts(path) for _, path in rollout_files(tmp_path))
-    assert by_process == by_thread == after_kill
+    writer.write(4, packed_groups(3), advantages, terms={"a": advantages})
+    writer.flush()
+    process = writer._process._process
+    os.kill(process.pid, signal.SIGSTOP)
+    writer.write(5, packed_groups(3), advantages, terms={"a": advantages})
+    deadline = time.monotonic() + 120
+    while not unread(process.stdin):  # until the thread has sent the step
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    writer.close()
+    by_thread, *others = (read_rollouts(path) for _, path in rollout_files(tmp_path))
+    assert len(others) == 4 and all(records == by_thread for records in others)
+
+
+def unread(pipe) -> int:
+    """Return the number of bytes in a pipe."""
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_an_error_of_the_writing_process_is_raised_by_the_next_call(tmp_path):
