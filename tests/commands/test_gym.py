@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo.commands.cli import main
-from gdpo_nemo.commands.gym.agent_trial import choose
+from gdpo_nemo.commands.gym.agent_trial import cause, choose
 from gdpo_nemo.commands.gym.environments import Environments
 from gdpo_nemo.commands.gym.scan import scan_checkout
 from gdpo_nemo.utils.errors import ConfigError, RunError
@@ -163,6 +163,16 @@ def test_scan_chooses_the_configuration_in_which_an_agent_lacks_least_and_report
     assert "loops: skipped: keyed needs a configuration: api_key" in capsys.readouterr().out
     assert main(["gym", "scan", str(checkout), "--model", str(checkout)]) == 2
     assert capsys.readouterr().err == "error: --model: requires --try\n"
+
+
+def test_the_trial_of_an_agent_names_the_exception_of_the_server_that_failed(tmp_path):
+    logs = [tmp_path / name for name in ("agent.log", "server.log", "model.log")]
+    begin = "ERROR: in ASGI application\nTraceback (most recent call last):\n    raise ValueError(\n"
+    logs[0].write_text(f"{begin}aiohttp.client_exceptions.ClientResponseError: 500, message='Internal Server Error'\n")
+    logs[1].write_text(f"{begin}RuntimeError: no data\n{begin}RuntimeError: data is not set\nINFO: POST /verify 500\n")
+    logs[2].write_text("ready\n")
+    assert cause(logs) == f"; {logs[1]}: RuntimeError: data is not set"
+    assert cause([logs[0], logs[2]]) == ""
 
 
 CONFIG = {

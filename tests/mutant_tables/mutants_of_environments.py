@@ -48,6 +48,27 @@ ENVIRONMENTS = (
         "the rewards of the turns add up to the total",
     ),
     mutant(
+        "environments/nemo_gym/agent_environment.py",
+        "Played(with_attempts(response, reply), rewards,",
+        "Played(response, rewards,",
+        "turns/test_shared_endpoint.py::test_step_rewards_of_an_agents_server_are_credited_to_their_turns",
+        "turns of earlier attempts are trained",
+    ),
+    mutant(
+        "environments/nemo_gym/agent_environment.py",
+        "except (KeyError, TypeError):",
+        "except IndexError:",
+        "turns/test_shared_endpoint.py::test_step_rewards_of_an_agents_server_are_credited_to_their_turns",
+        "a malformed list of attempts fails its sample only",
+    ),
+    mutant(
+        "rollouts/agents.py",
+        "if result.kind is FailureKind.SERVER_ERROR else",
+        "if result.kind is FailureKind.REJECTED else",
+        "turns/test_shared_endpoint.py::test_step_rewards_of_an_agents_server_are_credited_to_their_turns",
+        "the failure of an agent whose requests were refused contains the reason",
+    ),
+    mutant(
         "environments/openenv/episodes.py",
         "result = StepResult({}, self.settings.invalid_action_reward, done=False)",
         "result = StepResult({}, None, done=False)",
