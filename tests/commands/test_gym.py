@@ -194,14 +194,15 @@ def test_dry_run_finds_files_references_ports_and_requirements(checkout, capsys,
     held = socket.create_server(("127.0.0.1", 0))
     port = held.getsockname()[1]
     servers = {"plugin": "nemo_gym", "servers": {"adds": f"http://127.0.0.1:{port}"}}
-    assert dry(checkout, servers, capsys)[0] == 1  # the port is in use
+    status, said = dry(checkout, servers, capsys)
+    assert status == 1 and f"\n  adds: cannot listen on 127.0.0.1:{port} (Address already in use)\n1 problem\n" in said
     held.close()
     status, said = dry(checkout, servers, capsys)
     assert (status, "adds: ready to start" in said) == (0, True), said
     assert not (checkout / "venvs").exists() or not list((checkout / "venvs").glob("*/bin"))
     (folder / "requirements.txt").write_text("./absent.whl\n")
     status, said = dry(checkout, servers, capsys)
-    assert status == 1 and "adds: adds: uv pip failed" in said
+    assert status == 1 and "\n  adds: uv pip failed" in said
     agents = {"plugin": "nemo_gym_agent", "agents": {"player": f"http://127.0.0.1:{port}"},
               "global_config": {"config_paths": ["agents.yaml"]}}  # fmt: skip
     assert "agents.yaml was not found" in dry(checkout, agents, capsys)[1]

@@ -69,6 +69,13 @@ ENVIRONMENTS = (
         "the failure of an agent whose requests were refused contains the reason",
     ),
     mutant(
+        "commands/gym/processes.py",
+        'if "Internal Server Error" not in line',
+        "if line",
+        "commands/test_gym.py::test_the_trial_of_an_agent_names_the_exception_of_the_server_that_failed",
+        "the failure of a request to another server is not its cause",
+    ),
+    mutant(
         "environments/openenv/episodes.py",
         "result = StepResult({}, self.settings.invalid_action_reward, done=False)",
         "result = StepResult({}, None, done=False)",

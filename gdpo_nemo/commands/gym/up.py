@@ -270,7 +270,7 @@ def _dry_run(wanted: Mapping[str, Wanted], source: Source) -> int:
             problems += 1
         for file in _absent_data(served, folder):
             say(f"  note: {file} was not found; the servers start without it")
-    say(f"{problems} problems" if problems else "no problems")
+    say(f"{problems or 'no'} problem{'' if problems == 1 else 's'}")
     return 1 if problems else 0
 
 
@@ -296,7 +296,7 @@ def _problems(
         environments = source.environments or Environments(folder, default_cache())
         environments.check(kind, implementation, source.python)
     except GdpoError as error:
-        yield str(error)
+        yield str(error).removeprefix(f"{name}: ")
 
 
 def _absent_data(served: Mapping[str, Instance], folder: Path) -> Iterator[str]:
