@@ -15,9 +15,10 @@ import numpy as np
 
 from gdpo_nemo.config.rollout_checks import TURNS_KEPT
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
-from gdpo_nemo.data.server_replies import Failure, printable
+from gdpo_nemo.data.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.rollouts.context import RolloutContext, Transcript
 from gdpo_nemo.rollouts.endpoint.conversations import History
+from gdpo_nemo.rollouts.endpoint.service import Service
 from gdpo_nemo.utils.errors import RunError
 
 _MAX_TOKENS = 2**22
@@ -71,8 +72,7 @@ def play_with_agents(
         if service.failure is not None:
             raise service.failure
         transcripts = [
-            _transcript(Transcript(prompt, j), result, service.history)
-            for (prompt, j), result in zip(requested, episodes)
+            _transcript(Transcript(prompt, j), result, service) for (prompt, j), result in zip(requested, episodes)
         ]
     version = max((t.version for t in transcripts if t.version is not None), default=context.version)
     for t in transcripts:
@@ -82,13 +82,14 @@ def play_with_agents(
     return [finished[i : i + context.samples] for i in range(0, len(finished), context.samples)]
 
 
-def _transcript(t: Transcript, result: AgentEpisode | Failure, history: History) -> Transcript:
+def _transcript(t: Transcript, result: AgentEpisode | Failure, service: Service) -> Transcript:
     if isinstance(result, Failure):
         t.outcome = Outcome.ENV_FAILED
-        t.detail = str(result)
+        # Agents do not report why a request to their model failed.
+        t.detail = str(result) + (service.refusals() if result.kind is FailureKind.SERVER_ERROR else "")
         return t
     try:
-        follow(t, result.response, history)
+        follow(t, result.response, service.history)
         t.set_rewards(result.rewards, getattr(result, "step_rewards", ()))
     except BrokenEpisode as error:
         t.outcome = Outcome.ENV_FAILED

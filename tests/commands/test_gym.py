@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo.commands.cli import main
-from gdpo_nemo.commands.gym.agent_trial import choose
+from gdpo_nemo.commands.gym.agent_trial import cause, choose
 from gdpo_nemo.commands.gym.environments import Environments
 from gdpo_nemo.commands.gym.scan import scan_checkout
 from gdpo_nemo.utils.errors import ConfigError, RunError
@@ -165,6 +165,16 @@ def test_scan_chooses_the_configuration_in_which_an_agent_lacks_least_and_report
     assert capsys.readouterr().err == "error: --model: requires --try\n"
 
 
+def test_the_trial_of_an_agent_names_the_exception_of_the_server_that_failed(tmp_path):
+    logs = [tmp_path / name for name in ("agent.log", "server.log", "model.log")]
+    begin = "ERROR: in ASGI application\nTraceback (most recent call last):\n    raise ValueError(\n"
+    logs[0].write_text(f"{begin}aiohttp.client_exceptions.ClientResponseError: 500, message='Internal Server Error'\n")
+    logs[1].write_text(f"{begin}RuntimeError: no data\n{begin}RuntimeError: data is not set\nINFO: POST /verify 500\n")
+    logs[2].write_text("ready\n")
+    assert cause(logs) == f"; {logs[1]}: RuntimeError: data is not set"
+    assert cause([logs[0], logs[2]]) == ""
+
+
 CONFIG = {
     "gdpo": {"rewards": {"reward": 1.0}}, "policy": {"model_name": "organisation/model"},
     "data": {"train": {"path": "rows.jsonl"}}, "rollout": {"endpoint": {"enabled": True, "port": 8100}},
@@ -184,14 +194,15 @@ def test_dry_run_finds_files_references_ports_and_requirements(checkout, capsys,
     held = socket.create_server(("127.0.0.1", 0))
     port = held.getsockname()[1]
     servers = {"plugin": "nemo_gym", "servers": {"adds": f"http://127.0.0.1:{port}"}}
-    assert dry(checkout, servers, capsys)[0] == 1  # the port is in use
+    status, said = dry(checkout, servers, capsys)
+    assert status == 1 and f"\n  adds: cannot listen on 127.0.0.1:{port} (Address already in use)\n1 problem\n" in said
     held.close()
     status, said = dry(checkout, servers, capsys)
     assert (status, "adds: ready to start" in said) == (0, True), said
     assert not (checkout / "venvs").exists() or not list((checkout / "venvs").glob("*/bin"))
     (folder / "requirements.txt").write_text("./absent.whl\n")
     status, said = dry(checkout, servers, capsys)
-    assert status == 1 and "adds: adds: uv pip failed" in said
+    assert status == 1 and "\n  adds: uv pip failed" in said
     agents = {"plugin": "nemo_gym_agent", "agents": {"player": f"http://127.0.0.1:{port}"},
               "global_config": {"config_paths": ["agents.yaml"]}}  # fmt: skip
     assert "agents.yaml was not found" in dry(checkout, agents, capsys)[1]

@@ -20,7 +20,10 @@ class Episode:
 
 
 class StepServer(LocalServer):
-    """An agent of NeMo Gym: /run plays two turns with the endpoint. The message is the JSON of its rewards."""
+    """An agent of NeMo Gym: /run plays two turns with the endpoint. The message is the JSON of its rewards.
+
+    With ``attempts``, each turn is returned as an attempt. ``sampling`` is added to the agent's requests.
+    """
 
     def __init__(self, port: int):
         super().__init__(_Run, "")
@@ -30,8 +33,17 @@ class StepServer(LocalServer):
 class _Run(JsonHandler):
     def do_POST(self):
         messages = self._body()["responses_create_params"]["input"]
-        episode = self.server.talkers.talk(messages, {"temperature": 0.5, "top_p": 1.0})
-        self._send(200, json.dumps({"response": episode.response, **json.loads(messages[0]["content"])}).encode())
+        reply = json.loads(messages[0]["content"])
+        sampling = {"temperature": 0.5, "top_p": 1.0, **reply.pop("sampling", {})}
+        try:
+            episode = self.server.talkers.talk(messages, sampling)
+        except AssertionError:
+            return self._send(500, b"Internal Server Error")
+        reply = {"response": episode.response, **reply}
+        if reply.pop("attempts", False):  # as of proof_refinement_agent, whose response is the last attempt
+            turns = [{"output": [item]} for item in episode.response["output"] if "generation_token_ids" in item]
+            reply |= {"response": turns[-1], "all_attempts": [{"response": turn} for turn in turns]}
+        self._send(200, json.dumps(reply).encode())
 
 
 class Talkers(Environment):

@@ -254,12 +254,17 @@ STEPS = {
         ({"call": 1.0}, {"form": 2.0, "call": 0.0}),
     ),
     "none": ({"reward": 1.0}, {"reward": 1.0}, ()),
+    "attempts": ({"reward": 1.0, "attempts": True}, {"reward": 1.0}, ()),
 }
 BAD_STEPS = {
-    "3 entries, but the policy took 2 turns": [1, 2, 3],
-    "expected a list as step_rewards, got dict": {"0": 1},
-    "step_rewards is of type str, not a number": ["1", 2],
-    "is not finite": [{"a": 1e999}, None],
+    "3 entries, but the policy took 2 turns": {"step_rewards": [1, 2, 3]},
+    "expected a list as step_rewards, got dict": {"step_rewards": {"0": 1}},
+    "step_rewards is of type str, not a number": {"step_rewards": ["1", 2]},
+    "is not finite": {"step_rewards": [{"a": 1e999}, None]},
+    "all_attempts is not a list of attempts with a response": {"all_attempts": [{"reward": 1.0}]},
+    "attempts); the endpoint refused 4 requests of this batch, the last one because seed 3 is not supported": {
+        "sampling": {"seed": 3}
+    },
 }
 
 
@@ -269,7 +274,7 @@ def test_step_rewards_of_an_agents_server_are_credited_to_their_turns(engines, p
     environment = NemoGymAgent({"agents": {"gym": server.url}})
     replies = [
         *(reply for reply, _, _ in STEPS.values()),
-        *({"reward": 1.0, "step_rewards": s} for s in BAD_STEPS.values()),
+        *({"reward": 1.0, **bad} for bad in BAD_STEPS.values()),
     ]
     try:
         prompts = []
@@ -283,11 +288,11 @@ def test_step_rewards_of_an_agents_server_are_credited_to_their_turns(engines, p
         runner.close()
         server.stop()
     for group, (_, totals, turns) in zip(made, STEPS.values()):
-        assert [(t.trains, t.rewards, t.turn_rewards) for t in group] == [(True, totals, turns)] * 2
+        assert [(t.trains, t.turns, t.rewards, t.turn_rewards) for t in group] == [(True, 2, totals, turns)] * 2
     for group, detail in zip(made[len(STEPS) :], BAD_STEPS):
         assert all(t.outcome is Outcome.ENV_FAILED and detail in t.detail and not t.trains for t in group)
     rows = turn_rows([group[0] for group in made[: len(STEPS)]], ["reward", "call"], discount=0.5)
-    assert rows.columns["reward"].tolist() == [1.25, 1.5, 1.25, 1.5, 0.5, 1.0, 0.5, 1.0]
+    assert rows.columns["reward"].tolist() == [1.25, 1.5, 1.25, 1.5, 0.5, 1.0, 0.5, 1.0, 0.5, 1.0]
     assert rows.columns["call"][4:6].tolist() == [1.0, 0.0]
 
 

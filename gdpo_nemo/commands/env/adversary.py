@@ -123,7 +123,10 @@ def put_on_trial(
         ConfigError: if a row has no prompt, or the environment requires the model of a run.
     """
     if environment.plays_with_endpoint:
-        raise ConfigError(f"{name}: its episodes require the model of a run, which this check does not load")
+        raise ConfigError(
+            f"{name}: its episodes require the model of a run, which this check does not load; "
+            "train one step instead (gdpo.max_num_steps=1)"
+        )
     make = partial(_sample, environment, name, key)
     with (
         EnvironmentPools({name: options}, workers, timeout_s) as first,

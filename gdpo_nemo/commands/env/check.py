@@ -113,7 +113,10 @@ def check_environment(
         ConfigError: if a row has no prompt, a server rejects it, or the environment requires the model of a run.
     """
     if environment.plays_with_endpoint:
-        raise ConfigError(f"{name}: its episodes require the model of a run, which this check does not load")
+        raise ConfigError(
+            f"{name}: its episodes require the model of a run, which this check does not load; "
+            "train one step instead (gdpo.max_num_steps=1)"
+        )
     groups = [
         [
             as_sampled(sample_of(row, text, name, index, key), environment)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Iterator, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
+from gdpo_nemo.commands.gym.processes import Served, end_all, last_exception
 from gdpo_nemo.commands.gym.trial import attempted
 from gdpo_nemo.commands.gym.up import Source, Wanted, start, wanted_address
 from gdpo_nemo.config.model_checks import read_model_config
@@ -80,28 +81,38 @@ class Trials:
         """
         if chosen.lacking or chosen.row is None or context is None or context.endpoint is None:
             return {"status": "skipped", "summary": f"skipped: {'; '.join(chosen.lacking)}"}
-        with attempted() as result, self._served(chosen, context.endpoint.url) as url:
+        with attempted() as result, self._served(chosen, context.endpoint.url) as (url, logs):
             result |= play(chosen.name, url, chosen.row, context)
+            if result["status"] == "failed":
+                result["summary"] += cause(logs)
         return {"config": chosen.file, **result}
 
     @contextlib.contextmanager
-    def _served(self, chosen: Playable, endpoint: str) -> Iterator[str]:
-        """Start the servers and yield the agent's URL. Raises RunError if one does not start."""
+    def _served(self, chosen: Playable, endpoint: str) -> Iterator[tuple[str, list[Path]]]:
+        """Start the servers and yield the agent's URL and all logs. Raises RunError if one does not start."""
         policy = dict(zip(POLICY_KEYS, (f"{endpoint}/v1", "none", "policy")))
         content = {"config_paths": [chosen.file, _MODEL], **policy, "error_on_almost_servers": False}
         wanted = Wanted(content, only=chosen.needed)
         addressed = wanted_address(wanted, self.source)
         with contextlib.ExitStack() as stack:
             stack.callback(addressed.close)
-            processes = []
-            for process in start(chosen.name, chosen.name, addressed, self.source, self.logs):
-                stack.callback(process.end)
-                processes.append(process)
+            processes: list[Served] = []
+            stack.callback(end_all, processes)
+            processes.extend(start(chosen.name, chosen.name, addressed, self.source, self.logs))
             addressed.close()
             deadline = time.monotonic() + self.timeout_s
             for process in processes:
                 process.wait_until_ready(addressed.urls, deadline)
-            yield addressed.urls[chosen.name]
+            yield addressed.urls[chosen.name], [process.log for process in processes]
+
+
+def cause(logs: Sequence[Path]) -> str:
+    """Return the first exception in the logs of servers, as the end of a sentence (empty if there is none).
+
+    A failed agent replies only that its server failed.
+    """
+    found = ((log, last_exception(log.read_text(errors="replace"))) for log in logs)
+    return next((f"; {log}: {printable(text, _DETAIL)}" for log, text in found if text), "")
 
 
 def play(agent: str, url: str, row: dict[str, Any], context: RolloutContext) -> dict[str, Any]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
 
@@ -26,6 +27,8 @@ _END_S = 20.0
 _RESOLVE_S = 600.0
 _LAST_LINES = 5
 """Number of lines of a log in an error message."""
+_EXCEPTION = re.compile(r"^(?:\w+\.)*\w+(?:Error|Exception)\b.*", re.MULTILINE)
+"""Matches the last line of a traceback."""
 
 
 def served_instances(content: Mapping[str, Any]) -> dict[str, Instance]:
@@ -107,6 +110,12 @@ def last_lines(text: str) -> str:
     return " | ".join(line.strip() for line in text.strip().splitlines()[-_LAST_LINES:])
 
 
+def last_exception(text: str) -> str:
+    """Return the last exception in a log, except failures of other servers (empty if there is none)."""
+    found = [line for line in _EXCEPTION.findall(text) if "Internal Server Error" not in line]
+    return found[-1] if found else ""
+
+
 def _script() -> Path:
     script = find_file(_SCRIPT)
     if script is None:
@@ -181,14 +190,26 @@ class Served:
             last = last_lines(self.log.read_text(errors="replace"))
             raise RunError(f"{self.label}: the servers ended with status {status}; see {self.log}: {last}")
 
+    def terminate(self) -> None:
+        """Ask the process to end, without waiting."""
+        self._process.terminate()
+
     def end(self) -> None:
         """End the process. The cleanup process of this command ends its remaining descendants."""
-        self._process.terminate()
+        self.terminate()
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def end_all(processes: Sequence[Served]) -> None:
+    """End processes at the same time, because each of them first finishes its requests."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.end()
 
 
 def _answers(url: str) -> bool:

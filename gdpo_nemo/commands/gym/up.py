@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from gdpo_nemo.commands.arguments import say
 from gdpo_nemo.commands.gym.environments import Environments, default_cache
-from gdpo_nemo.commands.gym.processes import HEAD, Addressed, Served, address, resolve, served_instances
+from gdpo_nemo.commands.gym.processes import HEAD, Addressed, Served, address, end_all, resolve, served_instances
 from gdpo_nemo.environments.nemo_gym.checkout import Instance, Unknown, config_contents, instances_of
 from gdpo_nemo.utils.errors import ConfigError, GdpoError, RunError
 from gdpo_nemo.utils.files import write_whole
@@ -85,28 +85,21 @@ def up(arguments: argparse.Namespace) -> int:
     guard_children()  # also ends the servers after SIGKILL
     with contextlib.ExitStack() as stack:
         started: dict[str, tuple[Addressed, list[Served]]] = {}
+        running: list[Served] = []
+        stack.callback(end_all, running)
         for name, one in wanted.items():
             addressed = wanted_address(one, source)
             stack.callback(addressed.close)
-            starting = start(f"env.{name}", name, addressed, source, logs)
-            started[name] = addressed, [stack.enter_context(_ended(process)) for process in starting]
+            first = len(running)
+            running.extend(start(f"env.{name}", name, addressed, source, logs))  # appends each as it starts
+            started[name] = addressed, running[first:]
             addressed.close()
         deadline = time.monotonic() + arguments.timeout
         _wait_until_ready(started, logs, deadline)
         while True:
-            for _, processes in started.values():
-                for process in processes:
-                    process.check()
+            for process in running:
+                process.check()
             time.sleep(_POLL_S)
-
-
-@contextlib.contextmanager
-def _ended(process: Served) -> Iterator[Served]:
-    """End the process with the block."""
-    try:
-        yield process
-    finally:
-        process.end()
 
 
 def _wait_until_ready(started: Mapping[str, tuple[Addressed, list[Served]]], logs: Path, deadline: float) -> None:
@@ -277,7 +270,7 @@ def _dry_run(wanted: Mapping[str, Wanted], source: Source) -> int:
             problems += 1
         for file in _absent_data(served, folder):
             say(f"  note: {file} was not found; the servers start without it")
-    say(f"{problems} problems" if problems else "no problems")
+    say(f"{problems or 'no'} problem{'' if problems == 1 else 's'}")
     return 1 if problems else 0
 
 
@@ -303,7 +296,7 @@ def _problems(
         environments = source.environments or Environments(folder, default_cache())
         environments.check(kind, implementation, source.python)
     except GdpoError as error:
-        yield str(error)
+        yield str(error).removeprefix(f"{name}: ")
 
 
 def _absent_data(served: Mapping[str, Instance], folder: Path) -> Iterator[str]:

@@ -166,7 +166,7 @@ class NemoGymAgent(Environment):
         if not isinstance(response, Mapping):
             raise Failure(FailureKind.BAD_REPLY, "the reply has no response")
         rewards = rewards_of(reply, self.rules, agent, self._options.check_sum)
-        return Played(response, rewards, step_rewards_of(reply, self.rules, agent))
+        return Played(with_attempts(response, reply), rewards, step_rewards_of(reply, self.rules, agent))
 
     def _agent(self, prompt: Prompt) -> str:
         try:
@@ -178,6 +178,22 @@ class NemoGymAgent(Environment):
         chosen = self._options
         key = api_key(chosen.api_key_env)
         return HttpClient(chosen.concurrency, chosen.max_reply_bytes, chosen.max_json_depth, key)
+
+
+def with_attempts(response: Mapping[str, Any], reply: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an agent's response with the output of the attempts in ``all_attempts`` before its own output.
+
+    The response of ``proof_refinement_agent`` is the last attempt. A turn that is listed twice is trained once.
+
+    Raises:
+        Failure: BAD_REPLY if the attempts have no outputs.
+    """
+    try:
+        items = [item for attempt in reply.get("all_attempts") or () for item in attempt["response"]["output"]]
+    except (KeyError, TypeError):
+        raise Failure(FailureKind.BAD_REPLY, "all_attempts is not a list of attempts with a response") from None
+    output = response.get("output")
+    return {**response, "output": [*items, *output]} if items and isinstance(output, list) else response
 
 
 def run_body(prompt: Prompt, task: int, sample: int, sampling: Mapping[str, float]) -> bytes:

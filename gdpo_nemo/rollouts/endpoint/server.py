@@ -193,7 +193,7 @@ def _app(service: Service, check_client: Callable[[Request], None]) -> FastAPI:
 
 
 def _refusal(service: Service, refused: Refused) -> JSONResponse:
-    service.counts["refused"] += 1
+    service.count_refusal(refused.message)
     error = {"message": refused.message, "type": "invalid_request_error", "code": refused.status}
     content = {"type": "error", "object": "error", "message": refused.message, "error": error}
     return JSONResponse(content, refused.status)

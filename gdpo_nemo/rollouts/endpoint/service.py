@@ -15,6 +15,7 @@ import numpy as np
 
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.replies import parsed_arguments
+from gdpo_nemo.data.server_replies import printable
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.rollouts.endpoint.anthropic import message_reply, read_messages
 from gdpo_nemo.rollouts.endpoint.conversations import (
@@ -105,6 +106,8 @@ class Service:
         ``turns``: turns sampled. ``spliced``: turns that continued from sampled tokens. ``edited``: turns whose history
         the client had changed, so that the prompt was rendered again. ``refused``: requests answered with an error.
         """
+        self.last_refusal = ""
+        """Message of the last request that was answered with an error."""
         self.failure: GdpoError | None = None
         """Error that made sampling fail permanently, or None if sampling works."""
         self._engines = engines
@@ -211,10 +214,21 @@ class Service:
         request, original = read_responses(body, sampling, session)
         try:
             turn, message = await self._turn(request, sampling)
-        except NoRoom:
-            self.counts["refused"] += 1
+        except NoRoom as refused:
+            self.count_refusal(str(refused))
             return response_without_room(original)
         return response_of(turn, message, original, f"{_number(turn):x}_{turn.turns}")
+
+    def count_refusal(self, message: str) -> None:
+        """Count a request that is answered with an error."""
+        self.counts["refused"] += 1
+        self.last_refusal = message
+
+    def refusals(self) -> str:
+        """Return the number of refused requests and the last message, as the end of a sentence (empty if none)."""
+        count = self.counts["refused"]
+        last = printable(self.last_refusal)
+        return f"; the endpoint refused {count} requests of this batch, the last one because {last}" if count else ""
 
     async def _turn(self, request: ChatRequest, sampling: Sampling) -> tuple[Turn, dict[str, Any]]:
         """Sample the next turn of a conversation, store it, and return it with the assistant's message.
