@@ -113,7 +113,8 @@ def explain_dump(
             f"{path}: contains no tokens; statistics over tokens, gdpo.shaping, gdpo.credit: turn and "
             "gdpo.kl_in_reward require them"
         )
-    return _explanation(path, groups, recorded, config, shown)
+    # TRL's rewards and advantages are float32 tensors. verl records no advantages.
+    return _explanation(path, groups, recorded, config, shown, PRESETS["trl"].epsilon)
 
 
 COLUMNS_EXPLAINED = (
@@ -124,8 +125,19 @@ COLUMNS_EXPLAINED = (
 )
 
 
-def _explanation(path: Path, groups: list[Group], recorded: np.ndarray, config: Config, shown: int) -> RenderableType:
-    """Return the diagnostics of a step and tables of its groups."""
+def _explanation(
+    path: Path,
+    groups: list[Group],
+    recorded: np.ndarray,
+    config: Config,
+    shown: int,
+    float32_epsilon: float | None = None,
+) -> RenderableType:
+    """Return the diagnostics of a step and tables of its groups.
+
+    Args:
+        float32_epsilon: epsilon of the trainer, if it computed the recorded advantages in float32. None: float64.
+    """
     if shown < 0:
         raise ConfigError(f"--groups: must be 0 or more, got {shown}")
     _check_components(groups, config.gdpo, path)
@@ -134,7 +146,7 @@ def _explanation(path: Path, groups: list[Group], recorded: np.ndarray, config: 
         _heading(path, step),
         Text(step.advantages.diagnostics.describe()),
         Text(COLUMNS_EXPLAINED),
-        Text(_agreement(step, recorded)),
+        Text(_agreement(step, recorded, float32_epsilon)),
     ]
     parts += [Text(line) for line in _collapse_lines(step)]
     by_interest = sorted(range(len(groups)), key=lambda g: (-len(step.collapsed_pairs(g)), -step.spread(g), g))
@@ -270,19 +282,56 @@ def _heading(path: Path, step: _Step) -> Text:
     return Text(f"{path.name}: {counts}; {weights} by {gdpo.estimator}{variant}\n", style="bold")
 
 
-def _agreement(step: _Step, recorded: np.ndarray) -> str:
+_FLOAT64_GAP = 1e-6
+"""Largest difference between equal advantages that were computed in float64."""
+
+
+def _agreement(step: _Step, recorded: np.ndarray, float32_epsilon: float | None) -> str:
     """Describe whether the recorded advantages agree with the recomputed advantages."""
     known = np.isfinite(recorded)
     if not known.any():
         return "The file does not contain advantages, so they are computed from its rewards."
-    gap = np.abs(step.values - recorded)[known].max()
-    if gap <= 1e-6:
+    gaps = np.abs(step.values - recorded)[known]
+    if gaps.max() <= _FLOAT64_GAP:
         return "The run recorded the same advantages."
+    if float32_epsilon is not None and (gaps <= _float32_errors(step, float32_epsilon)[known]).all():
+        return f"The run recorded the same advantages, up to the rounding of float32 ({gaps.max():.2g})."
     if saves_all_groups(step.config):
         reason = "the run used another estimator, preset, epsilon or weights"
     else:
         reason = "the file contains only some groups of the batch"
-    return f"The advantages recorded by the run differ by up to {gap:.3g}: {reason}."
+    return f"The advantages recorded by the run differ by up to {gaps.max():.3g}: {reason}."
+
+
+def _float32_errors(step: _Step, epsilon: float) -> np.ndarray:
+    """Return the rounding errors to expect of a trainer that computes the advantages in float32: [samples].
+
+    torch adds n numbers pairwise, so the mean of n rewards of size M has an error of about log2(n) u M, with the unit
+    roundoff u, and a z-score has twice this error divided by the standard deviation. In a group of equal rewards, it is
+    divided by epsilon, unless the sums are exact. The mean and the deviation of the batch add their errors.
+    """
+
+    def rounding(count: int) -> float:
+        return float(np.finfo(np.float32).eps * (1 + np.log2(count)))  # eps is 2 u
+
+    columns = [step.advantages.names.index(name) for name in step.weighted]
+    weights = np.array([abs(step.config.gdpo.rewards[name]) for name in step.weighted])
+    errors = np.zeros(len(step.trajectories))
+    for group_index in range(len(step.groups)):
+        rows = list(step.rows(group_index))
+        rewards, count = step.rewards[rows], len(rows)
+        low, high = (np.where(np.isnan(rewards), end, rewards) for end in (np.inf, -np.inf))
+        spread = high.max(axis=0) - low.min(axis=0)  # -inf if all rewards are missing
+        size = np.abs(np.nan_to_num(rewards)).max(axis=0)
+        sums = size * np.arange(1, count + 1)[:, None]
+        exact = (sums.astype(np.float32) == sums).all(axis=0)
+        gain = np.ptp(step.terms[rows][:, columns], axis=0) / np.where(spread > 0, spread, 1.0)
+        gain = np.where(spread > 0, gain, np.where(exact, 0.0, weights / epsilon))
+        errors[rows] = rounding(count) * (size * gain).sum()
+    sizes = 1 + np.abs(step.values)
+    scaled = errors + np.sqrt((errors**2).mean()) * sizes
+    scale = step.advantages.scale if isinstance(step.advantages, Advantages) else 1.0  # dumps contain no turns
+    return np.asarray(scaled * scale + rounding(len(errors)) * sizes)
 
 
 def _collapse_lines(step: _Step) -> list[str]:

@@ -31,8 +31,16 @@ def read_dump(trainer: str, path: Path) -> tuple[list[Group], np.ndarray]:
         trainer: one of ``TRAINERS``.
 
     Raises:
-        ConfigError: if the file cannot be read, or has no samples or no rewards.
+        ConfigError: if the path is a folder, or the file cannot be read, or has no samples or no rewards.
     """
+    if path.is_dir():
+        suffix = ".parquet" if trainer == "trl" else ".jsonl"
+        files = sorted((file.name for file in path.glob(f"*{suffix}")), key=lambda name: (len(name), name))
+        raise ConfigError(
+            f"{path}: is a folder; specify the dump of one step, for example {path / files[-1]}"
+            if files
+            else f"{path}: is a folder without dumps of {trainer} (*{suffix}); specify the dump of one step"
+        )
     rows, prompt, completion, own = _read_trl(path) if trainer == "trl" else _read_verl(path)
     missing = [name for name in (prompt, completion) if rows and name not in rows[0]]
     if missing or not rows:

@@ -454,7 +454,8 @@ def _rewards(resolved: Resolved) -> str:
     weights = describe_weights(config.gdpo.rewards, config.gdpo.constraints, config.gdpo.schedules)
     preset = f", preset {config.gdpo.preset}" if config.gdpo.preset else ""
     estimator = config.algorithm.type if resolved.algorithm.head == "value" else config.gdpo.estimator
-    return f"{weights} by {estimator}{preset}, loss {config.loss_fn.type} ({config.loss_fn.aggregation})"
+    credit = f"credit {config.gdpo.credit}"
+    return f"{weights} by {estimator}{preset}, {credit}, loss {config.loss_fn.type} ({config.loss_fn.aggregation})"
 
 
 def _staleness(config: Config) -> str:

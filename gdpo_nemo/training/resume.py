@@ -12,7 +12,7 @@ import yaml
 from gdpo_nemo.config.changes import Change, check_changes, find_changes
 from gdpo_nemo.config.layout import Resolved, prompt_limit, prompts_per_round
 from gdpo_nemo.config.load import save_config, to_yaml
-from gdpo_nemo.config.schema import CheckpointingConfig, Config
+from gdpo_nemo.config.schema import CheckpointingConfig, Config, GdpoConfig
 from gdpo_nemo.training.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunState, model_fingerprint
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import parse_yaml, read_text
@@ -72,10 +72,22 @@ def find_start(resolved: Resolved, run_dir: Path, inputs: Inputs) -> Start:
     if state.updates == UPDATES_UNKNOWN:  # The checkpoint is older than this field.
         state.updates = state.step * resolved.updates_per_step
     remarks = [
-        f"resuming from {path} after step {state.step}",
+        f"resuming from {path} after step {state.step}" + _nothing_to_train(config.gdpo, state, len(inputs.prompts)),
         *(change.sentence(state.step + 1) for change in changes),
     ]
     return Start(checkpoints, state, path, damaged, remarks, changes)
+
+
+def _nothing_to_train(gdpo: GdpoConfig, state: RunState, prompts: int) -> str:
+    """Return the end of a sentence that names the key that ends the run here, or an empty text."""
+    limit = prompt_limit(gdpo, prompts)
+    if state.step >= gdpo.max_num_steps:
+        key = f"gdpo.max_num_steps ({gdpo.max_num_steps})"
+    elif limit is not None and state.position + prompts_per_round(gdpo) > limit:
+        key = f"gdpo.max_num_epochs ({gdpo.max_num_epochs})"
+    else:
+        return ""
+    return f": the run is complete, so nothing is trained; to continue, raise {key}"
 
 
 def planned_changes(config: Config) -> list[str]:

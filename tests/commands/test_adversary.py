@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from gdpo_nemo.commands import cli
-from gdpo_nemo.commands.env.adversary import Tried, _in_parts, findings, judge
+from gdpo_nemo.commands.arguments import terminal
+from gdpo_nemo.commands.env.adversary import Tried, _in_parts, findings, judge, table
 from gdpo_nemo.commands.env.attacks import Gold, probes
 from gdpo_nemo.commands.env.check import as_sampled, sample_of
 from gdpo_nemo.data.replies import parse_hermes
@@ -67,7 +68,23 @@ def test_attacks_win_exactly_where_the_verifier_is_weak(verifier, attacks):
 def test_a_component_with_one_value_is_flat_and_not_hacked():
     trial = trial_of(everybody_wins)
     assert trial.components["it"].flat == ["r1", "r2"] and not trial.components["it"].hacked
-    assert trial.hackability("it") == 0
+    assert trial.hackability("it") is None
+
+
+def test_hackability_is_not_stated_of_a_component_that_could_not_be_tested(capsys):
+    trial = trial_of(everybody_wins)
+    terminal().print(table("e", trial))
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("│ it "))
+    assert row.count("?") == 4 and "0%" not in row and "none" not in row
+    assert [line for line in findings(trial) if line.startswith("it: not tested on 2 of 2 attacked rows")]
+
+
+def test_hackability_is_a_share_of_the_rows_that_could_be_tested():
+    def only_second(text, gold):
+        return last_number(text, gold) if gold == QUESTIONS["r2"][1] else 1.0
+
+    trial = trial_of(only_second)
+    assert trial.components["it"].flat == ["r1"] and trial.hackability("it") == 1.0
 
 
 def test_components_that_no_text_wins_together_are_named():

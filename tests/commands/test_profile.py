@@ -1,5 +1,6 @@
 """``gdpo-nemo profile`` after sampling. Its engines are those of ``gdpo-nemo eval``, which tests/end_to_end runs."""
 
+import html
 import json
 
 import pytest
@@ -8,7 +9,7 @@ from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.arguments import terminal
 from gdpo_nemo.commands.env.check import sample_of
 from gdpo_nemo.commands.profile.measure import profile_groups, write
-from gdpo_nemo.commands.profile.page import summary, write_page
+from gdpo_nemo.commands.profile.page import _EXPLAINED, _LEGENDS, summary, write_page
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import DatasetConfig, DifficultyConfig
 from gdpo_nemo.data.records import Group
@@ -66,6 +67,7 @@ def test_profile_names_a_random_function_and_times_each_function(profile):
     assert found["cost"]["verification_s_per_sample"].keys() == {"right", "drawn"}
     page = (folder / "out" / "profile.html").read_text()
     assert "drawn is noisy" in page and "drawn is noisy" in shown and "rloo" in page
+    assert all(html.escape(legend) in page for legend in (_EXPLAINED, *_LEGENDS.values()))
 
 
 def test_rows_of_a_profile_select_and_order_the_data(profile):

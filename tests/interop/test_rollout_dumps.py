@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
 import pytest
+import torch
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.interop.rollout_dumps import read_dump
@@ -55,9 +56,54 @@ def test_a_dump_of_trl_gives_the_advantages_that_trl_recorded(tmp_path, capsys):
     assert sum(t.rewards["second"] is None for group in groups for t in group.trajectories) == 4
     weights = "gdpo.rewards={first: 1.0, second: 0.5}"
     assert cli.main(["explain-advantages", str(path), "--from", "trl", "gdpo.preset=trl", weights]) == 0
-    assert "The run recorded the same advantages." in capsys.readouterr().out
+    assert "The run recorded the same advantages" in capsys.readouterr().out
     assert cli.main(["explain-advantages", str(path), "--from", "trl"]) == 0
     assert "The advantages recorded by the run differ by up to" in capsys.readouterr().out
+    assert cli.main(["explain-advantages", str(path.parent), "--from", "trl"]) == 2
+    message = f"{path.parent}: is a folder; specify the dump of one step, for example {path}"
+    assert message in capsys.readouterr().err
+
+
+def normalised_in_float32(rewards: np.ndarray, size: int, epsilon: float) -> np.ndarray:
+    """The formula of TRL's ``normalize_then_sum``, in float32: rewards [samples, components]."""
+    groups = torch.tensor(rewards, dtype=torch.float32).view(-1, size, rewards.shape[1])
+    z = (groups - groups.mean(dim=1, keepdim=True)) / (groups.std(dim=1, keepdim=True) + epsilon)
+    total = z.sum(dim=2).flatten()
+    return ((total - total.mean()) / (total.std() + epsilon)).numpy()
+
+
+REWARDS = {
+    "binary": lambda rng: (rng.random((64, 2)) < 0.4).astype(float),
+    "far from 0": lambda rng: 1000 + rng.normal(size=(64, 2)),
+    "constant groups": lambda rng: np.stack([np.repeat(rng.random(8), 8), rng.random(64)], axis=1),
+    "small": lambda rng: 1e-3 * rng.random((64, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_the_rounding_of_float32_is_no_difference_but_another_rule_is(kind, tmp_path, capsys):
+    rewards = REWARDS[kind](np.random.default_rng(0)).astype(np.float32)
+    path = tmp_path / "completions_00001.parquet"
+
+    def report(advantages: np.ndarray) -> str:
+        columns = {"prompt": [f"{i // 8}" for i in range(64)], "completion": ["c"] * 64}
+        parquet.write_table(
+            pa.table({**columns, "a": rewards[:, 0], "b": rewards[:, 1], "advantage": advantages}), path
+        )
+        assert cli.main(["explain-advantages", str(path), "--from", "trl", "gdpo.preset=trl", "--groups", "0"]) == 0
+        return capsys.readouterr().out
+
+    recorded = normalised_in_float32(rewards, 8, 1e-4)
+    assert "The run recorded the same advantages" in report(recorded)
+    assert "differ by up to" in report(normalised_in_float32(rewards * [1, 1.5], 8, 1e-1))
+    if kind == "binary":
+        assert "differ by up to" in report(normalised_in_float32(rewards, 8, 1e-6))
+        assert "differ by up to" in report(recorded + np.float32(1e-4) * (np.arange(64) == 5))
+
+
+def test_a_folder_without_dumps_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"is a folder without dumps of verl \(\*.jsonl\)"):
+        read_dump("verl", tmp_path)
 
 
 def verl_dump(folder: Path, *changes: dict) -> Path:

@@ -33,12 +33,16 @@ def config_file(tmp_path):
     return file
 
 
+class Rows(list):
+    fingerprint = "rows"
+
+
 @pytest.fixture
 def inputs(tmp_path):
     """What the start of a run is compared with: the data's fingerprint and a model folder."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    return SimpleNamespace(prompts=SimpleNamespace(fingerprint="rows"), folder=tmp_path / "model")
+    return SimpleNamespace(prompts=Rows(range(100)), folder=tmp_path / "model")
 
 
 @pytest.fixture
@@ -97,6 +101,22 @@ def test_a_change_is_announced_with_its_values_and_its_first_step(run, config_fi
     resuming, *announced = start.remarks
     assert resuming == f"resuming from {folder / 'checkpoints' / 'step_12'} after step 12"
     assert len(announced) == 1 and announced[0].startswith(ALLOWED[override])
+
+
+@pytest.mark.parametrize(
+    "override, position, key",
+    [
+        ("gdpo.max_num_steps=12", 48, "gdpo.max_num_steps (12)"),
+        ("gdpo.max_num_steps=13", 48, None),
+        ("gdpo.max_num_epochs=1", 97, "gdpo.max_num_epochs (1)"),
+        ("gdpo.max_num_epochs=1", 96, None),
+    ],
+)
+def test_a_complete_run_names_the_key_to_raise(run, config_file, inputs, override, position, key):
+    resolved = resolve(load_config(config_file, [override]))
+    start = find_start(resolved, run(override, position=position), inputs)
+    end = f"; to continue, raise {key}" if key else "after step 12"
+    assert start.remarks[0].endswith(end) and ("nothing is trained" in start.remarks[0]) == bool(key)
 
 
 def test_an_unchanged_config_announces_nothing(run, config_file, inputs):

@@ -31,8 +31,8 @@ _FEW_VALUES = 8
 """Number of distinct values up to which a component is not graded."""
 _SHOWN_ROWS = 3
 _CAPTION = (
-    "A text wins a component if no text gets a larger reward. Hackability: share of the attacked rows on which a text "
-    "wins that is not the right answer."
+    "A text wins a component if no text gets a larger reward. Hackability: share of the tested rows on which a text "
+    "wins that is not the right answer. ?: every text gets the same reward, so nothing was tested."
 )
 _GRADED = "graded: texts are compared within their row, and a wrong text wins if the right answer does not get more"
 
@@ -72,7 +72,7 @@ class ComponentTrial:
     forms: dict[str, list[str]] = field(default_factory=dict)
     """Rows on which a form of the right answer loses although the right answer wins, by form."""
     unstable: list[tuple[str, str]] = field(default_factory=list)
-    """(row, text) of texts whose reward changes in a second verification."""
+    """(row, text) of texts whose reward changes in a second verification, unless one of the two failed."""
 
 
 @dataclass
@@ -91,10 +91,13 @@ class Trial:
     split: dict[tuple[str, str], int] = field(default_factory=dict)
     """Number of rows whose right answer wins only one of the two components."""
 
-    def hackability(self, component: str) -> float:
-        """Return the share of attacked rows on which an attack wins the component."""
-        hacked = {row for winners in self.components[component].hacked.values() for row in winners}
-        return len(hacked) / max(1, len(self.attacked))
+    def hackability(self, component: str) -> float | None:
+        """Return the share of tested rows on which an attack wins the component. None: no row could be tested, because
+        every text of a row has the same value."""
+        one = self.components[component]
+        hacked = {row for winners in one.hacked.values() for row in winners}
+        tested = len(self.attacked) - len(one.flat)
+        return len(hacked) / tested if tested else None
 
 
 def put_on_trial(
@@ -153,6 +156,7 @@ def put_on_trial(
     for (sample, probe), verdict, other_verdict in zip(texts, results, repeated):
         tried.append(Tried(sample.prompt.id, probe, verdict.rewards, other_verdict.rewards))
     failed = Counter(verdict.detail for verdict in [*verdicts, *results] if not verdict.rewards)
+    failed += Counter(second.detail for first, second in zip(results, repeated) if first.rewards and not second.rewards)
     return judge(tried, {row: rewards for row, (_, rewards) in gold.items()}, failed)
 
 
@@ -271,7 +275,11 @@ def _component(
             result.gold_loses[row] = rewards.get(name)
     lost: dict[bool, Counter[bool]] = {True: Counter(), False: Counter()}
     for row, texts in by_row.items():
-        result.unstable += [(row, one.probe.text) for one in texts if one.rewards.get(name) != one.again.get(name)]
+        result.unstable += [
+            (row, one.probe.text)
+            for one in texts
+            if one.rewards and one.again and one.rewards.get(name) != one.again.get(name)
+        ]
         if len({one.rewards.get(name) for one in texts}) == 1:
             result.flat.append(row)
             continue
@@ -331,8 +339,8 @@ def findings(trial: Trial) -> list[str]:
             )
         if one.flat:
             lines.append(
-                f"{name}: every text has the same value on {len(one.flat)} of {len(trial.attacked)} attacked rows "
-                f"({_some(one.flat)})"
+                f"{name}: not tested on {len(one.flat)} of {len(trial.attacked)} attacked rows, on which every text "
+                f"has the same value ({_some(one.flat)})"
             )
         for attack, winners in one.hacked.items() if one.reads_answer is not False else ():
             row, text = min(winners.items(), key=lambda item: len(item[1]))
@@ -392,7 +400,8 @@ def table(name: str, trial: Trial) -> Any:
         tested = trial.rows and len(one.flat) < len(trial.attacked)
         rows = len(trial.attacked) if one.graded else trial.rows
         wins = f"{rows - len(one.gold_loses)} of {rows}" if tested else "?"
-        attacks = ", ".join(one.hacked) or "none"
-        cells = (component, reads, wins, f"{trial.hackability(component):.0%}", attacks)
+        share = trial.hackability(component)
+        attacks = ", ".join(one.hacked) or ("?" if share is None else "none")
+        cells = (component, reads, wins, "?" if share is None else f"{share:.0%}", attacks)
         result.add_row(*map(Text, cells))
     return result

@@ -26,6 +26,15 @@ _EXPLAINED = (
     "the advantages; noise: share of the variance that changes when the same samples are verified again; length: "
     "correlation with the number of tokens; ms: time to verify a sample"
 )
+_LEGENDS = {
+    "effective": "share of the variance of the advantages that each component has under each estimator. config: the "
+    "estimator of the config, with its preset and options",
+    "correlation": "correlation of the z-scores of two components within groups: 1 if they agree, -1 if they oppose "
+    "each other, 0 if they are unrelated",
+    "conflicts": "share of the samples with a z-score other than 0 in both components in which the two signs differ. "
+    "Unrelated components have about 50%",
+    "rates": "number of rows by the share of their samples that get the largest reward in all weighted components",
+}
 _BINS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
 
@@ -104,23 +113,31 @@ def write_page(path: Path, measured: Measured) -> None:
         for matrix, form in ((profile.correlation, "+.2f"), (profile.conflicts, ".0%"))
         for name in names
     ]
+    effective = [table(["estimator", *weighted], rules), *_undefined(measured)]
     rates = [record["pass_rate"] for record in measured.rows if record["pass_rate"] is not None]
     title = f"Reward profile of {measured.config.run.name}"
     body = [
         f"<h1>{html.escape(title)}</h1>",
         *_lines(heading(measured), "dim"),
-        *section("Components", [table(_HEADS, component_rows(measured))]),
+        *section("Components", [table(_HEADS, component_rows(measured)), *_lines([_EXPLAINED], "dim")]),
         *section("Findings", _lines(findings(measured), "alert" if profile.findings else "")),
         *section("Proposed weights", _lines(proposals(measured))),
-        *section("Effective weights by estimator", [table(["estimator", *weighted], rules), *_undefined(measured)]),
-        *section("Correlation", [table(["", *names], matrices[: len(names)])]),
-        *section("Conflicts", [table(["", *names], matrices[len(names) :])]),
-        *section("Rows by pass rate", [table(["pass rate", "rows"], _histogram(rates))]),
+        *section(
+            "Effective weights by estimator",
+            _explained("effective", *effective),
+        ),
+        *section("Correlation", _explained("correlation", table(["", *names], matrices[: len(names)]))),
+        *section("Conflicts", _explained("conflicts", table(["", *names], matrices[len(names) :]))),
+        *section("Rows by pass rate", _explained("rates", table(["pass rate", "rows"], _histogram(rates)))),
     ]
     try:
         write_whole(path, document(title, body).encode("utf-8", "replace"))
     except OSError as error:
         raise RunError(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _explained(legend: str, *parts: str) -> list[str]:
+    return [*parts, *_lines([_LEGENDS[legend]], "dim")]
 
 
 def _undefined(measured: Measured) -> list[str]:
