@@ -42,6 +42,7 @@ def _particulars(family: Family) -> list[str]:
     experts = ["sigmoid router"] * bool(mixture and mixture.sigmoid) + ["shared experts"] * bool(
         mixture and (mixture.shared or mixture.shared_width)
     )
+    experts += [f"latent vectors of experts if `{mixture.latent_size}`"] if mixture and mixture.latent_size else []
     mamba = ["Mamba-2 layers"] * bool(family.mamba) + ["gated delta net layers"] * bool(family.delta)
     mamba += ["gates of the attention's output"] * family.output_gate
     norms = ["norms of outputs"] * bool(family.modules.post_attention_norm)

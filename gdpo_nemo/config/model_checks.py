@@ -289,6 +289,12 @@ def check_engines(model: ModelFacts) -> None:
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
         )
     hidden = model.fields["hidden_size"]
+    kind = model.fields["model_type"]
+    if num_experts(model.fields) and not FAMILIES[kind].gated_mlp:
+        raise ConfigError(
+            f"policy.model_name: vLLM on CPUs does not support experts without a gate ({kind}); train the model "
+            "without engines, for example with sft"
+        )
     if num_experts(model.fields) and hidden % CPU_EXPERT_MULTIPLE:
         sizes = f"a hidden size that is a multiple of {CPU_EXPERT_MULTIPLE} for models with experts, got {hidden}"
         raise ConfigError(f"policy.model_name: vLLM on CPUs requires {sizes}")

@@ -17,6 +17,7 @@ import numpy as np
 
 from gdpo_nemo.models.architectures import (
     delta_sizes,
+    expert_latent,
     head_size,
     latent_widths,
     layer_symbols,
@@ -246,20 +247,21 @@ def attention_cost(model: Mapping[str, Any]) -> float:
     size = model.get("head_dim") or hidden // heads
     width = model["intermediate_size"]
     projections = hidden * size * (2 * (heads + groups) + heads * family.output_gate)
-    if latent := latent_widths(model):
-        query, key_value, rotated, value = latent
+    if widths := latent_widths(model):
+        query, key_value, rotated, value = widths
         head = head_size(model)
         projections = hidden * (key_value + rotated + heads * value) + key_value * heads * (head - rotated + value)
         projections += query * (hidden + heads * head) if query else hidden * heads * head
         size = (head + value) / 2
     matrices = 3 if family.gated_mlp else 2
     routed = (model.get("moe_intermediate_size") or width) * (model.get("num_experts_per_tok") or 1)
+    latent = expert_latent(model)
     mamba = mamba_sections(model) if family.mamba else (0,)
     delta = sizes.sections if (sizes := delta_sizes(model)) else (0, 0, 0)
     weights = {
         "*": projections,
         "-": hidden * matrices * width,
-        "E": hidden * matrices * (routed + shared_width(model)),
+        "E": matrices * ((latent or hidden) * routed + hidden * shared_width(model)) + 2 * hidden * latent,
         "M": hidden * (sum(mamba) + mamba[0]),
         "G": hidden * (sum(delta) + delta[2]),
     }

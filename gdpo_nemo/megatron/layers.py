@@ -15,7 +15,6 @@ from typing import Any, Callable, Sequence
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
@@ -25,20 +24,15 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_layer import (
-    MoETransformerLayer,
-    TransformerLayer,
-    TransformerLayerSubmodules,
-)
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.megatron.attention import LayerAttention, PackedAttention
+from gdpo_nemo.megatron.expert_layers import local_moe
 from gdpo_nemo.megatron.flex_attention import FlexAttention
 from gdpo_nemo.megatron.latent_attention import LatentAttention
 from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts, rotary
@@ -425,38 +419,5 @@ def _local_stack(config: TransformerConfig, core) -> ModuleSpec:
         ),
     )
     layers: dict[str, Any] = dict(mamba_layer=mamba, gdn_layer=delta, attention_layer=attention, mlp_layer=mlp)
-    return ModuleSpec(module=LocalHybridStack, submodules=HybridStackSubmodules(**layers, moe_layer=_local_moe(config)))
-
-
-class ExpertRowLinear(RowParallelLinear):
-    """Linear layer of an expert with a bias, which Megatron's MLP adds to the output in place."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        # Megatron would sum the bias's gradient over the tensor-parallel group, which the expert's data-parallel group
-        # contains.
-        setattr(self.bias, "sequence_parallel", False)  # noqa: B010
-
-    def forward(self, input_):
-        """Return a copy of the output, because autograd does not allow changes of the original, and the bias."""
-        output, bias = super().forward(input_)
-        return output.clone(), bias
-
-
-def _local_moe(config: TransformerConfig):
-    """Return the MoE layer, which computes its experts sequentially."""
-    if not config.num_moe_experts:
-        return IdentityOp
-    mlp: Any = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
-    if config.add_bias_linear:
-        linear = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=ExpertRowLinear)
-        experts = partial(SequentialMLP, submodules=linear)
-        mlp = partial(mlp, submodules=replace(mlp.keywords["submodules"], experts=experts))
-    return ModuleSpec(
-        module=MoETransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
+    layers["moe_layer"] = local_moe(config, RMSNorm)
+    return ModuleSpec(module=LocalHybridStack, submodules=HybridStackSubmodules(**layers))

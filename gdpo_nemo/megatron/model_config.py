@@ -133,6 +133,7 @@ def _expert_fields(fields: dict[str, Any], family: Family) -> dict[str, Any]:
         moe_router_topk_scaling_factor=fields[experts.scaling] if experts.scaling else None,
         moe_shared_expert_intermediate_size=architectures.shared_width(fields) or None,
         moe_shared_expert_gate=experts.shared_scale is not None,
+        moe_latent_size=architectures.expert_latent(fields) or None,
     )
 
 

@@ -159,6 +159,10 @@ def _gate_up(gate: str | None, up: str) -> tuple[str, ...]:
 _EXPERT = re.compile(r"mlp\.experts\.(?:local_experts\.(\d+)\.)?linear_fc([12])\.(weight|bias)(\d*)")
 
 
+_LATENT_PROJECTIONS = ("mlp.fc1_latent_proj.weight", "mlp.fc2_latent_proj.weight")
+"""Projections of the hidden states to the latent vectors of experts, and back."""
+
+
 STACKED_EXPERT = re.compile(r"(.+\.experts\.\w+)\.(\d+)")
 """Name of an expert's slice of a stacked tensor: the name of the tensor, and the index of the expert."""
 
@@ -187,6 +191,8 @@ def layer_weight(family: Family, name: str) -> Weight:
         return _weights(*_gate_up(experts.shared_gate if family.gated_mlp else None, experts.shared_up))
     if experts is not None and name == "mlp.shared_experts.linear_fc2.weight":
         return _weights(COLUMNS, experts.shared_down)
+    if experts is not None and experts.latent_size and name in _LATENT_PROJECTIONS:
+        return _weights(REPLICATED, (experts.latent_down, experts.latent_up)[_LATENT_PROJECTIONS.index(name)])
     if experts is not None and experts.shared_scale and name == "mlp.shared_experts.gate_weight":
         return _weights(REPLICATED, experts.shared_scale)
     if family.delta is not None and (weight := _delta_weights(family.delta, family.modules.attention_norm).get(name)):

@@ -255,6 +255,14 @@ def shared_width(content: Mapping[str, Any]) -> int:
     return int(fields.get(experts.shared) or 0) * int(fields[experts.width]) if experts.shared else 0
 
 
+def expert_latent(content: Mapping[str, Any]) -> int:
+    """Return the size of the latent vectors that the routed experts process, or 0 if they process hidden states."""
+    experts = FAMILIES[content["model_type"]].experts
+    if experts is None or experts.latent_size is None or not num_experts(content):
+        return 0
+    return int(with_defaults(content).get(experts.latent_size) or 0)
+
+
 def expert_groups(content: Mapping[str, Any]) -> tuple[int, int]:
     """Return the number of groups of experts, and of groups from which a token's experts are chosen: (1, 1) if the
     experts are not grouped."""

@@ -135,10 +135,6 @@ def _check_mamba(fields: Mapping[str, Any]) -> None:
     for key, supported in (("mamba_hidden_act", "silu"), ("conv_kernel", 4), ("use_conv_bias", True)):
         if fields[key] != supported:
             raise model_error(f"{key} {fields[key]!r} is not supported; supported: {supported}")
-    latent, predictions = "moe_latent_size", "num_nextn_predict_layers"
-    for key, what in ((latent, "experts in a latent space"), (predictions, "multi-token prediction layers")):
-        if fields.get(key):
-            raise model_error(f"{what} ({key} {fields[key]}) are not supported")
 
 
 def _check_rope(fields: Mapping[str, Any], family: Family, rope: Mapping[str, Any]) -> None:
@@ -210,7 +206,7 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
 def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
     """Check the fields of a router with sigmoid scores, groups and shared experts. Raises ConfigError."""
     fields = with_defaults(content)
-    for key in (*(experts.groups or ()), experts.shared, experts.shared_width, experts.period):
+    for key in (*(experts.groups or ()), experts.shared, experts.shared_width, experts.period, experts.latent_size):
         if key and fields.get(key) is not None:
             _check_size(key, fields[key])
     if experts.first_dense and fields.get(experts.first_dense):

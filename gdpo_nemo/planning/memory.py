@@ -342,7 +342,8 @@ def _ffn_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
         return dense
     # Each token is copied to active_experts experts. On average, the copies are balanced over the ranks.
     parts = _mlp_parts(shape, layout)
-    routed = shape.active_experts * (parts * shape.expert_ffn / layout.expert_tensor + 2 * shape.hidden)
+    routed = shape.active_experts * (parts * shape.expert_ffn / layout.expert_tensor + 2 * shape.expert_hidden)
+    routed += 2 * shape.expert_latent  # inputs of the experts' dispatcher and of the projection to the hidden size
     routed += parts * shape.shared_ffn / layout.tensor
     # The router saves logits, scores and probabilities of all experts in float32.
     routed += 12 / BYTES[policy.precision] * shape.experts

@@ -15,6 +15,7 @@ from gdpo_nemo.models.architectures import (
     DeltaSizes,
     delta_linear,
     delta_sizes,
+    expert_latent,
     has_qk_norm,
     has_qkv_bias,
     head_size,
@@ -80,6 +81,12 @@ KNOWN: dict[str, dict[str, Any]] = {
         moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, tie_word_embeddings=False,
         hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     ),
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": dict(
+        model_type="nemotron_h", vocab_size=131072, hidden_size=4096, num_attention_heads=32, num_key_value_heads=2,
+        intermediate_size=2688, n_routed_experts=512, num_experts_per_tok=22, moe_intermediate_size=2688,
+        moe_shared_expert_intermediate_size=5376, moe_latent_size=1024, tie_word_embeddings=False,
+        hybrid_override_pattern="MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    ),
     "Qwen/Qwen3-Next-80B-A3B": dict(
         model_type="qwen3_next", vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=16,
         intermediate_size=5120, tie_word_embeddings=False,
@@ -143,6 +150,8 @@ class Shape:
     and of a head's values."""
     shared_ffn: int = 0
     """Intermediate size of the shared experts, which process all tokens."""
+    expert_latent: int = 0
+    """Size of the latent vectors that the routed experts process, or 0 if they process hidden states."""
     expert_modules: tuple[str, ...] = ()
     """Linear modules of an expert that may have adapters. The shared experts have the same last names."""
     shared_scale: bool = False
@@ -184,6 +193,11 @@ class Shape:
     def mlp_matrices(self) -> int:
         """Matrices of an MLP or an expert."""
         return 3 if self.gated else 2
+
+    @property
+    def expert_hidden(self) -> int:
+        """Size of the inputs and outputs of a routed expert."""
+        return self.expert_latent or self.hidden
 
     @property
     def mamba_channels(self) -> int:
@@ -228,7 +242,7 @@ class Shape:
         matrices = self.mlp_matrices * self.hidden
         mlp = self.hidden + matrices * self.ffn // tensor
         router = self.hidden + (self.hidden + self.biases) * self.experts + matrices * self.shared_ffn // tensor
-        router += self.hidden * self.shared_scale
+        router += self.hidden * (self.shared_scale + 2 * self.expert_latent)
         inner, heads = self.mamba[0], self.mamba[-1]
         mamba = self.hidden * (sum(self.mamba) + inner) + (_KERNEL + 1) * self.mamba_channels + 3 * heads + inner
         sections = self.delta.sections
@@ -236,7 +250,8 @@ class Shape:
         sizes = {"*": attention, "-": mlp, "E": router, "M": self.hidden + mamba // tensor}
         sizes["G"] = self.hidden + self.delta.value + delta // tensor
         dense = sum(size * symbols.count(symbol) for symbol, size in sizes.items())
-        per_expert = matrices * self.expert_ffn // expert_tensor + (2 * self.expert_ffn + self.hidden) * self.biases
+        per_expert = self.mlp_matrices * self.expert_hidden * self.expert_ffn // expert_tensor
+        per_expert += (2 * self.expert_ffn + self.hidden) * self.biases
         return dense, symbols.count("E") * self.experts // expert * per_expert
 
     def _latent_parameters(self, tensor: int) -> int:
@@ -299,18 +314,30 @@ class Shape:
         experts = 0
         if self.expert_modules and (layers := symbols.count("E")):
             width += layers * self._mlp_adapters(self.expert_modules, self.shared_ffn, targets, layout.tensor, lora)
-            each = self._mlp_adapters(self.expert_modules, self.expert_ffn, targets, layout.expert_tensor, lora)
+            each = self._mlp_adapters(
+                self.expert_modules, self.expert_ffn, targets, layout.expert_tensor, lora, self.expert_hidden
+            )
             experts = layers * self.experts // layout.expert * each
         return (width + head) * lora.rank, experts * lora.rank
 
     def _mlp_adapters(
-        self, modules: tuple[str, ...], ffn: int, targets: set[str], tensor: int, lora: LoraConfig
+        self,
+        modules: tuple[str, ...],
+        ffn: int,
+        targets: set[str],
+        tensor: int,
+        lora: LoraConfig,
+        hidden: int | None = None,
     ) -> int:
-        """Return the number of LoRA parameters of an MLP with the intermediate size ``ffn``, per unit of LoRA rank."""
+        """Return the number of LoRA parameters of an MLP with the intermediate size ``ffn``, per unit of LoRA rank.
+
+        ``hidden`` is the size of its inputs and outputs (None for the model's hidden size).
+        """
+        hidden = hidden or self.hidden
         *gate_up, down = modules
         widths = (ffn,) * (1 + self.gated)
-        count = self._adapter_width(tuple(gate_up), widths, targets, tensor, lora.share_a) if ffn else 0
-        return count + (ffn // tensor + self.hidden) * (ffn > 0 and last_name(down) in targets)
+        count = self._adapter_width(tuple(gate_up), widths, targets, tensor, lora.share_a, hidden) if ffn else 0
+        return count + (ffn // tensor + hidden) * (ffn > 0 and last_name(down) in targets)
 
     def _latent_adapters(self, targets: set[str], tensor: int) -> tuple[int, int]:
         """Return the width of the output projection's input, and the number of LoRA parameters of the other modules of
@@ -323,15 +350,22 @@ class Shape:
         return self.heads * value, count
 
     def _adapter_width(
-        self, modules: tuple[str, ...], widths: tuple[int, ...], targets: set[str], tensor: int, share_a: bool
+        self,
+        modules: tuple[str, ...],
+        widths: tuple[int, ...],
+        targets: set[str],
+        tensor: int,
+        share_a: bool,
+        hidden: int | None = None,
     ) -> int:
         """Return the number of LoRA parameters for one Megatron matrix, per unit of LoRA rank.
 
         ``modules`` are the matrix's Hugging Face modules: one module per width in ``widths``, or a single fused module.
+        ``hidden`` is as in ``_mlp_adapters``.
         """
         rows = dict(zip(modules, widths)) if len(modules) > 1 else {modules[0]: sum(widths)}
         adapted = [width for module, width in rows.items() if last_name(module) in targets]
-        return sum(adapted) // tensor + self.hidden * (min(1, len(adapted)) if share_a else len(adapted))
+        return sum(adapted) // tensor + (hidden or self.hidden) * (min(1, len(adapted)) if share_a else len(adapted))
 
     def on_stage(self, layout: Layout, stage: int) -> range:
         """Return the indices of the layers on a pipeline stage."""
@@ -360,6 +394,7 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         experts=experts,
         active_experts=content["num_experts_per_tok"] if experts else 0,
         expert_ffn=content[mixture.width] if mixture else 0,
+        expert_latent=expert_latent(content),
         expert_modules=tuple(module for module in adapted if module),
         symbols=tuple(layer_symbols(content)),
         gated=family.gated_mlp,

@@ -375,7 +375,7 @@ def _empty_tiles(shape: Shape, layout: Layout, tokens: int) -> float:
         return 0.0
     ranks = layout.expert * layout.expert_tensor  # their tokens are in the products of each of their experts
     routed = tokens / (layout.context * layout.tensor) * ranks * shape.active_experts / shape.experts
-    experts = len(shape.moe_layers) * shape.active_experts * shape.mlp_matrices * shape.hidden * shape.expert_ffn
+    experts = len(shape.moe_layers) * shape.active_experts * shape.mlp_matrices * shape.expert_hidden * shape.expert_ffn
     return experts / shape.active_parameters * _TILE / 2 / max(1.0, routed)
 
 
@@ -383,7 +383,7 @@ def _routing(config: Config, shape: Shape, device: Device, layout: Layout, token
     """Return the seconds of the MoE layers' two all-to-all exchanges and of the host's wait, for one forward pass."""
     layers = len(shape.moe_layers) / layout.pipeline
     size = BYTES[config.policy.precision]
-    sent = shape.active_experts * shape.hidden * size * tokens / (layout.context * layout.tensor)
+    sent = shape.active_experts * shape.expert_hidden * size * tokens / (layout.context * layout.tensor)
     inside = layout.expert * layout.expert_tensor <= (config.cluster.gpus_per_node or layout.policy_ranks)
     exchange = 2 * sent * (layout.expert - 1) / layout.expert / (device.nvlink if inside else device.network)
     return layers * (exchange + _WAIT_S)

@@ -12,7 +12,7 @@ from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
+from gdpo_nemo.models.architectures import CPU_HEAD_SIZES, num_experts
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.family_checks import check_adapted_layers, check_model_content
 from gdpo_nemo.training.validation import validate
@@ -67,11 +67,12 @@ REFUSED = {
     ),
     "a Nemotron-H with a layer of another kind": (
         shape("nemotron_h", 4096, 52, 32, 8, 21504, 131072, 8192, hybrid_override_pattern="M-G*-"),
-        "layers of type G (layers_block_type) are not supported; supported: linear_attention, full_attention, mlp, moe",
+        "layers of type G (layers_block_type) are not supported; supported: linear_attention, full_attention, mlp, "
+        "moe, mamba, attention",
     ),
-    "Nemotron 3 Super": (
-        shape("nemotron_h", 4096, 88, 32, 2, 2688, 131072, 262144, hybrid_override_pattern="M*E", moe_latent_size=1024),
-        "experts in a latent space (moe_latent_size 1024) are not supported",
+    "a latent space without a size": (
+        shape("nemotron_h", 4096, 88, 32, 2, 2688, 131072, 262144, hybrid_override_pattern="M*E", moe_latent_size=0),
+        "moe_latent_size in the model's config.json must be a positive integer, got 0",
     ),
     "a Nemotron-H with a longer convolution": (
         shape("nemotron_h", 4096, 52, 32, 8, 21504, 131072, 8192, hybrid_override_pattern="M-*-", conv_kernel=8),
@@ -209,6 +210,11 @@ SUPPORTED = {
         num_experts_per_tok=6, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
         hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
     ),
+    "Nemotron 3 Super": shape(
+        "nemotron_h", 4096, 88, 32, 2, 2688, 131072, 262144, n_routed_experts=512, num_experts_per_tok=22,
+        moe_intermediate_size=2688, moe_shared_expert_intermediate_size=5376, moe_latent_size=1024,
+        layers_block_type=["mamba", "moe", "attention", "moe"] * 22, num_nextn_predict_layers=1,
+    ),
     "Qwen3-Next": shape(
         "qwen3_next", 2048, 48, 16, 2, 5120, 151936, 262144, architectures=["Qwen3NextForCausalLM"], head_dim=256,
         full_attention_interval=4, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512,
@@ -266,7 +272,8 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(command, name, folder
 def test_supported_families_pass(name, folder, minimal):
     check_model_content(SUPPORTED[name])
     family = FAMILIES[SUPPORTED[name]["model_type"]]
-    gpus = GPUS if family.delta else []  # vLLM on CPUs computes gated delta nets only in bfloat16
+    # vLLM on CPUs computes gated delta nets only in bfloat16, and no experts without a gate.
+    gpus = GPUS if family.delta or (family.mamba and num_experts(SUPPORTED[name])) else []
     if family.engine_updates:
         validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}", *gpus]))
 
@@ -289,6 +296,11 @@ def test_yarn_and_adapters_go_with_the_layers_of_transformer_engine(folder, mini
         ),
         ("Moonlight", ["q_b_proj", "o_proj"], "deepseek_v3 has no q_b_proj; its linear layers: q_proj, kv_b_proj"),
         ("gpt-oss", ["q_proj", "up_proj"], "gpt_oss has no up_proj; its linear layers: q_proj, k_proj, v_proj, o_proj"),
+        (
+            "Nemotron 3 Super",
+            ["fc1_latent_proj"],
+            "nemotron_h has no fc1_latent_proj; its linear layers: q_proj, k_proj",
+        ),
         ("Mixtral", ["up_proj"], "mixtral has no up_proj; its linear layers: q_proj, k_proj, v_proj, o_proj, w1, w3"),
     ],
 )
@@ -324,6 +336,13 @@ def test_latent_attention_that_rotates_halves_is_refused_for_sampling(folder, mi
     content = {**SUPPORTED["Moonlight"], "rope_interleave": False}
     with pytest.raises(ConfigError, match="vLLM ignores rope_interleave: false"):
         validate(load_config(minimal, [f"policy.model_name={folder(content)}", *GPUS]))
+
+
+def test_experts_without_a_gate_are_refused_for_sampling_on_cpus(folder, minimal):
+    model = f"policy.model_name={folder(SUPPORTED['Nemotron 3 Super'])}"
+    with pytest.raises(ConfigError, match="vLLM on CPUs does not support experts without a gate"):
+        validate(load_config(minimal, [model]))
+    validate(load_config(minimal, [model, *GPUS]))
 
 
 @pytest.mark.parametrize("name", ["Moonlight", "GLM-4.5-Air"])

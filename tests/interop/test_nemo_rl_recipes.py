@@ -457,7 +457,8 @@ def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status
         ("openai/gpt-oss-20b", "gpt_oss"),
         ("gpt2", None),
         ("nvidia/NVIDIA-Nemotron-Nano-9B-v2", "nemotron_h"),
-        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", None),
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "nemotron_h"),
+        ("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16", "nemotron_h"),
         ("/path/to/model", None),
     ],
 )

@@ -83,7 +83,7 @@ def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
     expected = 3 * sum(module.in_features + module.out_features for module in linear)
     symbols = "".join(architectures.layer_symbols(config.to_dict()))
     matrices = symbols.count("E") * shape.experts * len(shape.expert_modules)
-    of_experts = 3 * matrices * (shape.hidden + shape.expert_ffn)
+    of_experts = 3 * matrices * (shape.expert_hidden + shape.expert_ffn)
     if share_a:  # k and v, gate and up, the projections of a delta net
         shared = symbols.count("*") * (len(modules.qkv) > 1 and not family.latent)
         shared += symbols.count("-") * (len(modules.gate_up) - 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import checkpoint_cases
@@ -27,16 +28,21 @@ def test_round_trip_of_experts_is_bit_exact(on_ranks, model_folder, layout):
     check({name: model_folder(name) for name in names}, on_ranks, layout, 31_000)
 
 
-def test_layers_for_multi_token_prediction_are_kept_and_never_sent_to_engines(model_folder, tmp_path):
+@pytest.mark.parametrize(
+    "model, layer",
+    [("deepseek-v3", "model.layers.4."), ("nemotron-3-super", "mtp.layers.0.")],
+)
+def test_layers_for_multi_token_prediction_are_kept_and_never_sent_to_engines(model_folder, tmp_path, model, layer):
     from transformers import AutoConfig
 
     source = tmp_path / "source"
-    shutil.copytree(model_folder("deepseek-v3"), source)
+    shutil.copytree(model_folder(model), source)
     tensors = load_file(source / "model.safetensors")
-    layer = {name.replace("layers.3", "layers.4"): tensors[name] + 1 for name in tensors if ".layers.3." in name}
-    layer["model.layers.4.eh_proj.weight"] = np.ones((32, 64), np.float16)
-    layer["model.layers.4.shared_head.head.weight"] = tensors["lm_head.weight"] + 1
-    save_file(tensors | layer, source / "model.safetensors")
+    last = re.compile(r"\w+\.layers\.3\.")
+    predictions = {last.sub(layer, name): tensors[name] + 1 for name in tensors if last.match(name)}
+    predictions[f"{layer}eh_proj.weight"] = np.ones((32, 64), np.float16)
+    predictions[f"{layer}shared_head.head.weight"] = tensors["lm_head.weight"] + 1
+    save_file(tensors | predictions, source / "model.safetensors")
     names = weight_names(source)
     assert set(names) == set(tensors)
     read = open_weights(source)

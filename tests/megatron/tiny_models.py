@@ -174,6 +174,15 @@ MODELS: dict[str, dict] = {
         moe_shared_expert_intermediate_size=20,
         routed_scaling_factor=2.5,
     ),
+    "nemotron-3-super": dict(
+        **_NEMOTRON,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        moe_shared_expert_intermediate_size=20,
+        moe_latent_size=16,
+    ),
 }
 """The models by the names that tests use: what their config.json has beside ``_SHAPE``. At least one for each declared
 family; tests of layouts, conversions and updates take all of them."""

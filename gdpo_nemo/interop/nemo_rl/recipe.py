@@ -375,7 +375,6 @@ _UNSUPPORTED = (
     (r"mistralai/.*", "a newer Mistral family", False),
     (r"google/gemma-.*", "another Gemma family", False),
     (r"((openai-community/)?gpt2|distilbert/distilgpt2|distilgpt2)(-(medium|large|xl))?", "gpt2", False),
-    (r"nvidia/(NVIDIA-)?Nemotron-3-Super-.*", "nemotron_h with experts in a latent space", True),
     (r"nvidia/(NVIDIA-)?Nemotron-.*", "another Nemotron family", True),
     (r"zai-org/GLM-.*", "another GLM family", True),
     (r"MiniMaxAI/.*", "minimax", True),

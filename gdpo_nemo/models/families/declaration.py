@@ -125,6 +125,15 @@ class Experts:
     """Field with the number of leading layers whose MLP is dense."""
     kinds: str | None = None
     """Field with a list that contains ``dense`` or ``sparse`` for each layer, and takes precedence over the others."""
+    latent_size: str | None = None
+    """Field with the size of the latent vectors that the routed experts process (None if the family has no such field).
+
+    The router and the shared experts process the hidden states.
+    """
+    latent_down: str = "mixer.fc1_latent_proj"
+    """Projection of the hidden states to latent vectors."""
+    latent_up: str = "mixer.fc2_latent_proj"
+    """Projection of the sum of the experts' outputs to the hidden size."""
 
 
 @dataclass(frozen=True)

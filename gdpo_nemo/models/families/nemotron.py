@@ -1,4 +1,4 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: Mamba-2, attention, MLP and expert layers in one pattern."""
+"""Nemotron-H, Nemotron Nano 2, Nemotron 3 Nano and Super: Mamba-2, attention, MLP and expert layers in one pattern."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FAMILIES = (
     Family(
         "nemotron_h",
         "NemotronHForCausalLM",
-        r"nvidia/(NVIDIA-)?Nemotron-(H-\d+B|Nano-\d+B-v2|3-Nano-).*",
+        r"nvidia/(NVIDIA-)?Nemotron-(H-\d+B|Nano-\d+B-v2|3-(Nano|Super)-|3\.5-Lightning-).*",
         engine_ties=False,
         modules=Modules(
             layer="backbone.layers.{}.",
@@ -26,13 +26,21 @@ FAMILIES = (
         gated_mlp=False,
         norm_epsilon="layer_norm_epsilon",
         rope_types=(),
-        layers={"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"},
+        layers={
+            "linear_attention": "M",
+            "full_attention": "*",
+            "mlp": "-",
+            "moe": "E",
+            "mamba": "M",  # older names of the first two
+            "attention": "*",
+        },
         layer_types="layers_block_type",
         pattern=(
             "hybrid_override_pattern",
             {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"},
         ),
         mamba=Mamba(norm="norm", mixer="mixer"),
+        untrained=("mtp.",),
         experts=Experts(
             router="mixer.gate",
             gate=None,
@@ -48,6 +56,7 @@ FAMILIES = (
             shared_up="mixer.shared_experts.up_proj",
             shared_down="mixer.shared_experts.down_proj",
             shared_width="moe_shared_expert_intermediate_size",
+            latent_size="moe_latent_size",
             stacked_router="mixer.gate.weight",
             stacked_gate_up="mixer.experts.up_proj",
             stacked_down="mixer.experts.down_proj",
