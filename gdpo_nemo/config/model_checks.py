@@ -289,12 +289,6 @@ def check_engines(model: ModelFacts) -> None:
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
         )
     hidden = model.fields["hidden_size"]
-    kind = model.fields["model_type"]
-    if num_experts(model.fields) and not FAMILIES[kind].gated_mlp:
-        raise ConfigError(
-            f"policy.model_name: vLLM on CPUs does not support experts without a gate ({kind}); train the model "
-            "without engines, for example with sft"
-        )
     if num_experts(model.fields) and hidden % CPU_EXPERT_MULTIPLE:
         sizes = f"a hidden size that is a multiple of {CPU_EXPERT_MULTIPLE} for models with experts, got {hidden}"
         raise ConfigError(f"policy.model_name: vLLM on CPUs requires {sizes}")
@@ -320,6 +314,12 @@ def _check_sampling(model: ModelFacts, config: Config) -> None:
         raise ConfigError(
             f"policy.model_name: vLLM ignores tie_word_embeddings of {family.model_type} models; train the model "
             "without engines, for example with sft"
+        )
+    lacks_gate = num_experts(model.fields) > 0 and not family.gated_mlp
+    if lacks_gate and not config.cluster.gpus_per_node:
+        raise ConfigError(
+            f"policy.model_name: vLLM on CPUs does not support experts without a gate ({family.model_type}); train the "
+            "model without engines, for example with sft"
         )
     if family.delta and not config.cluster.gpus_per_node and config.policy.precision != "bfloat16":
         raise ConfigError(
