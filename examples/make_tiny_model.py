@@ -51,6 +51,9 @@ EOS = 1
 WARM_UP_STEPS = 200
 ROUNDS = 8
 """Number of rounds in a training text of ``make_rounds_model``."""
+FORM_LABELS = "abcdefghijklmnop"
+"""Labels of the fields in a training text of ``make_form_model``."""
+FORM_ALPHABET = f"0123456789={FORM_LABELS}"
 ROWS_PER_STEP = 96
 _PROGRESS_EVERY = 20
 
@@ -84,6 +87,10 @@ MODEL_CONFIGS = {
         "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings":
         True,
+    },
+    "make_form_model": {
+        "model_type": "qwen2", "vocab_size": 29, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 128, "tie_word_embeddings": True,
     },
     "make_random_model": {
         "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -174,6 +181,17 @@ def make_tool_calling_model(folder: str, seed: int, steps: int = 120) -> None:
     with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
         _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_tool_calling_model"])
         _warm_up(scratch, partial, seed, steps, _tool_call_rows(seed, tokenizer), rows_per_step=16)
+
+
+def make_form_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
+    """Write a two-layer Qwen2 that fills the form of ``digit_fields.py`` with random digits. Tokens are characters.
+
+    See ``make_tiny_model``.
+    """
+    tokenizer = _tokenizer(["<pad>", "<eos>", *FORM_ALPHABET], unk_token="<pad>", pad_token="<pad>", eos_token="<eos>")
+    with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
+        _write_random(scratch, tokenizer, seed, MODEL_CONFIGS["make_form_model"])
+        _warm_up(scratch, partial, seed, steps, _form_rows(seed, tokenizer), rows_per_step=32)
 
 
 def make_random_model(folder: str, seed: int) -> None:
@@ -353,6 +371,15 @@ def _tool_call_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
         malformed = (f"Sure. {call}", call.replace('"}}', '"}'), call.replace("city", "place", 1), f"Fine in {city}.")
         answer = tokenizer.encode(call if rng.random() < 0.67 else rng.choice(malformed), add_special_tokens=False)
         yield Row(tokenizer.encode(prompt, add_special_tokens=False), [*answer, tokenizer.eos_token_id])
+
+
+def _form_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
+    """Yield forms of ``digit_fields.py`` in which every field has a random digit."""
+    rng = random.Random(seed)
+    while True:
+        number = f"{rng.randrange(1000):03d}="
+        form = "".join(label + rng.choice(string.digits) for label in FORM_LABELS)
+        yield Row(tokenizer.encode(number), [*tokenizer.encode(form), tokenizer.eos_token_id])
 
 
 # -- the warm-up ----------------------------------------------------------------------------------------------------

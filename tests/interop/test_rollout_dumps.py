@@ -73,10 +73,10 @@ def normalised_in_float32(rewards: np.ndarray, size: int, epsilon: float) -> np.
 
 
 REWARDS = {
-    "binary": lambda rng: (rng.random((64, 2)) < 0.4).astype(float),
-    "far from 0": lambda rng: 1000 + rng.normal(size=(64, 2)),
-    "constant groups": lambda rng: np.stack([np.repeat(rng.random(8), 8), rng.random(64)], axis=1),
-    "small": lambda rng: 1e-3 * rng.random((64, 2)),
+    "binary": lambda rng: (rng.random((60, 2)) < 0.4).astype(float),
+    "far from 0": lambda rng: 1000 + rng.normal(size=(60, 2)),
+    "constant groups": lambda rng: np.stack([np.repeat(rng.random(10), 6), rng.random(60)], axis=1),
+    "small": lambda rng: 1e-3 * rng.random((60, 2)),
 }
 
 
@@ -86,19 +86,19 @@ def test_the_rounding_of_float32_is_no_difference_but_another_rule_is(kind, tmp_
     path = tmp_path / "completions_00001.parquet"
 
     def report(advantages: np.ndarray) -> str:
-        columns = {"prompt": [f"{i // 8}" for i in range(64)], "completion": ["c"] * 64}
+        columns = {"prompt": [f"{i // 6}" for i in range(60)], "completion": ["c"] * 60}
         parquet.write_table(
             pa.table({**columns, "a": rewards[:, 0], "b": rewards[:, 1], "advantage": advantages}), path
         )
         assert cli.main(["explain-advantages", str(path), "--from", "trl", "gdpo.preset=trl", "--groups", "0"]) == 0
         return capsys.readouterr().out
 
-    recorded = normalised_in_float32(rewards, 8, 1e-4)
+    recorded = normalised_in_float32(rewards, 6, 1e-4)
     assert "The run recorded the same advantages" in report(recorded)
-    assert "differ by up to" in report(normalised_in_float32(rewards * [1, 1.5], 8, 1e-1))
+    assert "differ by up to" in report(normalised_in_float32(rewards * [1, 1.5], 6, 1e-1))
     if kind == "binary":
-        assert "differ by up to" in report(normalised_in_float32(rewards, 8, 1e-6))
-        assert "differ by up to" in report(recorded + np.float32(1e-4) * (np.arange(64) == 5))
+        assert "differ by up to" in report(normalised_in_float32(rewards, 6, 1e-6))
+        assert "differ by up to" in report(recorded + np.float32(1e-4) * (np.arange(60) == 5))
 
 
 def test_a_folder_without_dumps_is_refused(tmp_path):

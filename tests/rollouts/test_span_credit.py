@@ -19,6 +19,7 @@ from gdpo_nemo.config.validate import validate
 from gdpo_nemo.data.records import Group, Prompt, Trajectory, Verdict
 from gdpo_nemo.data.replies import ReplyParser
 from gdpo_nemo.environments.base import SpanReward, checked_verdicts
+from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.observe.journal import Journal, read_journal
 from gdpo_nemo.observe.samples import read_rollouts, write_rollouts
 from gdpo_nemo.rollouts.batches import Rollout, apply_verdicts, recorded_groups
@@ -286,3 +287,14 @@ def steps_to(threshold: float, credit: str, seed: int, lr: float = 0.1) -> int:
 def test_unconnected_fields_are_learnt_twice_as_fast_by_span_as_by_sequence():
     for seed in range(3):
         assert 2 * steps_to(0.9, "span", seed) <= steps_to(0.9, "sequence", seed)
+
+
+def test_each_field_of_a_form_is_scored_at_its_digit():
+    form = load_environment("form", {"plugin": f"{DEMO.parents[1]}/examples/digit_fields.py:Form"})
+    right = "".join(label + digit for label, digit in form._right.items())
+    wrong = right[0] + str((int(right[1]) + 1) % 10) + right[2:]
+    samples = [replace(sample({}, {}), text=text) for text in (right, wrong, right[:-2])]
+    complete, other, short = form.verify(samples)
+    assert set(complete.rewards.values()) == {1.0} and complete.reward_spans["b"] == [(3, 4)]
+    assert [name for name, value in other.rewards.items() if value != 1.0] == ["a", "share"]
+    assert short.rewards["format"] == short.rewards["p"] == 0.0 and short.reward_spans["p"] == []
