@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.commands.gym.agent_trial import cause, choose
 from gdpo_nemo.commands.gym.environments import Environments
+from gdpo_nemo.commands.gym.processes import Addressed, Served, end_all
 from gdpo_nemo.commands.gym.scan import scan_checkout
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
@@ -173,6 +175,33 @@ def test_the_trial_of_an_agent_names_the_exception_of_the_server_that_failed(tmp
     logs[2].write_text("ready\n")
     assert cause(logs) == f"; {logs[1]}: RuntimeError: data is not set"
     assert cause([logs[0], logs[2]]) == ""
+
+
+ENDS_AFTER_THE_OTHER = """\
+#!/usr/bin/env bash
+trap 'touch OWN; until [ -e OTHER ]; do sleep 0.05; done; exit 0' TERM
+echo ready
+while :; do sleep 0.05; done
+"""
+
+
+def test_servers_are_asked_to_end_before_any_is_waited_for(tmp_path):
+    processes = []
+    for own, other in (("a", "b"), ("b", "a")):
+        python = tmp_path / f"python_{own}"
+        text = ENDS_AFTER_THE_OTHER.replace("OWN", str(tmp_path / own)).replace("OTHER", str(tmp_path / other))
+        python.write_text(text)
+        python.chmod(0o755)
+        arguments = own, Addressed({}, {}), [], python, [], tmp_path, tmp_path / f"{own}.log"
+        processes.append(Served(*arguments))
+    while not all(process.log.read_text() for process in processes):
+        for process in processes:
+            process.check()
+        time.sleep(0.05)
+    end_all(processes)
+    for process in processes:
+        with pytest.raises(RunError, match="ended with status 0"):
+            process.check()
 
 
 CONFIG = {

@@ -76,6 +76,13 @@ ENVIRONMENTS = (
         "the failure of a request to another server is not its cause",
     ),
     mutant(
+        "commands/gym/processes.py",
+        "    for process in processes:\n        process.terminate()\n",
+        "",
+        "commands/test_gym.py::test_servers_are_asked_to_end_before_any_is_waited_for",
+        "servers end at the same time",
+    ),
+    mutant(
         "environments/openenv/episodes.py",
         "result = StepResult({}, self.settings.invalid_action_reward, done=False)",
         "result = StepResult({}, None, done=False)",
