@@ -105,6 +105,8 @@ def test_an_answer_without_verdict_and_an_unstable_verdict_are_reported():
     assert any(
         "1 of 1 texts get another reward in a second verification, for example '7' on r1" in line for line in lines
     )
+    once = [Tried("r1", gold, {"it": 1.0}, {}), Tried("r1", gold, {}, {"it": 1.0})]
+    assert not judge(once, {"r1": {"it": 1.0}}, failed).components["it"].unstable
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,13 @@ ENVIRONMENTS = (
     ),
     mutant(
         "commands/env/adversary.py",
+        "if one.rewards and one.again and one.rewards.get(name)",
+        "if one.rewards.get(name)",
+        "commands/test_adversary.py::test_an_answer_without_verdict_and_an_unstable_verdict_are_reported",
+        "a failed verification is not another reward",
+    ),
+    mutant(
+        "commands/env/adversary.py",
         "return len(hacked) / tested if tested else None",
         "return len(hacked) / max(1, len(self.attacked))",
         "commands/test_adversary.py::test_a_component_with_one_value_is_flat_and_not_hacked",
