@@ -11,12 +11,14 @@ import pytest
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.arguments import terminal
-from gdpo_nemo.commands.env.adversary import Tried, _in_parts, findings, judge, table
+from gdpo_nemo.commands.env.adversary import Tried, _in_parts, findings, judge, put_on_trial, table
 from gdpo_nemo.commands.env.attacks import Gold, probes
-from gdpo_nemo.commands.env.check import as_sampled, sample_of
+from gdpo_nemo.commands.env.check import as_sampled, check_environment, sample_of
 from gdpo_nemo.data.replies import parse_hermes
 from gdpo_nemo.environments.base import Environment
+from gdpo_nemo.environments.nemo_gym.agent_environment import NemoGymAgent
 from gdpo_nemo.environments.tasks.tool_calling import made_calls
+from gdpo_nemo.utils.errors import ConfigError
 
 QUESTIONS = {"r1": ("Which is larger, 22 or 72?", "72"), "r2": ("Which is larger, 35 or 19?", "35")}
 
@@ -242,3 +244,10 @@ def test_an_environment_that_reads_token_ids_gets_those_of_its_tokenizer():
     assert sample.completion_ids.tolist() == [1, 2] and sample.prompt.token_ids.tolist() == [3, 5]
     assert len(sample.logprobs) == 2
     assert as_sampled(sample_of(row, "a bc"), Environment()).completion_ids.tolist() == list(b"a bc")
+
+
+@pytest.mark.parametrize("command, count", [(check_environment, ()), (put_on_trial, 1)])
+def test_an_environment_of_agents_is_refused_because_no_model_is_loaded(command, count):
+    options = {"agents": {"gym": "http://127.0.0.1:9"}}
+    with pytest.raises(ConfigError, match="gym: its episodes require the model of a run.*train one step instead"):
+        command("gym", options, NemoGymAgent(options), [], count)

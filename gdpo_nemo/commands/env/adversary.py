@@ -13,13 +13,12 @@ from itertools import combinations, zip_longest
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.commands.env.attacks import Probe, probes
-from gdpo_nemo.commands.env.check import as_sampled, candidates, sample_of, verifier_of
+from gdpo_nemo.commands.env.check import as_sampled, candidates, refuse_agents, sample_of, verifier_of
 from gdpo_nemo.commands.gym.trial import expected_answers
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.environments.nemo_gym.rows import ROW
-from gdpo_nemo.utils.errors import ConfigError
 
 SUSPICIOUS = 20
 """Maximum number of additional rows to attack: rows whose right answer does not win in every component."""
@@ -125,11 +124,7 @@ def put_on_trial(
         RunError: if the environment's code fails or its servers are not reachable.
         ConfigError: if a row has no prompt, or the environment requires the model of a run.
     """
-    if environment.plays_with_endpoint:
-        raise ConfigError(
-            f"{name}: its episodes require the model of a run, which this check does not load; "
-            "train one step instead (gdpo.max_num_steps=1)"
-        )
+    refuse_agents(name, environment)
     make = partial(_sample, environment, name, key)
     with (
         EnvironmentPools({name: options}, workers, timeout_s) as first,

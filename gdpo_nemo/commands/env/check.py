@@ -86,6 +86,15 @@ def sample_of(
     return Trajectory(prompt, index, tokens, np.zeros(len(tokens), np.float32), 0, text, "stop")
 
 
+def refuse_agents(name: str, environment: Environment) -> None:
+    """Raise ConfigError if the environment's episodes are played by agents, which require the model of a run."""
+    if environment.plays_with_endpoint:
+        raise ConfigError(
+            f"{name}: its episodes require the model of a run, which this check does not load; "
+            "train one step instead (gdpo.max_num_steps=1)"
+        )
+
+
 def check_environment(
     name: str,
     options: Mapping[str, Any],
@@ -112,11 +121,7 @@ def check_environment(
         RunError: if the environment's code fails or its servers are not reachable.
         ConfigError: if a row has no prompt, a server rejects it, or the environment requires the model of a run.
     """
-    if environment.plays_with_endpoint:
-        raise ConfigError(
-            f"{name}: its episodes require the model of a run, which this check does not load; "
-            "train one step instead (gdpo.max_num_steps=1)"
-        )
+    refuse_agents(name, environment)
     groups = [
         [
             as_sampled(sample_of(row, text, name, index, key), environment)
