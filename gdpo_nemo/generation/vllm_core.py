@@ -80,6 +80,9 @@ class VllmCore:
             from gdpo_nemo.weights import vllm_receiver
 
             if options.on_cpu:
+                from gdpo_nemo.utils import gloo
+
+                gloo.share_device()
                 _register_model(options.model)
         config = options.config
         self._in_process = in_process(config)

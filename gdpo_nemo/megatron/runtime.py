@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.megatron import cpu_shim
+from gdpo_nemo.utils import gloo
 from gdpo_nemo.utils.progress import hidden, import_transformers
 
 
@@ -42,6 +43,7 @@ def prepare() -> Runtime:
         import megatron.core.timers  # noqa: F401
     _use_group_step_adam()
     if on_cpu:
+        gloo.share_device()
         return Runtime(torch.device("cpu"), "gloo")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     torch.cuda.set_device(local_rank)

@@ -112,6 +112,12 @@ def test_samples_depend_on_prompt_and_seed_alone(parts):
     assert len({tuple(c.token_ids) for c in draw(parts.fleet, twice).completions}) > 1
 
 
+def test_all_groups_of_an_engine_share_one_gloo_device(parts):
+    """Each device has a thread that polls."""
+    threads = [task.read_text() for task in Path(f"/proc/{_engine(parts.fleet, 0).pid}/task").glob("*/comm")]
+    assert threads.count("gloo_tcp_loop\n") == 1
+
+
 def test_sampled_logprobs_are_the_trainers(parts):
     parts.sync.publish(1)
     wanted = requests(10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
@@ -502,6 +503,11 @@ def changed_in_torch(place) -> list[str]:
 
     now = rank_pool.torch_names()
     return sorted(name for name, value in place.torch_before.items() if now.get(name) is not value)
+
+
+def gloo_threads(place) -> int:
+    """Number of gloo's polling threads in this process."""
+    return sum(task.read_text() == "gloo_tcp_loop\n" for task in Path("/proc/self/task").glob("*/comm"))
 
 
 def gradients_released(place, folder, batch):

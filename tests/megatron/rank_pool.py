@@ -231,7 +231,7 @@ def _serve(rank: int, pipe) -> None:
 
 
 def _let_go() -> None:
-    """Free the models of earlier cases with their groups, each of which keeps a thread that polls.
+    """Free the models of earlier cases with their groups, each of which keeps two threads.
 
     A mixture's dispatcher keeps tensors whose autograd nodes hold the wrapper's hooks, and the wrapper holds the
     dispatcher: a circle that Python's collector cannot see through.

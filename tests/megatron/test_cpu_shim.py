@@ -16,6 +16,11 @@ def test_torch_is_left_as_it_is(on_ranks):
     assert on_ranks("TP1", rank_cases.changed_in_torch)[0] == []
 
 
+def test_all_groups_of_a_rank_share_one_gloo_device(on_ranks):
+    """Each device has a thread that polls."""
+    assert on_ranks("TP2", rank_cases.gloo_threads) == [1, 1]
+
+
 def test_installing_after_megatron_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if not isinstance(f, cpu_shim._Finder)])

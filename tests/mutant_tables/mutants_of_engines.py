@@ -316,4 +316,11 @@ ENGINES = (
         "test_samples_that_wait_for_their_group_leave_room_and_prove_that_the_engine_samples",
         "a long group does not count as an engine that samples nothing",
     ),
+    mutant(
+        "generation/vllm_core.py",
+        "                gloo.share_device()\n",
+        "",
+        "cluster/test_engines_and_weights.py::test_all_groups_of_an_engine_share_one_gloo_device",
+        "an idle engine does not poll for each of its groups",
+    ),
 )

@@ -285,4 +285,11 @@ MEGATRON = (
         "megatron/test_checkpoint_resharding.py::test_a_checkpoint_written_beside_training_holds_the_moment_it_began[TP1]",
         "a background save writes a copy",
     ),
+    mutant(
+        "utils/gloo.py",
+        "        options._devices = _OnSharedDevice._devices\n",
+        "        options._devices = [dist.ProcessGroupGloo.create_default_device()]\n",
+        "megatron/test_cpu_shim.py::test_all_groups_of_a_rank_share_one_gloo_device",
+        "a waiting rank does not poll for each of its groups",
+    ),
 )
