@@ -212,10 +212,14 @@ def _check_index(content: Mapping[str, Any]) -> None:
     """Check the fields of sparse indices. Raises ConfigError."""
     for key in ("index_topk", "index_n_heads", "index_head_dim", "q_lora_rank"):
         _check_size(key, content.get(key))
-    for key, supported in (("indexer_types", {"full", "shared"}), ("index_topk_pattern", set("FS"))):
-        kinds = content.get(key)
-        if kinds and not (len(kinds) == content["num_hidden_layers"] and supported.issuperset(kinds)):
-            raise model_error(f"{key} must contain {' or '.join(sorted(supported))} for each layer")
+    for key in ("index_topk_freq", "index_skip_topk_offset"):
+        if not isinstance(content.get(key, 1), int):
+            raise model_error(f"{key} in the model's config.json must be an integer, got {repr(content[key])[:40]}")
+    for key, supported in (("indexer_types", ("full", "shared")), ("index_topk_pattern", ("F", "S"))):
+        kinds = content.get(key) or ()
+        has_all = isinstance(kinds, (list, str)) and len(kinds) == content["num_hidden_layers"]
+        if kinds and not (has_all and all(kind in supported for kind in kinds)):
+            raise model_error(f"{key} must contain {' or '.join(supported)} for each layer")
 
 
 def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
@@ -238,9 +242,10 @@ def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
         raise model_error(f"{experts.scaling} must be a positive number, got {repr(scaling)[:40]}")
     chosen = fields["num_experts_per_tok"]
     if experts.sigmoid and (chosen == 1 or (experts.normalized and not fields.get(experts.normalized, True))):
+        unequal = f"{experts.normalized} false, or " if experts.normalized else ""
         raise model_error(
-            f"weights of experts that do not sum to 1 ({experts.normalized} false, or num_experts_per_tok 1) are not "
-            f"supported for {fields['model_type']}"
+            f"weights of experts that do not sum to 1 ({unequal}num_experts_per_tok 1) are not supported for "
+            f"{fields['model_type']}"
         )
     groups, group_limit = expert_groups(fields)
     # A group's score is the sum of its two highest scores. Megatron sums num_experts_per_tok / topk_group scores.

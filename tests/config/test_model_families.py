@@ -61,6 +61,11 @@ REFUSED = {
         moe_intermediate_size=2048, index_topk_pattern="F" * 77 + "X"),
         "index_topk_pattern must contain F or S for each layer",
     ),
+    "a GLM-5 with a number for its layers with indices": (
+        shape("glm_moe_dsa", 6144, 78, 64, 64, 12288, 154880, 202752, n_routed_experts=256, num_experts_per_tok=8,
+        moe_intermediate_size=2048, indexer_types=3),
+        "indexer_types must contain full or shared for each layer",
+    ),
     "a Ministral 3 without a scaled rotary embedding": (
         shape("ministral3", 4096, 34, 32, 8, 14336, 131072, 262144),
         "rope scaling 'default' is not supported for ministral3; supported: yarn",
@@ -378,7 +383,7 @@ def test_sparse_attention_is_refused_for_sampling_on_cpus(folder, minimal):
         validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED['GLM-5'])}"]))
 
 
-@pytest.mark.parametrize("name", ["Moonlight", "GLM-4.5-Air"])
+@pytest.mark.parametrize("name", ["Moonlight", "GLM-4.5-Air", "MiniMax-M2", "GLM-5"])
 def test_tied_embeddings_that_vllm_ignores_are_refused_for_sampling(name, folder, minimal):
     content = {**SUPPORTED[name], "tie_word_embeddings": True}
     with pytest.raises(ConfigError, match="vLLM ignores tie_word_embeddings of"):

@@ -16,6 +16,7 @@ from gdpo_nemo.models.sources import Format, recognise, source_fields
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "megatron"))
 import tiny_models  # noqa: E402
+from test_image_models import write_image_model  # noqa: E402
 
 BLOCK = (16, 32)
 """The experts have 24 rows, so their last blocks are smaller."""
@@ -26,7 +27,7 @@ def quantise(folder: Path, block: tuple[int, int] | None) -> Path:
     """Replace all matrices but the embeddings and routers by random FP8 values and factors."""
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(0)
-    for name in [name for name in tensors if "_proj" in name or ".experts." in name]:
+    for name in [name for name in tensors if name.endswith("_proj.weight") or ".experts." in name]:
         rows, columns = tensors[name].shape
         tensors[name] = torch.randn(rows, columns, generator=generator).to(torch.float8_e4m3fn)
         blocks = (-(-rows // block[0]), -(-columns // block[1])) if block else ()
@@ -64,6 +65,22 @@ def test_weights_become_those_that_transformers_dequantises(tmp_path, block):
     _, loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loaded.values())
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_text_model_of_an_image_model_is_dequantised_and_not_written_back(tmp_path, capsys):
+    """As in Mistral Medium 3.5."""
+    image, text = tmp_path / "image", tmp_path / "text"
+    write_image_model("mistral3", image)
+    quantise(image, None)
+    assert cli.main(["convert", "--to", "hf", str(image), str(text)]) == 0
+    stored, converted = (load_file(path / "model.safetensors") for path in (image, text))
+    name = "language_model.model.layers.0.mlp.up_proj.weight"
+    expected = stored[name].float() * stored[f"{name}_scale_inv"]
+    assert torch.equal(converted["model.layers.0.mlp.up_proj.weight"], expected.bfloat16())
+    assert not any("scale" in name for name in converted)
+    capsys.readouterr()
+    assert cli.main(["convert", "--to", "image", "--model", str(image), str(text), str(tmp_path / "out")]) == 2
+    assert "has quantised weights, in which a trained text model cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("change, message", [("missing", "lacks"), ("shorter", "is not a valid FP8 weight")])

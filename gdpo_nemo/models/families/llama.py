@@ -50,6 +50,7 @@ FAMILIES = (
         "minimax_m2",
         "MiniMaxM2ForCausalLM",
         r"MiniMaxAI/MiniMax-M2(\.[1-9])?",
+        engine_ties=False,
         qk_norm=True,
         qk_norm_of_layer=True,
         rope_types=("default",),
