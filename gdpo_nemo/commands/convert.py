@@ -21,7 +21,7 @@ from gdpo_nemo.models.sources import Format, recognise
 from gdpo_nemo.observe.display import shown
 from gdpo_nemo.training.checkpoints import Checkpoints, RunState, check_whole, model_fingerprint, read_state
 from gdpo_nemo.utils.errors import ConfigError, RunError
-from gdpo_nemo.utils.files import real_path, whole_folder
+from gdpo_nemo.utils.files import read_json_object, real_path, whole_folder
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
@@ -104,6 +104,8 @@ def _image(arguments: argparse.Namespace) -> Path:
     found = recognise(image, "--model") if arguments.model else None
     if found is None or found.format is not Format.IMAGE:
         raise ConfigError(f"--model: must be the folder of the image model that contained the text model {_KEY}")
+    if read_json_object(image / "config.json", "--model").get("quantization_config"):
+        raise ConfigError(f"--model: {image} has quantised weights, in which a trained text model cannot be written")
     out = Path(arguments.out)
     _check_output(out)
     with _huggingface(arguments) as model:

@@ -46,6 +46,7 @@ def _particulars(family: Family) -> list[str]:
     mamba = ["Mamba-2 layers"] * bool(family.mamba) + ["gated delta net layers"] * bool(family.delta)
     mamba += ["gates of the attention's output"] * family.output_gate
     norms = ["norms of outputs"] * bool(family.modules.post_attention_norm)
+    norms += ["queries scaled by position"] * bool(family.query_scale)
     return _WINDOWS.get(family.windows, []) + mamba + experts + norms + [f"{rotary} rotary embedding"] * bool(rotary)
 
 
@@ -55,9 +56,10 @@ def row(family: Family) -> tuple[str, ...]:
     mlp = "dense or experts" if family.experts and family.pattern else "experts" if family.experts else "dense"
     qkv = ["one matrix" if len(modules.qkv) == 1 else "three matrices"]
     if family.latent:
-        qkv = ["latent vectors"]
+        qkv = ["latent vectors"] + ["sparse indices"] * bool(family.latent.index)
     qkv += [f"biases if `{family.qkv_bias}`" if isinstance(family.qkv_bias, str) else "biases"] * bool(family.qkv_bias)
-    norms = f"norms on q and k if `{family.qk_norm}`" if isinstance(family.qk_norm, str) else "norms on q and k"
+    norms = "norms on all heads of q and k" if family.qk_norm_of_layer else "norms on q and k"
+    norms += f" if `{family.qk_norm}`" if isinstance(family.qk_norm, str) else ""
     qkv += [norms] * bool(family.qk_norm) + ["sinks"] * bool(family.sinks)
     rope = ", ".join(kind for kind in family.rope_types if kind != "default")
     return (

@@ -18,6 +18,7 @@ from gdpo_nemo.models.architectures import (
     delta_sizes,
     has_logit_cap,
     head_size,
+    index_size,
     is_recurrent,
     is_tied,
     is_windowed,
@@ -310,6 +311,11 @@ def _check_sampling(model: ModelFacts, config: Config) -> None:
             "policy.model_name: vLLM ignores rope_interleave: false in config.json; train the model without engines, "
             "for example with sft"
         )
+    if any(index_size(model.fields)) and not config.cluster.gpus_per_node:
+        raise ConfigError(
+            f"policy.model_name: vLLM on CPUs does not support sparse attention ({family.model_type}); train the model "
+            "without engines, for example with sft"
+        )
     if is_tied(model.fields) and not family.engine_ties:
         raise ConfigError(
             f"policy.model_name: vLLM ignores tie_word_embeddings of {family.model_type} models; train the model "
@@ -371,8 +377,13 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
     _check_attention(content, policy.megatron_cfg)
     if experts and layout.tensor > 1 and not policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be true for a model with experts and tensor parallelism")
-    longest = content.get("max_position_embeddings")
     length = policy.max_total_sequence_length
+    if any(index_size(content)) and length > content["index_topk"]:
+        raise ConfigError(
+            f"policy.max_total_sequence_length: {length} exceeds the {content['index_topk']} keys of the model's "
+            f"sparse attention (index_topk); use at most {content['index_topk']}"
+        )
+    longest = content.get("max_position_embeddings")
     if longest is not None and longest < length:
         raise ConfigError(f"policy.max_total_sequence_length: {length} exceeds the {longest} positions of the model")
 

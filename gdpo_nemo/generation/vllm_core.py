@@ -17,7 +17,7 @@ import numpy as np
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.generation.routing import RoutingRecorder, RoutingShape
-from gdpo_nemo.models.architectures import is_recurrent
+from gdpo_nemo.models.architectures import indexed_layers, is_recurrent, query_scale, rotary_size
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.hf_folder import weight_names
 from gdpo_nemo.utils.progress import hidden, import_transformers, importing
@@ -347,6 +347,12 @@ def _device_arguments(options: EngineOptions) -> dict[str, Any]:
     family = FAMILIES[content["model_type"]]
     # vLLM treats these options as fields of the model's config.json.
     fields = dict(family.engine_fields)
+    if family.rotary_size:  # vLLM requires the older field
+        fields[family.rotary_size] = rotary_size(content)
+    if scale := query_scale(content):  # vLLM reads only the fields of Mistral's own format
+        fields["llama_4_scaling"] = dict(zip(("beta", "original_max_position_embeddings"), scale))
+    if any(indexed := indexed_layers(content)):  # vLLM does not read indexer_types
+        fields["index_topk_pattern"] = "".join("F" if has_index else "S" for has_index in indexed)
     arguments: dict[str, Any]
     if options.on_cpu:
         arguments = dict(

@@ -115,6 +115,10 @@ class LayerAttention:
     """True if each head has a trainable sink: a score of a key without a value in every softmax."""
     pairs: bool = False
     """True if the rotary embedding rotates pairs of neighbouring elements instead of elements of the two halves."""
+    query_scale: tuple[float, int] | None = None
+    """beta and n: the query at position p is multiplied by 1 + beta ln(1 + floor(p / n)). None: no such factor."""
+    index: tuple[int, int] | None = None
+    """Number and size of the heads of the layer's sparse index, or None if it has none. Attention does not use it."""
 
 
 def rotated_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -231,7 +235,7 @@ class PackedAttention(MegatronModule):
             value: same shape as ``key``.
         """
         packing: Any = packed_seq_params
-        query = self._rotate(query, packing)
+        query = self._scale(self._rotate(query, packing), packing)
         key = self._rotate(key, packing)
         repeats = query.size(1) // key.size(1)
         if repeats > 1:
@@ -267,6 +271,13 @@ class PackedAttention(MegatronModule):
         if self.config.multi_latent_attention:
             return torch.cat((x[..., :-size], self._rotated(x[..., -size:], cos, sin)), -1)
         return torch.cat((self._rotated(x[..., :size], cos, sin), x[..., size:]), -1)
+
+    def _scale(self, query, packing):
+        if self.layer.query_scale is None:
+            return query
+        beta, length = self.layer.query_scale
+        factors = 1 + beta * torch.log1p(packing.positions.div(length, rounding_mode="floor").float())
+        return query * factors.to(query.dtype)[:, None, None]
 
     def _attend(self, query, key, value, rectangle: Rectangle, drop: float):
         stores_scores = self.layer.sinks or self.layer.score_cap is not None

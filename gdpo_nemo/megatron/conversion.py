@@ -18,7 +18,6 @@ from gdpo_nemo.megatron.weight_map import (
     CONVOLUTION_ROWS,
     DELTA_CONVOLUTION_ROWS,
     DELTA_ROWS,
-    EXPERT_BIAS,
     GATED_ROWS,
     MAMBA_ROWS,
     QKV_ROWS,
@@ -26,6 +25,7 @@ from gdpo_nemo.megatron.weight_map import (
     SCORE,
     STACKED_EXPERT,
     Weight,
+    is_constant,
     layer_weight,
     top_weights,
 )
@@ -39,15 +39,15 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 def local_weights(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[torch.Tensor, Weight]]:
     """Yield (tensor, ``Weight`` with full Hugging Face names) for every weight of this rank, in a fixed order.
 
-    The weights are the parameters and the biases of routers. Adapters and the value head are excluded, because the
-    Hugging Face model does not contain them.
+    The weights are the parameters, biases of routers and sparse indices. Adapters and the value head are excluded,
+    because the Hugging Face model does not contain them.
     """
     family = family_of(config)
     top = top_weights(family.model_type)
     layers = hf_layers(config)
     for chunk in chunks:
-        biases = (pair for pair in chunk.named_buffers() if pair[0].endswith(EXPERT_BIAS))
-        for name, parameter in chain(chunk.named_parameters(), biases):
+        constants = (pair for pair in chunk.named_buffers() if is_constant(pair[0]))
+        for name, parameter in chain(chunk.named_parameters(), constants):
             if ".adapters." in name or name.startswith("value_head."):
                 continue
             match = _LAYER.fullmatch(name)

@@ -196,7 +196,7 @@ class FlexAttention(PackedAttention):
     ):
         """Return the attention output, [local tokens, heads * size]. For the arguments, see ``PackedAttention``."""
         packing: Any = packed_seq_params
-        query = self._rotate(query, packing)
+        query = self._scale(self._rotate(query, packing), packing)
         key = self._rotate(key, packing)
         if packing.block_mask is None:
             return self.unshared(

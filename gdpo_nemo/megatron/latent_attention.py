@@ -21,13 +21,16 @@ _EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, which transformers does not read from config.json."""
 
 
+def _device() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
 class ReplicatedLinear(torch.nn.Module):
     """Linear layer without bias whose weight is replicated on the tensor-parallel ranks."""
 
     def __init__(self, inputs: int, outputs: int, config: TransformerConfig):
         super().__init__()
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=_device()))
         torch.nn.init.normal_(self.weight, std=config.init_method_std)
         # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
@@ -35,6 +38,22 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the projection of x [..., inputs]."""
         return torch.nn.functional.linear(x, self.weight)
+
+
+class SparseIndex(torch.nn.Module):
+    """Weights of a layer's sparse index (``Latent.index``), which are loaded and exported but not used.
+
+    Args:
+        index: number and size of the heads.
+    """
+
+    def __init__(self, index: tuple[int, int], config: Any):
+        super().__init__()
+        heads, size = index
+        hidden = config.hidden_size
+        shapes = dict(query=(heads * size, config.q_lora_rank), key=(size, hidden), norm=(size,), norm_bias=(size,))
+        for name, shape in dict(**shapes, heads=(heads, hidden)).items():
+            self.register_buffer(name, torch.zeros(shape, dtype=config.params_dtype, device=_device()))
 
 
 class LatentAttention(MultiLatentAttention):
@@ -71,6 +90,9 @@ class LatentAttention(MultiLatentAttention):
         self.linear_kv_down_proj = ReplicatedLinear(config.hidden_size, width, config)
         self.kv_layernorm: Any = submodules.kv_layernorm(config, config.kv_lora_rank, eps=_EPSILON)
         self.linear_kv_up_proj = up(config.kv_lora_rank, config.qk_head_dim + config.v_head_dim)
+        core: Any = self.core_attention
+        if core.layer.index is not None:
+            self.indexer = SparseIndex(core.layer.index, config)
 
     def get_query_key_value_tensors(self, hidden_states, *unused, **options):
         """Return queries and keys before the rotary embedding, values, and the latent vectors.

@@ -16,11 +16,20 @@ from typing import Any, Callable, Sequence
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
@@ -28,6 +37,7 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import MegatronConfig
@@ -121,7 +131,10 @@ def layer_spec(
     else:
         core = FlexAttention if attention is Attention.FLEX else PackedAttention
         spec = _local_stack(config, partial(core, layers=layers))
-    modules = family_of(hf).modules
+    family = family_of(hf)
+    if family.qk_norm_of_layer:
+        spec = _with_norms_of_heads(spec)
+    modules = family.modules
     return _with_post_norms(spec, config, use_te, bool(modules.post_attention_norm), bool(modules.post_mlp_norm))
 
 
@@ -297,6 +310,37 @@ def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+class NormOfHeads(torch.nn.Module):
+    """RMS norm of all heads of q, or of k, at once. Tensor parallelism splits the heads.
+
+    Args:
+        count: field of ``config`` with the number of heads.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, count: str):
+        super().__init__()
+        self.eps = eps
+        self.size = getattr(config, count) * hidden_size
+        self.group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
+        local = self.size // self.group.size()
+        self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype, device=_device()))
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Return the weight as a sharded tensor of Megatron's checkpoint format."""
+        name = f"{prefix}weight"
+        return {name: make_tp_sharded_tensor_for_checkpoint(self.weight, name, prepend_offsets=sharded_offsets)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Normalise x [tokens, 1, local heads, size]."""
+        squares = x.float().square().sum((-2, -1), keepdim=True)
+        # The outputs on all ranks depend on the sum, so the backward pass sums its gradient over the ranks.
+        squares = reduce_from_tensor_model_parallel_region(squares, group=self.group)
+        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)
+        normed = x.float() * torch.rsqrt(squares / self.size + self.eps)
+        return normed.to(x.dtype) * self.weight.view(x.shape[-2:])
+
+
 class NormAndAdd(torch.nn.Module):
     """Norm of a layer's output, followed by the addition to the residual. Replaces Megatron's bias, dropout and add.
 
@@ -319,6 +363,19 @@ class NormAndAdd(torch.nn.Module):
             return residual + output
 
         return add
+
+
+def _with_norms_of_heads(spec: ModuleSpec) -> ModuleSpec:
+    """Return the stack with norms of all heads of q, and of k, at once."""
+    layer = spec.submodules.attention_layer
+    inner = layer.submodules.self_attention
+    norms = {
+        "q_layernorm": partial(NormOfHeads, count="num_attention_heads"),
+        "k_layernorm": partial(NormOfHeads, count="num_query_groups"),
+    }
+    inner = replace(inner, submodules=replace(inner.submodules, **norms))
+    layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
+    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
 
 
 def _with_post_norms(

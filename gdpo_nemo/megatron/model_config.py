@@ -78,9 +78,17 @@ def layer_attentions(config: PretrainedConfig) -> list[LayerAttention]:
     embeddings = {rope: rotary(config, rope) for rope in set(ropes)}
     cap = fields.get(family.score_cap) if family.score_cap else None
     options: dict[str, Any] = dict(
-        score_cap=cap, sinks=family.sinks is not None, pairs=architectures.rotates_pairs(fields)
+        score_cap=cap,
+        sinks=family.sinks is not None,
+        pairs=architectures.rotates_pairs(fields),
+        query_scale=architectures.query_scale(fields),
     )
-    layers = [LayerAttention(embeddings[rope], rope, window, **options) for rope, window in zip(ropes, windows)]
+    size = architectures.index_size(fields)
+    indices = [size if has_index else None for has_index in architectures.indexed_layers(fields)]
+    layers = [
+        LayerAttention(embeddings[rope], rope, window, index=index, **options)
+        for rope, window, index in zip(ropes, windows, indices)
+    ]
     return [layers[layer] for layer in hf_layers(config)]
 
 
@@ -212,7 +220,10 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         softmax_scale=fields[family.score_scale] ** -0.5 if family.score_scale else None,
         add_bias_linear=family.biases,
         add_qkv_bias=architectures.has_qkv_bias(fields),
-        qk_layernorm=architectures.has_qk_norm(fields),
+        # With qk_layernorm, Megatron sums the gradients of the norms over the tensor-parallel ranks, which hold the
+        # weights of different heads if a norm has all heads. qk_l2_norm only enables the norms of the layer spec.
+        qk_layernorm=architectures.has_qk_norm(fields) and not family.qk_norm_of_layer,
+        qk_l2_norm=family.qk_norm_of_layer,
         attention_output_gate=family.output_gate,
         # Megatron refuses this field for latent attention, whose rotary embedding PackedAttention applies.
         rotary_interleaved=architectures.rotates_pairs(fields) and not family.latent,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from gdpo_nemo.models.families import FAMILIES, DeltaNet, Experts, Family, Latent, Mamba, Modules
+from gdpo_nemo.models.families import FAMILIES, DeltaNet, Experts, Family, Latent, Mamba
 
 # Ways to split a weight over tensor-parallel ranks. The last six also define the order of the rows in Megatron.
 REPLICATED = "replicated"
@@ -26,6 +26,21 @@ SCORE = "score.weight"
 
 EXPERT_BIAS = "mlp.router.expert_bias"
 """Name of the buffer that a router adds to its scores to choose experts."""
+
+_INDEX = "self_attention.indexer."
+_INDEX_WEIGHTS = {
+    "query": "wq_b.weight",
+    "key": "wk.weight",
+    "norm": "k_norm.weight",
+    "norm_bias": "k_norm.bias",
+    "heads": "weights_proj.weight",
+}
+"""Names of a sparse index's buffers, and of its tensors."""
+
+
+def is_constant(name: str) -> bool:
+    """Return whether a buffer of Megatron's model is a weight, which training does not change."""
+    return name.endswith(EXPERT_BIAS) or _INDEX in name
 
 
 @dataclass(frozen=True)
@@ -65,17 +80,21 @@ def top_weights(model_type: str) -> dict[str, Weight]:
     }
 
 
-def _attention_weights(modules: Modules) -> dict[str, Weight]:
+def _attention_weights(family: Family) -> dict[str, Weight]:
+    modules = family.modules
+    norm = ROWS if family.qk_norm_of_layer else REPLICATED
     return {
         "self_attention.linear_qkv.weight": _weights(QKV_ROWS, *modules.qkv),
         "self_attention.linear_qkv.bias": Weight(QKV_ROWS, tuple(f"{module}.bias" for module in modules.qkv)),
-        "self_attention.q_layernorm.weight": _weights(REPLICATED, modules.q_norm),
-        "self_attention.k_layernorm.weight": _weights(REPLICATED, modules.k_norm),
+        "self_attention.q_layernorm.weight": _weights(norm, modules.q_norm),
+        "self_attention.k_layernorm.weight": _weights(norm, modules.k_norm),
     }
 
 
 def _latent_weights(latent: Latent) -> dict[str, Weight]:
+    index = _INDEX_WEIGHTS if latent.index else {}
     return {
+        **{_INDEX + name: Weight(REPLICATED, (f"{latent.index}.{tensor}",)) for name, tensor in index.items()},
         "self_attention.linear_q_proj.weight": _weights(ROWS, latent.query),
         "self_attention.linear_q_down_proj.weight": _weights(REPLICATED, latent.query_down),
         "self_attention.q_layernorm.weight": _weights(REPLICATED, latent.query_norm),
@@ -98,7 +117,7 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
     mlp_norm = _weights(REPLICATED, modules.mlp_norm)
     post_norms = {"self_attn_bda": modules.post_attention_norm, "mlp_bda": modules.post_mlp_norm}
     sinks = {"self_attention.core_attention.sinks": Weight(ROWS, (family.sinks,))} if family.sinks else {}
-    attention = _latent_weights(family.latent) if family.latent else _attention_weights(modules)
+    attention = _latent_weights(family.latent) if family.latent else _attention_weights(family)
     return {
         **sinks,
         **{f"{name}.norm.weight": _weights(REPLICATED, norm) for name, norm in post_norms.items() if norm},

@@ -48,6 +48,11 @@ SLIDING = "sliding_attention"
 """Value of ``layer_types`` for layers with a sliding window."""
 
 
+_TEXT_MODELS = {"mistral3": ("mistral", "ministral3")}
+"""Types of text models by type of their image model, if they are not this type with ``_text``. The first is the default
+of transformers."""
+
+
 def text_fields(content: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the config.json fields of the text model inside an image model.
 
@@ -57,8 +62,11 @@ def text_fields(content: Mapping[str, Any]) -> dict[str, Any] | None:
         content: fields of the image model's config.json.
     """
     inner = content.get("text_config")
-    kind = f"{content.get('model_type')}_text"
-    if not isinstance(inner, dict) or kind not in FAMILIES or inner.get("model_type", kind) != kind:
+    kinds = _TEXT_MODELS.get(str(content.get("model_type")), (f"{content.get('model_type')}_text",))
+    if not isinstance(inner, dict) or inner.get("model_type", kinds[0]) not in kinds:
+        return None
+    kind = str(inner.get("model_type", kinds[0]))
+    if kind not in FAMILIES:
         return None
     shared = {key: content[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if key in content}
     quantised = {key: value for key, value in content.items() if key.startswith("quantization")}
@@ -209,6 +217,9 @@ def key_value_heads(content: Mapping[str, Any]) -> int:
 def rotated_share(fields: Mapping[str, Any]) -> Any:
     """Return the value of ``partial_rotary_factor``, of which transformers also reads the older place."""
     factor = rope_of(fields).get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+    size = fields.get(FAMILIES[fields["model_type"]].rotary_size or "")
+    if factor is None and isinstance(size, int):
+        return size / head_size(fields)
     return 1 if factor is None else factor
 
 
@@ -226,6 +237,14 @@ def rotates_pairs(content: Mapping[str, Any]) -> bool:
     return bool(with_defaults(content).get(pairs)) if isinstance(pairs, str) else pairs
 
 
+def query_scale(content: Mapping[str, Any]) -> tuple[float, int] | None:
+    """Return beta and n of ``Family.query_scale``, or None if positions do not scale the queries."""
+    key = FAMILIES[content["model_type"]].query_scale
+    rope = rope_of(with_defaults(content))
+    beta = rope.get(key) if key else None
+    return (beta, rope["original_max_position_embeddings"]) if beta else None
+
+
 def latent_widths(content: Mapping[str, Any]) -> tuple[int, int, int, int] | None:
     """Return the widths of the latent vectors of q (0: none) and of k and v, of the rotated part of a head, and of a
     head's values, or None if the model has no latent attention."""
@@ -236,6 +255,33 @@ def latent_widths(content: Mapping[str, Any]) -> tuple[int, int, int, int] | Non
         int(fields[key] or 0) for key in ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
     )
     return q, key_value, rotated, value
+
+
+def index_size(content: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the number and the size of the heads of a layer's sparse index: (0, 0) if the family has none."""
+    fields = with_defaults(content)
+    latent = FAMILIES[fields["model_type"]].latent
+    return (fields["index_n_heads"], fields["index_head_dim"]) if latent and latent.index else (0, 0)
+
+
+def indexed_layers(content: Mapping[str, Any]) -> list[bool]:
+    """Return for each layer whether it has a sparse index. Other layers of such models use that of an earlier layer."""
+    fields = with_defaults(content)
+    layers = range(fields["num_hidden_layers"])
+    if not any(index_size(fields)):
+        return [False for _ in layers]
+    if kinds := fields.get("indexer_types") or fields.get("index_topk_pattern"):
+        return [kind in ("full", "F") for kind in kinds]
+    period, first = max(fields.get("index_topk_freq", 1), 1), fields.get("index_skip_topk_offset", 2)
+    return [max(layer - first + 1, 0) % period == 0 for layer in layers]
+
+
+def index_parameters(content: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the number of parameters of each layer's sparse index."""
+    heads, size = index_size(content)
+    q, hidden = (with_defaults(content).get(key) or 0 for key in ("q_lora_rank", "hidden_size"))
+    count = heads * size * q + (heads + size) * hidden + 2 * size
+    return tuple(count * has_index for has_index in indexed_layers(content))
 
 
 def has_qk_norm(content: Mapping[str, Any]) -> bool:
@@ -288,6 +334,7 @@ def special_attention(content: Mapping[str, Any]) -> str | None:
         "a soft cap of attention scores": family.score_cap and fields.get(family.score_cap) is not None,
         "attention sinks": family.sinks,
         "several rotary embeddings": family.layer_rope,
+        "queries that positions scale": query_scale(fields),
     }
     return next((name for name, is_present in properties.items() if is_present), None)
 

@@ -145,6 +145,9 @@ def _check_rope(fields: Mapping[str, Any], family: Family, rope: Mapping[str, An
     for key in ROPE_PARAMETERS[kind]:
         if not isinstance(rope.get(key), (int, float)):
             raise model_error(f"rope scaling {kind!r} requires the number {key}")
+    beta = rope.get(family.query_scale) if family.query_scale else None
+    if beta is not None and (isinstance(beta, bool) or not isinstance(beta, (int, float))):
+        raise model_error(f"{family.query_scale} must be a number, got {repr(beta)[:40]}")
     factor = rotated_share(fields)
     if factor != 1 and not family.partial_rotary:
         raise model_error("a partial rotary embedding (partial_rotary_factor) is not supported")
@@ -183,6 +186,8 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
             raise model_error("v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim")
         if key_value_heads(content) != content["num_attention_heads"]:
             raise model_error("num_key_value_heads must be equal to num_attention_heads with latent attention")
+    if family.latent and family.latent.index:
+        _check_index(content)
     if family.mamba:
         for key in (family.mamba.heads, family.mamba.head_size, family.mamba.groups, family.mamba.state):
             _check_size(key, content[key])
@@ -201,6 +206,20 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
             _check_size(key, content.get(key))
         _check_router(content, experts)
     return family
+
+
+def _check_index(content: Mapping[str, Any]) -> None:
+    """Check the fields of sparse indices. Raises ConfigError."""
+    for key in ("index_topk", "index_n_heads", "index_head_dim", "q_lora_rank"):
+        _check_size(key, content.get(key))
+    for key in ("index_topk_freq", "index_skip_topk_offset"):
+        if not isinstance(content.get(key, 1), int):
+            raise model_error(f"{key} in the model's config.json must be an integer, got {repr(content[key])[:40]}")
+    for key, supported in (("indexer_types", ("full", "shared")), ("index_topk_pattern", ("F", "S"))):
+        kinds = content.get(key) or ()
+        has_all = isinstance(kinds, (list, str)) and len(kinds) == content["num_hidden_layers"]
+        if kinds and not (has_all and all(kind in supported for kind in kinds)):
+            raise model_error(f"{key} must contain {' or '.join(supported)} for each layer")
 
 
 def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
@@ -222,10 +241,11 @@ def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
     if scaling is not None and (isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling <= 0):
         raise model_error(f"{experts.scaling} must be a positive number, got {repr(scaling)[:40]}")
     chosen = fields["num_experts_per_tok"]
-    if experts.sigmoid and (chosen == 1 or not (experts.normalized and fields.get(experts.normalized, True))):
+    if experts.sigmoid and (chosen == 1 or (experts.normalized and not fields.get(experts.normalized, True))):
+        unequal = f"{experts.normalized} false, or " if experts.normalized else ""
         raise model_error(
-            f"weights of experts that do not sum to 1 ({experts.normalized} false, or num_experts_per_tok 1) are not "
-            f"supported for {fields['model_type']}"
+            f"weights of experts that do not sum to 1 ({unequal}num_experts_per_tok 1) are not supported for "
+            f"{fields['model_type']}"
         )
     groups, group_limit = expert_groups(fields)
     # A group's score is the sum of its two highest scores. Megatron sums num_experts_per_tok / topk_group scores.

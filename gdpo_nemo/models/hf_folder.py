@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from gdpo_nemo.models.fp8 import block_of, unquantised
 from gdpo_nemo.models.weight_files import prediction_weights
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -89,7 +90,7 @@ def _unchanged(source: Path, folder: Path) -> Iterator[tuple[str, torch.Tensor]]
         return
     read = open_weights(source)
     config = json.loads((source / "config.json").read_text())
-    yield from ((name, read(name)) for name in prediction_weights(_weight_map(source), config))
+    yield from unquantised(read, prediction_weights(_weight_map(source), config), block_of(config), str(source))
 
 
 def open_weights(folder: str | Path) -> Callable[[str], torch.Tensor]:

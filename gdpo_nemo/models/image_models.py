@@ -1,4 +1,4 @@
-"""Text models inside image models: Qwen3.5 and Gemma 3 as published.
+"""Text models inside image models: Qwen3.5, Gemma 3 and Mistral 3 as published.
 
 The config.json of an image model contains the fields of its text model as ``text_config``. ``text_weights`` reads
 the text model, and ``with_text`` writes a trained text model back. Other weights do not change.
@@ -14,6 +14,7 @@ from typing import Iterator
 import torch
 
 from gdpo_nemo.models.families import FAMILIES, Experts
+from gdpo_nemo.models.fp8 import block_of, unquantised
 from gdpo_nemo.models.hf_folder import open_weights, stored_names
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -44,8 +45,9 @@ def text_weights(folder: Path, key: str) -> Iterator[tuple[str, torch.Tensor]]:
     found = [name for name in names if _PREFIX.match(name) or name.startswith(("lm_head.", "mtp."))]
     if not any(_PREFIX.match(name) for name in found):
         raise ConfigError(f"{key}: {folder} has no weights of a text model; it contains, for example, {min(names)}")
-    read = open_weights(folder)
-    yield from ((_text_name(name), read(name)) for name in found)
+    block = block_of(json.loads((folder / "config.json").read_text()))
+    for name, tensor in unquantised(open_weights(folder), found, block, key):
+        yield _text_name(name), tensor
 
 
 def with_text(image_model: Path, text_model: Path, key: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -35,7 +35,12 @@ class Format(Enum):
     MEGATRON = "a Megatron-core checkpoint"
     NEMO_2 = "a NeMo 2 checkpoint"
     MXFP4 = "a Hugging Face folder with MXFP4 weights"
+    FP8 = "a Hugging Face folder with FP8 weights"
     IMAGE = "an image model with a text model inside"
+
+
+DOWNLOADED = (Format.MXFP4, Format.FP8, Format.IMAGE)
+"""Formats of folders with config.json and tokenizer, as on the hub."""
 
 
 @dataclass(frozen=True)
@@ -96,25 +101,35 @@ def _folder_format(file: Path) -> Format | None:
         return None
     if text_fields(content) is not None:
         return Format.IMAGE
-    return Format.MXFP4 if converted_fields(content) != content else None
+    return _quantised_format(content)
+
+
+def _quantised_format(content: dict[str, Any]) -> Format | None:
+    """Return the format of the quantised weights of a text model, if conversion can dequantise them."""
+    family = FAMILIES.get(str(content.get("model_type")))
+    quantization = content.get("quantization_config")
+    if family is None or not isinstance(quantization, dict):
+        return None
+    stacked = family.experts is not None and family.experts.only_stacked
+    method = quantization.get("quant_method")
+    if method == "mxfp4" and stacked:
+        return Format.MXFP4
+    block = quantization.get("weight_block_size")
+    has_block = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    return Format.FP8 if method == "fp8" and (block is None or has_block) and not stacked else None
 
 
 def converted_fields(content: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json fields of the folder to which a downloaded folder is converted.
 
-    They lack the fields of MXFP4 weights, if conversion can dequantise the weights. For an image model, they are the
-    fields of the text model. For other folders, they are ``content``.
+    They lack the fields of quantised weights, if conversion can dequantise the weights. For an image model, they are
+    the fields of the text model. For other folders, they are ``content``.
     """
     inner = text_fields(content)
-    if inner is not None:
-        return inner
-    family = FAMILIES.get(str(content.get("model_type")))
-    quantization = content.get("quantization_config")
-    if family is None or family.experts is None or not family.experts.only_stacked:
-        return content
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4":
-        return content
-    return {key: value for key, value in content.items() if key != "quantization_config"}
+    fields = content if inner is None else inner
+    if _quantised_format(fields) is None:
+        return fields
+    return {key: value for key, value in fields.items() if key != "quantization_config"}
 
 
 def _megatron(path: Path, key: str) -> Source | None:
@@ -263,7 +278,7 @@ def source_fields(source: Source, key: str, companion: str | None = None) -> dic
     """
     if source.format is Format.GGUF:
         return read_gguf_model(source.path, key).fields
-    if source.format in (Format.MXFP4, Format.IMAGE):
+    if source.format in DOWNLOADED:
         content = converted_fields(read_json_object(source.path / "config.json", key))
         check_model_content(content)
         return content
@@ -295,7 +310,7 @@ def described_by(source: Source, key: str, companion: str | None = None) -> Path
         return folder
     if source.format is Format.CHECKPOINT:
         return _folder(companion or _model_of_run(source.path), key, "the initial model of the run")
-    if source.format in (Format.MXFP4, Format.IMAGE):
+    if source.format in DOWNLOADED:
         return source.path
     folders = [*([Path(companion)] if companion else []), source.path / COMPANION, source.root / COMPANION]
     found = next((candidate for candidate in folders if (candidate / "config.json").is_file()), None)

@@ -19,6 +19,7 @@ from gdpo_nemo.models.architectures import (
     has_qk_norm,
     has_qkv_bias,
     head_size,
+    index_parameters,
     is_tied,
     key_value_heads,
     last_name,
@@ -142,12 +143,15 @@ class Shape:
     """Linear modules of a gated delta net layer (see ``architectures.delta_linear``)."""
     qkv_bias: bool = False
     qk_norm: bool = False
+    qk_norm_of_layer: bool = False
     sinks: bool = False
     biases: bool = False
     """True if the attention's output, routers and experts have biases."""
     latent: tuple[int, int, int, int] | None = None
     """With latent attention: widths of the latent vectors of q (0: none) and of k and v, of the rotated part of a head,
     and of a head's values."""
+    indices: tuple[int, ...] = ()
+    """Number of parameters of each layer's sparse index, which are not trained."""
     shared_ffn: int = 0
     """Intermediate size of the shared experts, which process all tokens."""
     expert_latent: int = 0
@@ -233,7 +237,8 @@ class Shape:
         """Return the numbers of (dense, expert) parameters of ``layers`` on one rank of the parallel layout."""
         width = self.query * (1 + self.output_gate) + self.key_value
         attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
-        attention += width // tensor * self.qkv_bias + 2 * self.head_size * self.qk_norm
+        norms = (self.query + self.key_value // 2) // tensor if self.qk_norm_of_layer else 2 * self.head_size
+        attention += width // tensor * self.qkv_bias + norms * self.qk_norm
         if self.latent:
             attention = self.hidden + self._latent_parameters(tensor)
         attention += self.heads // tensor * self.sinks + self.hidden * self.biases
@@ -250,6 +255,7 @@ class Shape:
         sizes = {"*": attention, "-": mlp, "E": router, "M": self.hidden + mamba // tensor}
         sizes["G"] = self.hidden + self.delta.value + delta // tensor
         dense = sum(size * symbols.count(symbol) for symbol, size in sizes.items())
+        dense += sum(self.indices[layer] for layer in layers)
         per_expert = self.mlp_matrices * self.expert_hidden * self.expert_ffn // expert_tensor
         per_expert += (2 * self.expert_ffn + self.hidden) * self.biases
         return dense, symbols.count("E") * self.experts // expert * per_expert
@@ -405,12 +411,14 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         delta=delta_sizes(content) or DeltaSizes(0, 0, 0, 0),
         qkv_bias=has_qkv_bias(content),
         qk_norm=has_qk_norm(content),
+        qk_norm_of_layer=family.qk_norm_of_layer,
         sinks=family.sinks is not None,
         biases=family.biases,
         shared_ffn=shared_width(content),
         shared_scale=bool(experts and family.experts and family.experts.shared_scale),
         output_gate=family.output_gate,
         latent=latent_widths(content),
+        indices=index_parameters(content),
         modules=family.modules,
     )
 

@@ -27,7 +27,7 @@ from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, load_tokenize
 from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.models.family_checks import check_model_content
 from gdpo_nemo.models.peft import read_peft_adapter
-from gdpo_nemo.models.sources import Format, Source, described_by, recognise
+from gdpo_nemo.models.sources import DOWNLOADED, Format, Source, described_by, recognise
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.rollouts.functions import rollout_methods
 from gdpo_nemo.rollouts.user_functions import check_own_functions
@@ -160,7 +160,7 @@ def model_folder(config: Config, source: Source | None) -> Path:
         raise ConfigError(f"policy.model_name: {name} is a broken symbolic link")
     folder = Path(name) if Path(name).is_dir() else from_hub(name)
     downloaded = recognise(folder)
-    if downloaded is not None and downloaded.format in (Format.MXFP4, Format.IMAGE):
+    if downloaded is not None and downloaded.format in DOWNLOADED:
         return huggingface_folder(config.run, downloaded)
     check_model_content(read_model_config(folder / "config.json"))
     return folder

@@ -8,12 +8,13 @@ from typing import Any, Iterable
 
 import torch
 
+from gdpo_nemo.models.fp8 import block_of, unquantised
 from gdpo_nemo.models.gguf import read_gguf_model
-from gdpo_nemo.models.hf_folder import INDEX, write_model, write_weights
+from gdpo_nemo.models.hf_folder import INDEX, open_weights, weight_names, write_model, write_weights
 from gdpo_nemo.models.peft import read_peft_adapter
 from gdpo_nemo.models.sources import Format, Source, described_by, source_fields
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.files import whole_folder
+from gdpo_nemo.utils.files import read_json_object, whole_folder
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -69,6 +70,12 @@ def _write(source: Source, folder: Path, key: str, companion: str | None) -> Non
 
         del config.quantization_config
         _write_model(folder, mxfp4_weights(source.path, key), config, base)
+        return
+    if source.format is Format.FP8:
+        block = block_of(read_json_object(base / "config.json", key))
+        del config.quantization_config
+        weights = unquantised(open_weights(source.path), weight_names(source.path), block, key)
+        _write_model(folder, weights, config, base)
         return
     from gdpo_nemo.megatron.gpt_checkpoint import megatron_weights
 

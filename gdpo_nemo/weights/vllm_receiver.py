@@ -59,10 +59,13 @@ class ReceiverTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Do nothing, because the backend has no connection."""
+        """Prepare the model's routers on CPUs. The backend has no connection."""
+        if self.device.type == "cpu":
+            _group_experts(self.model)
 
     def start_weight_update(self) -> None:
         """Prepare the model for loading weights."""
+        name_loaders(self.model)
         initialize_layerwise_reload(self.model)
         if self.device.type == "cpu":
             _repack_experts(self.model)
@@ -171,6 +174,25 @@ def _repack_experts(model: torch.nn.Module) -> None:
         method = getattr(module, "quant_method", None)
         if method is not None and hasattr(method, "unquantized_backend"):
             method.moe_kernel = None
+
+
+def _group_experts(model: torch.nn.Module) -> None:
+    """Let routers with sigmoid scores use a single group of experts.
+
+    vLLM's CPU router computes such scores only for groups of experts.
+    """
+    for module in model.modules():
+        router: Any = getattr(module, "router", None)
+        if getattr(router, "scoring_func", None) == "sigmoid" and not router.use_grouped_topk:
+            router.use_grouped_topk, router.num_expert_group, router.topk_group = True, 1, 1
+
+
+def name_loaders(model: torch.nn.Module) -> None:
+    """Give names to weight loaders that are partial functions, as in MiniMax-M2. vLLM's reload reads their names."""
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, functools.partial):
+            setattr(loader, "__name__", loader.func.__name__)  # noqa: B010
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:

@@ -51,14 +51,24 @@ MOONLIGHT = dict(
 
 # As published; what a check has no business with is left out.
 REFUSED = {
-    "DeepSeek-V3": (
-        shape(
-            "deepseek_v3", 7168, 61, 128, 128, 18432, 129280, 163840, architectures=["DeepseekV3ForCausalLM"],
-            kv_lora_rank=512,
-            q_lora_rank=1536, n_routed_experts=256, first_k_dense_replace=3, rope_scaling=dict(type="yarn", factor=40),
-            quantization_config=dict(quant_method="fp8"), moe_intermediate_size=2048, num_experts_per_tok=8,
-        ),  # fmt: skip
+    "FP8 weights without the size of a block": (
+        shape("qwen3", 1024, 28, 16, 8, 3072, 151936, 40960, head_dim=128,
+        quantization_config=dict(quant_method="fp8", weight_block_size=[128])),
         "quantised weights (quantization_config) are not supported, these are by fp8",
+    ),
+    "a GLM-5 with indices of another kind": (
+        shape("glm_moe_dsa", 6144, 78, 64, 64, 12288, 154880, 202752, n_routed_experts=256, num_experts_per_tok=8,
+        moe_intermediate_size=2048, index_topk_pattern="F" * 77 + "X"),
+        "index_topk_pattern must contain F or S for each layer",
+    ),
+    "a GLM-5 with a number for its layers with indices": (
+        shape("glm_moe_dsa", 6144, 78, 64, 64, 12288, 154880, 202752, n_routed_experts=256, num_experts_per_tok=8,
+        moe_intermediate_size=2048, indexer_types=3),
+        "indexer_types must contain full or shared for each layer",
+    ),
+    "a Ministral 3 without a scaled rotary embedding": (
+        shape("ministral3", 4096, 34, 32, 8, 14336, 131072, 262144),
+        "rope scaling 'default' is not supported for ministral3; supported: yarn",
     ),
     "large_groups": (
         shape("deepseek_v3", 2048, 27, 16, 16, 11264, 163840, 8192, **MOONLIGHT | dict(n_group=8, topk_group=2)),
@@ -221,6 +231,20 @@ SUPPORTED = {
         mlp_only_layers=[], partial_rotary_factor=0.25, rope_scaling=None, attention_bias=False,
     ),
     "Qwen3.5": shape("qwen3_5_text", 4096, 32, 16, 4, 12288, 248320, 262144, head_dim=256),
+    "MiniMax-M2": shape(
+        "minimax_m2", 3072, 62, 48, 8, 1536, 200064, 196608, architectures=["MiniMaxM2ForCausalLM"], head_dim=128,
+        rotary_dim=64, num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid", qk_norm_type="per_layer",
+    ),
+    "Mistral Medium 3.5": shape(
+        "ministral3", 12288, 88, 96, 8, 28672, 131072, 262144, head_dim=128, rope_parameters=dict(rope_type="yarn",
+        rope_theta=1e6, factor=64.0, original_max_position_embeddings=4096, beta_fast=4.0, llama_4_scaling_beta=0),
+    ),
+    "GLM-5": shape(
+        "glm_moe_dsa", 6144, 78, 64, 64, 12288, 154880, 202752, architectures=["GlmMoeDsaForCausalLM"],
+        q_lora_rank=2048, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256, index_topk=2048,
+        index_n_heads=32, index_head_dim=128, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
+        moe_intermediate_size=2048, first_k_dense_replace=3, n_group=1, topk_group=1, num_nextn_predict_layers=1,
+    ),
     "Qwen2.5 with YaRN": shape("qwen2", 3584, 28, 28, 4, 18944, 152064, 131072, rope_scaling=QWEN_YARN),
 }  # fmt: skip
 
@@ -272,8 +296,9 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(command, name, folder
 def test_supported_families_pass(name, folder, minimal):
     check_model_content(SUPPORTED[name])
     family = FAMILIES[SUPPORTED[name]["model_type"]]
-    # vLLM on CPUs computes gated delta nets only in bfloat16, and no experts without a gate.
-    gpus = GPUS if family.delta or (family.mamba and num_experts(SUPPORTED[name])) else []
+    # vLLM on CPUs computes gated delta nets only in bfloat16, no experts without a gate, and no sparse attention.
+    indexed = family.latent and family.latent.index
+    gpus = GPUS if family.delta or indexed or (family.mamba and num_experts(SUPPORTED[name])) else []
     if family.engine_updates:
         validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}", *gpus]))
 
@@ -345,7 +370,20 @@ def test_experts_without_a_gate_are_refused_for_sampling_on_cpus(folder, minimal
     validate(load_config(minimal, [model, *GPUS]))
 
 
-@pytest.mark.parametrize("name", ["Moonlight", "GLM-4.5-Air"])
+def test_sequences_beyond_the_keys_of_a_sparse_index_are_refused(folder, minimal):
+    model = [f"policy.model_name={folder({**SUPPORTED['GLM-5'], 'index_topk': 64})}", *GPUS]
+    model += ["policy.generation.max_new_tokens=32"]
+    validate(load_config(minimal, [*model, "policy.max_total_sequence_length=64"]))
+    with pytest.raises(ConfigError, match="65 exceeds the 64 keys of the model's sparse attention .index_topk."):
+        validate(load_config(minimal, [*model, "policy.max_total_sequence_length=65"]))
+
+
+def test_sparse_attention_is_refused_for_sampling_on_cpus(folder, minimal):
+    with pytest.raises(ConfigError, match="vLLM on CPUs does not support sparse attention"):
+        validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED['GLM-5'])}"]))
+
+
+@pytest.mark.parametrize("name", ["Moonlight", "GLM-4.5-Air", "MiniMax-M2", "GLM-5"])
 def test_tied_embeddings_that_vllm_ignores_are_refused_for_sampling(name, folder, minimal):
     content = {**SUPPORTED[name], "tie_word_embeddings": True}
     with pytest.raises(ConfigError, match="vLLM ignores tie_word_embeddings of"):

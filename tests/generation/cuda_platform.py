@@ -56,6 +56,9 @@ def use_cuda_platform() -> None:
         assert hasattr(ops, name), name
         setattr(ops, name, lambda capability: True)
     cumem.cumem_available = True
+    from vllm.model_executor.layers import sparse_attn_indexer
+
+    sparse_attn_indexer.has_deep_gemm = lambda: True  # asked for, and not called
 
 
 def arguments_of(folder: Path) -> dict[str, Any]:
@@ -99,7 +102,9 @@ def decided(folder: Path) -> dict[str, Any]:
     model = config.model_config
     with set_current_vllm_config(config):
         cache = config.cache_config.cache_dtype
-        attention = get_attn_backend(model.get_head_size(), model.dtype, cache, use_mla=model.use_mla)
+        sparse = hasattr(model.hf_config, "index_topk")
+        size = model.get_head_size()
+        attention = get_attn_backend(size, model.dtype, cache, use_mla=model.use_mla, use_sparse=sparse)
     return {
         "device": config.device_config.device_type,
         "attention": attention.get_name(),
@@ -120,6 +125,7 @@ def reloaded(folder: Path) -> dict[str, Any]:
     CPU seconds, and whether all parameters are equal and kept their memory."""
     import time
     from contextlib import nullcontext
+    from unittest.mock import patch
 
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -130,6 +136,7 @@ def reloaded(folder: Path) -> dict[str, Any]:
         record_metadata_for_reloading,
     )
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     from gdpo_nemo.models.hf_folder import open_weights, weight_names
@@ -148,7 +155,9 @@ def reloaded(folder: Path) -> dict[str, Any]:
     config.compilation_config.mode = CompilationMode.NONE  # the CPU build lacks the kernels that fusions ask for
     found: dict[str, Any] = {"tensors": len(weights)}
     with set_current_vllm_config(config):
-        with set_default_torch_dtype(torch.bfloat16):
+        # Sparse attention creates a tensor on the platform's device.
+        on_cpu = patch.object(type(current_platform), "device_type", "cpu")
+        with set_default_torch_dtype(torch.bfloat16), on_cpu:
             model = initialize_model(config, model_config=config.model_config)
         record_metadata_for_reloading(model)
         together = getattr(vllm_receiver, "experts_loaded_together", nullcontext)  # older checkouts have none
@@ -158,6 +167,7 @@ def reloaded(folder: Path) -> dict[str, Any]:
         for name, way in ways.items():
             for p in model.parameters():
                 p.data.zero_()
+            vllm_receiver.name_loaders(model)
             initialize_layerwise_reload(model)
             start = time.process_time()
             with Operations() as operations, way:

@@ -90,6 +90,7 @@ def test_vllms_cuda_platform_decides_the_same_for_every_family(tmp_path):
     assert {decided.pop("family") for decided in found.values()} == {*FAMILIES}
     latent = {"attention": "FLASH_ATTN_MLA"}
     special = {"gpt-oss": {"sizes": 83}, "deepseek-v3": latent, "glm4-flash": latent}  # more sizes for gpt-oss
+    special["glm5"] = {"attention": "FLASH_ATTN_MLA_SPARSE"}
     assert [(name, decided) for name, decided in found.items() if decided != expected | special.get(name, {})] == []
     assert reloads.keys() == {*MIXTURES}
     lost = reloads.pop("gpt-oss")

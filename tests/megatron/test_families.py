@@ -121,6 +121,25 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
     assert {key: filled[key] for key in shared} == {key: ours[key] for key in shared}
     if isinstance(family.qkv_bias, str):
         assert architectures.has_qkv_bias(bare) == filled[family.qkv_bias]
+    assert not any(architectures.indexed_layers(bare)) or all(kind == "full" for kind in filled["indexer_types"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [dict(index_topk_freq=3, index_skip_topk_offset=1), dict(index_topk_freq=2), dict(index_topk_pattern="FSSFSFF"),
+     dict(indexer_types=["full", "shared", *["full"] * 5])],
+)  # fmt: skip
+def test_layers_with_a_sparse_index_are_those_of_transformers(fields):
+    bare = dict(model_type="glm_moe_dsa", num_hidden_layers=7, **fields)
+    expected = [kind == "full" for kind in AutoConfig.for_model(**bare).indexer_types]
+    assert architectures.indexed_layers(bare) == expected and not all(expected)
+
+
+def test_an_older_field_with_the_rotated_size_is_that_of_transformers():
+    bare = dict(tiny_models.MODELS["minimax-m2"], hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
+    share = AutoConfig.for_model(**bare).rope_parameters["partial_rotary_factor"]
+    assert architectures.rotary_size(bare) == 8 == 16 * share
+    assert architectures.rotary_size({**bare, "partial_rotary_factor": 0.25}) == 4
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)

@@ -125,7 +125,22 @@ MODELS: dict[str, dict] = {
     ),
     "llama": dict(model_type="llama", rope_parameters=_LLAMA_3_ROPE),
     "mistral-window": dict(model_type="mistral", sliding_window=8),
-    "mistral": dict(model_type="mistral", sliding_window=None),
+    # Positions from 4 on scale the queries.
+    "ministral3": dict(
+        model_type="ministral3",
+        head_dim=16,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=32.0,
+            original_max_position_embeddings=4,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            beta_fast=4.0,
+            beta_slow=1.0,
+            llama_4_scaling_beta=0.1,
+        ),
+    ),
     "phi3": dict(model_type="phi3"),
     "qwen2": dict(model_type="qwen2"),
     "qwen2-window": dict(model_type="qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=2),
@@ -182,6 +197,19 @@ MODELS: dict[str, dict] = {
         moe_intermediate_size=24,
         moe_shared_expert_intermediate_size=20,
         moe_latent_size=16,
+    ),
+    "minimax-m2": dict(
+        model_type="minimax_m2", **_MIXTURE, num_local_experts=4, intermediate_size=24, head_dim=16, rotary_dim=8
+    ),
+    # Sequences of at most 64 tokens, for which the sparse indices select all keys. The third layer has no index.
+    "glm5": dict(
+        model_type="glm_moe_dsa",
+        **_DEEPSEEK,
+        q_lora_rank=12,
+        index_topk=64,
+        index_head_dim=16,
+        index_n_heads=2,
+        indexer_types=["full", "full", "shared", "full"],
     ),
 }
 """The models by the names that tests use: what their config.json has beside ``_SHAPE``. At least one for each declared

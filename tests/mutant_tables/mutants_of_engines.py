@@ -323,4 +323,32 @@ ENGINES = (
         "cluster/test_engines_and_weights.py::test_all_groups_of_an_engine_share_one_gloo_device",
         "an idle engine does not poll for each of its groups",
     ),
+    mutant(
+        "generation/vllm_core.py",
+        'fields["llama_4_scaling"] = dict(zip(("beta", "original_max_position_embeddings"), scale))',
+        "pass",
+        "megatron/test_engine_updates.py::test_an_engine_scores_as_transformers_before_and_after_an_update[ministral3]",
+        "vLLM scales the queries of Ministral 3 by their positions",
+    ),
+    mutant(
+        "config/model_checks.py",
+        'if any(index_size(content)) and length > content["index_topk"]:',
+        "if False:",
+        "config/test_model_families.py::test_sequences_beyond_the_keys_of_a_sparse_index_are_refused",
+        "sequences for which a sparse index would not select all keys are refused",
+    ),
+    mutant(
+        "models/fp8.py",
+        ".repeat_interleave(block[1], 1)[:, :columns]",
+        ".repeat_interleave(block[0], 1)[:, :columns]",
+        "models/test_fp8.py::test_weights_become_those_that_transformers_dequantises",
+        "a factor applies to the rows and columns of its block",
+    ),
+    mutant(
+        "models/fp8.py",
+        "if name.endswith((_SCALES, _ACTIVATION_SCALE)):",
+        "if name.endswith(_SCALES):",
+        "models/test_fp8.py::test_weights_become_those_that_transformers_dequantises",
+        "factors of the inputs of linear layers are not weights",
+    ),
 )

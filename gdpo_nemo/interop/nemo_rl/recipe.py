@@ -369,7 +369,6 @@ _UNSUPPORTED = (
     (r"Qwen/Qwen3\.5-.*", "qwen3_5 with quantised weights", True),
     (r"Qwen/Qwen3-Next-.*", "qwen3_next with quantised weights", True),
     (r"Qwen/(Qwen1\.5-MoE|Qwen2-57B-A14B).*", "qwen2_moe", True),
-    (r"deepseek-ai/DeepSeek-(V3|R1)(-Base|-Zero|-0324|-0528)?", "deepseek_v3 with FP8 weights", True),
     (r"deepseek-ai/DeepSeek-.*", "another DeepSeek family", True),
     (r"meta-llama/Llama-4-.*", "llama4", True),
     (r"mistralai/.*", "a newer Mistral family", False),
@@ -377,7 +376,7 @@ _UNSUPPORTED = (
     (r"((openai-community/)?gpt2|distilbert/distilgpt2|distilgpt2)(-(medium|large|xl))?", "gpt2", False),
     (r"nvidia/(NVIDIA-)?Nemotron-.*", "another Nemotron family", True),
     (r"zai-org/GLM-.*", "another GLM family", True),
-    (r"MiniMaxAI/.*", "minimax", True),
+    (r"MiniMaxAI/.*", "another MiniMax family", True),
     (r"microsoft/Phi-4-mini-.*", "phi3 with partial rotary embeddings", False),
 )
 """(pattern of the Hub name, model_type, True for MoE) of models that are not supported. The first match applies."""
@@ -389,7 +388,7 @@ _TIED = (
     (r"Qwen/Qwen2\.5-(7|14|32|72)B.*", False),
     (r"meta-llama/Llama-3\.2-[13]B.*", True),
     (r"meta-llama/(Meta-)?Llama-3(\.[13])?-(8|70|405)B.*", False),
-    (r"mistralai/.*", False),
+    (r"mistralai/(?!Ministral-3-).*", False),
     (r"google/gemma-.*", True),
     (r"openai/gpt-oss-.*", False),
 )

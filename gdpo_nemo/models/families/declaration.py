@@ -64,6 +64,12 @@ class Latent:
     """Projection to the latent vector of k and v, and to the shared head of k."""
     key_value_norm: str = "self_attn.kv_a_layernorm"
     key_value_up: str = "self_attn.kv_b_proj"
+    index: str | None = None
+    """Module with a sparse index (DeepSeek-V3.2, arXiv 2512.02556), which selects ``index_topk`` keys for each query.
+
+    Only sequences of at most this length are supported. For them, the index selects all keys, so its weights do not
+    affect the result and have no gradient.
+    """
 
     @property
     def by_heads(self) -> tuple[str, str, str]:
@@ -192,6 +198,8 @@ class Family:
     qk_norm: bool | str = False
     """True if each head of q and k has a norm before the rotary embedding, or the name of the boolean field in
     config.json that enables these norms."""
+    qk_norm_of_layer: bool = False
+    """True if these norms normalise all heads of q, and all heads of k, at once."""
     activation: str = "silu"
     """Activation function of the MLP."""
     gated_mlp: bool = True
@@ -244,6 +252,11 @@ class Family:
     """
     layer_rope: bool = False
     """True if each value of ``layer_types`` has different rotary parameters."""
+    query_scale: str | None = None
+    """Rotary parameter beta that multiplies the query at position p by 1 + beta ln(1 + floor(p / n)).
+
+    n is the rotary parameter ``original_max_position_embeddings``.
+    """
     score_scale: str | None = None
     """Field x whose inverse square root scales the attention scores, instead of the inverse root of the head size."""
     score_cap: str | None = None
@@ -264,6 +277,8 @@ class Family:
     """Field with the limit L of a clamped SwiGLU: g * sigmoid(1.702 g) * (u + 1), with g <= L and -L <= u <= L."""
     partial_rotary: bool = False
     """True if the field ``partial_rotary_factor`` may limit the rotary embedding to the first part of each head."""
+    rotary_size: str | None = None
+    """Older field with the number of elements of a head that are rotated, instead of ``partial_rotary_factor``."""
     rotary_pairs: bool | str = False
     """True if the rotary embedding rotates pairs of neighbouring elements instead of elements of the two halves, or the
     name of the boolean field in config.json that says so."""

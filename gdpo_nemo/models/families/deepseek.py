@@ -39,7 +39,7 @@ FAMILIES = (
     Family(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        r"moonshotai/Moonlight-.*",  # the hub's weights of DeepSeek-V3 and R1 are FP8
+        r"moonshotai/Moonlight-.*|deepseek-ai/DeepSeek-(V3|R1)(-Base|-Zero|-0324|-0528)?",
         engine_ties=False,
         rope_types=("default", "yarn"),
         modules=Modules(qkv=LATENT.by_heads),

@@ -1,4 +1,4 @@
-"""GLM-4 (0414, dense), and the mixtures GLM-4.5, 4.6, 4.7 and GLM-4.7-Flash."""
+"""GLM-4 (0414, dense), and the mixtures GLM-4.5, 4.6, 4.7, GLM-4.7-Flash, GLM-5 and 5.1."""
 
 from __future__ import annotations
 
@@ -66,5 +66,31 @@ FAMILIES = (
         },
         rotary_pairs="rope_interleave",
         latent=LATENT,
+    ),
+    Family(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        r"zai-org/GLM-5(\.1)?",
+        engine_ties=False,
+        rope_types=("default",),
+        layers={"indexed_attention": "*?"},
+        modules=Modules(qkv=LATENT.by_heads),
+        experts=replace(EXPERTS, kinds="mlp_layer_types"),
+        defaults={
+            **{key: value for key, value in LATENT_DEFAULTS.items() if key != "rope_interleave"},
+            "num_key_value_heads": 64,
+            "q_lora_rank": 2048,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "index_topk": 2048,
+            "index_head_dim": 128,
+            "index_n_heads": 32,
+        },
+        rotary_pairs=True,
+        latent=replace(LATENT, index="self_attn.indexer"),
+        # Without these fields, vLLM's router uses softmax and no bias, and its index rotates other elements.
+        engine_fields={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "indexer_rope_interleave": True},
     ),
 )
