@@ -46,6 +46,8 @@ def _particulars(family: Family) -> list[str]:
     mamba = ["Mamba-2 layers"] * bool(family.mamba) + ["gated delta net layers"] * bool(family.delta)
     mamba += ["gates of the attention's output"] * family.output_gate
     norms = ["norms of outputs"] * bool(family.modules.post_attention_norm)
+    norms += ["other heads in layers without a window"] * bool(family.global_heads)
+    norms += ["a factor of each layer's output"] * bool(family.layer_scale)
     return _WINDOWS.get(family.windows, []) + mamba + experts + norms + [f"{rotary} rotary embedding"] * bool(rotary)
 
 
@@ -57,7 +59,8 @@ def row(family: Family) -> tuple[str, ...]:
     if family.latent:
         qkv = ["latent vectors"]
     qkv += [f"biases if `{family.qkv_bias}`" if isinstance(family.qkv_bias, str) else "biases"] * bool(family.qkv_bias)
-    norms = f"norms on q and k if `{family.qk_norm}`" if isinstance(family.qk_norm, str) else "norms on q and k"
+    norms = "norms on q, k and v" if family.value_norm else "norms on q and k"
+    norms += f" if `{family.qk_norm}`" if isinstance(family.qk_norm, str) else ""
     qkv += [norms] * bool(family.qk_norm) + ["sinks"] * bool(family.sinks)
     rope = ", ".join(kind for kind in family.rope_types if kind != "default")
     return (

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import MegatronConfig
-from gdpo_nemo.megatron.attention import LayerAttention, PackedAttention
+from gdpo_nemo.megatron.attention import LayerAttention, LayerSelfAttention, PackedAttention
 from gdpo_nemo.megatron.expert_layers import local_moe
 from gdpo_nemo.megatron.flex_attention import FlexAttention
 from gdpo_nemo.megatron.latent_attention import LatentAttention
@@ -44,6 +44,7 @@ from gdpo_nemo.megatron.recurrent_layers import (
     PackedMambaMixer,
     kernels_are_usable,
 )
+from gdpo_nemo.models.families import Family
 from gdpo_nemo.utils.errors import RunError
 
 
@@ -121,8 +122,14 @@ def layer_spec(
     else:
         core = FlexAttention if attention is Attention.FLEX else PackedAttention
         spec = _local_stack(config, partial(core, layers=layers))
-    modules = family_of(hf).modules
-    return _with_post_norms(spec, config, use_te, bool(modules.post_attention_norm), bool(modules.post_mlp_norm))
+    family = family_of(hf)
+    if family.global_heads:
+        layer = spec.submodules.attention_layer
+        inner = layer.submodules.self_attention
+        inner = replace(inner, module=LayerSelfAttention, params={**inner.params, "layers": layers})
+        layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
+        spec = replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
+    return _with_post_norms(spec, config, use_te, family)
 
 
 def _latent(linear: Any, output: Any, core: partial[Any]) -> ModuleSpec:
@@ -302,11 +309,15 @@ class NormAndAdd(torch.nn.Module):
 
     Args:
         norm: builder of the norm.
+        scaled: True if a buffer contains a factor of the sum (``Family.layer_scale``).
     """
 
-    def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module]):
+    scale: torch.Tensor | None
+
+    def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module], scaled: bool = False):
         super().__init__()
         self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.register_buffer("scale", torch.ones(1, dtype=config.params_dtype, device=_device()) if scaled else None)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """Return the function that Megatron's layer calls, as ``get_bias_dropout_add`` does. Dropout is not used."""
@@ -316,15 +327,14 @@ class NormAndAdd(torch.nn.Module):
             # Megatron enables gradients here even in passes without gradients. The norm must not store its input then.
             with torch.set_grad_enabled(output.requires_grad):
                 output = self.norm(output if bias is None else output + bias)
-            return residual + output
+            return residual + output if self.scale is None else (residual + output) * self.scale
 
         return add
 
 
-def _with_post_norms(
-    spec: ModuleSpec, config: TransformerConfig, use_te: bool, attention: bool, mlp: bool
-) -> ModuleSpec:
+def _with_post_norms(spec: ModuleSpec, config: TransformerConfig, use_te: bool, family: Family) -> ModuleSpec:
     """Return the stack with norms after the attention and the MLP, before their outputs are added to the residual."""
+    attention, mlp = family.modules.post_attention_norm, family.modules.post_mlp_norm
     if not (attention or mlp):
         return spec
     norm: Any = RMSNorm
@@ -332,17 +342,19 @@ def _with_post_norms(
         from megatron.core.extensions.transformer_engine import TENorm
 
         norm = TENorm
-    add = ModuleSpec(NormAndAdd, params=dict(config=config, norm=norm))
+    params = dict(config=config, norm=norm)
+    add = ModuleSpec(NormAndAdd, params=params)
+    mlp_add = ModuleSpec(NormAndAdd, params={**params, "scaled": family.layer_scale is not None})
     stack = spec.submodules
     changes = {}
-    for name, field, is_normed in (
-        ("attention_layer", "self_attn_bda", attention),
-        ("mlp_layer", "mlp_bda", mlp),
-        ("moe_layer", "mlp_bda", mlp),
+    for name, field, norm_name, added in (
+        ("attention_layer", "self_attn_bda", attention, add),
+        ("mlp_layer", "mlp_bda", mlp, mlp_add),
+        ("moe_layer", "mlp_bda", mlp, mlp_add),
     ):
         layer = getattr(stack, name)
-        if is_normed and isinstance(layer, ModuleSpec):
-            changes[name] = replace(layer, submodules=replace(layer.submodules, **{field: add}))
+        if norm_name and isinstance(layer, ModuleSpec):
+            changes[name] = replace(layer, submodules=replace(layer.submodules, **{field: added}))
     return replace(spec, submodules=replace(stack, **changes))
 
 

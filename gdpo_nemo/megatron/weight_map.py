@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from gdpo_nemo.models.architectures import Heads
 from gdpo_nemo.models.families import FAMILIES, DeltaNet, Experts, Family, Latent, Mamba, Modules
 
 # Ways to split a weight over tensor-parallel ranks. The last six also define the order of the rows in Megatron.
@@ -26,6 +27,8 @@ SCORE = "score.weight"
 
 EXPERT_BIAS = "mlp.router.expert_bias"
 """Name of the buffer that a router adds to its scores to choose experts."""
+LAYER_SCALE = "mlp_bda.scale"
+"""Name of the buffer with a factor of a layer's output."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Weight:
     """True if the stored tensor is transposed, and its rows of gate and up alternate (``Experts.only_stacked``)."""
     vocabulary: bool = False
     """True if each row belongs to a token of the vocabulary. Megatron pads these rows."""
+    heads: Heads | None = None
+    """Heads of the layer of ``QKV_ROWS``."""
 
 
 def _weights(split: str, *modules: str, **options: Any) -> Weight:
@@ -97,9 +102,11 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
     attention_norm = _weights(REPLICATED, modules.attention_norm)
     mlp_norm = _weights(REPLICATED, modules.mlp_norm)
     post_norms = {"self_attn_bda": modules.post_attention_norm, "mlp_bda": modules.post_mlp_norm}
+    scale = {LAYER_SCALE: Weight(REPLICATED, (family.layer_scale,))} if family.layer_scale else {}
     sinks = {"self_attention.core_attention.sinks": Weight(ROWS, (family.sinks,))} if family.sinks else {}
     attention = _latent_weights(family.latent) if family.latent else _attention_weights(modules)
     return {
+        **scale,
         **sinks,
         **{f"{name}.norm.weight": _weights(REPLICATED, norm) for name, norm in post_norms.items() if norm},
         # Each norm has a second name, because TransformerEngine fuses the norm with the linear layer that follows.

@@ -24,6 +24,7 @@ def tiny_model(family: str) -> tuple[str, dict]:
     name = next(name for name, fields in tiny_models.MODELS.items() if fields["model_type"] == family)
     sizes = dict(
         head_dim=32,
+        global_head_dim=64,
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,
         swiglu_limit=7.0,  # the only limit in vLLM's kernel

@@ -153,6 +153,57 @@ MEGATRON = (
         "the window of a layer is that of its layer_number, which counts from 1",
     ),
     mutant(
+        "megatron/attention.py",
+        "return query, key, F.rms_norm(value, (size,), eps=self.config.layernorm_epsilon)",
+        "return query, key, value",
+        "megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-gemma4]",
+        "the heads of values have a norm without a weight",
+    ),
+    mutant(
+        "megatron/attention.py",
+        "query, value = query.unflatten(-1, (-1, size)).flatten(-3, -2), key\n"
+        "            query, key = self.q_layernorm(query), self.k_layernorm(key)",
+        "query, key = self.q_layernorm(query.unflatten(-1, (-1, size)).flatten(-3, -2)), self.k_layernorm(key)\n"
+        "            value = key",
+        "megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-gemma4]",
+        "values are the projections of the keys before their norm",
+    ),
+    mutant(
+        "megatron/layers.py",
+        "(residual + output) * self.scale",
+        "residual + output * self.scale",
+        "megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-gemma4]",
+        "a layer's factor multiplies its output, not only the MLP's",
+    ),
+    mutant(
+        "megatron/conversion.py",
+        "pair[0].endswith((EXPERT_BIAS, LAYER_SCALE))",
+        "pair[0].endswith(EXPERT_BIAS)",
+        "megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-gemma4]",
+        "the factors of layers are loaded and exported",
+    ),
+    mutant(
+        "megatron/model_config.py",
+        "architectures.rotary_size(fields_of(config), layers)",
+        "architectures.rotary_size(fields_of(config))",
+        "megatron/test_families.py::test_rotary_frequencies_are_those_of_transformers[gemma4_text-default]",
+        "the default rotary embedding covers the heads of its own layers",
+    ),
+    mutant(
+        "models/architectures.py",
+        "sliding[-1:] = [False]",
+        "pass",
+        "megatron/test_families.py::test_layers_without_a_window_have_their_own_heads_with_old_and_new_fields",
+        "the last layer of Gemma 4 has no window",
+    ),
+    mutant(
+        "models/architectures.py",
+        '**({"num_key_value_heads": groups} if shared and groups else {})',
+        '**({"num_key_value_heads": groups} if groups else {})',
+        "megatron/test_families.py::test_layers_without_a_window_have_their_own_heads_with_old_and_new_fields",
+        "the number of heads of layers without a window applies only with attention_k_eq_v",
+    ),
+    mutant(
         "megatron/model.py",
         "recompute_modules=list(layout.recompute_modules)",
         'recompute_modules=["core_attn"]',

@@ -26,9 +26,10 @@ from gdpo_nemo.planning.fit import (
     sweep,
 )
 from gdpo_nemo.planning.hardware import CPU_RATES, Phase, Rates, device, host, load_rates, save_rates
+from gdpo_nemo.planning.known_models import KNOWN
 from gdpo_nemo.planning.memory import checkpoint_bytes, engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.report import batch_arithmetic, dry_run_lines, plan_lines
-from gdpo_nemo.planning.shape import KNOWN, expected_saving, model_shape, shape_from
+from gdpo_nemo.planning.shape import expected_saving, model_shape, shape_from
 from gdpo_nemo.planning.speed import PRODUCT_SHARE, Lengths, Work, refit_bytes, step_time, training_work
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -61,6 +62,7 @@ def config_of(*overrides: str):
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 31578, 3600),
         ("microsoft/phi-4", 14659, None),
         ("ByteDance-Seed/Seed-OSS-36B", 36151, None),
+        ("google/gemma-4-31B-it", 30700, None),
     ],
 )
 def test_parameters_are_those_the_publishers_give(name, millions, active):

@@ -373,6 +373,8 @@ _UNSUPPORTED = (
     (r"deepseek-ai/DeepSeek-.*", "another DeepSeek family", True),
     (r"meta-llama/Llama-4-.*", "llama4", True),
     (r"mistralai/.*", "a newer Mistral family", False),
+    (r"google/gemma-(3n|4-E\d+B).*", "a Gemma family with embeddings per layer", False),
+    (r"google/gemma-4-\d+B-A\d+B.*", "gemma4 with experts beside a dense MLP", True),
     (r"google/gemma-.*", "another Gemma family", False),
     (r"((openai-community/)?gpt2|distilbert/distilgpt2|distilgpt2)(-(medium|large|xl))?", "gpt2", False),
     (r"nvidia/(NVIDIA-)?Nemotron-.*", "another Nemotron family", True),
