@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gdpo_nemo.commands.arguments import Commands, say
-from gdpo_nemo.models.architectures import linear_layers
+from gdpo_nemo.models.architectures import has_optional_experts, linear_layers
 from gdpo_nemo.models.families import FAMILIES, Family
 
 COLUMNS = ("`model_type`", "MLP", "q, k, v", "also", "rope scalings", "LoRA on", "layouts")
@@ -39,9 +39,9 @@ def _particulars(family: Family) -> list[str]:
     """Return the differences from Llama that no other column contains."""
     rotary = " and ".join(["partial"] * family.partial_rotary + ["interleaved"] * bool(family.rotary_pairs))
     mixture = family.experts
-    experts = ["sigmoid router"] * bool(mixture and mixture.sigmoid) + ["shared experts"] * bool(
-        mixture and (mixture.shared or mixture.shared_width)
-    )
+    experts = ["sigmoid router"] * bool(mixture and mixture.sigmoid)
+    if mixture and (mixture.shared or mixture.shared_width):
+        experts += ["a dense MLP beside experts" if mixture.beside else "shared experts"]
     experts += [f"latent vectors of experts if `{mixture.latent_size}`"] if mixture and mixture.latent_size else []
     mamba = ["Mamba-2 layers"] * bool(family.mamba) + ["gated delta net layers"] * bool(family.delta)
     mamba += ["gates of the attention's output"] * family.output_gate
@@ -54,7 +54,7 @@ def _particulars(family: Family) -> list[str]:
 def row(family: Family) -> tuple[str, ...]:
     """Return a family's cells of the table."""
     modules = family.modules
-    mlp = "dense or experts" if family.experts and family.pattern else "experts" if family.experts else "dense"
+    mlp = "dense or experts" if has_optional_experts(family) else "experts" if family.experts else "dense"
     qkv = ["one matrix" if len(modules.qkv) == 1 else "three matrices"]
     if family.latent:
         qkv = ["latent vectors"]

@@ -21,13 +21,17 @@ _EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, which transformers does not read from config.json."""
 
 
+def device() -> torch.device:
+    """Return the device of a rank's parameters."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 class ReplicatedLinear(torch.nn.Module):
     """Linear layer without bias whose weight is replicated on the tensor-parallel ranks."""
 
     def __init__(self, inputs: int, outputs: int, config: TransformerConfig):
         super().__init__()
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device()))
         torch.nn.init.normal_(self.weight, std=config.init_method_std)
         # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010

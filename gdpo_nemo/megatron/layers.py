@@ -32,9 +32,9 @@ from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.megatron.attention import LayerAttention, LayerSelfAttention, PackedAttention
-from gdpo_nemo.megatron.expert_layers import local_moe
+from gdpo_nemo.megatron.expert_layers import local_moe, with_dense_mlp
 from gdpo_nemo.megatron.flex_attention import FlexAttention
-from gdpo_nemo.megatron.latent_attention import LatentAttention
+from gdpo_nemo.megatron.latent_attention import LatentAttention, device
 from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts, rotary
 from gdpo_nemo.megatron.recurrent_layers import (
     DELTA_KERNELS,
@@ -129,7 +129,20 @@ def layer_spec(
         inner = replace(inner, module=LayerSelfAttention, params={**inner.params, "layers": layers})
         layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
         spec = replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
-    return _with_post_norms(spec, config, use_te, family)
+    norm = _norm(use_te)
+    if num_experts(hf) and family.experts and family.experts.beside:
+        layer = with_dense_mlp(spec.submodules.moe_layer, norm)
+        spec = replace(spec, submodules=replace(spec.submodules, moe_layer=layer))
+    return _with_post_norms(spec, config, norm, family)
+
+
+def _norm(use_te: bool) -> Any:
+    """Return the builder of norms that are not fused with linear layers."""
+    if not use_te:
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
 
 
 def _latent(linear: Any, output: Any, core: partial[Any]) -> ModuleSpec:
@@ -287,7 +300,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.offset = config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device()))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
         # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
@@ -298,10 +311,6 @@ class RMSNorm(torch.nn.Module):
         # As in transformers, compute in float32: bfloat16 would round 1 + weight.
         normed = torch.nn.functional.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps)
         return normed.to(x.dtype)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class NormAndAdd(torch.nn.Module):
@@ -317,7 +326,7 @@ class NormAndAdd(torch.nn.Module):
     def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module], scaled: bool = False):
         super().__init__()
         self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
-        self.register_buffer("scale", torch.ones(1, dtype=config.params_dtype, device=_device()) if scaled else None)
+        self.register_buffer("scale", torch.ones(1, dtype=config.params_dtype, device=device()) if scaled else None)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """Return the function that Megatron's layer calls, as ``get_bias_dropout_add`` does. Dropout is not used."""
@@ -332,16 +341,11 @@ class NormAndAdd(torch.nn.Module):
         return add
 
 
-def _with_post_norms(spec: ModuleSpec, config: TransformerConfig, use_te: bool, family: Family) -> ModuleSpec:
+def _with_post_norms(spec: ModuleSpec, config: TransformerConfig, norm: Any, family: Family) -> ModuleSpec:
     """Return the stack with norms after the attention and the MLP, before their outputs are added to the residual."""
     attention, mlp = family.modules.post_attention_norm, family.modules.post_mlp_norm
     if not (attention or mlp):
         return spec
-    norm: Any = RMSNorm
-    if use_te:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        norm = TENorm
     params = dict(config=config, norm=norm)
     add = ModuleSpec(NormAndAdd, params=params)
     mlp_add = ModuleSpec(NormAndAdd, params={**params, "scaled": family.layer_scale is not None})

@@ -114,6 +114,8 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
             number = layers[decoder.layers[int(match[1])].layer_number - 1]
             layer = modules.layer.format(number)
             mlp = match[3] or ""
+            if mlp.startswith("experts.") and family.experts and family.experts.only_stacked:
+                continue
             linear_name = match[2].replace(mlp, "")
             names = _hf_modules(linear_name, family, mlp)
             if linear_name == QKV and heads[number].keys_as_values:

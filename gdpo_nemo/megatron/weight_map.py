@@ -47,7 +47,7 @@ class Weight:
     The shape of this tensor is [experts, ...] if ``expert`` is set.
     """
     interleaved: bool = False
-    """True if the stored tensor is transposed, and its rows of gate and up alternate (``Experts.only_stacked``)."""
+    """True if the stored tensor is transposed, and its rows of gate and up alternate (``Experts.interleaved``)."""
     vocabulary: bool = False
     """True if each row belongs to a token of the vocabulary. Megatron pads these rows."""
     heads: Heads | None = None
@@ -179,7 +179,7 @@ def _stacked_weight(experts: Experts, is_first: bool, is_bias: bool, number: int
     tensor = experts.stacked_gate_up if is_first else experts.stacked_down
     split = GATED_ROWS if is_first else REPLICATED if is_bias else COLUMNS
     tensor += "_bias" * is_bias
-    return Weight(split, (tensor + ".{}",), expert=number, stacked=tensor, interleaved=True)
+    return Weight(split, (tensor + ".{}",), expert=number, stacked=tensor, interleaved=experts.interleaved)
 
 
 def layer_weight(family: Family, name: str) -> Weight:
@@ -190,6 +190,8 @@ def layer_weight(family: Family, name: str) -> Weight:
     experts = family.experts
     if experts is not None and name == "mlp.router.weight":
         return _weights(REPLICATED, experts.router, stacked=experts.stacked_router)
+    if experts is not None and (source := experts.beside.get(name.removeprefix("mlp."))):
+        return Weight(REPLICATED, (source,))
     if experts is not None and name == "mlp.router.bias":
         return Weight(REPLICATED, (f"{experts.router}.bias",))
     if experts is not None and experts.bias and name == EXPERT_BIAS:

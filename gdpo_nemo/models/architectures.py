@@ -17,7 +17,7 @@ def linear_layers(family: Family) -> tuple[str, ...]:
     """Return the last parts of the names of the linear modules that may have adapters. The output layer comes last."""
     modules = family.modules
     mlp: tuple[str, ...] = modules.mlp
-    if experts := family.experts:  # dense layers of the families with experts have the same names
+    if (experts := family.experts) and not experts.beside:  # dense layers have the same names as experts
         mlp = () if experts.only_stacked else tuple(filter(None, (experts.gate, experts.up, experts.down)))
     recurrent = (*mamba_linear(family), *delta_linear(family))
     names = (*modules.qkv, modules.attention_output, *mlp, *recurrent, modules.head)
@@ -108,6 +108,8 @@ def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         first, second = family.layers
         if isinstance(period, int) and period > 0 and isinstance(layers, int):
             fields[family.layer_types] = [first if layer % period else second for layer in range(1, layers + 1)]
+    if family.experts and family.experts.chosen in fields:
+        fields.setdefault("num_experts_per_tok", fields[family.experts.chosen])
     if family.pattern is None:
         return fields
     key, types = family.pattern
@@ -117,10 +119,15 @@ def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "num_hidden_layers": len(found) if isinstance(found, list) else 0}
 
 
+def has_optional_experts(family: Family) -> bool:
+    """Return whether only some models of the family have experts."""
+    return bool(family.experts and (family.pattern or family.experts.enabled))
+
+
 def num_experts(content: Mapping[str, Any]) -> int:
     """Return the number of experts in an MoE layer, or 0 for a dense model."""
     family = FAMILIES[content["model_type"]]
-    if not family.experts or (family.pattern and not any(mixture_layers(content))):
+    if not family.experts or (has_optional_experts(family) and not any(mixture_layers(content))):
         return 0
     fields = with_defaults(content)
     return next((fields[key] for key in EXPERT_COUNTS if fields.get(key)), 0)
@@ -138,7 +145,7 @@ def layer_symbols(content: Mapping[str, Any]) -> list[str]:
 
 def _layers_with_experts(fields: Mapping[str, Any], experts: Experts | None) -> list[bool]:
     layers = range(fields["num_hidden_layers"])
-    if experts is None:
+    if experts is None or (experts.enabled and not fields.get(experts.enabled)):
         return [False for _ in layers]
     kinds = fields.get(experts.kinds) if experts.kinds else None
     if kinds is not None:

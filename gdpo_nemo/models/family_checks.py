@@ -10,6 +10,7 @@ from gdpo_nemo.models.architectures import (
     active_window,
     delta_sizes,
     expert_groups,
+    has_optional_experts,
     has_qkv_bias,
     head_size,
     is_tied,
@@ -203,9 +204,9 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
                 f"{sizes.key_heads}"
             )
     experts = family.experts
-    if experts and (family.pattern is None or any(mixture_layers(content))):
+    if experts and not (has_optional_experts(family) and not any(mixture_layers(content))):
         _check_size(experts.count, num_experts(content))
-        for key in (experts.width, "num_experts_per_tok"):
+        for key in (experts.width, experts.chosen):
             _check_size(key, content.get(key))
         _check_router(content, experts)
     return family

@@ -110,7 +110,7 @@ def converted_fields(content: dict[str, Any]) -> dict[str, Any]:
         return inner
     family = FAMILIES.get(str(content.get("model_type")))
     quantization = content.get("quantization_config")
-    if family is None or family.experts is None or not family.experts.only_stacked:
+    if family is None or family.experts is None or not family.experts.interleaved:
         return content
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4":
         return content

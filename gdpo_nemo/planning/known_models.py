@@ -75,6 +75,12 @@ KNOWN: dict[str, dict[str, Any]] = {
         num_key_value_heads=16, num_global_key_value_heads=4, attention_k_eq_v=True, intermediate_size=21504,
         sliding_window=1024, hidden_size_per_layer_input=0,
     ),
+    "google/gemma-4-26B-A4B-it": dict(
+        model_type="gemma4_text", vocab_size=262144, hidden_size=2816, num_hidden_layers=30, num_attention_heads=16,
+        num_key_value_heads=8, num_global_key_value_heads=2, attention_k_eq_v=True, intermediate_size=2112,
+        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704, sliding_window=1024,
+        hidden_size_per_layer_input=0,
+    ),
 }  # fmt: skip
 """Shapes of the models in the recipes, from their published config.json files.
 

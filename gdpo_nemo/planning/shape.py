@@ -82,7 +82,11 @@ class Shape:
     expert_latent: int = 0
     """Size of the latent vectors that the routed experts process, or 0 if they process hidden states."""
     expert_modules: tuple[str, ...] = ()
-    """Linear modules of an expert that may have adapters. The shared experts have the same last names."""
+    """Linear modules of an expert that may have adapters."""
+    shared_modules: tuple[str, ...] = ()
+    """Linear modules of the shared experts that may have adapters."""
+    dense_beside: bool = False
+    """True if the shared experts are a dense MLP with its own norms (``Experts.beside``)."""
     shared_scale: bool = False
     """True if each MoE layer has a linear layer with one output that scales the output of the shared experts."""
     output_gate: bool = False
@@ -186,6 +190,8 @@ class Shape:
         mlp = self.hidden + matrices * self.ffn // tensor
         router = self.hidden + (self.hidden + self.biases) * self.experts + matrices * self.shared_ffn // tensor
         router += self.hidden * (self.shared_scale + 2 * self.expert_latent)
+        # three more norms, a factor of each of the router's inputs, and a factor of each expert's weight
+        router += (4 * self.hidden + self.experts) * self.dense_beside
         inner, heads = self.mamba[0], self.mamba[-1]
         mamba = self.hidden * (sum(self.mamba) + inner) + (_KERNEL + 1) * self.mamba_channels + 3 * heads + inner
         sections = self.delta.sections
@@ -271,12 +277,14 @@ class Shape:
             head = self.hidden + -(-self.vocabulary // layout.tensor)
         width += symbols.count("-") * self._mlp_adapters(self.modules.mlp, self.ffn, targets, layout.tensor, lora)
         experts = 0
-        if self.expert_modules and (layers := symbols.count("E")):
-            width += layers * self._mlp_adapters(self.expert_modules, self.shared_ffn, targets, layout.tensor, lora)
+        mixtures = symbols.count("E")
+        if self.shared_modules:
+            width += mixtures * self._mlp_adapters(self.shared_modules, self.shared_ffn, targets, layout.tensor, lora)
+        if self.expert_modules:
             each = self._mlp_adapters(
                 self.expert_modules, self.expert_ffn, targets, layout.expert_tensor, lora, self.expert_hidden
             )
-            experts = layers * self.experts // layout.expert * each
+            experts = mixtures * self.experts // layout.expert * each
         return (width + head) * lora.rank, experts * lora.rank
 
     def _mlp_adapters(
@@ -341,6 +349,8 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
     experts = num_experts(content)
     mixture = family.experts if experts else None
     adapted = (mixture.gate, mixture.up, mixture.down) if mixture and not mixture.only_stacked else ()
+    expert_modules = tuple(module for module in adapted if module)
+    dense_beside = bool(mixture and mixture.beside)
     return Shape(
         layers=layers,
         hidden=hidden,
@@ -353,7 +363,9 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         active_experts=content["num_experts_per_tok"] if experts else 0,
         expert_ffn=content[mixture.width] if mixture else 0,
         expert_latent=expert_latent(content),
-        expert_modules=tuple(module for module in adapted if module),
+        expert_modules=expert_modules,
+        shared_modules=family.modules.mlp if dense_beside else expert_modules,
+        dense_beside=dense_beside,
         symbols=tuple(layer_symbols(content)),
         gated=family.gated_mlp,
         mamba=mamba_sections(content) if family.mamba else (0, 0, 0, 0, 0),

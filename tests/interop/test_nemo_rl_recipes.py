@@ -455,6 +455,7 @@ def test_the_exit_status_tells_the_three_apart_where_it_is_asked_to(name, status
         ("google/gemma-3-27b-it", "gemma3_text"),
         ("google/gemma-3n-E2B-it", None),
         ("google/gemma-4-31B-it", "gemma4_text"),
+        ("google/gemma-4-26B-A4B-it", "gemma4_text"),
         ("google/gemma-4-E4B-it", None),
         ("openai/gpt-oss-20b", "gpt_oss"),
         ("gpt2", None),

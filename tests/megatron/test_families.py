@@ -89,9 +89,9 @@ def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
         shared = symbols.count("*") * (len(modules.qkv) > 1 and not family.latent) * len(separate) // shape.layers
         shared += symbols.count("-") * (len(modules.gate_up) - 1)
         shared += symbols.count("G") * (len(family.delta.projections) - 1 if family.delta else 0)
-        gated = family.gated_mlp and symbols.count("E") * bool(shape.expert_modules)
-        expected -= 3 * config.hidden_size * (shared + gated * bool(shape.shared_ffn))
-        of_experts -= 3 * config.hidden_size * gated * shape.experts
+        gated = family.gated_mlp and symbols.count("E")
+        expected -= 3 * config.hidden_size * (shared + gated * bool(shape.shared_ffn and shape.shared_modules))
+        of_experts -= 3 * config.hidden_size * gated * shape.experts * bool(shape.expert_modules)
     lora = LoraConfig(rank=3, target_modules=targets, share_a=share_a)
     alone = resolve_layout(Config())
     assert shape.adapters(alone, 0, lora) == (expected, of_experts)

@@ -42,6 +42,21 @@ _PROPORTIONAL = dict(
     full_attention=dict(rope_type="proportional", rope_theta=1e3, partial_rotary_factor=0.25),
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
 )
+# Layers without a window have wider and fewer heads, whose values are the projections of the keys.
+_GEMMA_4 = dict(
+    model_type="gemma4_text",
+    head_dim=16,
+    global_head_dim=24,
+    num_key_value_heads=4,
+    num_global_key_value_heads=2,
+    attention_k_eq_v=True,
+    sliding_window=8,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    rope_parameters=_PROPORTIONAL,
+    hidden_size_per_layer_input=0,
+    final_logit_softcapping=2.5,
+    tie_word_embeddings=True,
+)
 _YARN = dict(
     rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, truncate=False, beta_fast=32.0,
     beta_slow=1.0,
@@ -92,21 +107,9 @@ MODELS: dict[str, dict] = {
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters=_TWO_ROPES,
     ),
-    # Layers without a window have wider and fewer heads, whose values are the projections of the keys.
-    "gemma4": dict(
-        model_type="gemma4_text",
-        head_dim=16,
-        global_head_dim=24,
-        num_key_value_heads=4,
-        num_global_key_value_heads=2,
-        attention_k_eq_v=True,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
-        rope_parameters=_PROPORTIONAL,
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=2.5,
-        tie_word_embeddings=True,
-    ),
+    # The first of a family is the one that engines load.
+    "gemma4-moe": dict(**_GEMMA_4, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24),
+    "gemma4": _GEMMA_4,
     "glm4": dict(model_type="glm4", head_dim=16, attention_bias=True),
     "deepseek-v3": dict(
         model_type="deepseek_v3",

@@ -63,6 +63,7 @@ def config_of(*overrides: str):
         ("microsoft/phi-4", 14659, None),
         ("ByteDance-Seed/Seed-OSS-36B", 36151, None),
         ("google/gemma-4-31B-it", 30700, None),
+        ("google/gemma-4-26B-A4B-it", 25200, None),
     ],
 )
 def test_parameters_are_those_the_publishers_give(name, millions, active):

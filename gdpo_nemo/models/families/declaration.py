@@ -98,8 +98,18 @@ class Experts:
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
     only_stacked: bool = False
-    """True if every folder of the family stacks the experts, as transposed matrices with alternating rows of gate and
-    up, and with biases."""
+    """True if every folder of the family stacks the experts. Adapters on them are not supported."""
+    interleaved: bool = False
+    """True if the stacked experts are transposed matrices with alternating rows of gate and up, and with biases."""
+    chosen: str = "num_experts_per_tok"
+    """Field with the number of experts per token."""
+    enabled: str | None = None
+    """Boolean field that enables the MoE layers (None if the family always has them)."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of an MoE layer that adds the output of a dense MLP, by their names in ``ParallelMoELayer``.
+
+    The dense MLP has the modules of the shared experts. Empty for other families.
+    """
     sigmoid: bool = False
     """True if the router scores each expert with a sigmoid, and scales the scores of the chosen experts to sum to 1.
 

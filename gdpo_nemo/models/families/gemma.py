@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gdpo_nemo.models.families.declaration import Family, Modules
+from gdpo_nemo.models.families.declaration import Experts, Family, Modules
 
 _GEMMA_2 = Family(
     "gemma2",
@@ -60,7 +60,33 @@ FAMILIES = (
         _GEMMA_2,
         model_type="gemma4_text",
         architecture="Gemma4ForCausalLM",
-        hub_names=r"google/gemma-4-\d+[Bb](-it)?",
+        hub_names=r"google/gemma-4-\d+[Bb](-A\d+B)?(-it)?",
+        experts=Experts(
+            router="router.proj",
+            gate="experts.gate_up_proj",
+            up="experts.gate_up_proj",
+            down="experts.down_proj",
+            count="num_experts",
+            width="moe_intermediate_size",
+            stacked_router="router.proj.weight",
+            stacked_gate_up="experts.gate_up_proj",
+            stacked_down="experts.down_proj",
+            only_stacked=True,
+            chosen="top_k_experts",
+            enabled="enable_moe_block",
+            shared_gate="mlp.gate_proj",
+            shared_up="mlp.up_proj",
+            shared_down="mlp.down_proj",
+            shared_width="intermediate_size",
+            beside={
+                "dense_norm.weight": "pre_feedforward_layernorm.weight",
+                "dense_output_norm.weight": "post_feedforward_layernorm_1.weight",
+                "expert_norm.weight": "pre_feedforward_layernorm_2.weight",
+                "expert_output_norm.weight": "post_feedforward_layernorm_2.weight",
+                "router.scale": "router.scale",
+                "router.expert_scale": "router.per_expert_scale",
+            },
+        ),
         qk_norm=True,
         value_norm=True,
         norm_offset=False,
@@ -75,7 +101,6 @@ FAMILIES = (
         unsupported={
             "hidden_size_per_layer_input": "embeddings per layer",
             "num_kv_shared_layers": "layers that share keys and values",
-            "enable_moe_block": "experts beside a dense MLP",
         },
         defaults={
             "num_key_value_heads": 4,
