@@ -225,6 +225,13 @@ MEGATRON = (
         "experts whose folder stacks them have no adapters",
     ),
     mutant(
+        "planning/shape.py",
+        "max(1, heads.groups // tensor) * heads.size for heads in self._attention",
+        "max(1, self.kv_heads // tensor) * heads.size for heads in self._attention",
+        "planning/test_plan.py::test_attention_counts_the_heads_of_each_layer",
+        "the KV cache of a layer depends on its own number of heads",
+    ),
+    mutant(
         "models/architectures.py",
         "sliding[-1:] = [False]",
         "pass",

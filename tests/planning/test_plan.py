@@ -13,7 +13,7 @@ from gdpo_nemo.commands import cli
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
-from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.packing import TrainSequence, attention_cost
 from gdpo_nemo.data.prefixes import shared_layout
 from gdpo_nemo.planning.calibrate import Observation, fit
 from gdpo_nemo.planning.fit import (
@@ -72,6 +72,18 @@ def test_parameters_are_those_the_publishers_give(name, millions, active):
     assert shape.parameters / 1e6 == pytest.approx(millions, rel=2e-3)
     if active:  # the publisher counts the embedding, too
         assert (shape.active_parameters + shape.vocabulary * shape.hidden) / 1e6 == pytest.approx(active, rel=0.03)
+
+
+def test_attention_counts_the_heads_of_each_layer():
+    """Gemma 4 31B: 50 layers with 16 key and value heads of 256, and 10 layers with 4 of 512 and without v_proj."""
+    content = KNOWN["google/gemma-4-31B-it"]
+    shape = shape_from(content)
+    assert shape.cached(1) == 2 * (50 * 16 * 256 + 10 * 4 * 512)
+    assert shape.cached(8) == 2 * (50 * 2 * 256 + 10 * 1 * 512)  # an engine rank has at least one head
+    assert shape.kv_heads == 4
+    queries = 50 * 32 * 256 + 10 * 32 * 512
+    assert 60 * shape.query == queries
+    assert attention_cost(content) == pytest.approx(queries / shape.active_parameters, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-30B-A3B"])
