@@ -34,7 +34,7 @@ VISION = {
     ),
     "gemma3": dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=28),
 }
-TEXT = {"qwen3_5": "qwen3.5", "qwen3_5_moe": "qwen3.5-moe", "gemma3": "gemma3", "gemma4": "gemma4"}
+TEXT = {"qwen3_5": "qwen3.5", "qwen3_5_moe": "qwen3.5-moe", "gemma3": "gemma3", "gemma4": "gemma4-moe"}
 
 
 def write_image_model(kind: str, folder: Path) -> torch.nn.Module:
