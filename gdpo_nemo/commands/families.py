@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gdpo_nemo.commands.arguments import Commands, say
-from gdpo_nemo.models.architectures import linear_layers
+from gdpo_nemo.models.architectures import has_optional_experts, linear_layers
 from gdpo_nemo.models.families import FAMILIES, Family
 
 COLUMNS = ("`model_type`", "MLP", "q, k, v", "also", "rope scalings", "LoRA on", "layouts")
@@ -39,26 +39,29 @@ def _particulars(family: Family) -> list[str]:
     """Return the differences from Llama that no other column contains."""
     rotary = " and ".join(["partial"] * family.partial_rotary + ["interleaved"] * bool(family.rotary_pairs))
     mixture = family.experts
-    experts = ["sigmoid router"] * bool(mixture and mixture.sigmoid) + ["shared experts"] * bool(
-        mixture and (mixture.shared or mixture.shared_width)
-    )
+    experts = ["sigmoid router"] * bool(mixture and mixture.sigmoid)
+    if mixture and (mixture.shared or mixture.shared_width):
+        experts += ["a dense MLP beside experts" if mixture.beside else "shared experts"]
     experts += [f"latent vectors of experts if `{mixture.latent_size}`"] if mixture and mixture.latent_size else []
     mamba = ["Mamba-2 layers"] * bool(family.mamba) + ["gated delta net layers"] * bool(family.delta)
     mamba += ["gates of the attention's output"] * family.output_gate
     norms = ["norms of outputs"] * bool(family.modules.post_attention_norm)
     norms += ["queries scaled by position"] * bool(family.query_scale)
+    norms += ["other heads in layers without a window"] * bool(family.global_heads)
+    norms += ["a factor of each layer's output"] * bool(family.layer_scale)
     return _WINDOWS.get(family.windows, []) + mamba + experts + norms + [f"{rotary} rotary embedding"] * bool(rotary)
 
 
 def row(family: Family) -> tuple[str, ...]:
     """Return a family's cells of the table."""
     modules = family.modules
-    mlp = "dense or experts" if family.experts and family.pattern else "experts" if family.experts else "dense"
+    mlp = "dense or experts" if has_optional_experts(family) else "experts" if family.experts else "dense"
     qkv = ["one matrix" if len(modules.qkv) == 1 else "three matrices"]
     if family.latent:
         qkv = ["latent vectors"] + ["sparse indices"] * bool(family.latent.index)
     qkv += [f"biases if `{family.qkv_bias}`" if isinstance(family.qkv_bias, str) else "biases"] * bool(family.qkv_bias)
     norms = "norms on all heads of q and k" if family.qk_norm_of_layer else "norms on q and k"
+    norms = "norms on q, k and v" if family.value_norm else norms
     norms += f" if `{family.qk_norm}`" if isinstance(family.qk_norm, str) else ""
     qkv += [norms] * bool(family.qk_norm) + ["sinks"] * bool(family.sinks)
     rope = ", ".join(kind for kind in family.rope_types if kind != "default")

@@ -17,12 +17,11 @@ from gdpo_nemo.models.architectures import (
     CPU_HEAD_SIZES,
     delta_sizes,
     has_logit_cap,
-    head_size,
     index_size,
     is_recurrent,
     is_tied,
     is_windowed,
-    key_value_heads,
+    layer_heads,
     layer_windows,
     num_experts,
     rotates_pairs,
@@ -283,8 +282,8 @@ def check_engines(model: ModelFacts) -> None:
     """Check that vLLM on CPU supports the model's sizes, if they are known. Raises ConfigError."""
     if model.fields is None:
         return
-    size = head_size(model.fields)
-    if size not in CPU_HEAD_SIZES:
+    size = next((heads.size for heads in layer_heads(model.fields) if heads.size not in CPU_HEAD_SIZES), None)
+    if size is not None:
         raise ConfigError(
             f"policy.model_name: vLLM on CPUs does not support attention heads of size {size}; supported "
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
@@ -347,9 +346,9 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
     heads = content["num_attention_heads"]
     layers = content["num_hidden_layers"]
     experts = num_experts(content)
-    groups = key_value_heads(content)
+    groups = sorted({own.groups for own in layer_heads(content)})
     megatron = "policy.megatron_cfg"
-    counts = [(heads, "heads"), (groups, "key-value heads")]
+    counts = [(heads, "heads"), *((count, "key-value heads") for count in groups)]
     if mamba := FAMILIES[content["model_type"]].mamba:
         counts += [(content[mamba.heads], "Mamba heads"), (content[mamba.groups], "Mamba groups")]
     if delta := delta_sizes(content):

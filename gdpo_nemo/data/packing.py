@@ -20,6 +20,7 @@ from gdpo_nemo.models.architectures import (
     expert_latent,
     head_size,
     latent_widths,
+    layer_heads,
     layer_symbols,
     mamba_sections,
     shared_width,
@@ -243,10 +244,12 @@ def attention_cost(model: Mapping[str, Any]) -> float:
     family = FAMILIES[model["model_type"]]
     hidden = model["hidden_size"]
     heads = model["num_attention_heads"]
-    groups = model.get("num_key_value_heads") or heads
-    size = model.get("head_dim") or hidden // heads
+    symbols = "".join(layer_symbols(model))
+    attention = [own for own, kinds in zip(layer_heads(model), layer_symbols(model)) if "*" in kinds]
+    size = sum(own.size for own in attention) / max(1, len(attention))
     width = model["intermediate_size"]
-    projections = hidden * size * (2 * (heads + groups) + heads * family.output_gate)
+    rows = [own.size * (heads * (2 + family.output_gate) + own.groups * (2 - own.keys_as_values)) for own in attention]
+    projections = hidden * sum(rows) / max(1, len(attention))
     if widths := latent_widths(model):
         query, key_value, rotated, value = widths
         head = head_size(model)
@@ -265,7 +268,6 @@ def attention_cost(model: Mapping[str, Any]) -> float:
         "M": hidden * (sum(mamba) + mamba[0]),
         "G": hidden * (sum(delta) + delta[2]),
     }
-    symbols = "".join(layer_symbols(model))
     layers = sum(count * symbols.count(symbol) for symbol, count in weights.items())
     per_token: float = symbols.count("*") * heads * size / (layers + hidden * model["vocab_size"])
     return per_token

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gdpo_nemo.models.architectures import mixture_layers, num_experts
+from gdpo_nemo.models.architectures import mixture_layers, num_experts, with_defaults
 
 GPU_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 """Environment variables with which vLLM on GPUs returns its routing."""
@@ -32,7 +32,7 @@ class RoutingShape:
         self.layers = np.flatnonzero(mixture_layers(content))
         """Indices of the model's layers with experts."""
         self.dtype = np.int8 if num_experts(content) <= 128 else np.int16
-        self.chosen = int(content["num_experts_per_tok"])
+        self.chosen = int(with_defaults(content)["num_experts_per_tok"])
         """Number of experts per token."""
 
     def by_token(self, choices: np.ndarray, tokens: int) -> np.ndarray:

@@ -15,8 +15,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.megatron.model_config import family_of, fields_of, head_size
-from gdpo_nemo.models.architectures import delta_sizes, last_name, mamba_sections
+from gdpo_nemo.megatron.model_config import family_of, fields_of
+from gdpo_nemo.models.architectures import Heads, delta_sizes, last_name, mamba_sections
 
 _HEAD = "output_layer"
 QKV = "self_attention.linear_qkv"
@@ -95,6 +95,7 @@ class Adapters(torch.nn.Module):
         modules: Hugging Face modules that the layer contains.
         weight: this rank's shard of the layer's weight.
         sequence_parallel: True if the tensor-parallel ranks have the inputs or outputs of different tokens.
+        heads: heads of the layer's attention. Used only for the projection of q, k and v.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Adapters(torch.nn.Module):
         settings: LoraConfig,
         seed: int,
         sequence_parallel: bool = False,
+        heads: Heads | None = None,
     ):
         super().__init__()
         self.by_columns = linear_name in SPLIT_BY_COLUMNS
@@ -114,10 +116,11 @@ class Adapters(torch.nn.Module):
         self.dropout = settings.dropout
         self.enabled = True
         self.group = self._split_group()
-        self.query_groups = hf.num_key_value_heads // self.group.size() if linear_name == QKV else None
-        self.gate_size = head_size(hf) if linear_name == QKV and family_of(hf).output_gate else None
+        heads = heads if linear_name == QKV else None
+        self.query_groups = heads.groups // self.group.size() if heads else None
+        self.gate_size = heads.size if heads and family_of(hf).output_gate else None
         self.key_heads = _rows_by_key_head(linear_name, hf)
-        self.parts = _parts(linear_name, modules, weight, hf, self.group.size())
+        self.parts = _parts(linear_name, modules, weight, hf, self.group.size(), heads)
         width = weight.size(1) * (self.group.size() if self.by_columns else 1)
         like = weight.detach()
         pairs: list[Pair] = []
@@ -272,14 +275,18 @@ class GroupedAdapters(torch.nn.Module):
 
 
 def _parts(
-    linear_name: str, modules: tuple[str, ...], weight: torch.Tensor, hf: PretrainedConfig, ranks: int
+    linear_name: str,
+    modules: tuple[str, ...],
+    weight: torch.Tensor,
+    hf: PretrainedConfig,
+    ranks: int,
+    heads: Heads | None,
 ) -> list[Part]:
     rows = weight.size(0) * (1 if linear_name in SPLIT_BY_COLUMNS else ranks)
     heights = [rows]
-    if linear_name == QKV:
-        size = head_size(hf)
-        queries = hf.num_attention_heads * size * (1 + family_of(hf).output_gate)
-        heights = [queries, *[hf.num_key_value_heads * size] * 2]
+    if heads is not None:
+        queries = hf.num_attention_heads * heads.size * (1 + family_of(hf).output_gate)
+        heights = [queries, *[heads.groups * heads.size] * (1 if heads.keys_as_values else 2)]
     elif linear_name == GATE_UP and family_of(hf).gated_mlp:
         heights = [rows // 2] * 2
     elif linear_name == MAMBA_IN:

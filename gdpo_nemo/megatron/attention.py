@@ -9,8 +9,9 @@ only once for all layers. The frequencies come from transformers, which implemen
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Sequence
 
 import numpy as np
@@ -19,12 +20,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from gdpo_nemo.megatron.packing import Packing, Rectangle, packing_arrays
+from gdpo_nemo.models.architectures import Heads
 
 
 class _PadInput(torch.autograd.Function):
@@ -119,6 +122,57 @@ class LayerAttention:
     """beta and n: the query at position p is multiplied by 1 + beta ln(1 + floor(p / n)). None: no such factor."""
     index: tuple[int, int] | None = None
     """Number and size of the heads of the layer's sparse index, or None if it has none. Attention does not use it."""
+    heads: Heads | None = None
+    """Heads of the layer, which ``LayerSelfAttention`` needs."""
+
+
+class LayerSelfAttention(SelfAttention):
+    """Self-attention whose heads depend on the layer, and with a norm without a weight on each head of the values.
+
+    Args:
+        layers: properties of the attention by Hybrid layer of the model (``model_config.layer_attentions``).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        submodules: SelfAttentionSubmodules,
+        layer_number: int,
+        *arguments: Any,
+        layers: Sequence[LayerAttention],
+        **options: Any,
+    ):
+        heads = layers[layer_number - 1].heads
+        if heads is None:
+            raise ValueError(f"the heads of layer {layer_number} are unknown")
+        config = copy.copy(config)
+        config.kv_channels, config.num_query_groups = heads.size, heads.groups
+        if heads.keys_as_values:
+            linear = submodules.linear_qkv
+
+            def without_values(inputs: int, outputs: int, **others: Any) -> Any:
+                return linear(inputs, outputs - heads.groups * heads.size, **others)
+
+            submodules = replace(submodules, linear_qkv=without_values)
+        super().__init__(config, submodules, layer_number, *arguments, **options)
+        self.keys_as_values = heads.keys_as_values
+
+    def get_query_key_value_tensors(self, hidden_states, key_value_states=None, **options):
+        """Return queries, keys and values, [tokens, 1, local heads, head size].
+
+        Args:
+            hidden_states: [local tokens, 1, hidden size].
+        """
+        size = self.hidden_size_per_attention_head
+        if self.keys_as_values:
+            mixed, _ = self.linear_qkv(hidden_states)
+            mixed = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
+            query, key = mixed.split([mixed.size(-1) - size, size], -1)
+            query, value = query.unflatten(-1, (-1, size)).flatten(-3, -2), key
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        else:
+            query, key, value = super().get_query_key_value_tensors(hidden_states, key_value_states, **options)
+        return query, key, F.rms_norm(value, (size,), eps=self.config.layernorm_epsilon)
 
 
 def rotated_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

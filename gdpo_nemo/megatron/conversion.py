@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
-from gdpo_nemo.megatron.model_config import family_of, fields_of, head_size, hf_layers, num_experts
+from gdpo_nemo.megatron.model_config import family_of, fields_of, hf_layers, layer_heads, num_experts
 from gdpo_nemo.megatron.weight_map import (
     COLUMNS,
     CONVOLUTION_ROWS,
@@ -29,7 +29,7 @@ from gdpo_nemo.megatron.weight_map import (
     layer_weight,
     top_weights,
 )
-from gdpo_nemo.models.architectures import DeltaSizes, delta_sizes, mamba_sections
+from gdpo_nemo.models.architectures import DeltaSizes, Heads, delta_sizes, mamba_sections
 from gdpo_nemo.models.families import DeltaNet
 from gdpo_nemo.weights.manifest import Entry, Manifest, divide, weight_metadata
 
@@ -39,12 +39,12 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 def local_weights(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[torch.Tensor, Weight]]:
     """Yield (tensor, ``Weight`` with full Hugging Face names) for every weight of this rank, in a fixed order.
 
-    The weights are the parameters, biases of routers and sparse indices. Adapters and the value head are excluded,
-    because the Hugging Face model does not contain them.
+    The weights are the parameters, biases of routers, factors of layers and sparse indices. Adapters and the value head
+    are excluded, because the Hugging Face model does not contain them.
     """
     family = family_of(config)
     top = top_weights(family.model_type)
-    layers = hf_layers(config)
+    layers, heads = hf_layers(config), layer_heads(config)
     for chunk in chunks:
         constants = (pair for pair in chunk.named_buffers() if is_constant(pair[0]))
         for name, parameter in chain(chunk.named_parameters(), constants):
@@ -57,7 +57,10 @@ def local_weights(chunks: list[torch.nn.Module], config: PretrainedConfig) -> It
             weight = layer_weight(family, match[2])
             # Megatron's layer_number counts Hybrid layers from 1 over all pipeline stages.
             decoder: Any = chunk.decoder
-            layer = family.modules.layer.format(layers[decoder.layers[int(match[1])].layer_number - 1])
+            number = layers[decoder.layers[int(match[1])].layer_number - 1]
+            if weight.split == QKV_ROWS:
+                weight = with_heads(weight, heads[number])
+            layer = family.modules.layer.format(number)
             sources = tuple(layer + source for source in weight.sources)
             yield parameter, replace(weight, sources=sources, stacked=weight.stacked and layer + weight.stacked)
 
@@ -105,11 +108,15 @@ def _read(
         return tensor if expert is None else tensor[expert]
 
 
-def _qkv_rows(config: PretrainedConfig) -> tuple[int, int, int]:
+def with_heads(weight: Weight, heads: Heads) -> Weight:
+    """Return a weight of ``QKV_ROWS`` for a layer with these heads. Layers whose keys are the values have no v."""
+    return replace(weight, heads=heads, sources=weight.sources[:2] if heads.keys_as_values else weight.sources)
+
+
+def _qkv_rows(config: PretrainedConfig, heads: Heads) -> list[int]:
     """Return the number of rows of q, k and v that belong to one query group. Output gates are rows of q."""
-    size = head_size(config)
-    heads = config.num_attention_heads // config.num_key_value_heads
-    return heads * size * (1 + family_of(config).output_gate), size, size
+    queries = config.num_attention_heads // heads.groups * heads.size
+    return [queries * (1 + family_of(config).output_gate), *[heads.size] * (1 if heads.keys_as_values else 2)]
 
 
 def _by_group(parts: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
@@ -122,25 +129,23 @@ def _by_part(tensor: torch.Tensor, groups: int, rows: Sequence[int]) -> list[tor
     return [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(list(rows), 1)]
 
 
-def _by_query_group(tensor: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+def _by_query_group(tensor: torch.Tensor, config: PretrainedConfig, heads: Heads) -> torch.Tensor:
     """Reorder the rows of a fused QKV tensor from [all q, all k, all v] to [q, k, v] for each query group.
 
     With output gates, the folder stores each head's query followed by its gate, and Megatron all queries of a group
     followed by all of its gates.
     """
-    groups = config.num_key_value_heads
-    q, k, v = tensor.split([groups * rows for rows in _qkv_rows(config)])
-    gated = _by_part(q, config.num_attention_heads, [head_size(config)] * 2) if family_of(config).output_gate else [q]
-    return _by_group([*gated, k, v], groups)
+    q, *others = tensor.split([heads.groups * rows for rows in _qkv_rows(config, heads)])
+    gated = _by_part(q, config.num_attention_heads, [heads.size] * 2) if family_of(config).output_gate else [q]
+    return _by_group([*gated, *others], heads.groups)
 
 
-def _by_matrix(tensor: torch.Tensor, config: PretrainedConfig) -> list[torch.Tensor]:
+def _by_matrix(tensor: torch.Tensor, config: PretrainedConfig, heads: Heads) -> list[torch.Tensor]:
     """Split the rows of Megatron's QKV tensor into q, k and v. This is the inverse of ``_by_query_group``."""
-    groups = config.num_key_value_heads
-    rows, *others = _qkv_rows(config)
+    rows, *others = _qkv_rows(config, heads)
     if not family_of(config).output_gate:
-        return _by_part(tensor, groups, (rows, *others))
-    q, gate, k, v = _by_part(tensor, groups, (rows // 2, rows // 2, *others))
+        return _by_part(tensor, heads.groups, (rows, *others))
+    q, gate, k, v = _by_part(tensor, heads.groups, (rows // 2, rows // 2, *others))
     return [_by_group([q, gate], config.num_attention_heads), k, v]
 
 
@@ -176,8 +181,8 @@ def separate(tensor: torch.Tensor, weight: Weight, config: PretrainedConfig) -> 
     parts = [tensor]
     if weight.interleaved:
         parts = [_interleaved(tensor, weight.split)]
-    elif weight.split == QKV_ROWS:
-        parts = _by_matrix(tensor, config)
+    elif weight.heads is not None:
+        parts = _by_matrix(tensor, config, weight.heads)
     elif weight.split == DELTA_ROWS:
         parts = _delta_projections(tensor, config)
     elif weight.split == GATED_ROWS:
@@ -271,9 +276,9 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
         tensor = _read(read, sources, weight.stacked, expert)
         if weight.interleaved:
             tensor = _as_rows(tensor, weight.split)
-        if weight.split == QKV_ROWS:
-            _check_rows(tensor, config.num_key_value_heads * sum(_qkv_rows(config)), sources)
-            tensor = _by_query_group(tensor, config)
+        if weight.heads is not None:
+            _check_rows(tensor, weight.heads.groups * sum(_qkv_rows(config, weight.heads)), sources)
+            tensor = _by_query_group(tensor, config, weight.heads)
         elif sections := _sections(len(tensor), weight.split, config):
             _check_rows(tensor, sum(sections), sources)
             if weight.split == DELTA_ROWS:

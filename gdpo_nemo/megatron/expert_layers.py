@@ -16,10 +16,11 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayerSubmodules
 
-from gdpo_nemo.megatron.latent_attention import ReplicatedLinear
+from gdpo_nemo.megatron.latent_attention import ReplicatedLinear, device
 
 
 class ExpertRowLinear(RowParallelLinear):
@@ -62,6 +63,64 @@ class LatentMoELayer(MoELayer):
         self.config = config
         self.fc1_latent_proj: Any = _LatentProjection(config.hidden_size, config.moe_latent_size, config)
         self.fc2_latent_proj: Any = _LatentProjection(config.moe_latent_size, config.hidden_size, config)
+
+
+class ScaledRouter(TopKRouter):
+    """Router that normalises and scales its input, and scales the weights of the chosen experts (Gemma 4)."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any):
+        super().__init__(config, *arguments, **options)
+        self.scale = torch.nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype, device=device()))
+        self.expert_scale = torch.nn.Parameter(
+            torch.ones(config.num_moe_experts, dtype=config.params_dtype, device=device())
+        )
+        for scale in (self.scale, self.expert_scale):
+            # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
+            setattr(scale, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def gating(self, input):
+        """Return the scores of the experts, [tokens, 1, experts]."""
+        size = input.size(-1)
+        normed = torch.nn.functional.rms_norm(input, (size,), eps=self.config.layernorm_epsilon)
+        return super().gating(normed * self.scale * size**-0.5)
+
+    def routing(self, logits, *arguments, **options):
+        """Return the weights of the experts [tokens, experts], and a mask of the chosen experts."""
+        weights, chosen = super().routing(logits, *arguments, **options)
+        return weights * self.expert_scale, chosen
+
+
+class ParallelMoELayer(MoELayer):
+    """Sum of a dense MLP and routed experts, each with norms of its input and its output (Gemma 4).
+
+    The dense MLP has the parameters of Megatron's shared experts. The layer's input is not normalised.
+
+    Args:
+        norm: builder of a norm.
+    """
+
+    def __init__(self, config: Any, submodules: MoESubmodules, *arguments: Any, norm: Any, **options: Any):
+        super().__init__(config, replace(submodules, router=ScaledRouter), *arguments, **options)
+        for name in ("dense_norm", "dense_output_norm", "expert_norm", "expert_output_norm"):
+            setattr(self, name, norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon))
+
+    def shared_experts_compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the normalised output of the dense MLP."""
+        return self.dense_output_norm(super().shared_experts_compute(self.dense_norm(hidden_states)))
+
+    def preprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> Any:
+        """Prepare the normalised inputs of the experts for their dispatch."""
+        return super().preprocess(self.expert_norm(hidden_states), probs, routing_map)
+
+    def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
+        """Return the sum of the normalised outputs of the experts and of the dense MLP."""
+        return self.expert_output_norm(super().postprocess(output, None)) + shared_expert_output
+
+
+def with_dense_mlp(layer: ModuleSpec, norm: Any) -> ModuleSpec:
+    """Return an MoE layer with ``ParallelMoELayer`` in place of Megatron's layer, and without a norm of its input."""
+    mlp = partial(ParallelMoELayer, norm=norm, **layer.submodules.mlp.keywords)
+    return replace(layer, submodules=replace(layer.submodules, mlp=mlp, pre_mlp_layernorm=IdentityOp))
 
 
 def local_moe(config: TransformerConfig, norm: type[torch.nn.Module]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterator, Mapping
 import torch
 import torch.distributed as dist
 
-from gdpo_nemo.models.architectures import mixture_layers, num_experts
+from gdpo_nemo.models.architectures import layer_heads, mixture_layers, num_experts
 from gdpo_nemo.models.families import Family
 from gdpo_nemo.models.family_checks import check_model_content
 from gdpo_nemo.models.hf_folder import copy_companions
@@ -54,9 +54,9 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
 
     metadata = read_dist_metadata(source.path, key)  # read before Megatron opens the same file
     runtime.prepare()
-    from gdpo_nemo.megatron.conversion import separate
+    from gdpo_nemo.megatron.conversion import separate, with_heads
     from gdpo_nemo.megatron.model_config import family_of, fields_of
-    from gdpo_nemo.megatron.weight_map import top_weights
+    from gdpo_nemo.megatron.weight_map import QKV_ROWS, top_weights
 
     fields = fields_of(config)
     family = check_model_content(fields)
@@ -74,11 +74,13 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
             unread.discard(name)
             (tensor,) = read([_Slice(name, tensors[name])])
             yield weight.sources[0], tensor[: config.vocab_size] if weight.vocabulary else tensor
+        heads = layer_heads(fields)
         for layer, is_moe in enumerate(mixture_layers(fields)):
             slices = list(_layer_slices(layer, is_moe, family, fields, tensors, source, key))
             unread -= {part.name for part, _ in slices}
             loaded = read([part for part, _ in slices])
             for (_, weight), tensor in zip(slices, loaded, strict=True):
+                weight = with_heads(weight, heads[layer]) if weight.split == QKV_ROWS else weight
                 for name, part in zip(weight.sources, separate(tensor, weight, config), strict=True):
                     yield family.modules.layer.format(layer) + name, part.contiguous()
     if unread:

@@ -21,8 +21,9 @@ _EPSILON = 1e-6
 """Epsilon of the norms of latent vectors, which transformers does not read from config.json."""
 
 
-def _device() -> torch.device | None:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+def device() -> torch.device:
+    """Return the device of a rank's parameters."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class ReplicatedLinear(torch.nn.Module):
@@ -30,7 +31,7 @@ class ReplicatedLinear(torch.nn.Module):
 
     def __init__(self, inputs: int, outputs: int, config: TransformerConfig):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=_device()))
+        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device()))
         torch.nn.init.normal_(self.weight, std=config.init_method_std)
         # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
@@ -53,7 +54,7 @@ class SparseIndex(torch.nn.Module):
         hidden = config.hidden_size
         shapes = dict(query=(heads * size, config.q_lora_rank), key=(size, hidden), norm=(size,), norm_bias=(size,))
         for name, shape in dict(**shapes, heads=(heads, hidden)).items():
-            self.register_buffer(name, torch.zeros(shape, dtype=config.params_dtype, device=_device()))
+            self.register_buffer(name, torch.zeros(shape, dtype=config.params_dtype, device=device()))
 
 
 class LatentAttention(MultiLatentAttention):

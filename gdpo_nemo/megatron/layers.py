@@ -41,10 +41,10 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import MegatronConfig
-from gdpo_nemo.megatron.attention import LayerAttention, PackedAttention
-from gdpo_nemo.megatron.expert_layers import local_moe
+from gdpo_nemo.megatron.attention import LayerAttention, LayerSelfAttention, PackedAttention
+from gdpo_nemo.megatron.expert_layers import local_moe, with_dense_mlp
 from gdpo_nemo.megatron.flex_attention import FlexAttention
-from gdpo_nemo.megatron.latent_attention import LatentAttention
+from gdpo_nemo.megatron.latent_attention import LatentAttention, device
 from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts, rotary
 from gdpo_nemo.megatron.recurrent_layers import (
     DELTA_KERNELS,
@@ -54,6 +54,7 @@ from gdpo_nemo.megatron.recurrent_layers import (
     PackedMambaMixer,
     kernels_are_usable,
 )
+from gdpo_nemo.models.families import Family
 from gdpo_nemo.utils.errors import RunError
 
 
@@ -134,8 +135,26 @@ def layer_spec(
     family = family_of(hf)
     if family.qk_norm_of_layer:
         spec = _with_norms_of_heads(spec)
-    modules = family.modules
-    return _with_post_norms(spec, config, use_te, bool(modules.post_attention_norm), bool(modules.post_mlp_norm))
+    if family.global_heads:
+        layer = spec.submodules.attention_layer
+        inner = layer.submodules.self_attention
+        inner = replace(inner, module=LayerSelfAttention, params={**inner.params, "layers": layers})
+        layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
+        spec = replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
+    norm = _norm(use_te)
+    if num_experts(hf) and family.experts and family.experts.beside:
+        layer = with_dense_mlp(spec.submodules.moe_layer, norm)
+        spec = replace(spec, submodules=replace(spec.submodules, moe_layer=layer))
+    return _with_post_norms(spec, config, norm, family)
+
+
+def _norm(use_te: bool) -> Any:
+    """Return the builder of norms that are not fused with linear layers."""
+    if not use_te:
+        return RMSNorm
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
 
 
 def _latent(linear: Any, output: Any, core: partial[Any]) -> ModuleSpec:
@@ -293,7 +312,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.offset = config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device()))
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
         # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
@@ -304,10 +323,6 @@ class RMSNorm(torch.nn.Module):
         # As in transformers, compute in float32: bfloat16 would round 1 + weight.
         normed = torch.nn.functional.rms_norm(x.float(), self.weight.shape, 1.0 + self.weight.float(), self.eps)
         return normed.to(x.dtype)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class NormOfHeads(torch.nn.Module):
@@ -323,7 +338,7 @@ class NormOfHeads(torch.nn.Module):
         self.size = getattr(config, count) * hidden_size
         self.group = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp"]).tp
         local = self.size // self.group.size()
-        self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype, device=_device()))
+        self.weight = torch.nn.Parameter(torch.ones(local, dtype=config.params_dtype, device=device()))
         set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
@@ -346,11 +361,15 @@ class NormAndAdd(torch.nn.Module):
 
     Args:
         norm: builder of the norm.
+        scaled: True if a buffer contains a factor of the sum (``Family.layer_scale``).
     """
 
-    def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module]):
+    scale: torch.Tensor | None
+
+    def __init__(self, config: TransformerConfig, norm: Callable[..., torch.nn.Module], scaled: bool = False):
         super().__init__()
         self.norm = norm(config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon)
+        self.register_buffer("scale", torch.ones(1, dtype=config.params_dtype, device=device()) if scaled else None)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         """Return the function that Megatron's layer calls, as ``get_bias_dropout_add`` does. Dropout is not used."""
@@ -360,7 +379,7 @@ class NormAndAdd(torch.nn.Module):
             # Megatron enables gradients here even in passes without gradients. The norm must not store its input then.
             with torch.set_grad_enabled(output.requires_grad):
                 output = self.norm(output if bias is None else output + bias)
-            return residual + output
+            return residual + output if self.scale is None else (residual + output) * self.scale
 
         return add
 
@@ -378,28 +397,24 @@ def _with_norms_of_heads(spec: ModuleSpec) -> ModuleSpec:
     return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
 
 
-def _with_post_norms(
-    spec: ModuleSpec, config: TransformerConfig, use_te: bool, attention: bool, mlp: bool
-) -> ModuleSpec:
+def _with_post_norms(spec: ModuleSpec, config: TransformerConfig, norm: Any, family: Family) -> ModuleSpec:
     """Return the stack with norms after the attention and the MLP, before their outputs are added to the residual."""
+    attention, mlp = family.modules.post_attention_norm, family.modules.post_mlp_norm
     if not (attention or mlp):
         return spec
-    norm: Any = RMSNorm
-    if use_te:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        norm = TENorm
-    add = ModuleSpec(NormAndAdd, params=dict(config=config, norm=norm))
+    params = dict(config=config, norm=norm)
+    add = ModuleSpec(NormAndAdd, params=params)
+    mlp_add = ModuleSpec(NormAndAdd, params={**params, "scaled": family.layer_scale is not None})
     stack = spec.submodules
     changes = {}
-    for name, field, is_normed in (
-        ("attention_layer", "self_attn_bda", attention),
-        ("mlp_layer", "mlp_bda", mlp),
-        ("moe_layer", "mlp_bda", mlp),
+    for name, field, norm_name, added in (
+        ("attention_layer", "self_attn_bda", attention, add),
+        ("mlp_layer", "mlp_bda", mlp, mlp_add),
+        ("moe_layer", "mlp_bda", mlp, mlp_add),
     ):
         layer = getattr(stack, name)
-        if is_normed and isinstance(layer, ModuleSpec):
-            changes[name] = replace(layer, submodules=replace(layer.submodules, **{field: add}))
+        if norm_name and isinstance(layer, ModuleSpec):
+            changes[name] = replace(layer, submodules=replace(layer.submodules, **{field: added}))
     return replace(spec, submodules=replace(stack, **changes))
 
 

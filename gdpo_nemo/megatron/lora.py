@@ -35,7 +35,7 @@ from gdpo_nemo.megatron.adapter_layers import (
     GroupedAdapters,
     HeadAdapter,
 )
-from gdpo_nemo.megatron.model_config import family_of, fields_of, hf_layers, num_experts
+from gdpo_nemo.megatron.model_config import family_of, fields_of, hf_layers, layer_heads, num_experts
 from gdpo_nemo.models.architectures import delta_linear, last_name, mamba_linear
 from gdpo_nemo.models.families import Family
 from gdpo_nemo.models.family_checks import check_adapted_layers
@@ -98,7 +98,7 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
     """
     family = family_of(hf)
     modules = family.modules
-    layers = hf_layers(hf)
+    layers, heads = hf_layers(hf), layer_heads(hf)
     check_adapted_layers(settings.target_modules, fields_of(hf))
     for chunk in chunks:
         chunk.requires_grad_(False)
@@ -111,16 +111,22 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
             match = _LINEAR_NAME.fullmatch(name)
             if match is None:
                 continue
-            layer = modules.layer.format(layers[decoder.layers[int(match[1])].layer_number - 1])
+            number = layers[decoder.layers[int(match[1])].layer_number - 1]
+            layer = modules.layer.format(number)
             mlp = match[3] or ""
+            if mlp.startswith("experts.") and family.experts and family.experts.only_stacked:
+                continue
             linear_name = match[2].replace(mlp, "")
-            hf_modules = tuple(layer + module for module in _hf_modules(linear_name, family, mlp))
+            names = _hf_modules(linear_name, family, mlp)
+            if linear_name == QKV and heads[number].keys_as_values:
+                names = names[:2]
+            hf_modules = tuple(layer + module for module in names)
             adapters: Adapters | GroupedAdapters
             if mlp.startswith("experts."):
                 adapters = _expert_adapters(mlp, linear, linear_name, hf_modules, hf, settings, seed)
             else:
                 parallel = linear.config.sequence_parallel
-                adapters = Adapters(linear_name, hf_modules, linear.weight, hf, settings, seed, parallel)
+                adapters = Adapters(linear_name, hf_modules, linear.weight, hf, settings, seed, parallel, heads[number])
             if any(True for _ in adapters.parameters()):
                 linear.adapters = adapters
                 linear.register_forward_hook(_forward_hook(adapters))

@@ -48,6 +48,17 @@ def head_size(config: PretrainedConfig) -> int:
     return architectures.head_size(fields_of(config))
 
 
+def layer_heads(config: PretrainedConfig) -> list[architectures.Heads]:
+    """Return the heads of each Hugging Face layer's attention, also for layers without attention."""
+    return architectures.layer_heads(fields_of(config))
+
+
+def _score_scale(fields: dict[str, Any], family: Family) -> float | None:
+    """Return the factor of the attention scores, or None for the inverse square root of the head size."""
+    scale = family.score_scale
+    return fields[scale] ** -0.5 if isinstance(scale, str) else scale
+
+
 def rotary(config: PretrainedConfig, layers: str = "") -> tuple[torch.Tensor, float] | None:
     """Return transformers' inverse rotary frequencies [rotated elements / 2] and the scaling factor of cos and sin.
 
@@ -61,7 +72,7 @@ def rotary(config: PretrainedConfig, layers: str = "") -> tuple[torch.Tensor, fl
     parameters = config.rope_parameters[layers] if layers else config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind == "default":
-        size = architectures.rotary_size(fields_of(config))
+        size = architectures.rotary_size(fields_of(config), layers)
         exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **({"layer_type": layers} if layers else {}))
@@ -86,8 +97,8 @@ def layer_attentions(config: PretrainedConfig) -> list[LayerAttention]:
     size = architectures.index_size(fields)
     indices = [size if has_index else None for has_index in architectures.indexed_layers(fields)]
     layers = [
-        LayerAttention(embeddings[rope], rope, window, index=index, **options)
-        for rope, window, index in zip(ropes, windows, indices)
+        LayerAttention(embeddings[rope], rope, window, index=index, heads=heads, **options)
+        for rope, window, index, heads in zip(ropes, windows, indices, architectures.layer_heads(fields))
     ]
     return [layers[layer] for layer in hf_layers(config)]
 
@@ -217,7 +228,7 @@ def transformer_fields(config: PretrainedConfig) -> dict[str, Any]:
         gated_linear_unit=family.gated_mlp,
         **_activation_fields(fields, family),
         layernorm_zero_centered_gamma=family.norm_offset,
-        softmax_scale=fields[family.score_scale] ** -0.5 if family.score_scale else None,
+        softmax_scale=_score_scale(fields, family),
         add_bias_linear=family.biases,
         add_qkv_bias=architectures.has_qkv_bias(fields),
         # With qk_layernorm, Megatron sums the gradients of the norms over the tensor-parallel ranks, which hold the

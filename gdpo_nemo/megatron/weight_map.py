@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from gdpo_nemo.models.architectures import Heads
 from gdpo_nemo.models.families import FAMILIES, DeltaNet, Experts, Family, Latent, Mamba
 
 # Ways to split a weight over tensor-parallel ranks. The last six also define the order of the rows in Megatron.
@@ -26,6 +27,8 @@ SCORE = "score.weight"
 
 EXPERT_BIAS = "mlp.router.expert_bias"
 """Name of the buffer that a router adds to its scores to choose experts."""
+LAYER_SCALE = "mlp_bda.scale"
+"""Name of the buffer with a factor of a layer's output."""
 
 _INDEX = "self_attention.indexer."
 _INDEX_WEIGHTS = {
@@ -40,7 +43,7 @@ _INDEX_WEIGHTS = {
 
 def is_constant(name: str) -> bool:
     """Return whether a buffer of Megatron's model is a weight, which training does not change."""
-    return name.endswith(EXPERT_BIAS) or _INDEX in name
+    return name.endswith((EXPERT_BIAS, LAYER_SCALE)) or _INDEX in name
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,11 @@ class Weight:
     The shape of this tensor is [experts, ...] if ``expert`` is set.
     """
     interleaved: bool = False
-    """True if the stored tensor is transposed, and its rows of gate and up alternate (``Experts.only_stacked``)."""
+    """True if the stored tensor is transposed, and its rows of gate and up alternate (``Experts.interleaved``)."""
     vocabulary: bool = False
     """True if each row belongs to a token of the vocabulary. Megatron pads these rows."""
+    heads: Heads | None = None
+    """Heads of the layer of ``QKV_ROWS``."""
 
 
 def _weights(split: str, *modules: str, **options: Any) -> Weight:
@@ -116,9 +121,11 @@ def dense_weights(model_type: str) -> dict[str, Weight]:
     attention_norm = _weights(REPLICATED, modules.attention_norm)
     mlp_norm = _weights(REPLICATED, modules.mlp_norm)
     post_norms = {"self_attn_bda": modules.post_attention_norm, "mlp_bda": modules.post_mlp_norm}
+    scale = {LAYER_SCALE: Weight(REPLICATED, (family.layer_scale,))} if family.layer_scale else {}
     sinks = {"self_attention.core_attention.sinks": Weight(ROWS, (family.sinks,))} if family.sinks else {}
     attention = _latent_weights(family.latent) if family.latent else _attention_weights(family)
     return {
+        **scale,
         **sinks,
         **{f"{name}.norm.weight": _weights(REPLICATED, norm) for name, norm in post_norms.items() if norm},
         # Each norm has a second name, because TransformerEngine fuses the norm with the linear layer that follows.
@@ -191,7 +198,7 @@ def _stacked_weight(experts: Experts, is_first: bool, is_bias: bool, number: int
     tensor = experts.stacked_gate_up if is_first else experts.stacked_down
     split = GATED_ROWS if is_first else REPLICATED if is_bias else COLUMNS
     tensor += "_bias" * is_bias
-    return Weight(split, (tensor + ".{}",), expert=number, stacked=tensor, interleaved=True)
+    return Weight(split, (tensor + ".{}",), expert=number, stacked=tensor, interleaved=experts.interleaved)
 
 
 def layer_weight(family: Family, name: str) -> Weight:
@@ -202,6 +209,8 @@ def layer_weight(family: Family, name: str) -> Weight:
     experts = family.experts
     if experts is not None and name == "mlp.router.weight":
         return _weights(REPLICATED, experts.router, stacked=experts.stacked_router)
+    if experts is not None and (source := experts.beside.get(name.removeprefix("mlp."))):
+        return Weight(REPLICATED, (source,))
     if experts is not None and name == "mlp.router.bias":
         return Weight(REPLICATED, (f"{experts.router}.bias",))
     if experts is not None and experts.bias and name == EXPERT_BIAS:

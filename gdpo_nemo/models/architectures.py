@@ -17,7 +17,7 @@ def linear_layers(family: Family) -> tuple[str, ...]:
     """Return the last parts of the names of the linear modules that may have adapters. The output layer comes last."""
     modules = family.modules
     mlp: tuple[str, ...] = modules.mlp
-    if experts := family.experts:  # dense layers of the families with experts have the same names
+    if (experts := family.experts) and not experts.beside:  # dense layers have the same names as experts
         mlp = () if experts.only_stacked else tuple(filter(None, (experts.gate, experts.up, experts.down)))
     recurrent = (*mamba_linear(family), *delta_linear(family))
     names = (*modules.qkv, modules.attention_output, *mlp, *recurrent, modules.head)
@@ -99,6 +99,8 @@ def layer_windows(content: Mapping[str, Any]) -> list[int | None]:
         sliding = [layer >= fields["max_window_layers"] for layer in range(count)]
     else:
         sliding = [(layer + 1) % fields["sliding_window_pattern"] != 0 for layer in range(count)]
+    if FAMILIES[fields["model_type"]].last_layer_full:
+        sliding[-1:] = [False]
     return [window if is_sliding else None for is_sliding in sliding]
 
 
@@ -114,6 +116,8 @@ def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
         first, second = family.layers
         if isinstance(period, int) and period > 0 and isinstance(layers, int):
             fields[family.layer_types] = [first if layer % period else second for layer in range(1, layers + 1)]
+    if family.experts and family.experts.chosen in fields:
+        fields.setdefault("num_experts_per_tok", fields[family.experts.chosen])
     if family.pattern is None:
         return fields
     key, types = family.pattern
@@ -123,10 +127,15 @@ def with_defaults(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, "num_hidden_layers": len(found) if isinstance(found, list) else 0}
 
 
+def has_optional_experts(family: Family) -> bool:
+    """Return whether only some models of the family have experts."""
+    return bool(family.experts and (family.pattern or family.experts.enabled))
+
+
 def num_experts(content: Mapping[str, Any]) -> int:
     """Return the number of experts in an MoE layer, or 0 for a dense model."""
     family = FAMILIES[content["model_type"]]
-    if not family.experts or (family.pattern and not any(mixture_layers(content))):
+    if not family.experts or (has_optional_experts(family) and not any(mixture_layers(content))):
         return 0
     fields = with_defaults(content)
     return next((fields[key] for key in EXPERT_COUNTS if fields.get(key)), 0)
@@ -144,7 +153,7 @@ def layer_symbols(content: Mapping[str, Any]) -> list[str]:
 
 def _layers_with_experts(fields: Mapping[str, Any], experts: Experts | None) -> list[bool]:
     layers = range(fields["num_hidden_layers"])
-    if experts is None:
+    if experts is None or (experts.enabled and not fields.get(experts.enabled)):
         return [False for _ in layers]
     kinds = fields.get(experts.kinds) if experts.kinds else None
     if kinds is not None:
@@ -214,6 +223,42 @@ def key_value_heads(content: Mapping[str, Any]) -> int:
     return int(with_defaults(content).get("num_key_value_heads") or content["num_attention_heads"])
 
 
+class Heads(NamedTuple):
+    """Heads of the attention in one layer."""
+
+    size: int
+    """Size of a head of queries and keys."""
+    groups: int
+    """Number of key and value heads."""
+    keys_as_values: bool = False
+    """True if the values are the projections of the keys (``Family.keys_as_values``)."""
+
+
+def layer_heads(content: Mapping[str, Any]) -> list[Heads]:
+    """Return the heads of each layer's attention, also for layers without attention."""
+    fields = with_defaults(content)
+    family = FAMILIES[fields["model_type"]]
+    common = Heads(head_size(fields), key_value_heads(fields))
+    windows = layer_windows(fields)
+    if family.global_heads is None:
+        return [common] * len(windows)
+    shared = bool(family.keys_as_values and fields.get(family.keys_as_values))
+    size, groups = (fields.get(field) for field in family.global_heads)
+    other = {"head_dim": size, **({"num_key_value_heads": groups} if shared and groups else {})}
+    layers = {layer: other for layer, window in enumerate(windows) if window is None}
+    if (overrides := fields.get("per_layer_config")) is not None:
+        layers = {int(layer): fields_of_layer for layer, fields_of_layer in overrides.items()}
+    own = [layers.get(layer, {}) for layer in range(len(windows))]
+    return [
+        Heads(
+            of_layer.get("head_dim", common.size),
+            of_layer.get("num_key_value_heads", common.groups),
+            shared and window is None,
+        )
+        for of_layer, window in zip(own, windows)
+    ]
+
+
 def rotated_share(fields: Mapping[str, Any]) -> Any:
     """Return the value of ``partial_rotary_factor``, of which transformers also reads the older place."""
     factor = rope_of(fields).get("partial_rotary_factor", fields.get("partial_rotary_factor"))
@@ -223,12 +268,18 @@ def rotated_share(fields: Mapping[str, Any]) -> Any:
     return 1 if factor is None else factor
 
 
-def rotary_size(content: Mapping[str, Any]) -> int:
-    """Return the number of elements of a head that the rotary embedding rotates."""
+def rotary_size(content: Mapping[str, Any], layers: str = "") -> int:
+    """Return the number of elements of a head that the rotary embedding rotates.
+
+    Args:
+        layers: value of ``layer_types`` whose heads are used, if the embedding depends on it.
+    """
     fields = with_defaults(content)
     if FAMILIES[content["model_type"]].latent:
         return int(fields["qk_rope_head_dim"])
-    return int(head_size(content) * rotated_share(fields))
+    kinds = [FULL if window is None else SLIDING for window in layer_windows(fields)]
+    heads = layer_heads(fields)[kinds.index(layers) if layers else 0]
+    return int(heads.size * rotated_share(fields))
 
 
 def rotates_pairs(content: Mapping[str, Any]) -> bool:

@@ -10,11 +10,14 @@ from gdpo_nemo.models.architectures import (
     active_window,
     delta_sizes,
     expert_groups,
+    has_optional_experts,
     has_qkv_bias,
     head_size,
     is_tied,
     key_value_heads,
     last_name,
+    layer_heads,
+    layer_windows,
     linear_layers,
     mixture_layers,
     model_error,
@@ -31,6 +34,7 @@ ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
 """Supported types of rotary embeddings, and the numeric parameters that each requires.
 
@@ -68,6 +72,9 @@ def check_family(content: Mapping[str, Any]) -> Family:
             f"architecture {', '.join(map(str, names))} is not supported; supported: {family.architecture}"
         )
     fields = with_defaults(content)
+    for key, feature in family.unsupported.items():
+        if fields.get(key):
+            raise model_error(f"{feature} ({key} {fields[key]!r}) are not supported for {family.model_type}")
     _check_window(fields, family)
     _check_layers(fields, family)
     activation = fields.get(family.activation_field, family.activation)
@@ -108,7 +115,7 @@ def _check_window(fields: Mapping[str, Any], family: Family) -> None:
         raise model_error(f"sliding-window attention ({window} tokens) is not supported for {family.model_type}")
     if window is not None:
         _check_size("sliding_window", window)
-    if fields.get("use_bidirectional_attention"):
+    if fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # vision: only tokens of images
         raise model_error("bidirectional attention (use_bidirectional_attention) is not supported")
 
 
@@ -148,8 +155,8 @@ def _check_rope(fields: Mapping[str, Any], family: Family, rope: Mapping[str, An
     beta = rope.get(family.query_scale) if family.query_scale else None
     if beta is not None and (isinstance(beta, bool) or not isinstance(beta, (int, float))):
         raise model_error(f"{family.query_scale} must be a number, got {repr(beta)[:40]}")
-    factor = rotated_share(fields)
-    if factor != 1 and not family.partial_rotary:
+    factor = rope.get("partial_rotary_factor", 1) if family.layer_rope else rotated_share(fields)
+    if factor != 1 and not family.partial_rotary and kind != "proportional":
         raise model_error("a partial rotary embedding (partial_rotary_factor) is not supported")
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise model_error(f"partial_rotary_factor must be a number above 0 and at most 1, got {repr(factor)[:40]}")
@@ -178,6 +185,8 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
     for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         if content.get(key) is not None:
             _check_size(key, content[key])
+    if family.global_heads:
+        _check_heads(content, family.global_heads)
     if family.latent:
         for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
             if key != "q_lora_rank" or content.get(key) is not None:
@@ -200,9 +209,9 @@ def check_model_content(content: Mapping[str, Any]) -> Family:
                 f"{sizes.key_heads}"
             )
     experts = family.experts
-    if experts and (family.pattern is None or any(mixture_layers(content))):
+    if experts and not (has_optional_experts(family) and not any(mixture_layers(content))):
         _check_size(experts.count, num_experts(content))
-        for key in (experts.width, "num_experts_per_tok"):
+        for key in (experts.width, experts.chosen):
             _check_size(key, content.get(key))
         _check_router(content, experts)
     return family
@@ -220,6 +229,34 @@ def _check_index(content: Mapping[str, Any]) -> None:
         has_all = isinstance(kinds, (list, str)) and len(kinds) == content["num_hidden_layers"]
         if kinds and not (has_all and all(kind in supported for kind in kinds)):
             raise model_error(f"{key} must contain {' or '.join(supported)} for each layer")
+
+
+def _check_heads(content: Mapping[str, Any], keys: tuple[str, str]) -> None:
+    """Check the sizes of heads that depend on the type of a layer. Raises ConfigError."""
+    _check_size("sliding_window", content.get("sliding_window"))
+    for key in keys:
+        if content.get(key) is not None:
+            _check_size(key, content[key])
+    layers = content["num_hidden_layers"]
+    kinds = content.get("layer_types")
+    if kinds and len(kinds) != layers:
+        raise model_error(f"layer_types must have {layers} values (num_hidden_layers), got {len(kinds)}")
+    overrides = content.get("per_layer_config")
+    if overrides is not None:
+        indices = set(map(str, range(layers)))
+        fields: list[Any] = list(overrides.values()) if isinstance(overrides, dict) else [None]
+        known = {"head_dim", "num_key_value_heads"}
+        if not all(isinstance(layer, dict) and known.issuperset(layer) for layer in fields):
+            raise model_error("per_layer_config may contain only head_dim and num_key_value_heads of layers")
+        if unknown := [layer for layer in overrides if (layer.lstrip("0") or "0") not in indices]:
+            raise model_error(f"per_layer_config has fields of layer {unknown[0][:40]}, which does not exist")
+        for layer in fields:
+            for key, value in layer.items():
+                _check_size(f"per_layer_config.{key}", value)
+    windows = layer_windows(content)
+    by_kind = {(window is None, heads) for window, heads in zip(windows, layer_heads(content))}
+    if len(by_kind) != len({has_window for has_window, _ in by_kind}):
+        raise model_error("per_layer_config must be equal in all layers of one type")
 
 
 def _check_router(content: Mapping[str, Any], experts: Experts) -> None:

@@ -1,4 +1,4 @@
-"""Text models inside image models: Qwen3.5, Gemma 3 and Mistral 3 as published.
+"""Text models inside image models: Qwen3.5, Gemma 3, Gemma 4 and Mistral 3 as published.
 
 The config.json of an image model contains the fields of its text model as ``text_config``. ``text_weights`` reads
 the text model, and ``with_text`` writes a trained text model back. Other weights do not change.

@@ -110,12 +110,13 @@ def _quantised_format(content: dict[str, Any]) -> Format | None:
     quantization = content.get("quantization_config")
     if family is None or not isinstance(quantization, dict):
         return None
-    stacked = family.experts is not None and family.experts.only_stacked
+    experts = family.experts
     method = quantization.get("quant_method")
-    if method == "mxfp4" and stacked:
+    if method == "mxfp4" and experts is not None and experts.interleaved:
         return Format.MXFP4
     block = quantization.get("weight_block_size")
     has_block = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+    stacked = experts is not None and experts.only_stacked
     return Format.FP8 if method == "fp8" and (block is None or has_block) and not stacked else None
 
 

@@ -490,7 +490,7 @@ def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemo
     size = BYTES[config.policy.precision]
     tensor = vllm.tensor_parallel_size
     weights = shape.parameters * size // tensor
-    per_token = 2 * shape.count("*") * max(1, shape.kv_heads // tensor) * shape.head_size * size
+    per_token = shape.cached(tensor) * size
     if shape.latent and config.cluster.gpus_per_node:  # each rank of the engine holds the complete latent vectors
         per_token = shape.count("*") * (shape.latent[1] + shape.latent[2]) * size
     states = vllm.max_num_seqs * shape.recurrent_state * size // tensor

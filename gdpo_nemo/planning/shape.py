@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any, Iterable, Mapping
 
 from gdpo_nemo.config.layout import Layout, Resolved, stage_layers
 from gdpo_nemo.config.schema import LoraConfig
@@ -13,17 +14,17 @@ from gdpo_nemo.data import prefixes
 from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.models.architectures import (
     DeltaSizes,
+    Heads,
     delta_linear,
     delta_sizes,
     expert_latent,
     has_qk_norm,
     has_qkv_bias,
-    head_size,
     index_parameters,
     is_tied,
-    key_value_heads,
     last_name,
     latent_widths,
+    layer_heads,
     layer_symbols,
     mamba_linear,
     mamba_sections,
@@ -33,79 +34,7 @@ from gdpo_nemo.models.architectures import (
 )
 from gdpo_nemo.models.families import FAMILIES, Modules
 from gdpo_nemo.models.sources import ModelFacts
-
-_QWEN25 = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2)
-_QWEN25_1_5B = _QWEN25 | dict(
-    hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960, tie_word_embeddings=True
-)
-_QWEN25_7B = _QWEN25 | dict(
-    vocab_size=152064, hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
-    intermediate_size=18944, tie_word_embeddings=False,
-)  # fmt: skip
-KNOWN: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-0.5B": _QWEN25
-    | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864,
-    tie_word_embeddings=True),
-    "Qwen/Qwen2.5-1.5B": _QWEN25_1_5B,
-    "Qwen/Qwen2.5-3B": _QWEN25
-    | dict(hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, intermediate_size=11008,
-    tie_word_embeddings=True),
-    "Qwen/Qwen2.5-7B": _QWEN25_7B,
-    "Qwen/Qwen2.5-32B": _QWEN25
-    | dict(
-        vocab_size=152064, hidden_size=5120, num_hidden_layers=64, num_attention_heads=40, num_key_value_heads=8,
-        intermediate_size=27648, tie_word_embeddings=False,
-    ),
-    "Qwen/Qwen3-30B-A3B": dict(
-        model_type="qwen3_moe", vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=128, intermediate_size=6144, num_experts=128, num_experts_per_tok=8,
-        moe_intermediate_size=768, tie_word_embeddings=False,
-    ),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": _QWEN25_1_5B | dict(tie_word_embeddings=False),
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": _QWEN25_7B,
-    "microsoft/phi-4": dict(
-        model_type="phi3", vocab_size=100352, hidden_size=5120, num_hidden_layers=40, num_attention_heads=40,
-        num_key_value_heads=10, intermediate_size=17920, tie_word_embeddings=False,
-    ),
-    "ByteDance-Seed/Seed-OSS-36B": dict(
-        model_type="seed_oss", vocab_size=155136, hidden_size=5120, num_hidden_layers=64, num_attention_heads=80,
-        num_key_value_heads=8, head_dim=128, intermediate_size=27648, tie_word_embeddings=False,
-    ),
-    "nvidia/NVIDIA-Nemotron-Nano-9B-v2": dict(
-        model_type="nemotron_h", vocab_size=131072, hidden_size=4480, num_attention_heads=40, num_key_value_heads=8,
-        intermediate_size=15680, mamba_head_dim=80, tie_word_embeddings=False,
-        hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
-    ),
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": dict(
-        model_type="nemotron_h", vocab_size=131072, hidden_size=2688, num_attention_heads=32, num_key_value_heads=2,
-        intermediate_size=1856, mamba_num_heads=64, n_routed_experts=128, num_experts_per_tok=6,
-        moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, tie_word_embeddings=False,
-        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
-    ),
-    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": dict(
-        model_type="nemotron_h", vocab_size=131072, hidden_size=4096, num_attention_heads=32, num_key_value_heads=2,
-        intermediate_size=2688, n_routed_experts=512, num_experts_per_tok=22, moe_intermediate_size=2688,
-        moe_shared_expert_intermediate_size=5376, moe_latent_size=1024, tie_word_embeddings=False,
-        hybrid_override_pattern="MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
-    ),
-    "Qwen/Qwen3-Next-80B-A3B": dict(
-        model_type="qwen3_next", vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=16,
-        intermediate_size=5120, tie_word_embeddings=False,
-    ),
-    "meta-llama/Llama-3.1-8B": dict(
-        model_type="llama", vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, intermediate_size=14336, tie_word_embeddings=False,
-    ),
-    "meta-llama/Llama-3.1-70B": dict(
-        model_type="llama", vocab_size=128256, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
-        num_key_value_heads=8, intermediate_size=28672, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
-"""Shapes of the models in the recipes, from their published config.json files.
-
-Instruction-tuned variants have equal shapes.
-"""
-
+from gdpo_nemo.planning.known_models import KNOWN
 
 _KERNEL = 4
 """Length of the convolution in recurrent layers."""
@@ -118,8 +47,8 @@ class Shape:
     layers: int
     hidden: int
     heads: int
-    kv_heads: int
-    head_size: int
+    layer_heads: tuple[Heads, ...]
+    """Heads of the attention of each layer."""
     ffn: int
     """Intermediate size of a dense MLP."""
     vocabulary: int
@@ -157,7 +86,11 @@ class Shape:
     expert_latent: int = 0
     """Size of the latent vectors that the routed experts process, or 0 if they process hidden states."""
     expert_modules: tuple[str, ...] = ()
-    """Linear modules of an expert that may have adapters. The shared experts have the same last names."""
+    """Linear modules of an expert that may have adapters."""
+    shared_modules: tuple[str, ...] = ()
+    """Linear modules of the shared experts that may have adapters."""
+    dense_beside: bool = False
+    """True if the shared experts are a dense MLP with its own norms (``Experts.beside``)."""
     shared_scale: bool = False
     """True if each MoE layer has a linear layer with one output that scales the output of the shared experts."""
     output_gate: bool = False
@@ -171,14 +104,33 @@ class Shape:
         return bool(self.modules.post_attention_norm) + bool(self.modules.post_mlp_norm)
 
     @property
-    def query(self) -> int:
-        """Total width of all query heads."""
-        return self.heads * self.head_size
+    def kv_heads(self) -> int:
+        """Greatest common divisor of the numbers of key and value heads of the layers."""
+        return math.gcd(*(heads.groups for heads in self.layer_heads))
 
     @property
-    def key_value(self) -> int:
-        """Total width of keys and values."""
-        return 2 * self.kv_heads * self.head_size
+    def query(self) -> float:
+        """Total width of all query heads, averaged over the layers with attention."""
+        return self.heads * self._mean(heads.size for heads in self._attention)
+
+    @property
+    def key_value(self) -> float:
+        """Total width of keys and values, averaged over the layers with attention."""
+        return 2 * self._mean(heads.groups * heads.size for heads in self._attention)
+
+    @property
+    def _attention(self) -> list[Heads]:
+        return [heads for heads, symbols in zip(self.layer_heads, self.symbols) if "*" in symbols]
+
+    @staticmethod
+    def _mean(values: Iterable[int]) -> float:
+        found = list(values)
+        return sum(found) / max(1, len(found))
+
+    def cached(self, tensor: int) -> int:
+        """Return the number of elements of keys and values that one of ``tensor`` ranks of an engine stores per
+        token."""
+        return 2 * sum(max(1, heads.groups // tensor) * heads.size for heads in self._attention)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -235,38 +187,46 @@ class Shape:
 
     def _layers(self, tensor: int, layers: range, expert: int, expert_tensor: int) -> tuple[int, int]:
         """Return the numbers of (dense, expert) parameters of ``layers`` on one rank of the parallel layout."""
-        width = self.query * (1 + self.output_gate) + self.key_value
-        attention = self.hidden + self.hidden * width // tensor + self.query * self.hidden // tensor
-        norms = (self.query + self.key_value // 2) // tensor if self.qk_norm_of_layer else 2 * self.head_size
-        attention += width // tensor * self.qkv_bias + norms * self.qk_norm
-        if self.latent:
-            attention = self.hidden + self._latent_parameters(tensor)
-        attention += self.heads // tensor * self.sinks + self.hidden * self.biases
-        attention += self.hidden * self.post_norms
+        attending = [self.layer_heads[layer] for layer in layers if "*" in self.symbols[layer]]
+        attention = sum(self._attention_parameters(heads, tensor) for heads in attending)
         symbols = "".join(self.symbols[layer] for layer in layers)
         matrices = self.mlp_matrices * self.hidden
         mlp = self.hidden + matrices * self.ffn // tensor
         router = self.hidden + (self.hidden + self.biases) * self.experts + matrices * self.shared_ffn // tensor
         router += self.hidden * (self.shared_scale + 2 * self.expert_latent)
+        # three more norms, a factor of each of the router's inputs, and a factor of each expert's weight
+        router += (4 * self.hidden + self.experts) * self.dense_beside
         inner, heads = self.mamba[0], self.mamba[-1]
         mamba = self.hidden * (sum(self.mamba) + inner) + (_KERNEL + 1) * self.mamba_channels + 3 * heads + inner
         sections = self.delta.sections
         delta = self.hidden * (sum(sections) + sections[2]) + _KERNEL * self.delta_channels + 2 * sections[-1]
-        sizes = {"*": attention, "-": mlp, "E": router, "M": self.hidden + mamba // tensor}
+        sizes = {"-": mlp, "E": router, "M": self.hidden + mamba // tensor}
         sizes["G"] = self.hidden + self.delta.value + delta // tensor
-        dense = sum(size * symbols.count(symbol) for symbol, size in sizes.items())
+        dense = attention + sum(size * symbols.count(symbol) for symbol, size in sizes.items())
         dense += sum(self.indices[layer] for layer in layers)
         per_expert = self.mlp_matrices * self.expert_hidden * self.expert_ffn // expert_tensor
         per_expert += (2 * self.expert_ffn + self.hidden) * self.biases
         return dense, symbols.count("E") * self.experts // expert * per_expert
 
-    def _latent_parameters(self, tensor: int) -> int:
+    def _attention_parameters(self, heads: Heads, tensor: int) -> int:
+        """Return the number of parameters of a layer's attention on one rank, with the norms of a layer's outputs."""
+        query, key = self.heads * heads.size, heads.groups * heads.size
+        width = query * (1 + self.output_gate) + key * (1 if heads.keys_as_values else 2)
+        count = self.hidden * width // tensor + query * self.hidden // tensor
+        norms = (query + key) // tensor if self.qk_norm_of_layer else 2 * heads.size
+        count += width // tensor * self.qkv_bias + norms * self.qk_norm
+        if self.latent:
+            count = self._latent_parameters(heads, tensor)
+        count += self.heads // tensor * self.sinks + self.hidden * self.biases
+        return count + self.hidden * (1 + self.post_norms)
+
+    def _latent_parameters(self, heads: Heads, tensor: int) -> int:
         """Return the number of parameters of latent attention on one rank. The projections to latent vectors are
         replicated."""
         q, key_value, rotated, value = self.latent or (0, 0, 0, 0)
-        heads = self.heads * (self.head_size - rotated + value)
+        up = self.heads * (heads.size - rotated + value)
         replicated = (q and (self.hidden + 1) * q) + self.hidden * (key_value + rotated) + key_value
-        split = (q or self.hidden) * self.query + key_value * heads + self.heads * value * self.hidden
+        split = (q or self.hidden) * self.heads * heads.size + key_value * up + self.heads * value * self.hidden
         return replicated + split // tensor
 
     def on_rank(self, layout: Layout, stage: int) -> tuple[int, int]:
@@ -285,45 +245,52 @@ class Shape:
         Every tensor rank holds the unsharded matrices.
         """
         targets = set(lora.target_modules)
-        symbols = "".join(self.symbols[layer] for layer in self.on_stage(layout, stage))
-        output = self.query
+        held = self.on_stage(layout, stage)
+        symbols = "".join(self.symbols[layer] for layer in held)
         width = 0
-        fused: list[tuple[str, tuple[str, ...], tuple[int, ...]]] = []
-        if self.latent:
-            output, latent = self._latent_adapters(targets, layout.tensor)
-            width = symbols.count("*") * latent
-        else:
-            query = self.query * (1 + self.output_gate)
-            fused.append(("*", self.modules.qkv, (query, self.key_value // 2, self.key_value // 2)))
-        by_columns = [("*", self.modules.attention_output, output)]
+        fused: list[tuple[int, tuple[str, ...], tuple[int, ...]]] = []
+        by_columns: list[tuple[int, str, int]] = []
+        attention = Counter(self.layer_heads[layer] for layer in held if "*" in self.symbols[layer])
+        for heads, count in attention.items():
+            output, key = self.heads * heads.size, heads.groups * heads.size
+            if self.latent:
+                output, latent = self._latent_adapters(heads, targets, layout.tensor)
+                width += count * latent
+            else:
+                matrices = 2 if heads.keys_as_values else 3
+                rows = (output * (1 + self.output_gate), key, key)[:matrices]
+                fused.append((count, self.modules.qkv[:matrices], rows))
+            by_columns.append((count, self.modules.attention_output, output))
         if self.mamba_linear:
-            fused.append(("M", self.mamba_linear[:1], (sum(self.mamba),)))
-            by_columns.append(("M", self.mamba_linear[1], self.mamba[0]))
+            fused.append((symbols.count("M"), self.mamba_linear[:1], (sum(self.mamba),)))
+            by_columns.append((symbols.count("M"), self.mamba_linear[1], self.mamba[0]))
         if self.delta_linear:
             *projections, delta_out = self.delta_linear
             sections = self.delta.sections
             first = 3 if len(projections) > 2 else 4
             rows = (sum(sections[:first]), *(sections[3:] if first == 3 else (sum(sections[4:]),)))
-            fused.append(("G", tuple(projections), rows))
-            by_columns.append(("G", delta_out, sections[2]))
+            fused.append((symbols.count("G"), tuple(projections), rows))
+            by_columns.append((symbols.count("G"), delta_out, sections[2]))
         width += sum(
-            symbols.count(symbol) * self._adapter_width(modules, widths, targets, layout.tensor, lora.share_a)
-            for symbol, modules, widths in fused
+            count * self._adapter_width(modules, widths, targets, layout.tensor, lora.share_a)
+            for count, modules, widths in fused
         )
-        for symbol, module, inputs in by_columns:
+        for count, module, inputs in by_columns:
             if last_name(module) in targets:
-                width += symbols.count(symbol) * (inputs // layout.tensor + self.hidden)
+                width += count * (inputs // layout.tensor + self.hidden)
         head = 0
         if last_name(self.modules.head) in targets and stage == layout.pipeline - 1:
             head = self.hidden + -(-self.vocabulary // layout.tensor)
         width += symbols.count("-") * self._mlp_adapters(self.modules.mlp, self.ffn, targets, layout.tensor, lora)
         experts = 0
-        if self.expert_modules and (layers := symbols.count("E")):
-            width += layers * self._mlp_adapters(self.expert_modules, self.shared_ffn, targets, layout.tensor, lora)
+        mixtures = symbols.count("E")
+        if self.shared_modules:
+            width += mixtures * self._mlp_adapters(self.shared_modules, self.shared_ffn, targets, layout.tensor, lora)
+        if self.expert_modules:
             each = self._mlp_adapters(
                 self.expert_modules, self.expert_ffn, targets, layout.expert_tensor, lora, self.expert_hidden
             )
-            experts = layers * self.experts // layout.expert * each
+            experts = mixtures * self.experts // layout.expert * each
         return (width + head) * lora.rank, experts * lora.rank
 
     def _mlp_adapters(
@@ -345,14 +312,14 @@ class Shape:
         count = self._adapter_width(tuple(gate_up), widths, targets, tensor, lora.share_a, hidden) if ffn else 0
         return count + (ffn // tensor + hidden) * (ffn > 0 and last_name(down) in targets)
 
-    def _latent_adapters(self, targets: set[str], tensor: int) -> tuple[int, int]:
+    def _latent_adapters(self, heads: Heads, targets: set[str], tensor: int) -> tuple[int, int]:
         """Return the width of the output projection's input, and the number of LoRA parameters of the other modules of
         latent attention per unit of LoRA rank."""
         q, key_value, rotated, value = self.latent or (0, 0, 0, 0)
         query, query_up, key_value_up = (last_name(module) in targets for module in self.modules.qkv)
         adapted = query_up if q else query
-        count = adapted * ((q or self.hidden) + self.query // tensor)
-        count += key_value_up * (key_value + self.heads * (self.head_size - rotated + value) // tensor)
+        count = adapted * ((q or self.hidden) + self.heads * heads.size // tensor)
+        count += key_value_up * (key_value + self.heads * (heads.size - rotated + value) // tensor)
         return self.heads * value, count
 
     def _adapter_width(
@@ -388,12 +355,13 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
     experts = num_experts(content)
     mixture = family.experts if experts else None
     adapted = (mixture.gate, mixture.up, mixture.down) if mixture and not mixture.only_stacked else ()
+    expert_modules = tuple(module for module in adapted if module)
+    dense_beside = bool(mixture and mixture.beside)
     return Shape(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=key_value_heads(content),
-        head_size=head_size(content),
+        layer_heads=tuple(layer_heads(content)),
         ffn=content["intermediate_size"],
         vocabulary=content["vocab_size"],
         tied=is_tied(content),
@@ -401,7 +369,9 @@ def shape_from(content: Mapping[str, Any]) -> Shape:
         active_experts=content["num_experts_per_tok"] if experts else 0,
         expert_ffn=content[mixture.width] if mixture else 0,
         expert_latent=expert_latent(content),
-        expert_modules=tuple(module for module in adapted if module),
+        expert_modules=expert_modules,
+        shared_modules=family.modules.mlp if dense_beside else expert_modules,
+        dense_beside=dense_beside,
         symbols=tuple(layer_symbols(content)),
         gated=family.gated_mlp,
         mamba=mamba_sections(content) if family.mamba else (0, 0, 0, 0, 0),

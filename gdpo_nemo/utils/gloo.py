@@ -12,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as groups
 
-
 _GLOO: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
 
 

@@ -40,6 +40,11 @@ LLAMA_3_ROPE = dict(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3"
 )  # fmt: skip
 QWEN_YARN = dict(factor=4.0, original_max_position_embeddings=32768, type="yarn")
+GEMMA_4_TEXT = shape(
+    "gemma4_text", 5376, 60, 32, 16, 21504, 262144, 262144, head_dim=256, global_head_dim=512,
+    num_global_key_value_heads=4, attention_k_eq_v=True, num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+    sliding_window=1024, use_bidirectional_attention="vision", final_logit_softcapping=30.0,
+)  # fmt: skip
 GEMMA_3_TEXT = shape("gemma3_text", 2560, 34, 8, 4, 10240, 262208, 131072, head_dim=256, sliding_window=1024)
 
 MOONLIGHT = dict(
@@ -139,6 +144,14 @@ REFUSED = {
         moe_intermediate_size=768, decoder_sparse_step="2"),
         "decoder_sparse_step in the model's config.json must be a positive integer, got '2'",
     ),
+    "Gemma 4 E4B": (
+        GEMMA_4_TEXT | dict(hidden_size_per_layer_input=256),
+        "embeddings per layer (hidden_size_per_layer_input 256) are not supported for gemma4_text",
+    ),
+    "a Gemma 4 without a number of experts per token": (
+        GEMMA_4_TEXT | dict(enable_moe_block=True, num_experts=128, moe_intermediate_size=704),
+        "top_k_experts in the model's config.json must be a positive integer, got None",
+    ),
     "a reward model": (
         shape("llama", 4096, 32, 32, 8, 14336, 128256, 8192, architectures=["LlamaForSequenceClassification"]),
         "architecture LlamaForSequenceClassification is not supported; supported: LlamaForCausalLM",
@@ -198,6 +211,8 @@ SUPPORTED = {
     "Gemma 2": shape("gemma2", 2304, 26, 8, 4, 9216, 256000, 8192, head_dim=256, sliding_window=4096,
     hidden_act="gelu_pytorch_tanh"),
     "Gemma 3": GEMMA_3_TEXT,
+    "Gemma 4": GEMMA_4_TEXT
+    | dict(enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704),
     "gpt-oss": shape(
         "gpt_oss", 2880, 24, 64, 8, 2880, 201088, 131072, architectures=["GptOssForCausalLM"], attention_bias=True,
         sliding_window=128, num_local_experts=32, num_experts_per_tok=4, head_dim=64, hidden_act="silu",
@@ -320,6 +335,7 @@ def test_yarn_and_adapters_go_with_the_layers_of_transformer_engine(folder, mini
             "type qwen3 has no qkv_proj; its linear layers: q_proj, k_proj",
         ),
         ("Moonlight", ["q_b_proj", "o_proj"], "deepseek_v3 has no q_b_proj; its linear layers: q_proj, kv_b_proj"),
+        ("Gemma 4", ["gate_up_proj"], "gemma4_text has no gate_up_proj; its linear layers: q_proj, k_proj, v_proj"),
         ("gpt-oss", ["q_proj", "up_proj"], "gpt_oss has no up_proj; its linear layers: q_proj, k_proj, v_proj, o_proj"),
         (
             "Nemotron 3 Super",

@@ -33,7 +33,7 @@ def score(out: str, folder: str, newer: str) -> None:
     from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
     config = json.loads(Path(folder, "config.json").read_text())
-    options = dict(on_cpu=True, records_routing="num_experts_per_tok" in config)
+    options = dict(on_cpu=True, records_routing=bool(config.get("num_experts_per_tok") or config.get("top_k_experts")))
     engine = Engine(folder, VllmConfig(kv_cache_memory_bytes=64 << 20), "float32", 64, 0, **options)
     before = np.concatenate(engine.score(sequences()))
     np.savez(out, before=before)

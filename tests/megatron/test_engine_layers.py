@@ -66,8 +66,8 @@ def on_engine_ranks(wheel, tmp_path_factory):
     "layout, model",
     [("TP1+TE", "qwen2"), ("TP1+TE", "llama"), ("TP2+SP+TE", "qwen3"), ("DP2+OVERLAP+TE", "qwen2-tied"),
      ("TP1+FULL+TE", "phi3"), ("TP2+SP+TE", "glm4"), ("TP2+SP+TE", "glm4-moe"), ("TP1+TE", "mixtral"),
-     ("DP2+DIST+TE", "qwen3-moe"), ("PP2+TE", "qwen3-moe-mixed"), ("TP2+SP+TE", "gemma2"), ("TP2+SP+TE", "qwen3-next"),
-     ("TP2+SP+TE", "nemotron-3-super")],
+     ("DP2+DIST+TE", "qwen3-moe"), ("PP2+TE", "qwen3-moe-mixed"), ("TP2+SP+TE", "gemma4-moe"),
+     ("TP2+SP+TE", "qwen3-next"), ("TP2+SP+TE", "nemotron-3-super")],
 )  # fmt: skip
 def test_updates_equal_transformers_and_torch(on_engine_ranks, model_folder, reference, layout, model):
     batch = tiny_models.make_batch()

@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 import torch
 
+from gdpo_nemo.models.architectures import with_defaults
 from gdpo_nemo.models.families import FAMILIES
 
 # vLLM on CPUs has no attention for the smaller heads of the other tests.
@@ -24,6 +25,7 @@ def tiny_model(family: str) -> tuple[str, dict]:
     name = next(name for name, fields in tiny_models.MODELS.items() if fields["model_type"] == family)
     sizes = dict(
         head_dim=32,
+        global_head_dim=64,
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,
         swiglu_limit=7.0,  # the only limit in vLLM's kernel
@@ -62,7 +64,8 @@ def chosen_by_transformers(folder: Path, ids: np.ndarray) -> np.ndarray:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.from_numpy(ids)[None].long(), output_router_logits=True).router_logits
-    return torch.cat([layer.topk(model.config.num_experts_per_tok).indices for layer in logits], -1).numpy()
+    chosen = with_defaults(model.config.to_dict())["num_experts_per_tok"]
+    return torch.cat([layer.topk(chosen).indices for layer in logits], -1).numpy()
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +98,7 @@ def scored(scorer, family: str, folder: Path) -> tuple[int, str, dict, list[np.n
     return int(status), errors, dict(np.load(folder / "scores.npz")), expected
 
 
-STACKED = [name for name, family in FAMILIES.items() if family.experts and family.experts.only_stacked]
+STACKED = [name for name, family in FAMILIES.items() if family.experts and not family.engine_updates]
 
 # vLLM's CPU build computes gated delta nets only in bfloat16, and no sparse attention.
 OTHERS = [name for name, family in FAMILIES.items() if family.delta or (family.latent and family.latent.index)]

@@ -85,12 +85,13 @@ def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
     matrices = symbols.count("E") * shape.experts * len(shape.expert_modules)
     of_experts = 3 * matrices * (shape.expert_hidden + shape.expert_ffn)
     if share_a:  # k and v, gate and up, the projections of a delta net
-        shared = symbols.count("*") * (len(modules.qkv) > 1 and not family.latent)
+        separate = [heads for heads in shape.layer_heads if not heads.keys_as_values]
+        shared = symbols.count("*") * (len(modules.qkv) > 1 and not family.latent) * len(separate) // shape.layers
         shared += symbols.count("-") * (len(modules.gate_up) - 1)
         shared += symbols.count("G") * (len(family.delta.projections) - 1 if family.delta else 0)
-        gated = family.gated_mlp and symbols.count("E") * bool(shape.expert_modules)
-        expected -= 3 * config.hidden_size * (shared + gated * bool(shape.shared_ffn))
-        of_experts -= 3 * config.hidden_size * gated * shape.experts
+        gated = family.gated_mlp and symbols.count("E")
+        expected -= 3 * config.hidden_size * (shared + gated * bool(shape.shared_ffn and shape.shared_modules))
+        of_experts -= 3 * config.hidden_size * gated * shape.experts * bool(shape.expert_modules)
     lora = LoraConfig(rank=3, target_modules=targets, share_a=share_a)
     alone = resolve_layout(Config())
     assert shape.adapters(alone, 0, lora) == (expected, of_experts)
@@ -214,6 +215,37 @@ def test_layers_beyond_transformer_engine_select_flex_attention(model):
         assert select_attention("auto", True, sharing, special) is Attention.FLEX
         assert select_attention("auto", False, sharing, special) is Attention.PACKED
     assert architectures.special_attention(tiny_models.hf_config("qwen2").to_dict()) is None
+
+
+def test_layers_without_a_window_have_their_own_heads_with_old_and_new_fields():
+    """``per_layer_config`` replaces the older fields in files that transformers writes."""
+    old = {**tiny_models._SHAPE, **tiny_models.MODELS["gemma4"]}
+    new = tiny_models.hf_config("gemma4").to_dict()
+    assert "global_head_dim" in old and "global_head_dim" not in new and "per_layer_config" in new
+    for content in (old, new):
+        family_checks.check_model_content(content)
+        windowed, full = architectures.layer_heads(content)[:2]
+        assert windowed == (16, 4, False) and full == (24, 2, True)
+    ungated = architectures.layer_heads({**old, "attention_k_eq_v": False})
+    assert ungated[1] == (24, 4, False)
+    last = {**old, "layer_types": ["full_attention"] * 3 + ["sliding_attention"]}
+    assert architectures.layer_windows(last) == [None] * 4  # transformers changes the type of the last layer
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"1": {"head_dim": 24}}, "must be equal in all layers of one type"),
+        ({"1": {"sliding_window": 4}}, "may contain only head_dim and num_key_value_heads"),
+        ({"7": {"head_dim": 24}}, "layer 7, which does not exist"),
+        ({"1": {"head_dim": 0}}, "per_layer_config.head_dim in the model's config.json must be a positive integer"),
+        ([24], "may contain only head_dim"),
+    ],
+)
+def test_fields_of_layers_that_do_not_fit_are_refused(change, message):
+    content = {**tiny_models.hf_config("gemma4").to_dict(), "per_layer_config": change}
+    with pytest.raises(ConfigError, match=message):
+        family_checks.check_model_content(content)
 
 
 def test_the_fused_kernels_are_refused_for_capped_logits():

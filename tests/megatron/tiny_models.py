@@ -38,6 +38,25 @@ _TWO_ROPES = dict(
     full_attention=dict(rope_type="linear", rope_theta=1e5, factor=4.0),
     sliding_attention=dict(rope_type="default", rope_theta=100.0),
 )
+_PROPORTIONAL = dict(
+    full_attention=dict(rope_type="proportional", rope_theta=1e3, partial_rotary_factor=0.25),
+    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+)
+# Layers without a window have wider and fewer heads, whose values are the projections of the keys.
+_GEMMA_4 = dict(
+    model_type="gemma4_text",
+    head_dim=16,
+    global_head_dim=24,
+    num_key_value_heads=4,
+    num_global_key_value_heads=2,
+    attention_k_eq_v=True,
+    sliding_window=8,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    rope_parameters=_PROPORTIONAL,
+    hidden_size_per_layer_input=0,
+    final_logit_softcapping=2.5,
+    tie_word_embeddings=True,
+)
 _YARN = dict(
     rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, truncate=False, beta_fast=32.0,
     beta_slow=1.0,
@@ -88,6 +107,9 @@ MODELS: dict[str, dict] = {
         layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
         rope_parameters=_TWO_ROPES,
     ),
+    # The first of a family is the one that engines load.
+    "gemma4-moe": dict(**_GEMMA_4, enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=24),
+    "gemma4": _GEMMA_4,
     "glm4": dict(model_type="glm4", head_dim=16, attention_bias=True),
     "deepseek-v3": dict(
         model_type="deepseek_v3",
@@ -226,20 +248,22 @@ def hf_config(name: str, **fields: object):
     return AutoConfig.for_model(**{**_SHAPE, "tie_word_embeddings": False, **MODELS[name], **fields})
 
 
-def write_model(name: str, folder: Path, seed: int = 7, **fields: object) -> Path:
-    """Save the tiny model ``name`` into ``folder``, with norms and biases away from their neutral start."""
+def write_model(tiny: str, folder: Path, seed: int = 7, **fields: object) -> Path:
+    """Save the tiny model ``tiny`` into ``folder``, with norms and biases away from their neutral start."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(hf_config(name, **fields))
+    model = AutoModelForCausalLM.from_config(hf_config(tiny, **fields))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             if name.endswith("linear_attn.conv1d.weight"):
                 parameter.mul_(5)  # float32 is not accurate enough for the norms of smaller queries and keys
+            if MODELS[tiny]["model_type"] == "gemma4_text" and name.endswith("q_norm.weight"):
+                parameter.mul_(0.25)  # the norms scale the attention scores, which the model does not scale
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "layer_scalar")):
                 buffer.add_(0.2 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return folder

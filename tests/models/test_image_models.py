@@ -23,10 +23,25 @@ EYE = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidde
 VISION = {
     "qwen3_5": EYE,
     "qwen3_5_moe": EYE,
+    "gemma4": dict(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=16,
+        position_embedding_size=16,
+    ),
     "gemma3": dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=28),
 }
 VISION["mistral3"] = dict(VISION["gemma3"], model_type="pixtral", head_dim=8, patch_size=14)
-TEXT = {"qwen3_5": "qwen3.5", "qwen3_5_moe": "qwen3.5-moe", "gemma3": "gemma3", "mistral3": "ministral3"}
+TEXT = {
+    "qwen3_5": "qwen3.5",
+    "qwen3_5_moe": "qwen3.5-moe",
+    "gemma3": "gemma3",
+    "gemma4": "gemma4-moe",
+    "mistral3": "ministral3",
+}
 
 
 def write_image_model(kind: str, folder: Path) -> torch.nn.Module:
@@ -34,7 +49,7 @@ def write_image_model(kind: str, folder: Path) -> torch.nn.Module:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     torch.manual_seed(3)
-    text = tiny_models.hf_config(TEXT[kind]).to_dict()
+    text = tiny_models.hf_config(TEXT[kind], tie_word_embeddings=False, pad_token_id=0).to_dict()
     config = AutoConfig.for_model(kind, text_config=text, vision_config=VISION[kind], tie_word_embeddings=False)
     model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
     model.save_pretrained(folder)

@@ -13,7 +13,7 @@ from gdpo_nemo.commands import cli
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
-from gdpo_nemo.data.packing import TrainSequence
+from gdpo_nemo.data.packing import TrainSequence, attention_cost
 from gdpo_nemo.data.prefixes import shared_layout
 from gdpo_nemo.planning.calibrate import Observation, fit
 from gdpo_nemo.planning.fit import (
@@ -26,9 +26,10 @@ from gdpo_nemo.planning.fit import (
     sweep,
 )
 from gdpo_nemo.planning.hardware import CPU_RATES, Phase, Rates, device, host, load_rates, save_rates
+from gdpo_nemo.planning.known_models import KNOWN
 from gdpo_nemo.planning.memory import checkpoint_bytes, engine_memory, policy_memory, resting_memory
 from gdpo_nemo.planning.report import batch_arithmetic, dry_run_lines, plan_lines
-from gdpo_nemo.planning.shape import KNOWN, expected_saving, model_shape, shape_from
+from gdpo_nemo.planning.shape import expected_saving, model_shape, shape_from
 from gdpo_nemo.planning.speed import PRODUCT_SHARE, Lengths, Work, refit_bytes, step_time, training_work
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -61,6 +62,8 @@ def config_of(*overrides: str):
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", 31578, 3600),
         ("microsoft/phi-4", 14659, None),
         ("ByteDance-Seed/Seed-OSS-36B", 36151, None),
+        ("google/gemma-4-31B-it", 30700, None),
+        ("google/gemma-4-26B-A4B-it", 25200, None),
     ],
 )
 def test_parameters_are_those_the_publishers_give(name, millions, active):
@@ -69,6 +72,18 @@ def test_parameters_are_those_the_publishers_give(name, millions, active):
     assert shape.parameters / 1e6 == pytest.approx(millions, rel=2e-3)
     if active:  # the publisher counts the embedding, too
         assert (shape.active_parameters + shape.vocabulary * shape.hidden) / 1e6 == pytest.approx(active, rel=0.03)
+
+
+def test_attention_counts_the_heads_of_each_layer():
+    """Gemma 4 31B: 50 layers with 16 key and value heads of 256, and 10 layers with 4 of 512 and without v_proj."""
+    content = KNOWN["google/gemma-4-31B-it"]
+    shape = shape_from(content)
+    assert shape.cached(1) == 2 * (50 * 16 * 256 + 10 * 4 * 512)
+    assert shape.cached(8) == 2 * (50 * 2 * 256 + 10 * 1 * 512)  # an engine rank has at least one head
+    assert shape.kv_heads == 4
+    queries = 50 * 32 * 256 + 10 * 32 * 512
+    assert 60 * shape.query == queries
+    assert attention_cost(content) == pytest.approx(queries / shape.active_parameters, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-30B-A3B"])

@@ -12,9 +12,10 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.planning.fit import _memory_savers, changed
 from gdpo_nemo.planning.hardware import Rates, device
+from gdpo_nemo.planning.known_models import KNOWN
 from gdpo_nemo.planning.memory import host_memory, policy_memory, refit_bytes, resting_memory, transport_memory
 from gdpo_nemo.planning.report import plan_lines
-from gdpo_nemo.planning.shape import KNOWN, model_shape, shape_from
+from gdpo_nemo.planning.shape import model_shape, shape_from
 from gdpo_nemo.planning.speed import (
     BANDWIDTH_SHARE,
     LAUNCH_S,

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.load import MOST_FILES
 from gdpo_nemo.config.model_checks import read_model_config
-from gdpo_nemo.models.architectures import num_experts
+from gdpo_nemo.models.architectures import has_optional_experts, num_experts
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.family_checks import check_model_content
 from gdpo_nemo.utils.errors import ConfigError, message_line
@@ -372,6 +372,7 @@ _UNSUPPORTED = (
     (r"deepseek-ai/DeepSeek-.*", "another DeepSeek family", True),
     (r"meta-llama/Llama-4-.*", "llama4", True),
     (r"mistralai/.*", "a newer Mistral family", False),
+    (r"google/gemma-(3n|4-E\d+B).*", "a Gemma family with embeddings per layer", False),
     (r"google/gemma-.*", "another Gemma family", False),
     (r"((openai-community/)?gpt2|distilbert/distilgpt2|distilgpt2)(-(medium|large|xl))?", "gpt2", False),
     (r"nvidia/(NVIDIA-)?Nemotron-.*", "another Nemotron family", True),
@@ -405,7 +406,8 @@ def known_model(name: str) -> KnownModel:
         if re.fullmatch(family.hub_names, name):
             tied = next((tied for pattern, tied in _TIED if re.fullmatch(pattern, name)), None)
             # The layers of some families may or may not include experts. Names of mixtures contain their active size.
-            mixture = family.experts is not None and (family.pattern is None or bool(re.search(r"-A\d+B", name)))
+            optional = has_optional_experts(family)
+            mixture = family.experts is not None and (not optional or bool(re.search(r"-A\d+B", name)))
             return KnownModel(family.model_type, mixture, tied=tied)
     for pattern, kind, mixture in _UNSUPPORTED:
         if re.fullmatch(pattern, name):

@@ -104,8 +104,18 @@ class Experts:
     stacked_gate_up: str = "mlp.experts.gate_up_proj"
     stacked_down: str = "mlp.experts.down_proj"
     only_stacked: bool = False
-    """True if every folder of the family stacks the experts, as transposed matrices with alternating rows of gate and
-    up, and with biases."""
+    """True if every folder of the family stacks the experts. Adapters on them are not supported."""
+    interleaved: bool = False
+    """True if the stacked experts are transposed matrices with alternating rows of gate and up, and with biases."""
+    chosen: str = "num_experts_per_tok"
+    """Field with the number of experts per token."""
+    enabled: str | None = None
+    """Boolean field that enables the MoE layers (None if the family always has them)."""
+    beside: Mapping[str, str] = field(default_factory=dict)
+    """Tensors of an MoE layer that adds the output of a dense MLP, by their names in ``ParallelMoELayer``.
+
+    The dense MLP has the modules of the shared experts. Empty for other families.
+    """
     sigmoid: bool = False
     """True if the router scores each expert with a sigmoid, and scales the scores of the chosen experts to sum to 1.
 
@@ -257,8 +267,26 @@ class Family:
 
     n is the rotary parameter ``original_max_position_embeddings``.
     """
-    score_scale: str | None = None
-    """Field x whose inverse square root scales the attention scores, instead of the inverse root of the head size."""
+    last_layer_full: bool = False
+    """True if the last layer has no window, even if ``layer_types`` says otherwise."""
+    global_heads: tuple[str, str] | None = None
+    """Fields with the size of a head and the number of key and value heads in layers without a window.
+
+    ``per_layer_config``, which newer versions of transformers write, takes precedence. None if all layers have heads of
+    the same size.
+    """
+    keys_as_values: str | None = None
+    """Boolean field: if true, the values of layers without a window are the projections of the keys, before their norm.
+    The number of heads in ``global_heads`` applies only then."""
+    value_norm: bool = False
+    """True if each head of v has a norm without a weight."""
+    layer_scale: str | None = None
+    """Buffer in a layer with a factor of the layer's output, which training does not change (None without a factor)."""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
+    """Fields that must be 0, false or null, with the names of the features that they enable."""
+    score_scale: str | float | None = None
+    """Factor of the attention scores, or the field x whose inverse square root is this factor. None for the inverse
+    square root of the head size."""
     score_cap: str | None = None
     """Field with the soft cap c of attention scores s, c * tanh(s / c)."""
     logit_cap: str | None = None

@@ -23,6 +23,7 @@ FAMILIES = (
             width="intermediate_size",
             stacked_router="mlp.router.weight",
             only_stacked=True,
+            interleaved=True,
         ),
         defaults={
             "num_key_value_heads": 8,
