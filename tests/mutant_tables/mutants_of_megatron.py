@@ -176,9 +176,9 @@ MEGATRON = (
         "a layer's factor multiplies its output, not only the MLP's",
     ),
     mutant(
-        "megatron/conversion.py",
-        "pair[0].endswith((EXPERT_BIAS, LAYER_SCALE))",
-        "pair[0].endswith(EXPERT_BIAS)",
+        "megatron/weight_map.py",
+        "name.endswith((EXPERT_BIAS, LAYER_SCALE)) or _INDEX in name",
+        "name.endswith(EXPERT_BIAS) or _INDEX in name",
         "megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-gemma4]",
         "the factors of layers are loaded and exported",
     ),
@@ -415,8 +415,8 @@ MEGATRON = (
     ),
     mutant(
         "megatron/weight_map.py",
-        "return name.endswith(EXPERT_BIAS) or _INDEX in name",
-        "return name.endswith(EXPERT_BIAS)",
+        "return name.endswith((EXPERT_BIAS, LAYER_SCALE)) or _INDEX in name",
+        "return name.endswith((EXPERT_BIAS, LAYER_SCALE))",
         "megatron/test_hf_round_trip.py::test_round_trip_of_experts_is_bit_exact[TP1]",
         "the weights of sparse indices are exported",
     ),
