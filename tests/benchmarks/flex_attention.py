@@ -1,5 +1,6 @@
 """FlexAttention with shared prompts, without a GPU: ``flex_attention.py exact`` compiles the forward pass for this CPU
-and compares it with SDPA; ``flex_attention.py sm90`` generates the Triton kernels for an H100 and compiles them.
+and compares it with SDPA; ``flex_attention.py sm90 [HEADS GROUPS SIZE]`` generates the Triton kernels for an H100 and
+compiles them.
 
 ``sm90`` replaces parts of torch.cuda and of inductor, which would ask a driver. Its tensors are fake.
 """
@@ -49,7 +50,7 @@ def exact() -> None:
     print(f"{packs} packs, {counters['stats']['unique_graphs']} graphs, largest difference from SDPA {worst:.1e}")
 
 
-def sm90() -> None:
+def sm90(heads: int = HEADS, groups: int = GROUPS, size: int = SIZE) -> None:
     """Registers, stack and instructions of the kernels of the forward and the backward pass."""
     sources: list[str] = []
     mode = _pretend_h100(sources)
@@ -57,7 +58,7 @@ def sm90() -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.nn.attention.flex_attention import flex_attention
 
-    from gdpo_nemo.megatron.flex_attention import block_mask, mask_arrays
+    from gdpo_nemo.megatron.flex_attention import block_mask, kernel_options, mask_arrays
 
     hop: Any = sys.modules["torch._higher_order_ops.flex_attention"]
     lengths, shared = [2048] + [256] * 8, [0] + [1024] * 8
@@ -67,12 +68,11 @@ def sm90() -> None:
     with mode:
         arrays = {k: torch.from_numpy(v.copy()).cuda() for k, v in mask_arrays(lengths, shared, 0, 1).items()}
         mask = block_mask(arrays)
-        query, out, grad = (torch.empty(1, HEADS, tokens, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-        key, value = (torch.empty(1, GROUPS, tokens, SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        lse, grad_lse = (torch.empty(1, HEADS, tokens, device="cuda") for _ in range(2))
-        _generate(
-            lambda: torch.compile(flex_attention, dynamic=True)(query, key, value, block_mask=mask, enable_gqa=True)
-        )
+        query, out, grad = (torch.empty(1, heads, tokens, size, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        key, value = (torch.empty(1, groups, tokens, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        lse, grad_lse = (torch.empty(1, heads, tokens, device="cuda") for _ in range(2))
+        chosen = dict(block_mask=mask, enable_gqa=True, kernel_options=kernel_options(size))
+        _generate(lambda: torch.compile(flex_attention, dynamic=True)(query, key, value, **chosen))
         fields = mask.as_tuple()[:-1]
         blocks = [field for field in fields if isinstance(field, torch.Tensor)]
 
@@ -86,7 +86,7 @@ def sm90() -> None:
             options = dict(BACKEND="AUTO", PRESCALE_QK=False, ROWS_GUARANTEED_SAFE=False, BLOCKS_ARE_CONTIGUOUS=False,
                            WRITE_DQ=True, OUTPUT_LOGSUMEXP=True, OUTPUT_MAX=False)  # fmt: skip
             return hop.flex_attention_backward(query, key, value, out, lse, grad, grad_lse, forward, joint, tuple_,
-                                               SIZE**-0.5, options, (), (rows, ends))[:3]  # fmt: skip
+                                               size**-0.5, options, (), (rows, ends))[:3]  # fmt: skip
 
         inputs = [query, key, value, out, lse, grad, grad_lse, arrays["mask.rows"], arrays["mask.ends"], *blocks]
         graph = make_fx(backward, tracing_mode="fake")(*inputs)
@@ -193,6 +193,9 @@ def _compile(source: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] not in (["exact"], ["sm90"]):
+    if sys.argv[1:] == ["exact"]:
+        exact()
+    elif sys.argv[1:2] == ["sm90"] and len(sys.argv) in (2, 5):
+        sm90(*map(int, sys.argv[2:]))
+    else:
         sys.exit(__doc__)
-    {"exact": exact, "sm90": sm90}[sys.argv[1]]()

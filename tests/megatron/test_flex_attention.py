@@ -85,3 +85,11 @@ def kind_of(mask, row: int, column: int) -> str:
         found.append(next((kind for kind, holds in in_kind.items() if holds), "empty"))
     assert found[0] == found[1]
     return found[0]
+
+
+def test_kernel_options_limit_the_stages_only_for_heads_wider_than_256():
+    """With torch's three stages, the forward kernel of heads of 512 needs more shared memory than an H100 has."""
+    from gdpo_nemo.megatron.flex_attention import kernel_options
+
+    assert kernel_options(256) is None
+    assert kernel_options(512)["fwd_num_stages"] == 2
