@@ -124,7 +124,7 @@ def expected(on_ranks, model_folder):
         "head, shared": run(HEAD_SHARED, "qwen2"),
         "in one matrix": run(IN_ONE_MATRIX, "phi3"),
         "experts": run(EXPERTS, "deepseek-v3"),
-        "latent experts": run(LATENT_EXPERTS, "nemotron-3-super"),
+        "latent": run(LATENT_EXPERTS, "nemotron-3-super"),
     }
 
 
@@ -136,7 +136,7 @@ def expected(on_ranks, model_folder):
      ("TP1", "head"), ("TP2", "head"), ("TP2xPP2+SP+FULL", "head"), ("DP2+DIST", "head, shared"), ("TP2+SP",
      "head, shared"), ("TP1", "in one matrix"), ("TP2+SP", "in one matrix"), ("PP2", "in one matrix"),
      ("TP1", "experts"), ("TP2+SP", "experts"), ("TP2xEP2xETP1+SP", "experts"), ("DP2xEP2+DIST", "experts"),
-     ("PP2", "experts"), ("TP1", "latent experts"), ("TP2xEP2xETP1+SP", "latent experts")],
+     ("PP2", "experts"), ("TP1", "latent"), ("TP2xEP2xETP1+SP", "latent")],
 )  # fmt: skip
 def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
     settings, folder, steps, pairs = expected[which]

@@ -58,14 +58,14 @@ MEGATRON = (
         "megatron/lora.py",
         "gate_up = (gate, up) if gate and family.gated_mlp else (up,)",
         "gate_up = (gate, up)",
-        "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP1-latent experts]",
+        "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP1-latent]",
         "experts without a gate have one matrix before the activation",
     ),
     mutant(
         "megatron/lora.py",
         "down_module = experts.shared_down if shared else experts.down",
         "down_module = experts.shared_down",
-        "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP1-latent experts]",
+        "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP1-latent]",
         "adapters of an expert have the expert's name, also if its inputs are latent vectors",
     ),
     mutant(
@@ -79,7 +79,7 @@ MEGATRON = (
         "megatron/lora.py",
         "groups.insert(0, parallel_state.get_expert_model_parallel_group())",
         "pass",
-        "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP2xEP2xETP1+SP-latent experts]",
+        "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP2xEP2xETP1+SP-latent]",
         "a saved adapter contains the experts of all ranks",
     ),
     mutant(
