@@ -57,9 +57,9 @@ MEGATRON = (
     mutant(
         "megatron/lora.py",
         "gate_up = (gate, up) if gate and family.gated_mlp else (up,)",
-        "gate_up = (gate, up)",
+        "gate_up = (gate, up) if gate and family.gated_mlp else (down_module,)",
         "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP1-latent]",
-        "experts without a gate have one matrix before the activation",
+        "adapters of an expert without a gate have the name of its matrix before the activation",
     ),
     mutant(
         "megatron/lora.py",
