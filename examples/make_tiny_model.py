@@ -78,6 +78,12 @@ MODEL_CONFIGS = {
         "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers":
         [], "max_position_embeddings": 128, "tie_word_embeddings": True,
     },
+    "make_near_tie_model": {
+        "model_type": "qwen3_moe", "vocab_size": 21, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads":
+        4, "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 512, "moe_intermediate_size": 128,
+        "num_experts": 8, "num_experts_per_tok": 1, "norm_topk_prob": False, "decoder_sparse_step": 1,
+        "mlp_only_layers": [], "max_position_embeddings": 128, "tie_word_embeddings": True,
+    },
     "make_answering_model": {
         "model_type": "qwen2", "vocab_size": 259, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "intermediate_size": 192, "max_position_embeddings": 2048, "tie_word_embeddings":
@@ -137,6 +143,11 @@ def make_mixture_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> No
     _make_digit_sorter(folder, seed, steps, MODEL_CONFIGS["make_mixture_model"])
 
 
+def make_near_tie_model(folder: str, seed: int, steps: int = 300) -> None:
+    """Write a digit-sorting Qwen3-MoE whose routers often tie in bfloat16. See ``_bring_scores_together``."""
+    _make_digit_sorter(folder, seed, steps, MODEL_CONFIGS["make_near_tie_model"], ties=True)
+
+
 def make_rounds_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> None:
     """Write a model of the size of ``make_tiny_model``, trained on texts with ``ROUNDS`` rounds of ``digit_rounds.py``.
 
@@ -148,20 +159,18 @@ def make_rounds_model(folder: str, seed: int, steps: int = WARM_UP_STEPS) -> Non
         _warm_up(scratch, partial, seed, steps, _round_rows(seed), rows_per_step=24)
 
 
-def _make_digit_sorter(folder: str, seed: int, steps: int, fields: dict) -> None:
+def _make_digit_sorter(folder: str, seed: int, steps: int, fields: dict, ties: bool = False) -> None:
     tokenizer = character_tokenizer()
     with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
-        _write_random(scratch, tokenizer, seed, fields)
-        _warm_up(scratch, partial, seed, steps, _character_rows(seed))
+        _write_random(scratch, tokenizer, seed, fields, ties)
+        _warm_up(scratch, partial, seed, steps, _character_rows(seed), freeze_routers=ties)
 
 
 def make_answering_model(folder: str, seed: int, steps: int = 120) -> None:
     """Write a two-layer byte-level Qwen2 that answers each question with a number in tags, which are often malformed.
 
     It cannot do arithmetic. With it, runs on real question texts get different rewards for different samples.
-
-    Raises:
-        ConfigError: if ``folder`` already exists and is not empty.
+    See ``make_tiny_model``.
     """
     tokenizer = byte_tokenizer()
     with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
@@ -173,9 +182,6 @@ def make_tool_calling_model(folder: str, seed: int, steps: int = 120) -> None:
     """Write a two-layer byte-level Qwen2 that answers questions about the weather with tool calls.
 
     The calls are often well-formed and sometimes correct. See ``make_answering_model``.
-
-    Raises:
-        ConfigError: if ``folder`` already exists and is not empty.
     """
     tokenizer = byte_tokenizer()
     with whole_or_nothing(folder) as partial, tempfile.TemporaryDirectory() as scratch:
@@ -204,18 +210,33 @@ def make_random_model(folder: str, seed: int) -> None:
         _write_random(partial, byte_tokenizer(), seed, MODEL_CONFIGS["make_random_model"])
 
 
-def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, fields: dict) -> None:
+def _write_random(folder: str | Path, tokenizer: Qwen2Tokenizer, seed: int, fields: dict, ties: bool = False) -> None:
     """Write a randomly initialized model with the config ``fields``, and its tokenizer."""
     special_ids = dict(pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=None)
     config = AutoConfig.for_model(dtype="float32", **fields, **special_ids)
     transformers.logging.disable_progress_bar()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
+    if ties:
+        _bring_scores_together(model)
     model.generation_config = GenerationConfig(do_sample=True, **special_ids)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for file in Path(folder).glob("*.safetensors"):  # safetensors writes files that only their owner can read
         file.chmod((Path(folder) / "config.json").stat().st_mode & 0o777)
+
+
+def _bring_scores_together(model: torch.nn.Module) -> None:
+    """Give each router a large vector that its experts share, and differences of a 1024th of its size.
+
+    The shared part of the scores does not change their order, but bfloat16, with 8 significant bits, rounds the scores
+    by about as much as they differ. Routers therefore use bfloat16 values, which a bfloat16 policy does not change.
+    """
+    with torch.no_grad():
+        for router in (weight for name, weight in model.named_parameters() if name.endswith("mlp.gate.weight")):
+            shared = torch.randn(router.size(1))
+            differences = 0.1 * router.size(1) ** -0.5 * torch.randn_like(router)
+            router.copy_((102.4 * shared / shared.norm() + differences).bfloat16())
 
 
 # -- tokenizers -----------------------------------------------------------------------------------------------------
@@ -386,8 +407,9 @@ def _form_rows(seed: int, tokenizer: Qwen2Tokenizer) -> Iterator[Row]:
 
 
 def _warm_up(
-    start: str | Path, result: Path, seed: int, steps: int, rows: Iterator[Row], rows_per_step: int = ROWS_PER_STEP
-) -> None:
+    start: str | Path, result: Path, seed: int, steps: int, rows: Iterator[Row], rows_per_step: int = ROWS_PER_STEP,
+    freeze_routers: bool = False,
+) -> None:  # fmt: skip
     """Train the model in ``start`` on the completions of ``rows``, and write it to ``result``."""
     from gdpo_nemo.megatron import runtime
 
@@ -395,7 +417,7 @@ def _warm_up(
     from gdpo_nemo.megatron.policy import Policy
     from gdpo_nemo.models.hf_folder import write_model
 
-    config = _training(str(start), steps)
+    config = _training(str(start), steps, freeze_routers)
     with tempfile.TemporaryDirectory() as rendezvous_dir:
         runtime.initialize(process_runtime, rank=0, world_size=1, init_method=f"file://{rendezvous_dir}/rendezvous")
         try:
@@ -407,14 +429,13 @@ def _warm_up(
             runtime.tear_down()
 
 
-def _training(folder: str, steps: int) -> PolicyConfig:
+def _training(folder: str, steps: int, freeze_routers: bool) -> PolicyConfig:
     optimizer = OptimizerConfig(
         lr=3e-3, min_lr=1.5e-4, weight_decay=0.0, adam_beta1=0.9, adam_beta2=0.99, clip_grad=1.0
     )
     scheduler = SchedulerConfig(lr_decay_style="linear", lr_warmup_steps=min(20, steps - 1))
-    return PolicyConfig(
-        model_name=folder, precision="float32", megatron_cfg=MegatronConfig(optimizer=optimizer, scheduler=scheduler)
-    )
+    megatron = MegatronConfig(optimizer=optimizer, scheduler=scheduler, freeze_moe_router=freeze_routers)
+    return PolicyConfig(model_name=folder, precision="float32", megatron_cfg=megatron)
 
 
 def _train(policy, rows: Iterator[Row], steps: int, rows_per_step: int) -> None:

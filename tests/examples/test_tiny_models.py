@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from gdpo_nemo.config.load import load_config
@@ -290,7 +291,7 @@ def test_every_factory_writes_the_configuration_that_it_promises(function, tmp_p
 def test_the_small_model_is_the_demos_with_another_shape(tmp_path, monkeypatch):
     asked = {}
 
-    def no_warm_up(start, result, seed, steps, rows):
+    def no_warm_up(start, result, seed, steps, rows, **_):
         asked["steps"] = steps
         shutil.copytree(start, result, dirs_exist_ok=True)
 
@@ -298,3 +299,23 @@ def test_the_small_model_is_the_demos_with_another_shape(tmp_path, monkeypatch):
     makers.make_small_model(str(tmp_path / "small"), 0)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     assert sum(p.numel() for p in model.parameters()) == 224_256 and asked == {"steps": 250}
+
+
+def test_routers_of_the_near_tie_model_are_frozen_and_choose_others_in_bfloat16(tmp_path, monkeypatch):
+    asked = {}
+
+    def no_warm_up(start, result, *_, **how):
+        asked.update(how)
+        shutil.copytree(start, result, dirs_exist_ok=True)
+
+    monkeypatch.setattr(makers, "_warm_up", no_warm_up)
+    makers.make_near_tie_model(str(tmp_path / "model"), 0)
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    routers = [weight for name, weight in weights.items() if name.endswith("mlp.gate.weight")]
+    hidden = torch.randn(1000, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for router in routers:
+        assert torch.equal(router, router.bfloat16().float())
+        exact = (hidden.float() @ router.T).argmax(-1)
+        rounded = (hidden @ router.bfloat16().T).argmax(-1)
+        assert 0.2 < (exact != rounded).float().mean() < 0.7
+    assert len(routers) == 4 and asked == {"freeze_routers": True}

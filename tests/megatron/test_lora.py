@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import adapter_cases
@@ -28,6 +29,10 @@ HEAD_SHARED = LoraConfig(rank=4, alpha=8.0, target_modules=["k_proj", "v_proj", 
 IN_ONE_MATRIX = LoraConfig(rank=4, alpha=8.0, target_modules=["qkv_proj", "gate_up_proj", "down_proj"])
 # Of a dense layer, of shared experts and of each expert.
 EXPERTS = LoraConfig(rank=4, alpha=8.0, target_modules=["kv_b_proj", "gate_proj", "up_proj", "down_proj"])
+# Of shared experts and of each expert, which has no gate and processes latent vectors.
+LATENT_EXPERTS = LoraConfig(rank=4, alpha=8.0, target_modules=["up_proj", "down_proj"])
+STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+"""Modules of an expert in each stacked tensor of transformers. A family has the first or the second one."""
 FUSED = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate-up", "up_proj": "gate-up"}
 
 
@@ -57,9 +62,13 @@ def with_adapters(folder, settings: LoraConfig, start: dict):
     pairs = {}
     first = {}
     for name, module in list(model.named_modules()):
+        if model.config.model_type == "nemotron_h":  # its files use another name than transformers' module
+            name = re.sub("^model", "backbone", name)
         parent, _, last = name.rpartition(".")
         if name.endswith(".experts"):
-            for tensor, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            for tensor, parts in STACKED.items():
+                if not hasattr(module, tensor):
+                    continue
                 beside = []
                 for index in range(model.config.n_routed_experts):
                     names = [f"{name}.{index}.{part}" for part in parts]
@@ -115,6 +124,7 @@ def expected(on_ranks, model_folder):
         "head, shared": run(HEAD_SHARED, "qwen2"),
         "in one matrix": run(IN_ONE_MATRIX, "phi3"),
         "experts": run(EXPERTS, "deepseek-v3"),
+        "latent": run(LATENT_EXPERTS, "nemotron-3-super"),
     }
 
 
@@ -126,7 +136,7 @@ def expected(on_ranks, model_folder):
      ("TP1", "head"), ("TP2", "head"), ("TP2xPP2+SP+FULL", "head"), ("DP2+DIST", "head, shared"), ("TP2+SP",
      "head, shared"), ("TP1", "in one matrix"), ("TP2+SP", "in one matrix"), ("PP2", "in one matrix"),
      ("TP1", "experts"), ("TP2+SP", "experts"), ("TP2xEP2xETP1+SP", "experts"), ("DP2xEP2+DIST", "experts"),
-     ("PP2", "experts")],
+     ("PP2", "experts"), ("TP1", "latent"), ("TP2xEP2xETP1+SP", "latent")],
 )  # fmt: skip
 def test_adapters_learn_what_they_learn_in_transformers(on_ranks, model_folder, expected, layout, which, tmp_path):
     settings, folder, steps, pairs = expected[which]

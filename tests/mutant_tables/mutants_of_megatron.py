@@ -56,10 +56,31 @@ MEGATRON = (
     ),
     mutant(
         "megatron/lora.py",
+        "gate_up = (gate, up) if gate and family.gated_mlp else (up,)",
+        "gate_up = (gate, up) if gate and family.gated_mlp else (down_module,)",
+        "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP1-latent]",
+        "adapters of an expert without a gate have the name of its matrix before the activation",
+    ),
+    mutant(
+        "megatron/lora.py",
+        "down_module = experts.shared_down if shared else experts.down",
+        "down_module = experts.shared_down",
+        "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP1-latent]",
+        "adapters of an expert have the expert's name, also if its inputs are latent vectors",
+    ),
+    mutant(
+        "megatron/lora.py",
         "first = ranks.rank() * local",
         "first = 0",
         "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[DP2xEP2+DIST-experts]",
         "adapters have the global indices of their experts",
+    ),
+    mutant(
+        "megatron/lora.py",
+        "groups.insert(0, parallel_state.get_expert_model_parallel_group())",
+        "pass",
+        "megatron/test_lora.py::test_adapters_learn_what_they_learn_in_transformers[TP2xEP2xETP1+SP-latent]",
+        "a saved adapter contains the experts of all ranks",
     ),
     mutant(
         "megatron/lora.py",
