@@ -2,9 +2,11 @@
 
 import gc
 
-from rank_pool import torch_names
+gc.disable()  # A collection would look at a million new objects, all of which stay.
 
-from gdpo_nemo.megatron import runtime
+from rank_pool import torch_names  # noqa: E402
+
+from gdpo_nemo.megatron import runtime  # noqa: E402
 
 TORCH_BEFORE = torch_names()
 RUNTIME = runtime.prepare()
@@ -12,4 +14,5 @@ RUNTIME = runtime.prepare()
 import gdpo_nemo.megatron.checkpoint  # noqa: E402, F401 - as the next one, with what it imports
 import gdpo_nemo.megatron.policy  # noqa: E402, F401
 
-gc.freeze()  # Collections between cases need not look at a million objects of imported modules.
+gc.freeze()  # Collections between cases need not look at them either.
+gc.enable()

@@ -183,6 +183,7 @@ class _Rank:
 
 def _fork_ranks(pipes, prepare) -> None:
     os.setpgid(0, 0)
+    gc.disable()  # until `rank_imports` has been imported
     if prepare:
         prepare()
     import rank_imports  # noqa: F401 - for the ranks
