@@ -72,7 +72,7 @@ def test_weights_become_those_that_transformers_dequantises(tmp_path, block):
 
 
 def test_text_model_of_an_image_model_is_dequantised_and_not_written_back(tmp_path, capsys):
-    """As in Mistral Medium 3.5."""
+    """Mistral Medium 3.5 is published in this form."""
     image, text = tmp_path / "image", tmp_path / "text"
     write_image_model("mistral3", image)
     quantise(image, None)
