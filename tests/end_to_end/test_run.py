@@ -233,15 +233,19 @@ def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step
     assert found["scores"]["format"]["mean"] == sum(s["rewards"]["format"] for s in samples) / len(samples)
 
 
-def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step_stale(tmp_path, digit_model):
-    """The run starts from a PEFT adapter; the reference is the model without it. Format alone is constant in many
-    groups, and without the batch normalisation one reward's advantages are GRPO's. The second step trains samples of
-    the starting weights."""
-    start = write_adapter(tmp_path / "adapter", digit_model)
-    run_dir = tmp_path / "run"
+@pytest.fixture(scope="module")
+def one_step_stale(tmp_path_factory, digit_model) -> tuple[Path, dict]:
+    """Two steps with a PEFT adapter to start from, of an agent that compacts its history and has a sub-agent. The
+    second step trains samples of the starting weights: the folder of the run, and the adapter's matrices."""
+    scratch = tmp_path_factory.mktemp("one_step_stale")
+    start = write_adapter(scratch / "adapter", digit_model)
+    run_dir = scratch / "run"
     train_here(
         run_dir,
-        tmp_path / "adapter",
+        scratch / "adapter",
+        *("--config", "configs/gdpo_turns_cpu.yaml"),
+        "rollout.function=tests/turns/own_rollouts.py:compacts",
+        "rollout.save_trainer_logprobs=true",
         f"policy.lora={{rank: 4, alpha: 8, target_modules: [{','.join(TARGETS)}]}}",
         f"policy.megatron_cfg.optimizer.lr={LR}",
         "gdpo.rewards={format: 1.0}",
@@ -258,6 +262,13 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step
         "checkpointing.metric_name=null",
         *QUICK,
     )
+    return run_dir, start
+
+
+def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step_stale(one_step_stale):
+    """The reference is the model without the adapter. Format alone is constant in many groups, and without the batch
+    normalisation one reward's advantages are GRPO's."""
+    run_dir, start = one_step_stale
     first, second = [row for row in rows(run_dir) if "loss" in row]
     assert first["rollout/dropped_groups"] > 0
     assert first["reward/format/dead_groups"] == second["reward/format/dead_groups"] == 0.0
@@ -277,6 +288,19 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step
     after = load_file(run_dir / "adapter" / "adapter_model.safetensors")
     assert after.keys() == start.keys()
     assert 0 < max(float((after[name] - start[name]).abs().max()) for name in start) < 8 * LR
+
+
+def test_an_agent_of_several_contexts_trains_and_sampler_and_trainer_agree(one_step_stale):
+    run_dir, _ = one_step_stale
+    for row in (row for row in rows(run_dir) if "loss" in row):
+        assert row["grad_norm"] > 0
+        assert (row["rollout/contexts"], row["rollout/turns"], row["rollout/not_contiguous"]) == (2.5, 3.0, 0.0)
+        for s in read_rollouts(rollout_path(run_dir, row["step"])):
+            assert s["turn_parents"] == ([-1, -1, 0] if s["sample_index"] % 2 else [-1, -1, -1])
+            assert [value is None for value in s["trainer_logprobs"]] == [not written for written in s["loss_mask"]]
+            gaps = [abs(a - b) for a, b in zip(s["trainer_logprobs"], s["logprobs"]) if a is not None]
+            assert len(gaps) == sum(s["turn_tokens"])
+            assert (max(gaps) < 1e-4) == (row["step"] == 1)  # the samples of step 2 are of older weights
 
 
 @pytest.fixture(scope="module")

@@ -1,13 +1,7 @@
-"""``rollout.function``, and a run whose agent has several contexts.
-
-A run over the built-in environment with turns is in `end_to_end/test_run.py`.
-"""
+"""``rollout.function`` on scripted engines; `end_to_end/test_run.py` trains an agent of several contexts."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,8 +13,6 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Prompt, Trajectory
 from gdpo_nemo.generation.requests import Sampling
-from gdpo_nemo.observe.metric_registry import unknown_metrics
-from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 from gdpo_nemo.rollouts.batches import sample_seed
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob, needs_verdict, rollout_methods
 from gdpo_nemo.utils.errors import ConfigError, RunError
@@ -107,39 +99,3 @@ def test_settings_of_turns_that_cannot_work_are_refused_before_anything_starts(o
     assert message in str(refused.value)
     with pytest.raises(ConfigError, match="rollout.turns: has no effect"):
         rollout_methods(load_config(REPOSITORY / "configs" / "gdpo_tiny_cpu.yaml", ["rollout.turns.max_turns=2"]))
-
-
-def test_an_agent_of_several_contexts_trains_and_sampler_and_trainer_agree(digit_model, tmp_path):
-    """The agent compacts its history and has a sub-agent."""
-    settings = [
-        f"run.dir={tmp_path}/run",
-        f"policy.model_name={digit_model}",
-        f"rollout.function={OWN}:compacts",
-        "rollout.save_trainer_logprobs=true",
-        "gdpo.max_num_steps=2",
-        "gdpo.num_prompts_per_step=4",
-        "gdpo.val_period=0",
-        "gdpo.val_at_start=false",
-        "data.train.size=256",
-        "data.validation.size=64",
-        "logger.console=plain",
-        "logger.plot=false",
-        "logger.tensorboard.enabled=false",
-        "checkpointing.enabled=false",
-        "checkpointing.export_hf=false",
-    ]
-    command = [sys.executable, "-W", "ignore", "examples/run_gdpo.py", "--config", "configs/gdpo_turns_cpu.yaml"]
-    done = subprocess.run([*command, *settings], capture_output=True, text=True, cwd=REPOSITORY, timeout=1800)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert unknown_metrics(rows) == []
-    steps = [row for row in rows if "loss" in row]
-    assert [row["step"] for row in steps] == [1, 2]
-    for row in steps:
-        assert row["parity/max_abs"] < 1e-4 and row["grad_norm"] > 0
-        assert (row["rollout/contexts"], row["rollout/turns"], row["rollout/not_contiguous"]) == (2.5, 3.0, 0.0)
-        for s in read_rollouts(rollout_path(tmp_path / "run", row["step"])):
-            assert s["turn_parents"] == ([-1, -1, 0] if s["sample_index"] % 2 else [-1, -1, -1])
-            assert [value is None for value in s["trainer_logprobs"]] == [not written for written in s["loss_mask"]]
-            gaps = [abs(a - b) for a, b in zip(s["trainer_logprobs"], s["logprobs"]) if a is not None]
-            assert max(gaps) < 1e-4 and len(gaps) == sum(s["turn_tokens"])
