@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
-from gdpo_nemo.utils.progress import hidden, importing
+from gdpo_nemo.utils.progress import hidden, import_transformers, importing
 
 # A property that is slow once because the machine is busy is not broken. The planted mutants are found by 30 examples.
 hypothesis.settings.register_profile("shared machine", deadline=None, max_examples=30)
@@ -36,6 +36,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 def pytest_collection():
     """Keep the imports of test files for the whole session, and hide trackers from Megatron-core, as its ranks do."""
     with importing(), hidden("wandb", "torch.utils.tensorboard"):
+        import_transformers()
         return (yield)
 
 

@@ -39,7 +39,6 @@ from gdpo_nemo.megatron.optimizer import build_optimizer
 from gdpo_nemo.megatron.routers import freeze_expert_biases, freeze_routers, in_precision
 from gdpo_nemo.models import architectures
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.progress import hidden
 
 # Maximum size in bytes of float32 logits. Larger logits are computed in chunks of tokens and recomputed in the backward
 # pass.
@@ -402,10 +401,7 @@ def _accumulate_into_main_grad(chunks: list[PolicyModel]) -> None:
 def _read_config(folder: str | Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    # To build the docstring of a config class, transformers imports all dependencies of its models and of generation.
-    # This optional import includes torch's compiler and takes 1 s of CPU time.
-    with hidden("transformers.models.auto.modeling_auto"):
-        return AutoConfig.from_pretrained(folder)
+    return AutoConfig.from_pretrained(folder)
 
 
 def build_frozen(folder: str | Path, layout: MegatronConfig, dtype: torch.dtype, sharing: bool = False) -> BuiltModel:

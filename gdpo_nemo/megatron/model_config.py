@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from typing import Any
 
@@ -30,8 +31,8 @@ def fields_of(config: PretrainedConfig) -> dict[str, Any]:
     Raises:
         ConfigError: if the family is not supported.
     """
-    family_of(config)
-    return architectures.with_defaults(config.to_dict())
+    _, fields = _checked(config)
+    return architectures.with_defaults(fields)
 
 
 def family_of(config: PretrainedConfig) -> Family:
@@ -40,7 +41,25 @@ def family_of(config: PretrainedConfig) -> Family:
     Raises:
         ConfigError: if the family is not supported. The message lists the supported families.
     """
-    return check_family(config.to_dict())
+    family, _ = _checked(config)
+    return family
+
+
+def _checked(config: PretrainedConfig) -> tuple[Family, dict[str, Any]]:
+    """Return the family and the fields of a configuration.
+
+    Both are kept as long as the configuration exists, because a build asks for them hundreds of times, and each
+    conversion to a dictionary copies all fields.
+    """
+    key = id(config)  # configurations are not hashable
+    if key not in _known:
+        fields = config.to_dict()
+        _known[key] = check_family(fields), fields
+        weakref.finalize(config, _known.pop, key)
+    return _known[key]
+
+
+_known: dict[int, tuple[Family, dict[str, Any]]] = {}
 
 
 def head_size(config: PretrainedConfig) -> int:

@@ -110,6 +110,33 @@ print(import_utils.is_torch_available(), metadata.packages_distributions is refu
     assert output_of(code) == "True True"
 
 
+def test_transformers_lists_the_classes_of_its_models_as_if_it_had_read_them_again():
+    code = """
+from gdpo_nemo.utils.progress import import_transformers
+import_transformers()
+import transformers.models
+from transformers.utils import import_utils
+define = import_utils.define_import_structure
+file = transformers.models.__file__
+print(define(file) == import_utils.spread_import_structure(import_utils.create_import_structure_from_path(file)))
+print(define(file, prefix="x").keys() == define(file).keys(), transformers.models.Qwen2Config.model_type)
+"""
+    assert output_of(code) == "True\nTrue qwen2"
+
+
+def test_the_config_of_a_model_is_loaded_without_the_code_for_sampling():
+    code = """
+import sys
+from gdpo_nemo.utils.progress import import_transformers
+import_transformers()
+from transformers import AutoConfig, Qwen2Config
+print(type(AutoConfig.for_model("qwen2")) is Qwen2Config, "transformers.generation.utils" in sys.modules)
+from transformers import Qwen2ForCausalLM
+print(Qwen2ForCausalLM.__name__)
+"""
+    assert output_of(code) == "True False\nQwen2ForCausalLM"
+
+
 def test_a_package_is_provided_by_the_distribution_of_its_name():
     read = importlib.metadata.packages_distributions()
     providers = _Providers(lambda: pytest.fail("read"))
