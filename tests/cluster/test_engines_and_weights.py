@@ -3,6 +3,7 @@ tests."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
 import signal
@@ -110,6 +111,14 @@ def test_samples_depend_on_prompt_and_seed_alone(parts):
     assert [c.token_ids.tolist() for c in together.completions[:3]] == [c.token_ids.tolist() for c in alone]
     twice = [SampleRequest(wanted[0].prompt_ids, seed) for seed in range(8)]
     assert len({tuple(c.token_ids) for c in draw(parts.fleet, twice).completions}) > 1
+
+
+def test_requests_that_come_one_by_one_use_all_engines(parts):
+    async def engines_of_each() -> list[int]:
+        drawn = [parts.fleet.sample(request, SAMPLING) for request in requests(8)]
+        return [engine for _, engine in await asyncio.gather(*drawn)]
+
+    assert sorted(parts.fleet.spawn(engines_of_each()).result()) == [0] * 4 + [1] * 4
 
 
 def test_all_groups_of_an_engine_share_one_gloo_device(parts):

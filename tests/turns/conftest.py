@@ -1,4 +1,4 @@
-"""One policy rank and two vLLM engines on a byte model with a chat template, kept for all tests of turns."""
+"""One policy rank and a vLLM engine on a byte model with a chat template, kept for all tests of turns."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def stage(byte_model):
         [
             f"policy.model_name={byte_model}",
             f"policy.max_total_sequence_length={LONGEST}",
-            f"policy.generation={{engines: 2, max_new_tokens: 10, temperature: {TEMPERATURE}}}",
+            f"policy.generation={{engines: 1, max_new_tokens: 10, temperature: {TEMPERATURE}}}",
             "policy.generation.vllm_cfg.max_num_seqs=16",
             "policy.megatron_cfg.optimizer.lr=0",  # an update changes nothing, so engines and policy stay alike
         ],

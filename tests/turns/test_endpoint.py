@@ -246,16 +246,14 @@ def test_requests_that_are_too_large_or_no_json_or_come_between_batches_are_refu
     idle.close()
 
 
-def test_a_conversation_stays_on_its_engine_and_many_use_all(endpoint):
+def test_conversations_at_once_keep_their_turns_apart(endpoint):
+    """That a conversation asks for its engine is in test_shared_endpoint.py, that many use all in tests/cluster."""
     with ThreadPoolExecutor(8) as threads:
         talks = list(threads.map(lambda i: converse(endpoint, 2, opening=f"begin {i}")[1], range(8)))
     history = endpoint.service.history
-    engines = []
     for answers in talks:
         turns = [history.turn(np.array(a["prompt_token_ids"] + a["generation_token_ids"], np.int32)) for a in answers]
-        assert len({turn.engine for turn in turns}) == 1 and [turn.turns for turn in turns] == [1, 2]
-        engines.append(turns[0].engine)
-    assert set(engines) == {0, 1}
+        assert [turn.turns for turn in turns] == [1, 2]
 
 
 def test_samples_of_one_prompt_are_the_same_set_in_every_run_of_a_batch(endpoint, stage):
