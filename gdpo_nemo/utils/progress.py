@@ -214,7 +214,7 @@ def _read_models_once(import_utils: Any) -> None:
 
 
 def _keep_docstring(decorated: Any = None, **_: Any) -> Any:
-    """Stand in for the decorator ``auto_docstring``, with or without arguments."""
+    """Replace the decorator ``auto_docstring``, which may have arguments. Return classes and functions unchanged."""
     return (lambda found: found) if decorated is None else decorated
 
 

@@ -10,11 +10,13 @@ import signal
 import sys
 import threading
 import time
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
+from across_update import across_update
 
 from gdpo_nemo.cluster import engine_actor, reservation as placement
 from gdpo_nemo.cluster.fleet import EngineFleet
@@ -36,6 +38,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = "examples/custom_transport.py:CompressedTransport"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16)
 WORDS = np.arange(20, dtype=np.int32)
+VERSIONS = count(100)
+"""Of weights that do not come from the policy."""
 
 
 class Parts:
@@ -388,7 +392,9 @@ def apart(parts, digit_model):
         patch.setitem(engine_actor.CPU_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING", "1")
         patch.setitem(engine_actor.CPU_ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND", "0")
         config = copy.deepcopy(parts.config)
+        config.policy.max_total_sequence_length = 128
         config.policy.generation.engines = 1
+        config.policy.generation.vllm_cfg.max_num_seqs = 8
         fleet = EngineFleet(config, str(digit_model))
         fleet.ready()
         yield fleet
@@ -407,10 +413,24 @@ def test_an_engine_whose_vllm_has_a_process_of_its_own_gets_the_same_weights(par
         gather([apart.clients[0].actor.update_weights.remote(transport.manifest, nobody)], "from nobody", 60)
 
 
+@pytest.mark.parametrize("kv", ["drain", "recompute", "keep"])
+def test_a_scheduler_in_another_process_keeps_versions_apart(apart, digit_model, kv):
+    """It does not wait to be stepped. In one process: tests/generation/test_engine_in_flight.py."""
+    drawn = across_update(apart, digit_model, kv, VERSIONS)
+    assert len(drawn) == 20
+    for spans, tokens, off in drawn:
+        assert [version for version, _ in spans] in ([0], [1], [0, 1]) and sum(n for _, n in spans) == tokens
+        assert max(off[:1] if kv == "keep" else off) < 1e-4
+    mixed = sum(len(spans) == 2 for spans, *_ in drawn)
+    only_new = sum(spans[0][0] == 1 for spans, *_ in drawn)
+    assert (mixed == 0 and only_new == 4) if kv == "drain" else (mixed >= 4 and only_new > 4)
+    assert kv != "keep" or max(max(off) for _, _, off in drawn) > 1e-2, "kept keys are those of the old weights"
+
+
 def test_the_death_of_vllms_own_process_is_the_death_of_its_engine(parts, apart):
     """The process is killed while it samples and receives an update. No call hangs and no request is lost."""
     sync = WeightSync(parts.policy, apart, parts.sync_check)
-    sync.publish(60)
+    sync.publish(next(VERSIONS))
     wanted = requests(16)
     before = draw(apart, wanted)
     engine = _engine(apart)
@@ -420,12 +440,12 @@ def test_the_death_of_vllms_own_process_is_the_death_of_its_engine(parts, apart)
     while not apart.clients[0].pending:
         time.sleep(0.01)
     threading.Timer(2.0, core.kill).start()
-    assert sync.publish(61)["parity/probe"] < 1e-4
+    assert sync.publish(newest := next(VERSIONS))["parity/probe"] < 1e-4
     assert same(before, drawing.result()) and apart.clients[0].replaced == 1
     (note,) = apart.take_events()
     assert note.startswith("engine 0: vLLM's process EngineCore was killed by SIGKILL (see its output in the engine's")
     assert psutil.wait_procs([engine], timeout=240)[1] == []
-    assert draw(apart, wanted).version == 61
+    assert draw(apart, wanted).version == newest
 
 
 def test_a_killed_engine_takes_vllms_own_process_with_it(apart):
