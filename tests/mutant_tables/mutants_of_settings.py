@@ -229,4 +229,25 @@ SETTINGS = (
         "models/test_model_formats.py::test_a_file_is_told_by_its_content_whatever_it_is_called",
         "an archive with a pickle is refused as such",
     ),
+    mutant(
+        "utils/progress.py",
+        'name.removeprefix("models.")',
+        "name",
+        "utils/test_progress.py::test_transformers_lists_the_classes_of_its_models_as_if_it_had_read_them_again",
+        "the list of the classes in transformers.models is the one that transformers would read",
+    ),
+    mutant(
+        "utils/progress.py",
+        "utils.auto_docstring = _keep_docstring",
+        "del utils",
+        "utils/test_progress.py::test_the_config_of_a_model_is_loaded_without_the_code_for_sampling",
+        "a model's config is loaded without the code for sampling",
+    ),
+    mutant(
+        "utils/progress.py",
+        "return (lambda found: found) if decorated is None else decorated",
+        "return decorated",
+        "utils/test_progress.py::test_the_config_of_a_model_is_loaded_without_the_code_for_sampling",
+        "a decorator with arguments keeps its class",
+    ),
 )

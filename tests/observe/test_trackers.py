@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import time
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +22,22 @@ from gdpo_nemo.observe.metric_registry import ALIASES, alias_values, find_metric
 from gdpo_nemo.observe.trackers import MlflowLog, PrometheusLog, WandbLog
 
 ROWS = [{"step": step, "loss": step / 10, "reward/format/mean": 0.5 + step / 100} for step in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def empty_mlflow(tmp_path_factory) -> Path:
+    """A database of MLflow. Its tables are made by dozens of migrations, one second of CPU time."""
+    from mlflow import MlflowClient
+
+    file = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{file}").search_experiments()
+    return file
+
+
+@pytest.fixture
+def database(tmp_path, empty_mlflow) -> None:
+    """The run's database is there."""
+    shutil.copy(empty_mlflow, tmp_path)
 
 
 @pytest.fixture
@@ -122,7 +140,7 @@ def test_wandb_takes_the_trainers_step_as_axis_whatever_the_validation_period(of
     assert axes == [{"step"}] * 3
 
 
-def test_mlflow_has_a_validation_at_its_own_step_when_it_ends_later(config, tmp_path):
+def test_mlflow_has_a_validation_at_its_own_step_when_it_ends_later(config, tmp_path, database):
     config.logger.mlflow.enabled = True
     write(config, tmp_path, ROWS, validations=[(3, 1)])
     client, run = mlflow_run(tmp_path)
@@ -147,7 +165,7 @@ def test_wandb_is_given_config_tags_entity_and_goes_on_under_the_id(offline, tmp
     assert not any(b"hunter2" in file.read_bytes() for file in files)
 
 
-def test_mlflow_is_given_the_config_as_parameters_and_tags(config, tmp_path, monkeypatch):
+def test_mlflow_is_given_the_config_as_parameters_and_tags(config, tmp_path, monkeypatch, database):
     monkeypatch.setenv("GDPO_SECRET", "hunter2-hunter2")
     logger = config.logger
     config = load_config(
@@ -176,7 +194,7 @@ def test_a_tracker_goes_on_in_the_run_that_the_config_names(config, tmp_path):
     assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "loss")) == [1, 2, 3]
 
 
-def test_trackers_get_completions_with_rewards_and_advantages(offline, tmp_path):
+def test_trackers_get_completions_with_rewards_and_advantages(offline, tmp_path, database):
     config = offline
     config.logger.mlflow.enabled = True
     config.logger.tensorboard.enabled = True
@@ -198,7 +216,7 @@ def test_trackers_get_completions_with_rewards_and_advantages(offline, tmp_path)
     assert "| p3-0 | digit_sort | 39172=<b> |" in shown and len(shown.splitlines()) == 6
 
 
-def test_no_text_goes_to_a_tracker_unasked(offline, tmp_path):
+def test_no_text_goes_to_a_tracker_unasked(offline, tmp_path, database):
     offline.logger.mlflow.enabled = True
     offline.logger.tensorboard.enabled = True
     write(offline, tmp_path, ROWS)
@@ -237,7 +255,7 @@ def test_tensorboard_has_the_config_as_text_and_what_is_not_default_as_hparams(c
     assert ended.status == Status.STATUS_SUCCESS
 
 
-def test_aliases_are_written_beside_our_names_with_the_same_values(config, tmp_path):
+def test_aliases_are_written_beside_our_names_with_the_same_values(config, tmp_path, database):
     config.logger.mlflow.enabled = True
     config.logger.aliases = ["nemo_rl", "trl"]
     write(config, tmp_path, ROWS, validations=[(3, 3)])
@@ -258,7 +276,7 @@ def test_an_alias_stands_for_a_metric_that_exists_and_for_one_only():
     assert alias_values({"reward/total/mean": 0.5}, ["trl"]) == {"train/reward": 0.5}
 
 
-def test_system_metrics_are_recorded_where_the_config_asks_for_them(config, tmp_path, monkeypatch):
+def test_system_metrics_are_recorded_where_the_config_asks_for_them(config, tmp_path, monkeypatch, database):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     config.logger.mlflow.enabled = True
     config.logger.system_metrics = True
