@@ -15,6 +15,7 @@ from gdpo_nemo.models.peft import read_peft_adapter
 from gdpo_nemo.models.sources import Format, Source, described_by, source_fields
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object, whole_folder
+from gdpo_nemo.utils.progress import import_transformers
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -37,6 +38,7 @@ def write_folder(source: Source, out: Path, key: str, companion: str | None = No
 
 
 def _write(source: Source, folder: Path, key: str, companion: str | None) -> None:
+    import_transformers()
     from transformers import AutoConfig
 
     if source.format is Format.GGUF:

@@ -2,7 +2,6 @@
 says."""
 
 import json
-import os
 import subprocess
 import sys
 
@@ -25,7 +24,7 @@ def tool_model(tmp_path_factory):
         "m.make_tool_calling_model(sys.argv[2], 42, 90)"
     )
     command = [sys.executable, "-W", "ignore", "-c", code, str(REPOSITORY / "examples"), str(folder)]
-    subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return folder
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import subprocess
 import sys
 from functools import partial
@@ -92,9 +91,7 @@ def byte_model(tmp_path_factory) -> Path:
     """A small model over bytes, with a chat template, that mostly writes tool calls."""
     folder = tmp_path_factory.mktemp("bytes") / "model"
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("calling_model.py")), str(folder)]
-    subprocess.run(
-        command, check=True, env={**os.environ, "OMP_NUM_THREADS": "2"}, stdout=subprocess.DEVNULL, cwd=REPOSITORY
-    )
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
     return folder
 
 
