@@ -213,9 +213,9 @@ def _read_models_once(import_utils: Any) -> None:
     import_utils.define_import_structure = define_import_structure
 
 
-def _keep_docstring(decorated: Any = None, **_: Any) -> Any:
+def _keep_docstring(obj: Any = None, **_: Any) -> Any:
     """Replace the decorator ``auto_docstring``, which may have arguments. Return classes and functions unchanged."""
-    return (lambda found: found) if decorated is None else decorated
+    return (lambda found: found) if obj is None else obj
 
 
 class _Providers(Mapping[str, list[str]]):

@@ -245,8 +245,8 @@ SETTINGS = (
     ),
     mutant(
         "utils/progress.py",
-        "return (lambda found: found) if decorated is None else decorated",
-        "return decorated",
+        "return (lambda found: found) if obj is None else obj",
+        "return obj",
         "utils/test_progress.py::test_the_config_of_a_model_is_loaded_without_the_code_for_sampling",
         "a decorator with arguments keeps its class",
     ),
