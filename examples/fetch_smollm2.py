@@ -250,8 +250,10 @@ def _installer() -> list[str]:
 
 
 def _convert(gguf: Path, partial: Path) -> None:
-    """Convert the GGUF file to a Hugging Face folder, like ``gdpo-nemo convert --to hf``, and check an unknown
-    result."""
+    """Convert the GGUF file to a Hugging Face folder, like ``gdpo-nemo convert --to hf``.
+
+    Check the result if its checksums are not in ``CONVERTED_SHA256``.
+    """
     from gdpo_nemo.training.model_conversion import write_folder
 
     print(f"converting {gguf.name}", flush=True)

@@ -171,9 +171,7 @@ def quiet_torch() -> None:
 
 
 def import_transformers() -> None:
-    """Import transformers with less work, which takes a sixth of the CPU time of a process that loads a model.
-
-    Three parts of the import are replaced:
+    """Import transformers, and skip three parts of the import that cost CPU time:
 
     * transformers reads the metadata of all installed packages (0.3 s), but uses only two or three entries. Instead,
       these entries are looked up individually.

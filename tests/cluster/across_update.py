@@ -20,7 +20,8 @@ PROMPT = 40
 LONG = Sampling(1.0, 1.0, -1, 80)
 SHORT = 8
 _EMBEDDING = "model.embed_tokens.weight"
-_END = 1
+_EOS = 1
+_ATTEMPTS = 20
 
 
 class Drawn(NamedTuple):
@@ -34,7 +35,7 @@ class Drawn(NamedTuple):
 
 
 class FolderWeights(MemoryTransport):
-    """The weights of a folder times a factor. They hardly ever draw the end of a text, which would be too early."""
+    """The weights of a folder times a factor. With these weights, the model rarely samples the EOS token."""
 
     def __init__(self, folder: Path, factor: float):
         self._folder = folder
@@ -44,7 +45,7 @@ class FolderWeights(MemoryTransport):
         """Pack the weights without a policy."""
         read = open_weights(self._folder)
         tensors = {name: read(name) * self._factor for name in weight_names(self._folder)}
-        tensors[_EMBEDDING][_END] = 0.0  # the model's output layer, too
+        tensors[_EMBEDDING][_EOS] = 0.0  # the output layer is tied to the embedding
         manifest, buffer = pack(tensors.items(), version)
         self.manifest, self.buffer = ray.put(manifest), ray.put(buffer)
 
@@ -52,21 +53,26 @@ class FolderWeights(MemoryTransport):
 def across_update(fleet: EngineFleet, folder: Path, kv: str, versions: count[int]) -> list[Drawn]:
     """Draw 16 requests of one prompt, half of which have not begun when new weights arrive, and four afterwards.
 
-    On a busy machine, all may be drawn before the new weights are sent. Then it begins again, with ``versions`` that
-    no update had.
+    On a busy machine, the new weights may arrive too late. The function then repeats with unused ``versions``.
     """
-    while True:
+    newer = FolderWeights(folder, 1.7)
+    for _ in range(_ATTEMPTS):
         old, new, again = next(versions), next(versions), next(versions)
         _publish(fleet, FolderWeights(folder, 1.0), old)
+        newer.prepare(new)
         prompt = np.random.default_rng(old).integers(2, 12, PROMPT).astype(np.int32)
-        # Only those that the update finds under way have to be long. The engine counts them when the first has ended.
+        # Requests 1 to 7 run during the update, so they are long. Request 0 is short, because the engine reports the
+        # number of running requests when a request finishes.
         wanted = [SampleRequest(prompt, seed, None if 0 < seed < 8 else SHORT) for seed in range(20)]
         drawing = fleet.spawn(fleet.sample_all(wanted[:16], LONG))
         while fleet.clients[0].report.running < 4 and not drawing.done():
             time.sleep(0.001)
-        _publish(fleet, FolderWeights(folder, 1.7), new, kv)
+        with fleet.delivering():
+            fleet.update(newer, new, kv)
         completions = [*drawing.result(300).completions, *fleet.generate(wanted[16:], LONG).completions]
-        if kv == "drain" or sum(len(completion.spans) == 2 for completion in completions) >= 4:
+        mixed = sum(len(completion.spans) == 2 for completion in completions)
+        only_new = sum(completion.spans[0][0] == new for completion in completions)
+        if kv == "drain" or (mixed >= 4 and only_new >= 8):
             break
     sequences = [np.concatenate([prompt, completion.token_ids]) for completion in completions]
     scores = {new: fleet.score(sequences)[0]}
@@ -82,10 +88,10 @@ def across_update(fleet: EngineFleet, folder: Path, kv: str, versions: count[int
     ]
 
 
-def _publish(fleet: EngineFleet, weights: FolderWeights, version: int, kv: str = "drain") -> None:
+def _publish(fleet: EngineFleet, weights: FolderWeights, version: int) -> None:
     with fleet.delivering():
         weights.prepare(version)
-        fleet.update(weights, version, kv)
+        fleet.update(weights, version)
 
 
 def _off(completion: Completion, scores: dict[int, np.ndarray]) -> list[float]:

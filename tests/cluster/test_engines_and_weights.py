@@ -39,7 +39,7 @@ OWN = "examples/custom_transport.py:CompressedTransport"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16)
 WORDS = np.arange(20, dtype=np.int32)
 VERSIONS = count(100)
-"""Of weights that do not come from the policy."""
+"""Numbers for weight updates, larger than those of all other tests in this file."""
 
 
 class Parts:
@@ -423,7 +423,7 @@ def test_a_scheduler_in_another_process_keeps_versions_apart(apart, digit_model,
         assert max(off[:1] if kv == "keep" else off) < 1e-4
     mixed = sum(len(spans) == 2 for spans, *_ in drawn)
     only_new = sum(spans[0][0] == 1 for spans, *_ in drawn)
-    assert (mixed == 0 and only_new == 4) if kv == "drain" else (mixed >= 4 and only_new > 4)
+    assert (mixed == 0 and only_new == 4) if kv == "drain" else (mixed >= 4 and only_new >= 8)
     assert kv != "keep" or max(max(off) for _, _, off in drawn) > 1e-2, "kept keys are those of the old weights"
 
 

@@ -494,11 +494,6 @@ def _let_it_wait(launch: Launch, owner: str, waited_s: float) -> None:
         time.sleep(0.2)
 
 
-def _process_of(launch: Launch, title: str) -> psutil.Process:
-    children = psutil.Process(launch.process.pid).children(recursive=True)
-    return next(child for child in children if title in " ".join(child.cmdline()))
-
-
 def _flip_a_byte(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
