@@ -30,6 +30,8 @@ _EXCLUDED = tuple(
 )
 # Replacement of torch.cuda by module (default: torch.cpu). torch.random contains the functions for random states.
 _REPLACEMENTS = {f"{_PACKAGE}.tensor_parallel.random": "random"}
+_FOR_GPUS = ("transformer_engine", "apex")
+"""Libraries whose optimizers and kernels megatron-core uses if they are installed, but which require a GPU."""
 
 
 def install() -> bool:
@@ -46,6 +48,8 @@ def install() -> bool:
         return True
     if _PACKAGE in sys.modules:
         raise RuntimeError("megatron.core was imported before gdpo_nemo.megatron.runtime.prepare()")
+    for name in _FOR_GPUS:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # from now on, the import fails
     sys.meta_path.insert(0, _Finder())
     _use_cpu_random_states()
     _pad_uneven_collectives()

@@ -13,7 +13,7 @@ import pytest
 _BLOCKED = ("ray", "vllm", "datasets", "pydantic", "wandb")
 _CODE = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {for_gpus!r}]
 
 class Blocked:
     asked = []
@@ -43,16 +43,21 @@ for package in (gdpo_nemo.algorithms, gdpo_nemo.weights, gdpo_nemo.weights.trans
         if module.name != "gdpo_nemo.weights.vllm_receiver":  # which vLLM's workers import
             importlib.import_module(module.name)
 import json
-print(json.dumps([compiler, [name for name in {blocked} if name in sys.modules]]))
+print(json.dumps([compiler, [name for name in {blocked} if name in sys.modules], sys.modules["transformer_engine"]]))
 """
+_FOR_GPUS = ("transformer_engine", "apex")
 
 
 @pytest.fixture(scope="module")
-def imported(model_folder, tmp_path_factory) -> list[list[str]]:
+def imported(model_folder, tmp_path_factory) -> list[list[str] | None]:
     """What an update of a rank has imported of torch's compiler and trackers, and, once everything is imported that the
     policy may need, what there is of the rest of a run."""
     meeting, folder = tmp_path_factory.mktemp("rank") / "meeting", str(model_folder("qwen2"))
-    code = _CODE.format(blocked=_BLOCKED, tests=str(Path(__file__).parent), meeting=meeting, folder=folder)
+    for_gpus = tmp_path_factory.mktemp("for_gpus")
+    for name in _FOR_GPUS:
+        (for_gpus / f"{name}.py").write_text("raise RuntimeError('Found no NVIDIA driver on your system.')")
+    tests = str(Path(__file__).parent)
+    code = _CODE.format(blocked=_BLOCKED, tests=tests, for_gpus=str(for_gpus), meeting=meeting, folder=folder)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
@@ -66,3 +71,8 @@ def test_policy_imports_without_ray_vllm_datasets_pydantic_and_wandb(imported):
 def test_a_rank_updates_without_torchs_compiler_and_without_trackers(imported):
     """They are 3 of the 9 s of a core that a rank took to start."""
     assert imported[0] == []
+
+
+def test_a_rank_on_a_cpu_updates_if_libraries_for_gpus_are_installed(imported):
+    """Megatron prefers their optimizers, which need a GPU. An import of either ends the process."""
+    assert imported[2] is None

@@ -407,6 +407,13 @@ MEGATRON = (
         "a waiting rank does not poll for each of its groups",
     ),
     mutant(
+        "megatron/cpu_shim.py",
+        "        sys.modules.setdefault(name, None)",
+        "        sys.modules.get(name)",
+        "megatron/test_policy_imports.py::test_a_rank_on_a_cpu_updates_if_libraries_for_gpus_are_installed",
+        "a CPU rank runs beside an installed TransformerEngine",
+    ),
+    mutant(
         "megatron/layers.py",
         "        squares = copy_to_tensor_model_parallel_region(squares, group=self.group)\n",
         "",
