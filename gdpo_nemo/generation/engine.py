@@ -42,6 +42,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "TOKENIZERS_PARALLELISM": "false",
+    # FlashInfer's sampler supports neither requests with seeds nor processed log-probs, so no run can use it. By
+    # default, vLLM imports FlashInfer for it, and an engine would not start without FlashInfer.
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
 KV_AT_UPDATE = ("drain", "recompute", "keep")

@@ -97,6 +97,7 @@ def decided(folder: Path) -> dict[str, Any]:
     """vLLM's decisions for the model in a folder."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend
+    from vllm.v1.sample.ops.topk_topp_sampler import flashinfer_sampler_supported
 
     config = engine_config(folder)
     model = config.model_config
@@ -117,6 +118,7 @@ def decided(folder: Path) -> dict[str, Any]:
         "head": str(model.head_dtype),
         "executor": str(config.parallel_config.distributed_executor_backend),
         "transfer": config.weight_transfer_config.backend,
+        "FlashInfer's sampler": flashinfer_sampler_supported(),
     }
 
 
@@ -217,8 +219,11 @@ def published_heads(name: str) -> dict[str, int]:
 def main(out: str) -> None:
     """See the top of the file."""
     os.environ["VLLM_DISABLE_SHARED_EXPERTS_STREAM"] = "1"  # a stream needs a GPU
-    os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+    os.environ["HF_HUB_OFFLINE"] = "1"
     sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "megatron")]
+    from gdpo_nemo.generation.engine import ENVIRONMENT
+
+    os.environ |= ENVIRONMENT
     import tiny_models
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -84,7 +84,7 @@ def test_vllms_cuda_platform_decides_the_same_for_every_family(tmp_path):
     expected = {
         "device": "cuda", "attention": "FLASH_ATTN", "graphs": "FULL_AND_PIECEWISE", "sizes": 51, "sleep": True,
         "chunked prefill": True, "asynchronous scheduling": True, "prefix cache": True, "head": "torch.float32",
-        "executor": "uni", "transfer": "gdpo_nemo",
+        "executor": "uni", "transfer": "gdpo_nemo", "FlashInfer's sampler": False,
     }  # fmt: skip
     reloads = {name: decided.pop("reload") for name, decided in found.items() if "reload" in decided}
     assert {decided.pop("family") for decided in found.values()} == {*FAMILIES}

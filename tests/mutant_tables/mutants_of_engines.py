@@ -112,6 +112,13 @@ ENGINES = (
         "stacked experts are loaded into the part of the parameter where vLLM loads single experts",
     ),
     mutant(
+        "generation/engine.py",
+        '    "VLLM_USE_FLASHINFER_SAMPLER": "0",\n',
+        "",
+        "generation/test_gpu_calls.py::test_vllms_cuda_platform_decides_the_same_for_every_family",
+        "an engine starts without FlashInfer",
+    ),
+    mutant(
         "models/families/deepseek.py",
         'engine_fields={"scoring_func": "sigmoid", "topk_method": "noaux_tc"},',
         'engine_fields={"topk_method": "noaux_tc"},',
