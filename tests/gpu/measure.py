@@ -130,8 +130,7 @@ def speed(arguments: argparse.Namespace) -> None:
         for length, budget in cases:
             shape, recompute = fitting(SHAPES[size], length, budget, device, stand.on_gpu)
             _speed_of(stand, Path(folder), size, shape, recompute, length, budget, arguments.rounds)
-            if stand.on_gpu:
-                torch.cuda.empty_cache()
+            stand.free()
 
 
 def fitting(
@@ -224,6 +223,7 @@ def policy(arguments: argparse.Namespace) -> None:
         batch = batch_of([longest, longest // 3, longest // 2, 17, longest - 5, 40], model.shape[5])
         for check in CHECKS:
             check(stand, model, batch, Path(folder))
+            stand.free()
 
 
 # -- 4: weights -------------------------------------------------------------------------------------------------------
@@ -304,8 +304,6 @@ def _take(manifest, address, device: str, answers) -> None:
 
 def logprob_chunks(arguments: argparse.Namespace) -> None:
     """Milliseconds of the head and its log-probs, forward and backward, by chunk; syncs of one update."""
-    import torch
-
     with scratch() as folder:
         stand = Stand(Path(folder))
         from gdpo_nemo.megatron import model as models
@@ -323,7 +321,7 @@ def logprob_chunks(arguments: argparse.Namespace) -> None:
             stock = models._LOGIT_BYTES
             for mib in (stock >> 20,) if kernel else (64, 256, 1024, 4096):
                 models._LOGIT_BYTES = mib << 20
-                torch.cuda.empty_cache()
+                stand.free()
                 _measure_head(stand, built, batch, micro_batches, "fused" if kernel else f"chunks of {mib} MiB")
             models._LOGIT_BYTES = stock
         _syncs(stand, stand.policy(written, BF16), batch)
@@ -453,6 +451,11 @@ def main() -> None:
     if arguments.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     _MEASUREMENTS[arguments.measurement](arguments)
+    if not arguments.cpu:
+        # On the first machine with a GPU, the process did not end: NCCL waited at the interpreter's exit, and also in
+        # destroy_process_group. A run is not affected, because it kills its ranks.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 if __name__ == "__main__":

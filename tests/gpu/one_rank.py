@@ -103,8 +103,7 @@ def offloading(stand: Stand, model: Model, batch: list[Any], folder: Path) -> No
 
             record("optimizer to the GPU and back", float(np.median(timed(stand, there_and_back, 3))), "s")
         del built
-        if stand.on_gpu:
-            torch.cuda.empty_cache()
+        stand.free()
     record("tensors that off-loading changed", _unequal(rows[False][1], rows[True][1]), "", 0)
 
 

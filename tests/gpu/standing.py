@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -132,6 +133,14 @@ class Stand:
         if lora:
             config.lora = LoraConfig(rank=lora)
         return Policy(config, model.folder, self.runtime, 1000, keep_reference)
+
+    def free(self) -> None:
+        """Free the memory of the policies that are no longer used, which reference cycles keep until a collection."""
+        import torch
+
+        gc.collect()
+        if self.on_gpu:
+            torch.cuda.empty_cache()
 
     def settle(self) -> None:
         """Wait for the device."""
