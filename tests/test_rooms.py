@@ -92,7 +92,7 @@ def test_layout_stays_small():
     algorithms = {spec.import_path.removeprefix("gdpo_nemo.").partition(":")[0] for spec in ALGORITHMS.values()}
     entries = ("environments.tasks.", "weights.transports.")
     counted = [module for module in FILES if module not in algorithms and not module.startswith(entries)]
-    assert len(counted) <= 341
+    assert len(counted) <= 344
 
 
 @pytest.mark.parametrize("module", sorted(FILES))

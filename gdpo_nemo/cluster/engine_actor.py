@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any, Sequence
 
 from gdpo_nemo.cluster.cleanup_process import guard_children
+from gdpo_nemo.cluster.fork_server import ENGINE, thread_environment
 from gdpo_nemo.cluster.local_ray import stay_on
 from gdpo_nemo.cluster.reservation import Placement
-from gdpo_nemo.cluster.session import cores, ray, thread_environment
+from gdpo_nemo.cluster.session import cores, ray
+from gdpo_nemo.cluster.worker_launcher import PRELOADED
 from gdpo_nemo.config.schema import Config, VllmConfig
 from gdpo_nemo.config.sections import replays_router
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
@@ -44,6 +46,9 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
     node = placement.places.engines[index]
     threads = max(1, cores(config.cluster) // placement.places.engines_on(node))
     environment = {**thread_environment(threads), **ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu else {})}
+    one_process = vllm.tensor_parallel_size == 1 and environment.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+    if on_cpu and one_process:
+        environment[PRELOADED] = ENGINE
     environment |= placement.environment(node)
     if replays_router(policy) and not on_cpu:
         environment |= GPU_ENVIRONMENT

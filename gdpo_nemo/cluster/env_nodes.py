@@ -21,8 +21,9 @@ from typing import Any, Callable, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.cluster.cleanup_process import guard_children
+from gdpo_nemo.cluster.fork_server import thread_environment
 from gdpo_nemo.cluster.reservation import Placement
-from gdpo_nemo.cluster.session import WorkerDied, answered, gather, ray, thread_environment
+from gdpo_nemo.cluster.session import WorkerDied, answered, gather, ray
 from gdpo_nemo.config.placement import SHARED, place_workers
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Trajectory, Verdict

@@ -23,7 +23,7 @@ from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._raylet import persist_port
 
-from gdpo_nemo.cluster import idle_agent
+from gdpo_nemo.cluster import idle_agent, worker_launcher
 from gdpo_nemo.utils.errors import InfrastructureFailed, message_line
 
 _STARTS = 3
@@ -88,6 +88,7 @@ def _attempt(initialize: Callable[[], None], before: set[psutil.Process]) -> str
             _loopback_only(),
             _predefined_agent_ports(),
             _unused_servers_disabled(),
+            _workers_forked(),
             _fail_with_servers(),
         ):
             initialize()
@@ -232,6 +233,20 @@ def _unused_servers_disabled() -> Iterator[None]:
         _replaced(Node, "start_api_server", lambda node, **options: None),
         _replaced(services, "start_ray_process", start_ray_process),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _workers_forked() -> Iterator[None]:
+    """Start workers of sessions that start in this block with ``worker_launcher`` if there is a fork server."""
+    original = Node.start_raylet
+
+    def start_raylet(node: Node, *arguments: Any, **options: Any) -> None:
+        if worker_launcher.FOLDER in os.environ:
+            node._ray_params.setup_worker_path = worker_launcher.__file__
+        original(node, *arguments, **options)
+
+    with _replaced(Node, "start_raylet", start_raylet):
         yield
 
 

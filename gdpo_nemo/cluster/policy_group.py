@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Iterable, Sequence
 import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import loss_import_paths, reads_whole_sequences, why_all_sequences
+from gdpo_nemo.cluster.fork_server import RANK, thread_environment
 from gdpo_nemo.cluster.policy_rank import LOGPROBS, Columns, PolicyRank, RankCaller
 from gdpo_nemo.cluster.reservation import Placement, place_on_this_machine
-from gdpo_nemo.cluster.session import answered, cores, gather, one_has_ended, ray, thread_environment
+from gdpo_nemo.cluster.session import answered, cores, gather, one_has_ended, ray
+from gdpo_nemo.cluster.worker_launcher import PRELOADED
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.layout import has_flex_attention, prompt_sharing
 from gdpo_nemo.config.model_checks import resolve
@@ -127,7 +129,7 @@ class PolicyGroup:
         ranks_per_node = max(placement.places.policy_on(node) for node in nodes)
         threads = config.policy.num_threads or max(1, cores(config.cluster) // ranks_per_node)
         environment = thread_environment(threads)
-        environment |= gpu_environment(config) if on_gpu else {"CUDA_VISIBLE_DEVICES": ""}
+        environment |= gpu_environment(config) if on_gpu else {"CUDA_VISIBLE_DEVICES": "", PRELOADED: RANK}
         options = dict(num_cpus=0, num_gpus=1 if on_gpu else 0, runtime_env={"env_vars": environment})
         actor = ray.remote(PolicyRank)
         self.ranks = [

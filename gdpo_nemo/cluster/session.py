@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -44,7 +43,7 @@ from ray._private import auto_init_hook, ray_constants  # noqa: E402
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError  # noqa: E402
 
 from gdpo_nemo.cluster import local_ray  # noqa: E402
-from gdpo_nemo.cluster.cleanup_process import CleanupProcess  # noqa: E402
+from gdpo_nemo.cluster.worker_processes import worker_processes  # noqa: E402
 from gdpo_nemo.config.placement import joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.utils.errors import (  # noqa: E402
@@ -115,56 +114,19 @@ def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) ->
             _node_ip_address=local_ray.LOOPBACK,
         )
     )
-    with _scratch() as scratch:
-        cleanup = CleanupProcess(scratch)
-        try:
-            with phase("Ray"):
-                _connect(arguments)
-            with local_ray.watched(lost) if lost and not address else contextlib.nullcontext():
-                yield
-        finally:
-            _watched.clear()
-            with _signal_handlers_restored():
-                ray.shutdown()
-            cleanup.close()
+    with worker_processes(config), contextlib.ExitStack() as stack:
+        stack.callback(_disconnect)
+        with phase("Ray"):
+            _connect(arguments)
+        if lost and not address:
+            stack.enter_context(local_ray.watched(lost))
+        yield
 
 
-@contextlib.contextmanager
-def _scratch() -> Iterator[str]:
-    """Create a folder for temporary files of the run's processes, and set TMPDIR to it in the block.
-
-    The cleanup process removes the folder, because some files remain even after a clean exit (vLLM's sockets). Ray
-    stores its own files elsewhere. If the user has no writable home directory, this folder also becomes the home
-    directory, because Ray and the caches of libraries need a home directory.
-    """
-    before = {name: os.environ.get(name) for name in ("TMPDIR", "RAY_TMPDIR", "HOME", "HF_HOME")}
-    # The path must be short, because the folder contains Unix sockets, whose paths are limited to 107 characters.
-    folder = tempfile.mkdtemp(prefix="gdpo-")
-    os.environ["RAY_TMPDIR"] = before["RAY_TMPDIR"] or tempfile.gettempdir()
-    os.environ["TMPDIR"] = folder
-    _set_home(folder)
-    try:
-        yield folder
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _set_home(folder: str) -> None:
-    """Set HOME to ``folder`` if the user's home directory is missing or not writable.
-
-    Hugging Face's cache in the user's home directory is still used.
-    """
-    home = os.path.expanduser("~")
-    if os.path.isabs(home) and os.access(home, os.W_OK):
-        return
-    os.environ["HOME"] = folder
-    models = os.path.join(home, ".cache", "huggingface")
-    if os.path.isabs(home) and os.path.isdir(models):
-        os.environ.setdefault("HF_HOME", models)
+def _disconnect() -> None:
+    _watched.clear()
+    with _signal_handlers_restored():
+        ray.shutdown()
 
 
 def _connect(arguments: dict[str, Any]) -> None:
@@ -225,22 +187,6 @@ def _check_nodes(what: str, patience_s: float = 0.0) -> None:
         if time.monotonic() >= deadline:
             return
         time.sleep(_POLL_S)
-
-
-def thread_environment(threads: int) -> dict[str, str]:
-    """Return environment variables that limit a process to ``threads`` compute threads, which sleep while they wait.
-
-    By default, OpenMP threads spin while they wait. With several ranks on a node, these threads would take cores from
-    the rank that computes.
-    """
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "KMP_BLOCKTIME": "0",
-        "TRANSFORMERS_VERBOSITY": "error",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
 
 
 def gather(refs: Sequence[ray.ObjectRef], what: str, timeout_s: float, owner: str = "workers") -> list[Any]:

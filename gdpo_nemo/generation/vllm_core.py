@@ -73,15 +73,19 @@ class VllmCore:
     per calling thread."""
 
     def __init__(self, options: EngineOptions):
-        _import_vllm()
+        import_vllm()
         with importing():
             from vllm import LLM
 
             from gdpo_nemo.weights import vllm_receiver
 
             if options.on_cpu:
+                import torch
+
                 from gdpo_nemo.utils import gloo
 
+                # A forked process has OpenMP's settings of the fork server. vLLM later replaces this function.
+                torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
                 gloo.share_device()
                 _register_model(options.model)
         config = options.config
@@ -306,13 +310,13 @@ class VllmCore:
 
 def in_process(config: VllmConfig) -> bool:
     """Return whether vLLM runs in the engine's process only, without separate processes."""
-    _import_vllm()
+    import_vllm()
     from vllm import envs
 
     return config.tensor_parallel_size == 1 and not envs.VLLM_ENABLE_V1_MULTIPROCESSING
 
 
-def _import_vllm() -> None:
+def import_vllm() -> None:
     """Import vLLM, without ``torch._inductor.lowering`` if torch's compiler is disabled (``CPU_ENVIRONMENT``).
 
     vLLM patches this module if the module can be imported. The import would take 0.5 s of CPU time.

@@ -22,9 +22,10 @@ from typing import Any, Collection, Mapping, Sequence, cast
 from gdpo_nemo.cluster.cleanup_process import guard_children
 from gdpo_nemo.cluster.engine_client import EngineClient
 from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.cluster.fork_server import thread_environment
 from gdpo_nemo.cluster.host_link import HostReport
 from gdpo_nemo.cluster.reservation import Placement
-from gdpo_nemo.cluster.session import WorkerDied, answer, ray, sendable, thread_environment
+from gdpo_nemo.cluster.session import WorkerDied, answer, ray, sendable
 from gdpo_nemo.config.rollout_checks import allows_hosts
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.tokenizer import load_tokenizer

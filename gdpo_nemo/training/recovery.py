@@ -47,7 +47,7 @@ class RetainedSession:
 
     def __init__(self) -> None:
         self.session = contextlib.ExitStack()
-        """Stack that closes Ray's session, if it was started."""
+        """Stack that closes Ray's session and the fork server, if they were started."""
         self.placement: Placement | None = None
         self.fleet: EngineFleet | None = None
         self.sync_check: SyncCheck | None = None

@@ -2,7 +2,8 @@
 
 ``run_context`` runs in the driver's process; ``Trainer.fit`` runs inside its block. Order of events::
 
-    check      require_libraries ─► check_free ─► read_inputs (environments, model, tokenizer, data, preflight)
+    check      require_libraries ─► check_free ─► start the fork server, which imports for ranks and engines
+               ─► read_inputs (environments, model, tokenizer, data, preflight)
     own        lock run.dir ─► find_start ─► set_aside damaged checkpoints ─► record_config ─► log, status file
     processes  1 Ray's session, while a thread imports torch and others; reserve nodes (both skipped in a rebuild)
                2 environment workers or nodes (*)
@@ -38,6 +39,9 @@ from typing import TYPE_CHECKING, Callable, Iterator
 
 import psutil
 
+from gdpo_nemo.cluster.fork_server import ENGINE, RANK
+from gdpo_nemo.cluster.worker_processes import worker_processes
+from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.layout import Resolved, last_step, prompt_limit
 from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import Config
@@ -94,6 +98,10 @@ def run_context(
     require_libraries(config.cluster)
     with answered_by(stop, signal.SIGINT), contextlib.ExitStack() as stack:
         check_free(run_dir)
+        stack.push(retained.end_session)
+        if retained.placement is None:
+            ahead = (RANK, ENGINE) if spec_of(config).samples else (RANK,)
+            retained.session.enter_context(worker_processes(config.cluster, ahead))
         inputs = read_inputs(resolved, splits_to_read(config))
         limit = prompt_limit(config.gdpo, len(inputs.prompts))
         owner = stack.enter_context(owned(run_dir))

@@ -24,8 +24,9 @@ from typing import Iterator
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings
+from gdpo_nemo.cluster.fork_server import thread_environment
 from gdpo_nemo.cluster.policy_group import PolicyGroup
-from gdpo_nemo.cluster.session import gather, ray, session, thread_environment
+from gdpo_nemo.cluster.session import gather, ray, session
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import attention_cost

@@ -38,10 +38,11 @@ from paced_run import EXAMPLES
 
 from gdpo_nemo.cluster import fleet as fleets
 from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.cluster.fork_server import thread_environment
 from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.policy_rank import PolicyRank, RankCaller
 from gdpo_nemo.cluster.reservation import Placement
-from gdpo_nemo.cluster.session import gather, ray, session, thread_environment
+from gdpo_nemo.cluster.session import gather, ray, session
 from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.placement import Places

@@ -14,7 +14,7 @@ import pytest
 
 from gdpo_nemo.cluster import idle_agent
 from gdpo_nemo.cluster.local_ray import _free_port
-from gdpo_nemo.cluster.session import _scratch
+from gdpo_nemo.cluster.worker_processes import _scratch
 
 LATE_AGENTS = """
 import os, time

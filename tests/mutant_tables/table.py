@@ -8,6 +8,7 @@ from mutant_tables.mutants_of_engines import ENGINES
 from mutant_tables.mutants_of_environments import ENVIRONMENTS
 from mutant_tables.mutants_of_losses import LOSSES
 from mutant_tables.mutants_of_megatron import MEGATRON
+from mutant_tables.mutants_of_processes import PROCESSES
 from mutant_tables.mutants_of_rollouts import ROLLOUTS
 from mutant_tables.mutants_of_settings import SETTINGS
 from mutant_tables.mutants_of_training import TRAINING
@@ -20,6 +21,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *SETTINGS,
     *ENVIRONMENTS,
     *ENGINES,
+    *PROCESSES,
     *MEGATRON,
 )
 

@@ -156,7 +156,7 @@ def test_vllm_is_imported_without_the_lowerings_of_the_compiler_only_on_cpus(on_
     code = """
 import sys
 from gdpo_nemo.generation import vllm_core
-vllm_core._import_vllm()
+vllm_core.import_vllm()
 print("vllm" in sys.modules, "torch._inductor.lowering" in sys.modules)
 """
     assert output_of(code, **CPU_ENVIRONMENT if on_cpu else {}) == f"True {not on_cpu}"

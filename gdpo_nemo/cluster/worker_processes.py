@@ -1,0 +1,83 @@
+"""Temporary folder, cleanup process and fork server of a run on the driver's machine.
+
+This module does not import Ray, so that a fork server can import its libraries before the driver has imported Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Collection, Iterator
+
+from gdpo_nemo.cluster.cleanup_process import CleanupProcess
+from gdpo_nemo.cluster.fork_server import fork_server
+from gdpo_nemo.cluster.worker_launcher import FOLDER
+from gdpo_nemo.config.placement import joined
+from gdpo_nemo.config.schema import ClusterConfig
+
+_prepared = False
+"""True in the block of ``worker_processes``."""
+
+
+@contextlib.contextmanager
+def worker_processes(config: ClusterConfig, ahead: Collection[str] = ()) -> Iterator[None]:
+    """Prepare the processes of a Ray session that starts in this block, and end those that remain after the block.
+
+    In the block of another call, this function does nothing.
+
+    Args:
+        ahead: kinds of workers whose libraries the fork server imports at once (``fork_server``).
+    """
+    global _prepared
+    if _prepared:
+        yield
+        return
+    with _scratch() as scratch, contextlib.ExitStack() as stack:
+        stack.callback(CleanupProcess(scratch).close)
+        if not joined(config) and config.gpus_per_node == 0 and FOLDER not in os.environ:
+            stack.enter_context(fork_server(Path(scratch), ahead))
+        _prepared = True
+        try:
+            yield
+        finally:
+            _prepared = False
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[str]:
+    """Create a folder for temporary files of the run's processes, and set TMPDIR to it in the block.
+
+    The cleanup process removes the folder, because some files remain even after a clean exit (vLLM's sockets). Ray
+    stores its own files elsewhere. If the user has no writable home directory, this folder also becomes the home
+    directory, because Ray and the caches of libraries need a home directory.
+    """
+    before = {name: os.environ.get(name) for name in ("TMPDIR", "RAY_TMPDIR", "HOME", "HF_HOME")}
+    # The path must be short, because the folder contains Unix sockets, whose paths are limited to 107 characters.
+    folder = tempfile.mkdtemp(prefix="gdpo-")
+    os.environ["RAY_TMPDIR"] = before["RAY_TMPDIR"] or tempfile.gettempdir()
+    os.environ["TMPDIR"] = folder
+    _set_home(folder)
+    try:
+        yield folder
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _set_home(folder: str) -> None:
+    """Set HOME to ``folder`` if the user's home directory is missing or not writable.
+
+    Hugging Face's cache in the user's home directory is still used.
+    """
+    home = os.path.expanduser("~")
+    if os.path.isabs(home) and os.access(home, os.W_OK):
+        return
+    os.environ["HOME"] = folder
+    models = os.path.join(home, ".cache", "huggingface")
+    if os.path.isabs(home) and os.path.isdir(models):
+        os.environ.setdefault("HF_HOME", models)
