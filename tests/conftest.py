@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import hypothesis
 import pytest
 from filelock import FileLock
 
+from gdpo_nemo.cluster.fork_server import fork_server
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.utils.progress import hidden, import_transformers, importing
@@ -33,6 +36,15 @@ sys.dont_write_bytecode = False
 
 pytest_plugins = ["time_table"]
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def pytest_configure(config):
+    """Fork the ranks and engines of all runs on this machine from servers that import their libraries once."""
+    if not hasattr(config, "workerinput"):  # not a worker of xdist, which inherits the variable
+        servers = contextlib.ExitStack()
+        folder = servers.enter_context(tempfile.TemporaryDirectory(prefix="fork"))
+        servers.enter_context(fork_server(Path(folder), ahead=None))
+        config.add_cleanup(servers.close)
 
 
 @pytest.hookimpl(wrapper=True)

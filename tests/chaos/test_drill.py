@@ -9,6 +9,7 @@ from pathlib import Path
 from hostile_verifier import DEEDS
 from soak import RECORD, REPOSITORY, VARIANTS, read, soak, table, verifier_faults
 
+from gdpo_nemo.cluster.worker_launcher import FOLDER
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.commands.drill.exercise import by_fault
 from gdpo_nemo.commands.drill.run import Outcome
@@ -22,6 +23,7 @@ def test_a_run_ahead_of_its_weights_accounts_for_every_prompt_after_kills_and_ba
 ):
     """``gdpo-nemo drill``, with a verifier that hangs, dies, fails and says nothing."""
     monkeypatch.chdir(REPOSITORY)
+    monkeypatch.delenv(FOLDER)  # each start has a fork server of its own, which must end with it
     hostile = VARIANTS["a hostile verifier"]
     changes = (f"policy.model_name={digit_model}", "rollout.max_staleness=2", *hostile.changes)
     options = ("--faults", ",".join(KILLS), "--steps", "2", "--patience", "900", "--out", str(tmp_path / "drill"))

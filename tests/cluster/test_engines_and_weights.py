@@ -259,7 +259,7 @@ def test_sleeping_engines_sample_again_only_when_all_their_memory_is_back(parts)
         parts.fleet.score([WORDS])
     parts.fleet.wake("kv_cache")
     sync.sleep_engines()
-    _kill_one_engine()
+    _engine(parts.fleet).kill()
     assert sync.publish(31)["parity/probe"] < 1e-4
     assert same(before, draw(parts.fleet, requests(8)))
 
@@ -291,7 +291,7 @@ def test_a_killed_engine_is_replaced_with_newest_weights_and_its_samples_redrawn
     wanted = requests(16)
     before = draw(parts.fleet, wanted)
     drawing = parts.fleet.spawn(parts.fleet.sample_all(wanted, SAMPLING))
-    _kill_one_engine()
+    _engine(parts.fleet).kill()
     train_once(parts.policy)
     after = drawing.result()
     assert same(before, after) and after.version == 20
@@ -310,7 +310,8 @@ def test_an_engine_replaced_by_an_update_is_not_replaced_again_by_those_who_wait
     stopped.kill()
     parts.sync.publish(23)
     drawn = drawing.result()
-    assert [client.replaced for client in parts.fleet.clients] == [before[0] + 1, before[1]] and len(_engines()) == 2
+    assert [client.replaced for client in parts.fleet.clients] == [before[0] + 1, before[1]]
+    assert len({pid for _, pid in parts.fleet.process_locations().values()}) == 2
     assert same(drawn, draw(parts.fleet, wanted)) and drawn.version == 22  # the older of the two that drew
 
 
@@ -365,10 +366,6 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
         placement.reserve(config.cluster, resolve_layout(config), [tmp_path])
 
 
-def _engines() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::Engine")]
-
-
 def _engine(fleet: EngineFleet, number: int = 0) -> psutil.Process:
     (_, pid) = fleet.process_locations()[number]
     return psutil.Process(pid)
@@ -377,12 +374,6 @@ def _engine(fleet: EngineFleet, number: int = 0) -> psutil.Process:
 def _cores(engine: psutil.Process) -> list[psutil.Process]:
     """vLLM's own processes of an engine."""
     return [p for p in engine.children() if "EngineCore" in " ".join(p.cmdline())]
-
-
-def _kill_one_engine() -> None:
-    engines = _engines()
-    assert len(engines) == 2
-    os.kill(engines[0].pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -475,7 +466,7 @@ def test_a_worker_that_does_not_answer_ends_the_wait_with_a_sentence(parts):
 
 def test_a_dead_policy_rank_surfaces_as_an_error_of_the_call(parts):
     """Last of the file: the policy is gone afterwards."""
-    ranks = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::PolicyRank")]
-    os.kill(ranks[0].pid, signal.SIGKILL)
+    (_, rank) = parts.policy.process_locations()[0]
+    os.kill(rank, signal.SIGKILL)
     with pytest.raises(WorkerDied, match="exporting weights: a worker process died"):
         packed(parts.policy, 9)

@@ -12,6 +12,9 @@ import psutil
 import pytest
 from launch import STEPS, rows, train_here
 
+from gdpo_nemo.cluster.fork_server import ENGINE, RANK
+from gdpo_nemo.cluster.worker_launcher import PRELOADED
+
 OPTIONS = ("logger.plot=false", "logger.tensorboard.enabled=false", "--config", "examples/custom_sft.yaml")
 
 
@@ -52,7 +55,8 @@ def test_supervised_fine_tuning_lowers_its_loss_and_that_of_held_out_rows(sft):
 
 def test_no_engine_and_no_environment_is_started_for_it(sft):
     run_dir, lines = sft
-    assert any("ray::PolicyRank" in line for line in lines)
+    launched = {kind for kind in (RANK, ENGINE) for line in lines if f'"{PRELOADED}": "{kind}"' in line}
+    assert launched == {RANK}
     assert not [line for line in lines if "Engine" in line or "vllm" in line.lower() or "Worker(" in line]
     spans = json.loads((run_dir / "trace.json").read_text())
     names = [event.get("name", "") for event in (spans if isinstance(spans, list) else spans["traceEvents"])]
