@@ -8,8 +8,6 @@ import pytest
 from filelock import FileLock
 from launch import START_S, UNDISTURBED, Ended, Launch
 
-from gdpo_nemo.cluster.worker_launcher import FOLDER
-
 
 @pytest.fixture(autouse=True)
 def no_run_outlives_its_test():
@@ -31,8 +29,6 @@ def undisturbed(tmp_path_factory, worker_id, digit_model) -> Ended:
     run_dir, record = folder / "undisturbed", folder / "undisturbed.json"
     with FileLock(f"{record}.lock"):
         if not record.exists():
-            with pytest.MonkeyPatch.context() as patch:
-                patch.delenv(FOLDER)  # as a user's run, it has a fork server of its own
-                launch = Launch(run_dir, digit_model, *UNDISTURBED)
+            launch = Launch(run_dir, digit_model, *UNDISTURBED)
             record.write_text(json.dumps([*launch.finish(), launch.left_behind()]))
     return Ended(run_dir, *json.loads(record.read_text()))

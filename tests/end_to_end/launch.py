@@ -18,6 +18,7 @@ from typing import Callable, ClassVar
 
 import psutil
 
+from gdpo_nemo.cluster.worker_launcher import FOLDER
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.observe.metric_registry import unknown_metrics
 
@@ -67,11 +68,14 @@ class Launch:
             "RAY_TMPDIR": shared,
             "TORCHINDUCTOR_CACHE_DIR": f"{shared}/torchinductor_tests",
         }
+        environment = {**os.environ, **beside}
+        # Like a user's run, it has a fork server of its own, whose workers are among its descendants.
+        del environment[FOLDER]
         self.process = subprocess.Popen(
             [*(before or []), sys.executable, *self.command(run_dir, model, overrides)],
             text=True,
             cwd=REPOSITORY,
-            env={**os.environ, **beside},
+            env=environment,
             **(streams or {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}),
         )
         self.started.append(self.process)
