@@ -15,6 +15,7 @@ from launch import START_S, rows, timeless
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from gdpo_nemo.cluster.worker_launcher import FOLDER
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
@@ -84,6 +85,7 @@ def _run(folder: Path, *command: str) -> subprocess.CompletedProcess:
     beside = {"TMPDIR": str(scratch), "RAY_TMPDIR": tempfile.gettempdir()}
     beside["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_tests"
     environment = {**os.environ, **beside}
+    del environment[FOLDER]  # ranks and engines are then descendants of the script
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert list(scratch.iterdir()) == []

@@ -7,6 +7,7 @@ CUDA stays hidden; the code is the same.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import os
 import subprocess
 import sys
@@ -181,6 +182,7 @@ def _speed_of(stand: Stand, folder: Path, size: str, shape, recompute: str, leng
     else:
         record(f"{label}: planned memory", plan.total / 1e9, "GB")
     _profile(stand, label, work, len(micro_batches))
+    _profile_host(label, work, len(micro_batches))
     seconds = float(np.median(timed(stand, lambda: policy.logprobs(batch, micro_batches), rounds)))
     record(f"{label}: log-probs, tokens a second", tokens / seconds)
 
@@ -208,6 +210,17 @@ def _profile(stand: Stand, label: str, work, micro_batches: int) -> None:
     timed_events = sorted(profiled.key_averages(), key=lambda event: -event.self_device_time_total)
     for event in timed_events[:12]:
         record(f"{label}: {event.key[:80]}", event.self_device_time_total / 1e3, "ms on the device")
+
+
+def _profile_host(label: str, work, micro_batches: int) -> None:
+    """Python functions in which the host spends most time of an update: small micro-batches wait for the host."""
+    profile = cProfile.Profile()
+    profile.runcall(work)
+    entries = sorted(profile.getstats(), key=lambda entry: -entry.inlinetime)
+    for entry in entries[:12]:
+        code = entry.code
+        name = code if isinstance(code, str) else f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_name}"
+        record(f"{label}: {name[:80]}", 1e3 * entry.inlinetime / micro_batches, "ms of the host a micro-batch")
 
 
 # -- 3: the policy -----------------------------------------------------------------------------------------------------
