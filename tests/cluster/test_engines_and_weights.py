@@ -4,6 +4,7 @@ tests."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import signal
@@ -20,9 +21,11 @@ from across_update import across_update
 
 from gdpo_nemo.cluster import engine_actor, reservation as placement
 from gdpo_nemo.cluster.fleet import EngineFleet
+from gdpo_nemo.cluster.fork_server import ENGINE
 from gdpo_nemo.cluster.policy_group import PolicyGroup
 from gdpo_nemo.cluster.session import WorkerDied, gather, ray, session
 from gdpo_nemo.cluster.weight_sync import SyncCheck, WeightSync
+from gdpo_nemo.cluster.worker_launcher import PRELOADED
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import LoraConfig
@@ -311,7 +314,10 @@ def test_an_engine_replaced_by_an_update_is_not_replaced_again_by_those_who_wait
     parts.sync.publish(23)
     drawn = drawing.result()
     assert [client.replaced for client in parts.fleet.clients] == [before[0] + 1, before[1]]
-    assert len({pid for _, pid in parts.fleet.process_locations().values()}) == 2
+    deadline = time.monotonic() + 240
+    while len(_launchers()) != 2:  # the launcher of the killed engine ends after it
+        assert time.monotonic() < deadline, _launchers()
+        time.sleep(0.1)
     assert same(drawn, draw(parts.fleet, wanted)) and drawn.version == 22  # the older of the two that drew
 
 
@@ -369,6 +375,16 @@ def test_nodes_that_are_not_there_and_folders_that_a_node_does_not_see_are_named
 def _engine(fleet: EngineFleet, number: int = 0) -> psutil.Process:
     (_, pid) = fleet.process_locations()[number]
     return psutil.Process(pid)
+
+
+def _launchers() -> list[int]:
+    """Processes below this one that each wait for a forked engine."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            if f'"{PRELOADED}": "{ENGINE}"' in " ".join(process.cmdline()):
+                found.append(process.pid)
+    return found
 
 
 def _cores(engine: psutil.Process) -> list[psutil.Process]:

@@ -93,7 +93,7 @@ def test_a_worker_is_forked_from_one_thread_with_its_libraries_and_the_launchers
 def test_what_a_library_sets_in_the_environment_at_import_reaches_the_worker_unless_the_worker_has_its_own(
     launcher, monkeypatch
 ):
-    """vLLM and torch's compiler do so."""
+    """vLLM and torch's compiler set such variables when they are imported."""
     names = ("TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR")
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -136,11 +136,11 @@ def test_a_server_that_dies_while_it_is_asked_leaves_the_worker_to_ray(launcher,
                 assert started.poll() is None
             server.send_signal(signal.SIGKILL)
             assert started.communicate(timeout=240)[0] == "Ray starts it\n"
-            assert launcher.output(REPORT, RANK, str(servers)) == "Ray starts it\n", "nobody listens any more"
+            assert launcher.output(REPORT, RANK, str(servers)) == "Ray starts it\n"  # without a server
 
 
 def test_servers_end_with_their_block_even_while_they_import(monkeypatch, tmp_path):
-    """A run whose data is wrong says so at once."""
+    """Otherwise, a run with invalid data would report the error only after the imports."""
     (tmp_path / "torch.py").write_text("import pathlib, time; time.sleep(60); pathlib.Path('imported').touch()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv(FOLDER, "")
@@ -152,6 +152,9 @@ def test_servers_end_with_their_block_even_while_they_import(monkeypatch, tmp_pa
 
 
 def _connected(socket: Path) -> bool:
-    """Whether a launcher has connected, according to the kernel's list, in which listening sockets have flag 10000."""
+    """Return whether a launcher has connected to the socket.
+
+    In the kernel's list of sockets, a listening socket has the flag 10000, and a connection does not.
+    """
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines() if line.endswith(str(socket))]
     return any(flags != "00010000" for _, _, _, flags, *_ in lines)

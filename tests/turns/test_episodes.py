@@ -144,10 +144,8 @@ def test_the_first_prompt_may_come_from_reset_and_equal_seeds_replay_a_batch(sta
     assert first[0].prompt.text == "<|start|>user\nbegin<|end|>\n<|start|>assistant\n"
     for one, other in zip(first, again):
         assert np.array_equal(one.completion_ids, other.completion_ids)
-        turn = np.isnan(
-            one.logprobs
-        ).argmax()  # number of tokens of the first turn, after which a user's message follows
-        assert turn > 0 and np.array_equal(one.logprobs[:turn], other.logprobs[:turn])
+        first_turn = np.isnan(one.logprobs).argmax()  # number of tokens before the first message of the environment
+        assert first_turn > 0 and np.array_equal(one.logprobs[:first_turn], other.logprobs[:first_turn])
         # The last bit of a later turn's log-prob varies, probably with what vLLM computes in the same step.
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=2e-6)
     assert len({t.completion_ids.tobytes() for t in first}) > 1
