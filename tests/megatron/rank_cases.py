@@ -123,17 +123,16 @@ def first_updates(place, folder, batch, settings) -> dict[str, np.ndarray]:
     return {name: train(build_policy(place, folder), batch, assignment, 1, loss) for name, loss in settings.items()}
 
 
-def in_contexts(place, folder, contexts, turns, settings) -> dict[str, list]:
-    """By the name of ``settings``: (steps, weights on rank 0) of an update of the sequences ``contexts``, and of
+def in_contexts(place, folder, contexts, turns, loss) -> list[tuple]:
+    """(steps, weights on rank 0) of an update of the sequences ``contexts``, without and with shared prefixes, and of
     ``turns``, the same turns as separate sequences. All sequences of a trajectory are in one micro-batch."""
-    found: dict[str, list] = {}
-    for name, loss in settings.items():
-        for batch, sharing in ((contexts, None), (contexts, True), (turns, False)):
-            _, mine, layout = share_of_units(place, batch, sharing)
-            policy = build_policy(place, folder)
-            steps = train(policy, batch, mine, 1, loss, layout.shared)
-            weights = exported(policy)
-            found.setdefault(name, []).append((steps, weights if place.rank == 0 else None))
+    found = []
+    for batch, sharing in ((contexts, None), (contexts, True), (turns, False)):
+        _, mine, layout = share_of_units(place, batch, sharing)
+        policy = build_policy(place, folder)
+        steps = train(policy, batch, mine, 1, loss, layout.shared)
+        weights = exported(policy)
+        found.append((steps, weights if place.rank == 0 else None))
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import grouped
 import numpy as np
 import pytest
@@ -193,17 +195,24 @@ def contexts_and_turns(seed: int = 1) -> tuple[list[TrainSequence], list[TrainSe
     return grouped.weighted(contexts), grouped.weighted(turns)
 
 
-@pytest.mark.parametrize("layout, model", in_turn(CONTEXT_LAYOUTS, ["qwen3", "llama"], 1))
-def test_layouts_train_contexts_of_trajectories_like_separate_turns(on_ranks, model_folder, layout, model):
-    """Also losses over whole trajectories, and with the common prefix of two contexts computed once."""
+CONTEXT_LOSSES = {"clipped": LossSettings(), **{name: LOSSES[name] for name in ("gspo", "sequence importance")}}
+
+
+@pytest.mark.parametrize(
+    "layout, model, loss",
+    [
+        (layout, "qwen3-moe" if "EP2" in layout else model, loss)
+        for (layout, model), loss in zip(in_turn(CONTEXT_LAYOUTS, ["qwen3", "llama"], 1), cycle(CONTEXT_LOSSES))
+    ],
+)
+def test_layouts_train_contexts_of_trajectories_like_separate_turns(on_ranks, model_folder, layout, model, loss):
+    """Also losses over whole trajectories, and with the common prefix of two contexts computed once. Every loss has its
+    turn with each kind of rank that may hold a part of a trajectory."""
     contexts, turns = contexts_and_turns()
     assert len(contexts) == 9 and len(turns) == 12 and has_split_trajectory(contexts)
-    chosen = {"clipped": LossSettings(), **{name: LOSSES[name] for name in ("gspo", "sequence importance")}}
-    model = "qwen3-moe" if "EP2" in layout else model
-    found = on_ranks(layout, rank_cases.in_contexts, model_folder(model), contexts, turns, chosen)[0]
-    for name in chosen:
-        *both, (steps, weights) = found[name]
-        for ours, of_contexts in both:
-            assert relative_error(ours, steps) < 1e-6, name
-            for key, expected in weights.items():
-                np.testing.assert_allclose(of_contexts[key], expected, rtol=0, atol=1e-6, err_msg=key)
+    run = rank_cases.in_contexts
+    *both, (steps, weights) = on_ranks(layout, run, model_folder(model), contexts, turns, CONTEXT_LOSSES[loss])[0]
+    for ours, of_contexts in both:
+        assert relative_error(ours, steps) < 1e-6
+        for key, expected in weights.items():
+            np.testing.assert_allclose(of_contexts[key], expected, rtol=0, atol=1e-6, err_msg=key)
