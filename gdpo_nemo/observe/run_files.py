@@ -255,26 +255,47 @@ class StatusFile:
         self._describe = describe
         for torn in run_dir.glob(f"{self._file.stem}.[0-9a]*"):  # A process was killed while writing this file.
             torn.unlink(missing_ok=True)
+        self._lock = threading.Lock()
+        self._waits: list[waits.Wait] = []
+        self._more: dict[str, Any] = {}
+        self._begun = 0
+        self._written = 0
+        """Number of the status in the file. The two threads number their statuses in the order in which they begin."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="status", daemon=True)
         self._thread.start()
 
     def _renew(self) -> None:
         while True:
-            self.write(waits.current())
+            self._write()
             if self._stop.wait(_PERIOD_S):
                 return
 
     def write(self, waiting: list[waits.Wait], **more: Any) -> None:
-        """Write the status now. If writing fails, the file keeps its previous content."""
-        status = {**self._describe(), **more, "waits": [asdict(wait) for wait in waiting]}
-        status = dict(time=time.time(), host=socket.gethostname(), driver=os.getpid(), **status)
-        temporary = self._file.with_suffix(f".{threading.get_ident()}")
-        # If the disk is full, the run ends with a message when it writes metrics. An error of the status file must not
-        # end the thread or hide this message.
-        with contextlib.suppress(OSError):
-            temporary.write_text(json.dumps(status, indent=1))
-            os.replace(temporary, self._file)
+        """Write the status now. Later statuses repeat ``waiting``, for example a wait that has expired, and ``more``.
+
+        If writing fails, the file keeps its previous content.
+        """
+        with self._lock:
+            self._waits, self._more = waiting, more
+        self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            self._begun = number = self._begun + 1
+            waiting = [] if self._stop.is_set() else waits.current()
+            status = {"waits": [asdict(wait) for wait in dict.fromkeys([*self._waits, *waiting])], **self._more}
+        # Outside the lock, because this may take long, for example if Ray has been lost.
+        status = dict(time=time.time(), host=socket.gethostname(), driver=os.getpid()) | self._describe() | status
+        with self._lock:
+            # If the disk is full, the run ends with a message when it writes metrics. An error of the status file must
+            # not end the thread or hide this message.
+            with contextlib.suppress(OSError):
+                if number > self._written:
+                    temporary = self._file.with_suffix(f".{threading.get_ident()}")
+                    temporary.write_text(json.dumps(status, indent=1))
+                    os.replace(temporary, self._file)
+                    self._written = number
 
     def close(self, outcome: str) -> None:
         """Stop the thread and write the final status with the outcome of the run."""

@@ -1,4 +1,4 @@
-"""Mutants of the processes from which workers are forked."""
+"""Mutants of the processes from which workers are forked, and of the status file."""
 
 from __future__ import annotations
 
@@ -84,5 +84,19 @@ PROCESSES = (
         "pass",
         f"{_TESTS}::test_servers_end_with_their_block_even_while_they_import",
         "an early error does not wait for imports",
+    ),
+    mutant(
+        "observe/run_files.py",
+        "if number > self._written:",
+        "if True:",
+        "observe/test_doctor.py::test_no_status_of_its_thread_takes_back_what_was_written",
+        "an older status does not replace a newer one",
+    ),
+    mutant(
+        "observe/run_files.py",
+        "[*self._waits, *waiting]",
+        "waiting",
+        "observe/test_doctor.py::test_no_status_of_its_thread_takes_back_what_was_written",
+        "the status keeps a wait that has expired until it is examined",
     ),
 )

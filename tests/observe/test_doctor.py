@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from gdpo_nemo.observe import run_files
 from gdpo_nemo.observe.diagnosis import ProcessReport, diagnose, examine
 from gdpo_nemo.observe.run_files import StatusFile
 from gdpo_nemo.utils import waits
@@ -72,9 +74,33 @@ def test_the_status_file_tells_of_waits_while_they_last(tmp_path):
         with waits.waiting("inner", "policy"):
             assert [wait.what for wait in waits.current()] == ["a verdict", "inner"]
             assert waits.WaitExpired("late").waits == waits.current()
-    file.close("complete")
+        file.close("complete")  # a run that has ended waits for nobody
     ended = json.loads((tmp_path / "status.json").read_text())
     assert ended["waits"] == [] and ended["outcome"] == "complete" and ended["step"] == 5
+
+
+def test_no_status_of_its_thread_takes_back_what_was_written(tmp_path, monkeypatch):
+    """The thread has looked at the run, but not written yet, when an expired wait and an outcome are written."""
+    monkeypatch.setattr(run_files, "_PERIOD_S", 0.0)
+    looked, go_on, closing = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
+
+    def describe():
+        if threading.current_thread() is not threading.main_thread():
+            looked.release()
+            assert closing.is_set() or go_on.acquire(timeout=300)
+        return {"step": 5}
+
+    file = StatusFile(tmp_path, describe)
+    assert looked.acquire(timeout=300)
+    file.write([waits.Wait("a verdict", "environments", 1.0, 2.0)], outcome="failed")
+    for _ in range(3):
+        found = json.loads((tmp_path / "status.json").read_text())
+        assert [wait["what"] for wait in found["waits"]] == ["a verdict"] and found["outcome"] == "failed"
+        go_on.release()  # the first time, a status that is older than the one in the file
+        assert looked.acquire(timeout=300)
+    closing.set()
+    go_on.release()
+    file.close("failed")
 
 
 def test_what_a_killed_writer_left_beside_the_status_is_removed(tmp_path):
