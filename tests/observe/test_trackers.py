@@ -82,16 +82,29 @@ def test_mlflow_holds_every_value_at_its_step_and_goes_on_after_a_resume(config,
 
 
 def records(file):
-    """The protocol messages in a .wandb file: LevelDB's log format (blocks of 32 KiB) behind a header of 7 bytes."""
+    """The protocol messages in the .wandb file of a finished run. W&B's own process writes them, the last one, of the
+    run's exit, also after ``finish`` has returned."""
+    deadline = time.monotonic() + 300
+    while True:
+        found = list(_records_so_far(file.read_bytes()))
+        if any(record.HasField("exit") for record in found):
+            return found
+        assert time.monotonic() < deadline, found
+        time.sleep(0.05)
+
+
+def _records_so_far(data):
+    """LevelDB's log format (blocks of 32 KiB) behind a header of 7 bytes."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data = file.read_bytes()
     place = 7
     parts = b""
     while place + 7 <= len(data):
         if 32768 - place % 32768 < 7:
             place += 32768 - place % 32768
         length = int.from_bytes(data[place + 4 : place + 6], "little")
+        if place + 7 + length > len(data):  # being written
+            return
         kind = data[place + 6]
         parts += data[place + 7 : place + 7 + length]
         place += 7 + length
