@@ -288,14 +288,15 @@ class StatusFile:
         # Outside the lock, because this may take long, for example if Ray has been lost.
         status = dict(time=time.time(), host=socket.gethostname(), driver=os.getpid()) | self._describe() | status
         with self._lock:
+            if number < self._written:
+                return
             # If the disk is full, the run ends with a message when it writes metrics. An error of the status file must
             # not end the thread or hide this message.
             with contextlib.suppress(OSError):
-                if number > self._written:
-                    temporary = self._file.with_suffix(f".{threading.get_ident()}")
-                    temporary.write_text(json.dumps(status, indent=1))
-                    os.replace(temporary, self._file)
-                    self._written = number
+                temporary = self._file.with_suffix(f".{threading.get_ident()}")
+                temporary.write_text(json.dumps(status, indent=1))
+                os.replace(temporary, self._file)
+                self._written = number
 
     def close(self, outcome: str) -> None:
         """Stop the thread and write the final status with the outcome of the run."""

@@ -159,7 +159,7 @@ def random_tree(draw) -> tuple[list[TrainSequence], list[int]]:
     return batch, shared_prefixes(batch, least=0)
 
 
-CONTEXT_LAYOUTS = [*LAYOUTS, "TP2xCP2", "TP2xPP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2+DIST", "CP2xEP2+DIST"]
+CONTEXT_LAYOUTS = [*LAYOUTS, "TP2xCP2", "TP2xEP2xETP1+SP", "TP2xPP2+SP", "DP2xEP2+DIST", "CP2xEP2+DIST"]
 
 
 def contexts_and_turns(seed: int = 1) -> tuple[list[TrainSequence], list[TrainSequence]]:
@@ -206,8 +206,8 @@ CONTEXT_LOSSES = {"clipped": LossSettings(), **{name: LOSSES[name] for name in (
     ],
 )
 def test_layouts_train_contexts_of_trajectories_like_separate_turns(on_ranks, model_folder, layout, model, loss):
-    """Also losses over whole trajectories, and with the common prefix of two contexts computed once. Every loss has its
-    turn with each kind of rank that may hold a part of a trajectory."""
+    """Also losses over whole trajectories, and with the common prefix of two contexts computed once. A layout has one
+    of the losses. Each loss has layouts with tensor, data, pipeline and context ranks."""
     contexts, turns = contexts_and_turns()
     assert len(contexts) == 9 and len(turns) == 12 and has_split_trajectory(contexts)
     run = rank_cases.in_contexts

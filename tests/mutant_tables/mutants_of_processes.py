@@ -87,16 +87,16 @@ PROCESSES = (
     ),
     mutant(
         "observe/run_files.py",
-        "if number > self._written:",
-        "if True:",
-        "observe/test_doctor.py::test_no_status_of_its_thread_takes_back_what_was_written",
+        "if number < self._written:",
+        "if False:",
+        "observe/test_doctor.py::test_the_status_thread_replaces_no_newer_status",
         "an older status does not replace a newer one",
     ),
     mutant(
         "observe/run_files.py",
         "[*self._waits, *waiting]",
         "waiting",
-        "observe/test_doctor.py::test_no_status_of_its_thread_takes_back_what_was_written",
+        "observe/test_doctor.py::test_the_status_thread_replaces_no_newer_status",
         "the status keeps a wait that has expired until it is examined",
     ),
 )

@@ -74,13 +74,13 @@ def test_the_status_file_tells_of_waits_while_they_last(tmp_path):
         with waits.waiting("inner", "policy"):
             assert [wait.what for wait in waits.current()] == ["a verdict", "inner"]
             assert waits.WaitExpired("late").waits == waits.current()
-        file.close("complete")  # a run that has ended waits for nobody
+        file.close("complete")  # the final status contains no waits
     ended = json.loads((tmp_path / "status.json").read_text())
     assert ended["waits"] == [] and ended["outcome"] == "complete" and ended["step"] == 5
 
 
-def test_no_status_of_its_thread_takes_back_what_was_written(tmp_path, monkeypatch):
-    """The thread has looked at the run, but not written yet, when an expired wait and an outcome are written."""
+def test_the_status_thread_replaces_no_newer_status(tmp_path, monkeypatch):
+    """The thread reads the state of the run. Before it writes, the driver writes an expired wait and an outcome."""
     monkeypatch.setattr(run_files, "_PERIOD_S", 0.0)
     looked, go_on, closing = threading.Semaphore(0), threading.Semaphore(0), threading.Event()
 
@@ -96,7 +96,7 @@ def test_no_status_of_its_thread_takes_back_what_was_written(tmp_path, monkeypat
     for _ in range(3):
         found = json.loads((tmp_path / "status.json").read_text())
         assert [wait["what"] for wait in found["waits"]] == ["a verdict"] and found["outcome"] == "failed"
-        go_on.release()  # the first time, a status that is older than the one in the file
+        go_on.release()  # the first status of the thread is older than the one in the file
         assert looked.acquire(timeout=300)
     closing.set()
     go_on.release()

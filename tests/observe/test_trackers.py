@@ -82,8 +82,10 @@ def test_mlflow_holds_every_value_at_its_step_and_goes_on_after_a_resume(config,
 
 
 def records(file):
-    """The protocol messages in the .wandb file of a finished run. W&B's own process writes them, the last one, of the
-    run's exit, also after ``finish`` has returned."""
+    """Return the protocol messages in the .wandb file of a finished run.
+
+    W&B's own process may write the last messages after ``finish`` has returned, so wait for the message of the exit.
+    """
     deadline = time.monotonic() + 300
     while True:
         found = list(_records_so_far(file.read_bytes()))
@@ -94,7 +96,7 @@ def records(file):
 
 
 def _records_so_far(data):
-    """LevelDB's log format (blocks of 32 KiB) behind a header of 7 bytes."""
+    """Yield the complete messages: a header of 7 bytes, then LevelDB's log format (blocks of 32 KiB)."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     place = 7
@@ -103,7 +105,7 @@ def _records_so_far(data):
         if 32768 - place % 32768 < 7:
             place += 32768 - place % 32768
         length = int.from_bytes(data[place + 4 : place + 6], "little")
-        if place + 7 + length > len(data):  # being written
+        if place + 7 + length > len(data):  # an incomplete message
             return
         kind = data[place + 6]
         parts += data[place + 7 : place + 7 + length]
