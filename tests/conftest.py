@@ -40,7 +40,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def pytest_configure(config):
     """Fork the ranks and engines of all runs on this machine from servers that import their libraries once."""
-    if not hasattr(config, "workerinput"):  # not a worker of xdist, which inherits the variable
+    # The workers of xdist inherit the variable. If their seconds are counted, each has its own servers below it.
+    if not hasattr(config, "workerinput") or config.getoption("--time-table"):
         servers = contextlib.ExitStack()
         folder = servers.enter_context(tempfile.TemporaryDirectory(prefix="fork"))
         servers.enter_context(fork_server(Path(folder), ahead=None))
@@ -82,41 +83,44 @@ def _scope(nodeid: str) -> str:
     return "/".join([folder, *file]) if folder in ("end_to_end", "cluster", "commands", "training") else folder
 
 
-_SLOW = ("browser", "chaos", "cluster", "end_to_end", "generation", "megatron", "turns")
-"""Folders whose tests start runs, engines, ranks or a browser. `-m "not slow"` leaves them out, except for these:"""
+_SLOW = (
+    "browser",
+    "chaos",
+    "cluster",
+    "commands",
+    "docker",
+    "end_to_end",
+    "environments",
+    "examples",
+    "generation",
+    "gpu",
+    "interop",
+    "megatron",
+    "observe",
+    "turns",
+    "weights",
+)
+"""Folders whose tests start processes or take long together. `-m "not slow"` leaves them out, except for these:"""
 _QUICK_ALL_THE_SAME = (
     "tests/end_to_end/test_run.py::test_run_ends_with_status_0_and_leaves_nothing_beside_its_folder",
     "tests/end_to_end/test_run.py::test_run_folder_holds_what_the_contract_names",
     "tests/end_to_end/test_run.py::test_every_step_reports_the_contracted_metrics",
     "tests/end_to_end/test_run.py::test_trainer_and_sampler_agree_at_every_step",
-    "tests/gpu/test_first_hour.py::test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits[weights]",
     "tests/megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-qwen2]",
 )
 
 _SLOW_TESTS = (
-    "tests/commands/test_dry_run.py::test_prompts_are_tokenised_if_the_tokenizer_is_local_and_long_ones_counted",
-    "tests/commands/test_first_minutes.py::test_what_a_run_reads_before_its_processes_needs_no_torch",
-    "tests/commands/test_first_minutes.py::test_without_a_terminal_or_quietly_the_error_is_all_there_is",
-    "tests/docker/test_wheel.py",
-    "tests/environments/test_nemo_gym_real.py",
-    "tests/environments/test_nemo_gym_training.py",
-    "tests/environments/test_reward_model.py::test_it_is_a_reward_beside_others_and_loads_before_the_time_limit_runs",
-    "tests/examples/test_fetch_smollm2.py",
-    "tests/examples/test_tiny_models.py::test_a_killed_making_leaves_no_model_under_the_name",
-    "tests/examples/test_tiny_models.py::test_the_same_seed_gives_the_same_files_bit_for_bit",
-    "tests/examples/test_tiny_models.py::test_the_warmed_up_model_is_the_architecture_that_was_announced",
-    "tests/examples/test_tiny_models.py::test_warm_up_lowers_the_loss_and_says_where_it_is",
-    "tests/examples/test_tiny_models.py::test_warm_up_moves_every_matrix_away_from_its_start",
-    "tests/gpu/test_first_hour.py::test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits",
-    "tests/interop/test_rollout_dumps.py::test_a_dump_of_trl_gives_the_advantages_that_trl_recorded",
     "tests/models/test_sources_of_a_run.py::test_a_gguf_file_is_converted_once_and_again_when_it_changes",
     "tests/models/test_sources_of_a_run.py::test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices",
+    "tests/planning/test_plan.py::test_a_sweep_ranks_layouts_that_fit_up_to_1024_gpus",
     "tests/planning/test_simulation.py::test_a_thousand_gpus_are_simulated_in_seconds_and_near_the_earlier_table",
+    "tests/training/test_replay.py",
+    "tests/training/test_supervisor.py",
     "tests/utils/test_import_trial.py::test_code_that_computes_for_longer_than_a_hang_is_waited_for",
-    "tests/utils/test_progress.py::test_vllm_is_imported_without_the_lowerings_of_the_compiler_only_on_cpus",
-    "tests/weights/test_streams.py::test_neither_end_holds_a_copy_of_the_model",
+    "tests/utils/test_progress.py",
+    "tests/utils/test_waits.py::test_work_that_may_not_be_looked_at_is_taken_for_some",
 )
-"""Tests elsewhere of more than three CPU seconds: they make models, import vLLM or start several processes."""
+"""Tests elsewhere that take long: they make models, import libraries in new processes or start several processes."""
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -125,7 +129,8 @@ def pytest_ignore_collect(collection_path, config):
     if config.option.markexpr != "not slow" or not path.endswith(".py"):
         return None
     quick = any(test.startswith(f"{path}::") for test in _QUICK_ALL_THE_SAME)
-    return True if path.split("/")[1] in _SLOW and not quick else None
+    slow = path.split("/")[1] in _SLOW or path in _SLOW_TESTS
+    return True if slow and not quick else None
 
 
 def pytest_collection_modifyitems(items):
