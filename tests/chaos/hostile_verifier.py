@@ -18,13 +18,17 @@ DEEDS = {
     "verifier-silence": None,
 }
 """A part of the reason for which the sample is masked; None: it is not, its rewards are unknown."""
-_OF = 160
+_OF = 100
 """One sample in so many meets each of the deeds."""
 
 
-def deed_of(prompt_id: str, sample: int, text: str) -> str | None:
-    """What happens to the verdict of this completion; None: nothing."""
-    drawn = zlib.crc32(f"{prompt_id} {sample} {text}".encode()) % _OF
+def deed_of(prompt_id: str, sample: int) -> str | None:
+    """What happens to the verdict of this sample; None: nothing.
+
+    The text is not asked: a run ahead of its weights samples other texts each time, and in one of ten runs, one of the
+    deeds would not happen.
+    """
+    drawn = zlib.crc32(f"{prompt_id} {sample}".encode()) % _OF
     return list(DEEDS)[drawn] if drawn < len(DEEDS) else None
 
 
@@ -36,7 +40,7 @@ class HostileDigitSort(DigitSort):
         return [self._spoilt(t, verdict) for t, verdict in zip(trajectories, super().verify(trajectories))]
 
     def _spoilt(self, trajectory: Trajectory, verdict: Verdict) -> Verdict:
-        deed = deed_of(trajectory.prompt.id, trajectory.sample_index, trajectory.text)
+        deed = deed_of(trajectory.prompt.id, trajectory.sample_index)
         if deed == "verifier-hang":
             time.sleep(3600)
         elif deed == "verifier-death":

@@ -68,7 +68,7 @@ VARIANTS = {
     ),
     "a hostile verifier": Variant(
         (*DEMO, f"env.digit_sort.plugin={HOSTILE}:HostileDigitSort", "rollout.env_timeout_s=5"),
-        spoilt=lambda sample: deed_of(sample["prompt_id"], sample["sample_index"], sample["completion"]),
+        spoilt=lambda sample: deed_of(sample["prompt_id"], sample["sample_index"]),
         reasons=DEEDS,
     ),
     "a lying server": Variant(
