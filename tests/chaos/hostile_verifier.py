@@ -23,10 +23,10 @@ _OF = 100
 
 
 def deed_of(prompt_id: str, sample: int) -> str | None:
-    """What happens to the verdict of this sample; None: nothing.
+    """Return the deed that this sample meets, or None if its verdict is honest.
 
-    The text is not asked: a run ahead of its weights samples other texts each time, and in one of ten runs, one of the
-    deeds would not happen.
+    The deed does not depend on the completion. An asynchronous run samples different completions each time, so one of
+    the deeds would be missing in about one run in ten.
     """
     drawn = zlib.crc32(f"{prompt_id} {sample}".encode()) % _OF
     return list(DEEDS)[drawn] if drawn < len(DEEDS) else None
