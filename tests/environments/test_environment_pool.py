@@ -6,12 +6,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections import Counter
+from contextlib import suppress
 
 import pytest
 from environment_samples import HOSTILE, trajectories, trajectory
+from pebble.pool.process import Acknowledgement, PoolManager, WorkerManager
 
 from gdpo_nemo.data.records import Outcome
+from gdpo_nemo.environments.execution import worker
 from gdpo_nemo.environments.execution.pool import RETRY_FAILURES, EnvironmentPool, _split_into_shards
 from gdpo_nemo.utils.errors import RunError
 
@@ -63,6 +65,32 @@ def test_a_sample_that_hangs_or_crashes_fails_alone(impatient, misdeed, detail):
     assert verdicts[2].outcome is Outcome.ENV_FAILED and detail in verdicts[2].detail and verdicts[2].rewards == {}
     others = verdicts[:2] + verdicts[3:]
     assert lengths(others) == [1.0, 2.0, 4.0, 5.0, 6.0] and {v.outcome for v in others} == {Outcome.OK}
+
+
+def test_a_worker_that_dies_before_its_acknowledgement_is_read_fails_its_sample_and_not_the_pool(
+    impatient, monkeypatch
+):
+    inspect, receive = WorkerManager.inspect_workers, WorkerManager.receive
+    inspected = threading.Event()
+
+    def inspect_workers(manager):
+        dead = any(process.exitcode is not None for process in manager.workers.values())
+        expired = inspect(manager)
+        if dead:
+            inspected.set()
+        return expired
+
+    def receive_late(manager, timeout):
+        message = receive(manager, timeout)
+        if isinstance(message, Acknowledgement):
+            assert inspected.wait(120)
+            inspected.clear()
+        return message
+
+    monkeypatch.setattr(WorkerManager, "inspect_workers", inspect_workers)
+    monkeypatch.setattr(WorkerManager, "receive", receive_late)
+    [verdict] = impatient.verify([trajectory("crash")])
+    assert verdict.outcome is Outcome.ENV_FAILED and "died (exit code 7)" in verdict.detail
 
 
 def test_every_recovery_is_told_once_with_its_reason(impatient):
@@ -132,23 +160,37 @@ def test_verify_is_safe_from_several_threads(pool):
     assert results == dict.fromkeys(range(6), True)
 
 
-def test_a_worker_killed_while_idle_is_replaced(pool):
-    [pid] = lengths(pool.verify([trajectory("pid")]))
-    os.kill(int(pid), signal.SIGKILL)
-    time.sleep(0.5)
-    assert lengths(pool.verify(trajectories(["a", "bb", "ccc"]))) == [1.0, 2.0, 3.0]
+def kill(pid):
+    """Kill a worker, and wait until it has ended."""
+    os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):  # its pool has collected its status already
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_a_worker_killed_while_idle_is_told_of(pool):
-    (verdict,) = pool.verify([trajectory("pid")])
-    pool.take_recoveries()
-    os.kill(int(verdict.rewards["length"]), signal.SIGKILL)
-    told: Counter[str] = Counter()
-    deadline = time.monotonic() + 60
-    while not told and time.monotonic() < deadline:
-        assert lengths(pool.verify(trajectories(["abc"]))) == [3.0]
-        told = pool.take_recoveries()
-    assert told == {"a worker process ended by SIGKILL and was replaced": 1}
+def test_a_worker_killed_while_idle_is_replaced_and_told_of(pool):
+    for _ in range(2):
+        [pid] = lengths(pool.verify([trajectory("pid")]))
+        pool.take_recoveries()
+        kill(int(pid))
+        assert lengths(pool.verify(trajectories(["a", "bb", "ccc"]))) == [1.0, 2.0, 3.0]
+        assert pool.take_recoveries() == {"a worker process ended by SIGKILL and was replaced": 1}
+
+
+def test_a_task_that_pebble_takes_from_its_queue_while_the_pool_breaks_is_sent_to_a_new_pool(impatient, monkeypatch):
+    schedule = PoolManager.schedule
+    broken = []
+
+    def schedule_late(manager, task):
+        if not broken:
+            broken.append(manager)
+            kill(next(iter(manager.worker_manager.workers)))
+            while manager.context.alive:
+                time.sleep(0.05)
+        schedule(manager, task)
+
+    monkeypatch.setattr(worker, "STARTUP_LIMIT_S", 0.0)  # without a new pool, the test fails after half a minute
+    monkeypatch.setattr(PoolManager, "schedule", schedule_late)
+    assert lengths(impatient.verify(trajectories(["abc"]))) == [3.0] and broken
 
 
 def test_workers_that_die_while_starting_are_an_error_and_not_a_hang():

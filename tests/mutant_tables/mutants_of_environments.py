@@ -111,6 +111,22 @@ ENVIRONMENTS = (
         "calls of earlier starts count against the budget",
     ),
     mutant(
+        "environments/execution/worker.py",
+        "return self._checks <= _CHECKS_AFTER_DEATH and not self._stopped",
+        "return False",
+        "environments/test_environment_pool.py::"
+        "test_a_worker_that_dies_before_its_acknowledgement_is_read_fails_its_sample_and_not_the_pool",
+        "pebble reads the last messages of a worker before it sees its death",
+    ),
+    mutant(
+        "environments/execution/pool.py",
+        "if not pool.active:",
+        "if False:",
+        "environments/test_environment_pool.py::"
+        "test_a_task_that_pebble_takes_from_its_queue_while_the_pool_breaks_is_sent_to_a_new_pool",
+        "nobody waits for a task that a broken pool has forgotten",
+    ),
+    mutant(
         "environments/execution/sandbox_script.py",
         "any_bit, 0x10000, 1), instruction(end, refuse)",
         "any_bit, 0x10000, 1), instruction(end, allow)",

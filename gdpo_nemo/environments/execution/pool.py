@@ -201,7 +201,7 @@ class EnvironmentPool:
         for _ in range(_ATTEMPTS):
             pool, futures = self._schedule(task, [[requests[i] for i in shards[number]] for number in unanswered])
             try:
-                outcomes = [self._result(future) for future in futures]
+                outcomes = [self._result(pool, future) for future in futures]
             except BaseException:
                 for future in futures:
                     future.cancel()
@@ -231,7 +231,7 @@ class EnvironmentPool:
         self._last_progress = running.now()
         return pool, futures
 
-    def _result(self, future: Future[_Reply]) -> list[Any] | str | None:
+    def _result(self, pool: ProcessPool, future: Future[_Reply]) -> list[Any] | str | None:
         """Return the answers of a task, a one-line reason if the task failed, or None if the pool broke.
 
         Raises RunError if the environment's code raised, or if the pool is closed.
@@ -242,6 +242,8 @@ class EnvironmentPool:
         with waiting(f"verdicts of {', '.join(self._environments)}", "environments", self._timeout_s):
             while not wait([future], timeout=_POLL_S).done:
                 self._check_open()
+                if not pool.active:  # pebble forgets a task that it takes from the queue while the pool breaks
+                    return None
                 if running.now() - self._last_progress > stall_limit_s:
                     raise WaitExpired(f"environment workers made no progress for {stall_limit_s:.0f} s")
         error = None if future.cancelled() else future.exception()

@@ -30,6 +30,8 @@ STARTUP_LIMIT_S = 300.0
 _GRACE_S = 10.0
 """Delay in seconds between the time limit and the exit of a worker whose driver has not killed it."""
 _POLL_S = 0.5
+_CHECKS_AFTER_DEATH = 5
+"""Number of checks in which pebble finds a dead worker alive. See ``_Process``."""
 EXIT_CALLED = 96
 """Exit status of a worker whose verifier called ``os._exit(0)``."""
 # Signals whose handlers a verifier may change. For example, math-verify uses SIGALRM for its time limit.
@@ -190,6 +192,29 @@ def _main_program_hidden() -> Iterator[None]:
 
 
 class _Process(SpawnProcess):
+    """Worker process that pebble regards as alive until pebble has read its last messages.
+
+    One thread of pebble reads the workers' messages, another looks for dead workers. If a worker dies immediately after
+    it has taken a task, the second thread can be first. pebble then does not know which task the dead worker had: the
+    task ends at its time limit, as if the verifier were hanging, or the whole pool breaks. pebble checks every 0.1 s,
+    so a few more checks give the first thread time to read.
+    """
+
+    _checks = 0
+    _stopped = False
+
+    def is_alive(self) -> bool:
+        """Return whether the process runs, or ended only a few calls ago without having been stopped."""
+        if super().is_alive():
+            return True
+        self._checks += 1
+        return self._checks <= _CHECKS_AFTER_DEATH and not self._stopped
+
+    def terminate(self) -> None:
+        """Stop the process. pebble calls this for a worker that it has finished with, and then waits for its end."""
+        self._stopped = True
+        super().terminate()
+
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Popen:
         with _main_program_hidden():
