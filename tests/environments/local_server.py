@@ -9,6 +9,9 @@ class LocalServer(ThreadingHTTPServer):
     """``url`` is its address, ``requests`` what was asked, ``seen`` how often, ``stopped`` ends what hangs."""
 
     daemon_threads = True
+    # If the queue is full, Linux drops a connection; its client tries again after 1, 3, 7 and 15 s. With the default
+    # length of 5, twenty connections at a time exceed the client's limit of 10 s on a busy machine.
+    request_queue_size = 1024
 
     def __init__(self, handler, path):
         super().__init__(("127.0.0.1", 0), handler)

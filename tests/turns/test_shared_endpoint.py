@@ -290,7 +290,8 @@ def test_step_rewards_of_an_agents_server_are_credited_to_their_turns(engines, p
     for group, (_, totals, turns) in zip(made, STEPS.values()):
         assert [(t.trains, t.turns, t.rewards, t.turn_rewards) for t in group] == [(True, 2, totals, turns)] * 2
     for group, detail in zip(made[len(STEPS) :], BAD_STEPS):
-        assert all(t.outcome is Outcome.ENV_FAILED and detail in t.detail and not t.trains for t in group)
+        assert [(t.outcome, t.trains) for t in group] == [(Outcome.ENV_FAILED, False)] * 2
+        assert all(detail in t.detail for t in group), [t.detail for t in group]
     rows = turn_rows([group[0] for group in made[: len(STEPS)]], ["reward", "call"], discount=0.5)
     assert rows.columns["reward"].tolist() == [1.25, 1.5, 1.25, 1.5, 0.5, 1.0, 0.5, 1.0, 0.5, 1.0]
     assert rows.columns["call"][4:6].tolist() == [1.0, 0.0]
