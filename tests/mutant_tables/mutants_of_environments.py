@@ -124,7 +124,7 @@ ENVIRONMENTS = (
         "if False:",
         "environments/test_environment_pool.py::"
         "test_a_task_that_pebble_takes_from_its_queue_while_the_pool_breaks_is_sent_to_a_new_pool",
-        "nobody waits for a task that a broken pool has forgotten",
+        "a task that is lost while the pool breaks is sent to a new pool",
     ),
     mutant(
         "environments/execution/sandbox_script.py",

@@ -242,7 +242,7 @@ class EnvironmentPool:
         with waiting(f"verdicts of {', '.join(self._environments)}", "environments", self._timeout_s):
             while not wait([future], timeout=_POLL_S).done:
                 self._check_open()
-                if not pool.active:  # pebble forgets a task that it takes from the queue while the pool breaks
+                if not pool.active:  # pebble loses a task that it takes from the queue while the pool breaks
                     return None
                 if running.now() - self._last_progress > stall_limit_s:
                     raise WaitExpired(f"environment workers made no progress for {stall_limit_s:.0f} s")
