@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -35,6 +36,7 @@ UNDISTURBED = (
     f"policy.megatron_cfg={{optimizer: {{lr: {LR}}}, scheduler: {{lr_decay_style: cosine}}}}",
 )
 """Overrides of the undisturbed run, which others repeat or go on with."""
+_PARTS_OF_THE_SUITE = re.compile(r"resource_tracker|gdpo_nemo\.cluster\.fork_server")
 _LOOK_S = 2.0
 """How often the processes of a run are listed, which takes longer than to see whether a step is done."""
 
@@ -200,9 +202,12 @@ def command_here(*words: str) -> str:
 
 
 def _children() -> set[psutil.Process]:
-    """Of this process, but for Python's own tracker of shared memory."""
+    """Return the children of this process, without Python's tracker of shared memory and the suite's fork servers.
+
+    The fork servers are children of this process if pytest runs without workers of xdist (``-n 0``).
+    """
     children = psutil.Process().children(recursive=True)
-    return {child for child in children if "resource_tracker" not in " ".join(child.cmdline())}
+    return {child for child in children if not _PARTS_OF_THE_SUITE.search(" ".join(child.cmdline()))}
 
 
 def arguments(run_dir: Path, model: Path, overrides: tuple[str, ...]) -> list[str]:

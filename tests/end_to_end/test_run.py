@@ -236,7 +236,8 @@ def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step
 @pytest.fixture(scope="module")
 def one_step_stale(tmp_path_factory, digit_model) -> tuple[Path, dict]:
     """Two steps with a PEFT adapter to start from, of an agent that compacts its history and has a sub-agent. The
-    second step trains samples of the starting weights: the folder of the run, and the adapter's matrices."""
+    second step trains samples of the starting weights, except for late replacements of dropped groups. Returns the
+    folder of the run, and the adapter's matrices."""
     scratch = tmp_path_factory.mktemp("one_step_stale")
     start = write_adapter(scratch / "adapter", digit_model)
     run_dir = scratch / "run"
@@ -300,7 +301,12 @@ def test_an_agent_of_several_contexts_trains_and_sampler_and_trainer_agree(one_s
             assert [value is None for value in s["trainer_logprobs"]] == [not written for written in s["loss_mask"]]
             gaps = [abs(a - b) for a, b in zip(s["trainer_logprobs"], s["logprobs"]) if a is not None]
             assert len(gaps) == sum(s["turn_tokens"])
-            assert (max(gaps) < 1e-4) == (row["step"] == 1)  # the samples of step 2 are of older weights
+            versions, tokens = zip(*s["spans"])
+            gaps_by_version = list(zip(np.repeat(versions, tokens), gaps, strict=True))
+            of_these_weights = [gap for version, gap in gaps_by_version if version == row["step"] - 1]
+            assert max(of_these_weights, default=0.0) < 1e-4
+            # Step 2 trains older samples. But a group that replaced a dropped one can meet the update, or follow it.
+            assert of_these_weights or max(gaps) > 1e-4
 
 
 @pytest.fixture(scope="module")
