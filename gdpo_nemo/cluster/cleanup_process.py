@@ -36,6 +36,8 @@ _GRACE_S = 3.0
 _SCAN_INTERVAL_S = 1.0
 _SCANS_PER_MEMORY_SCAN = 10
 """Number of process scans per scan of memory maps, which takes longer."""
+_MEMORY_SCANS_OF_NEW = 60
+"""Number of consecutive memory scans of a new process, which maps its shared memory some time after its start."""
 _SHARED = re.compile(rb"(/dev/shm/(?:sem\.mp-|psm_|vllm_dist_|gdpo_nemo_)\S+)$", re.MULTILINE)
 """Names of shared memory of multiprocessing, vLLM and this project, which remains when its process is killed."""
 # -S: Python starts faster without site-packages. -E: Python ignores the user's PYTHON* environment variables.
@@ -227,15 +229,18 @@ def _guard(mark: str, pid: int, start_time: int) -> None:
     if os.fork():
         os._exit(0)
     known: dict[int, int] = {}
+    first_scan: dict[int, int] = {}
     shared: set[tuple[str, int]] = set()
     scans = 0
     while _start_time(pid) == start_time:
-        new = marked_tree(mark)
-        # Scan the memory of new processes at once. Ray kills these processes with their actor, and their mappings are
-        # then lost.
-        if new.keys() - known.keys() or scans % _SCANS_PER_MEMORY_SCAN == 0:
-            shared |= shared_memory(new)
-        known.update(new)
+        running = marked_tree(mark)
+        for child in running:
+            first_scan.setdefault(child, scans)
+        # Scan the memory of new processes every time. Ray kills these processes with their actor, and their mappings
+        # are then lost.
+        new = [child for child in running if scans - first_scan[child] < _MEMORY_SCANS_OF_NEW]
+        shared |= shared_memory(running if scans % _SCANS_PER_MEMORY_SCAN == 0 else new)
+        known.update(running)
         scans += 1
         time.sleep(_SCAN_INTERVAL_S)
     _end(mark, known, 0.0)

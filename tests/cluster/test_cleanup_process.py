@@ -36,6 +36,16 @@ if __name__ == "__main__":
 """
 
 
+HOLDER = """
+import sys, time
+from multiprocessing import resource_tracker, shared_memory
+
+sys.stdin.readline()
+memory = shared_memory.SharedMemory(create=True, size=64)
+resource_tracker.unregister(memory._name, "shared_memory")
+print(memory._name, flush=True)
+time.sleep(600)
+"""
 GUARDED = """
 import os, subprocess, sys, time
 
@@ -49,35 +59,69 @@ if __name__ == "__main__":
     guard_children()
     child = subprocess.Popen([sys.executable, "-c", CHILD + "time.sleep(600)"], start_new_session=True)
     subprocess.run([sys.executable, "-c", LOST], start_new_session=True)  # its parent is gone when we go
-    time.sleep(float(sys.argv[1]))
-    print(before.pid, os.environ[GUARD_MARK], flush=True)
+    holder = subprocess.Popen([sys.executable, "-c", sys.argv[1]])
+    print(before.pid, holder.pid, os.environ[GUARD_MARK], flush=True)
     time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("lived_s", [0.2, 3.0])
-def test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds(tmp_path, lived_s):
-    """Children, theirs, and such whose own parent ended before; what it started earlier is left alone."""
+@pytest.mark.parametrize("guard_looked", [False, True])
+def test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds(tmp_path, guard_looked):
+    """Children, theirs, and such whose own parent ended before; what it started earlier is left alone. Shared memory
+    goes too, even if its process mapped it long after its start and is killed first, as Ray does."""
     script = tmp_path / "guarded.py"
     script.write_text(GUARDED)
     repository = Path(__file__).resolve().parents[2]
     guarded = subprocess.Popen(
-        [sys.executable, str(script), str(lived_s)],
+        [sys.executable, str(script), HOLDER],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(repository)},
     )
-    pid, mark = guarded.stdout.readline().split()
+    pid, holder, mark = guarded.stdout.readline().split()
     earlier = psutil.Process(int(pid))
     deadline = time.monotonic() + 240
-    while len(theirs := _marked(mark)) < 3:  # the last of them starts after its parent has
+    while len(theirs := _marked(mark)) < 4:  # the last of them starts after its parent has
         assert time.monotonic() < deadline, theirs
         time.sleep(0.05)
+    memory = None
+    if guard_looked:
+        wait_until_guard_looked(guarded.pid)
+        guarded.stdin.write("\n")
+        guarded.stdin.flush()
+        memory = Path("/dev/shm", guarded.stdout.readline().strip().lstrip("/"))
+        wait_until_guard_looked(guarded.pid)
+        assert memory.exists()
+        os.kill(int(holder), signal.SIGKILL)
     guarded.send_signal(signal.SIGKILL)
     guarded.wait()
     (_, left) = psutil.wait_procs(theirs, timeout=240)
     assert left == [] and earlier.is_running()
+    while memory and memory.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     earlier.kill()
+
+
+def wait_until_guard_looked(pid: int) -> None:
+    """Wait until the guard of a process has listed all processes once more.
+
+    The guard sleeps after every list, which is a voluntary context switch.
+    """
+    deadline = time.monotonic() + 240
+    while not (guards := [p for p in psutil.process_iter() if _guards(p, pid)]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    sleeps = guards[0].num_ctx_switches().voluntary
+    while guards[0].num_ctx_switches().voluntary < sleeps + 2:  # the first one may follow a list that was under way
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _guards(process: psutil.Process, pid: int) -> bool:
+    command = _command(process)
+    return "guard" in command and str(pid) in command and process.pid != pid
 
 
 def _marked(mark: str) -> list[psutil.Process]:

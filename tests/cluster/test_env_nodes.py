@@ -10,6 +10,7 @@ import time
 import psutil
 import pytest
 from environment_samples import HOSTILE, trajectories, trajectory
+from test_cleanup_process import wait_until_guard_looked
 
 from gdpo_nemo.cluster.env_nodes import EnvironmentNodes, divide
 from gdpo_nemo.cluster.reservation import place_on_this_machine
@@ -30,6 +31,7 @@ def nodes():
     with session(config.cluster):
         config.cluster.env_nodes = 2
         nodes = EnvironmentNodes(config, place_on_this_machine(config))
+        nodes.verify(trajectories(["a", "b"]))  # so that both actors run
         yield nodes
         nodes.close()
 
@@ -101,8 +103,8 @@ def test_neither_a_killed_actor_nor_a_closed_one_leaves_semaphores_on_its_node(n
     assert lengths(other.verify(trajectories(["bb"]))) == [2.0]
     made = semaphores() - known
     assert made
-    time.sleep(3.0)  # a guard looks every second
     [host] = [process for process in hosts() if process not in before]
+    wait_until_guard_looked(host.pid)
     host.kill()
     assert lengths(other.verify(trajectories(["ccc"]))) == [3.0]
     assert gone(made)
