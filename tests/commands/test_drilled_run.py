@@ -40,6 +40,11 @@ def steps(first, last):
     for step in range(first, last + 1):
         row(step)
         time.sleep(0.1)
+
+def first_step_and_signal():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    steps(1, 1)
+    signal.sigwait([signal.SIGUSR1])
 """
 
 
@@ -127,7 +132,7 @@ def test_torn_checkpoint_is_never_the_only_one(program):
 
 
 def test_a_run_that_is_over_before_it_recovered_is_told(program):
-    run = program(HEARS + "steps(1, 1); time.sleep(1); os._exit(0)")
+    run = program("first_step_and_signal(); alert('engine 3: it died')")
     assert "ended before it trained another step" in run.disturb(poke()).wrong
 
 
@@ -135,8 +140,8 @@ def test_the_time_of_a_restart_is_to_a_step_of_the_next_process_that_none_before
     """Steps under way when it happens do not count, nor do those that are trained again."""
     run = program(
         """
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        steps(1, 8)
+        first_step_and_signal()
+        steps(2, 8)
         parent = os.getpid()
         if os.fork() == 0:
             time.sleep(1)

@@ -199,27 +199,33 @@ def test_workers_that_die_while_starting_are_an_error_and_not_a_hang():
             pool.verify([trajectory("x")])
 
 
-def test_close_ends_a_verification_under_way():
-    pool = EnvironmentPool({"env": ENVIRONMENTS["env"]}, timeout_s=60.0)
-    pool.verify([trajectory("x")])
+def test_close_ends_a_verification_under_way(tmp_path):
+    pool = EnvironmentPool({"env": {**ENVIRONMENTS["env"], "meeting": str(tmp_path)}}, timeout_s=600.0)
     caught = []
 
     def run():
         try:
-            pool.verify([trajectory("hang")])
+            pool.verify([trajectory("meet")])
         except RunError as error:
             caught.append(str(error))
 
     thread = threading.Thread(target=run)
     thread.start()
-    time.sleep(0.3)
+    wait_for_file(tmp_path)
     pool.close()
     thread.join(120)
     assert caught == ["the environment pool was closed during verification"]
     pool.close()
 
 
-def test_workers_survive_an_interrupt_and_end_when_the_driver_is_killed():
+def wait_for_file(folder):
+    deadline = time.monotonic() + 300.0
+    while not os.listdir(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_workers_survive_an_interrupt_and_end_when_the_driver_is_killed(tmp_path):
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(f"""
             import signal, sys, time
@@ -228,11 +234,12 @@ def test_workers_survive_an_interrupt_and_end_when_the_driver_is_killed():
             if __name__ == "__main__":
                 from environment_samples import trajectory
                 from gdpo_nemo.environments.execution.pool import EnvironmentPool
-                pool = EnvironmentPool({{"env": {{"plugin": {HOSTILE!r} + ":Hostile"}}}}, workers=1, timeout_s=60.0)
+                section = {{"plugin": {HOSTILE!r} + ":Hostile", "meeting": {str(tmp_path)!r}}}
+                pool = EnvironmentPool({{"env": section}}, workers=1, timeout_s=600.0)
                 for _ in range(2):
                     print(int(pool.verify([trajectory("pid")])[0].rewards["length"]), flush=True)
                     sys.stdin.readline()
-                pool.verify([trajectory("hang")])
+                pool.verify([trajectory("meet")])
         """)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
@@ -243,7 +250,7 @@ def test_workers_survive_an_interrupt_and_end_when_the_driver_is_killed():
     assert int(driver.stdout.readline()) == first
     driver.stdin.write("\n")
     driver.stdin.flush()
-    time.sleep(0.3)
+    wait_for_file(tmp_path)
     driver.kill()
     driver.wait()
     deadline = time.monotonic() + 60.0

@@ -287,14 +287,18 @@ def test_servers_verdicts_and_worker_verdicts_come_together_in_order(servers):
         assert verdicts[6].outcome is Outcome.ENV_FAILED and set(verdicts[0].rewards) != set(verdicts[1].rewards)
 
 
-def test_close_ends_a_verification_under_way(servers):
-    pool = EnvironmentPool({"gym": {"plugin": "nemo_gym", "servers": {"main": servers[0].url}}})
+def test_close_ends_a_verification_under_way():
+    app = hostile_app()
+    server = Hosted(app)
+    pool = EnvironmentPool({"gym": {"plugin": "nemo_gym", "servers": {"main": server.url}}})
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(pool.verify, [sample(misdeed="hang")])
-        time.sleep(0.3)
+        while not app.state.active:
+            time.sleep(0.005)
         pool.close()
         with pytest.raises(RunError, match="environment 'gym': the environment was closed during verification"):
             future.result(120)
+    server.stop()
 
 
 @pytest.mark.parametrize(

@@ -90,13 +90,16 @@ def test_an_episode_given_up_while_the_policy_writes_is_abandoned(section):
     left = []
 
     async def give_up(pool):
+        writes = asyncio.Event()
+
         async def draw(request):
+            writes.set()
             await asyncio.sleep(3600)
 
         job = EpisodeJob(Sampling(1.0, 1.0, -1, 10), lambda turn: turn, draw, pool.step_one, abandon=left.append)
         text, ids = TALK.prompt("guess")
         task = asyncio.create_task(play_episode(Prompt("p", ids, text, "guess"), 0, job, LIMITS, TALK))
-        await asyncio.sleep(1.0)
+        await asyncio.wait_for(writes.wait(), 300)
         task.cancel()
         await asyncio.wait([task])
         return task.cancelled()

@@ -67,7 +67,10 @@ def test_work_of_a_descendant_counts_and_a_stopped_family_does_none():
             time.sleep(0.05)
         for process in (parent, *family):
             process.send_signal(signal.SIGSTOP)
-        time.sleep(0.5)  # a signal arrives when the processor is had again
+        # A stopped process may still have to get the processor to notice the signal.
+        while {psutil.Process(process.pid).status() for process in (parent, *family)} != {psutil.STATUS_STOPPED}:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         before = work_done(parent.pid)
         time.sleep(0.5)
         assert work_done(parent.pid) == before
