@@ -104,7 +104,7 @@ def mine(tmp_path):
         f"env:\n"
         f"  hostile: {{plugin: '{HOSTILE}:Hostile'}}\n"
         f"  asking: {{plugin: functions, functions: {{up: '{PLACE}:asking', size: '{PLACE}:lengths'}}}}\n"
-        f"gdpo: {{val_period: 0, val_at_start: false}}\nrollout: {{env_timeout_s: 0.7}}\n"
+        f"gdpo: {{val_period: 0, val_at_start: false}}\n"
     )
     return str(tmp_path / "mine.yaml")
 

@@ -219,7 +219,7 @@ def test_groups_admitted_together_go_to_the_engines_with_the_lowest_load(world_o
 def test_samples_that_exceed_the_group_timeout_are_aborted_by_their_host(world_of):
     script = Script(lambda engine, request: 600.0 if request.seed == slow else 0.0)
     slow = -1
-    world = world_of(*AHEAD, "rollout.group_timeout_s=0.5", "rollout.min_valid=0.5", script=script)
+    world = world_of(*AHEAD, "rollout.group_timeout_s=4", "rollout.min_valid=0.5", script=script)
     slow = hosts_seed = world.scheduler._maker._seed(SimpleNamespace(position=1), 1)
     rollout = world.train()
     outcomes = {(g.position, t.sample_index): str(t.outcome) for g in rollout.groups for t in g.trajectories}
