@@ -91,21 +91,20 @@ def test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds(tmp_pa
         guarded.stdin.write("\n")
         guarded.stdin.flush()
         memory = Path("/dev/shm", guarded.stdout.readline().strip().lstrip("/"))
-        wait_until_guard_looked(guarded.pid)
+        # The guard ends after it has removed the memory.
+        theirs.append(wait_until_guard_looked(guarded.pid))
         assert memory.exists()
         os.kill(int(holder), signal.SIGKILL)
     guarded.send_signal(signal.SIGKILL)
     guarded.wait()
     (_, left) = psutil.wait_procs(theirs, timeout=240)
     assert left == [] and earlier.is_running()
-    while memory and memory.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
     earlier.kill()
+    assert not memory or not memory.exists()
 
 
-def wait_until_guard_looked(pid: int) -> None:
-    """Wait until the guard of a process has listed all processes once more.
+def wait_until_guard_looked(pid: int) -> psutil.Process:
+    """Wait until the guard of a process has listed all processes once more. Returns the guard.
 
     The guard sleeps after every list, which is a voluntary context switch.
     """
@@ -117,6 +116,7 @@ def wait_until_guard_looked(pid: int) -> None:
     while guards[0].num_ctx_switches().voluntary < sleeps + 2:  # the first one may follow a list that was under way
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    return guards[0]
 
 
 def _guards(process: psutil.Process, pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""Mutants of the processes from which workers are forked, and of the status file."""
+"""Mutants of the processes from which workers are forked, of the guard of an actor, and of the status file."""
 
 from __future__ import annotations
 
@@ -56,6 +56,13 @@ PROCESSES = (
         "if False:",
         f"{_TESTS}::test_a_worker_that_no_server_can_fork_is_started_by_ray",
         "a worker with other settings of libraries is not forked",
+    ),
+    mutant(
+        "cluster/cleanup_process.py",
+        "scans - first_scan[child] < _MEMORY_SCANS_OF_NEW",
+        "scans == first_scan[child]",
+        "cluster/test_cleanup_process.py::test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds[True]",
+        "shared memory that a process maps some time after its start is removed",
     ),
     mutant(
         "cluster/worker_launcher.py",
