@@ -12,6 +12,7 @@ import pytest
 from environment_samples import HOSTILE, trajectories, trajectory
 from test_cleanup_process import wait_until_guard_looked
 
+from gdpo_nemo.cluster.cleanup_process import shared_memory
 from gdpo_nemo.cluster.env_nodes import EnvironmentNodes, divide
 from gdpo_nemo.cluster.reservation import place_on_this_machine
 from gdpo_nemo.cluster.session import session
@@ -82,33 +83,34 @@ def test_a_killed_actor_is_replaced_and_asked_again_and_its_workers_end(nodes):
     assert not psutil.wait_procs(orphans, timeout=120)[1]
 
 
-def semaphores() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if name.startswith("sem.mp-")}
+def semaphores(host: psutil.Process) -> list[str]:
+    """Return the files of the semaphores of an actor and its workers. Other tests have semaphores, too."""
+    return [path for path, _ in shared_memory([host.pid, *(child.pid for child in host.children())])]
 
 
-def gone(names: set[str], limit_s: float = 60.0) -> bool:
+def gone(files: list[str], limit_s: float = 60.0) -> bool:
     """Whether they go in that time."""
     deadline = time.monotonic() + limit_s
-    while names & semaphores() and time.monotonic() < deadline:
+    while (left := list(filter(os.path.exists, files))) and time.monotonic() < deadline:
         time.sleep(0.1)
-    return not names & semaphores()
+    return not left
 
 
 def test_neither_a_killed_actor_nor_a_closed_one_leaves_semaphores_on_its_node(nodes):
     config = Config(env={"env": {"plugin": f"{HOSTILE}:Hostile"}})
     config.cluster.env_nodes = 1
     before = hosts()
-    known = semaphores()
     other = EnvironmentNodes(config, place_on_this_machine(config))
     assert lengths(other.verify(trajectories(["bb"]))) == [2.0]
-    made = semaphores() - known
-    assert made
     [host] = [process for process in hosts() if process not in before]
+    made = semaphores(host)
+    assert made
     wait_until_guard_looked(host.pid)
     host.kill()
     assert lengths(other.verify(trajectories(["ccc"]))) == [3.0]
     assert gone(made)
-    made = semaphores() - known
+    [host] = [process for process in hosts() if process not in (*before, host)]
+    made = semaphores(host)
     assert made
     other.close()
     assert gone(made)
