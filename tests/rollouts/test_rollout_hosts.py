@@ -261,7 +261,7 @@ def test_cancelled_groups_are_dropped_by_their_host(world_of):
     eventually(lambda: all(engine.batches for engine in world.script.engines))
     world.scheduler.close()
     eventually(lambda: not any(engine._running for engine in world.script.engines))
-    assert all(client.load == 0 for client in world.fleet.clients)
+    eventually(lambda: all(client.load == 0 for client in world.fleet.clients))
 
 
 @pytest.mark.parametrize(
