@@ -97,7 +97,7 @@ def limited(completions, **_):
     rewards = []
     for completion in completions:
         signal.signal(signal.SIGALRM, expire)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        signal.setitimer(signal.ITIMER_REAL, 0.1 if completion == "slow" else 60.0)
         try:
             time.sleep(5 if completion == "slow" else 0)
             rewards.append(1.0)
@@ -114,14 +114,13 @@ def untidy(completions, **_):
     def strike(*_):
         raise KeyboardInterrupt("from the function before")
 
-    left = [float(signal.getsignal(number) is signal.SIG_DFL) for number in (signal.SIGALRM, signal.SIGUSR1)]
+    clean = [signal.getsignal(number) is signal.SIG_DFL for number in (signal.SIGALRM, signal.SIGUSR1)]
+    clean.append(signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0))
     if completions[0] == "arm":
         for number in (signal.SIGALRM, signal.SIGUSR1):
             signal.signal(number, strike)
-        signal.setitimer(signal.ITIMER_REAL, 0.15)
-    else:
-        time.sleep(0.3)
-    return [min(left)] * len(completions)
+        signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    return [float(all(clean))] * len(completions)
 
 
 async def misbehaving(completions, **_):
