@@ -67,8 +67,11 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("guard_looked", [False, True])
 def test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds(tmp_path, guard_looked):
-    """Children, theirs, and such whose own parent ended before; what it started earlier is left alone. Shared memory
-    goes too, even if its process mapped it long after its start and is killed first, as Ray does."""
+    """Children, theirs, and such whose own parent ended before; what it started earlier is left alone.
+
+    Shared memory is removed, too, even if its process mapped it some time after its start, and is killed first. Ray
+    kills the children of a killed actor.
+    """
     script = tmp_path / "guarded.py"
     script.write_text(GUARDED)
     repository = Path(__file__).resolve().parents[2]

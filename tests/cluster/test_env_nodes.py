@@ -88,7 +88,7 @@ def semaphores(host: psutil.Process) -> list[str]:
     return [path for path, _ in shared_memory([host.pid, *(child.pid for child in host.children())])]
 
 
-def gone(files: list[str], limit_s: float = 60.0) -> bool:
+def gone(files: list[str], limit_s: float = 240.0) -> bool:
     """Whether they go in that time."""
     deadline = time.monotonic() + limit_s
     while (left := list(filter(os.path.exists, files))) and time.monotonic() < deadline:
