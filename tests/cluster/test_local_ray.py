@@ -164,6 +164,7 @@ def test_session_gives_a_home_that_is_missing_to_its_processes_for_as_long_as_it
         monkeypatch.setattr(pwd, "getpwuid", unknown)
     with _scratch() as folder:
         assert os.environ["HOME"] == folder and Path.home().is_dir()
+        os.rmdir(folder)  # in a session, the cleanup process does so
     assert os.environ.get("HOME") == home
 
 
@@ -179,6 +180,7 @@ def test_session_replaces_a_home_only_if_it_cannot_be_written_and_leaves_its_mod
     with _scratch() as folder:
         assert os.environ["HOME"] == (str(tmp_path) if writable else folder)
         assert os.environ.get("HF_HOME") == (None if writable else str(models))
+        os.rmdir(folder)
     assert os.environ["HOME"] == str(tmp_path) and "HF_HOME" not in os.environ
 
 
