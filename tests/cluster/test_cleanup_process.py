@@ -67,10 +67,11 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("guard_looked", [False, True])
 def test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds(tmp_path, guard_looked):
-    """Children, theirs, and such whose own parent ended before; what it started earlier is left alone.
+    """The guard ends children, grandchildren and descendants whose parent has ended, but no process that was started
+    before the guard.
 
-    Shared memory is removed, too, even if its process mapped it some time after its start, and is killed first. Ray
-    kills the children of a killed actor.
+    The guard also removes shared memory that a process mapped some time after its start, even if this process is killed
+    first. Ray kills an actor's children together with the actor.
     """
     script = tmp_path / "guarded.py"
     script.write_text(GUARDED)
@@ -107,7 +108,7 @@ def test_what_a_killed_process_started_under_its_guard_is_gone_in_seconds(tmp_pa
 
 
 def wait_until_guard_looked(pid: int) -> psutil.Process:
-    """Wait until the guard of a process has listed all processes once more. Returns the guard.
+    """Wait until the guard of a process has listed all processes again, and return the guard.
 
     The guard sleeps after every list, which is a voluntary context switch.
     """
@@ -116,7 +117,8 @@ def wait_until_guard_looked(pid: int) -> psutil.Process:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     sleeps = guards[0].num_ctx_switches().voluntary
-    while guards[0].num_ctx_switches().voluntary < sleeps + 2:  # the first one may follow a list that was under way
+    # The first sleep may end a list that began before this call.
+    while guards[0].num_ctx_switches().voluntary < sleeps + 2:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return guards[0]

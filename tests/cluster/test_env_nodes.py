@@ -84,7 +84,7 @@ def test_a_killed_actor_is_replaced_and_asked_again_and_its_workers_end(nodes):
 
 
 def semaphores(host: psutil.Process) -> list[str]:
-    """Return the files of the semaphores of an actor and its workers. Other tests have semaphores, too."""
+    """Return the paths of the semaphores that an actor and its workers have mapped."""
     return [path for path, _ in shared_memory([host.pid, *(child.pid for child in host.children())])]
 
 

@@ -293,7 +293,7 @@ def test_close_ends_a_verification_under_way():
     pool = EnvironmentPool({"gym": {"plugin": "nemo_gym", "servers": {"main": server.url}}})
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(pool.verify, [sample(misdeed="hang")])
-        while not app.state.active:
+        while not app.state.active and not future.done():
             time.sleep(0.005)
         pool.close()
         with pytest.raises(RunError, match="environment 'gym': the environment was closed during verification"):
