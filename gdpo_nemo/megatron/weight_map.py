@@ -201,7 +201,7 @@ def _stacked_weight(experts: Experts, is_first: bool, is_bias: bool, number: int
     return Weight(split, (tensor + ".{}",), expert=number, stacked=tensor, interleaved=experts.interleaved)
 
 
-def layer_weight(family: Family, name: str) -> Weight:
+def layer_weight(family: Family, name: str) -> Weight:  # noqa: C901
     """Return the weight of the Megatron parameter ``name`` in a Hybrid layer.
 
     The sources are relative to the Hugging Face layer.

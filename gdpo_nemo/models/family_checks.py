@@ -54,7 +54,7 @@ SWIGLU_ALPHA = 1.702
 """Supported factor in the sigmoid of a clamped SwiGLU (``Family.swiglu_limit``)."""
 
 
-def check_family(content: Mapping[str, Any]) -> Family:
+def check_family(content: Mapping[str, Any]) -> Family:  # noqa: C901
     """Check that a model configuration is supported, and return its family.
 
     Args:
@@ -173,7 +173,7 @@ def _family(content: Mapping[str, Any]) -> Family:
     return FAMILIES[kind]
 
 
-def check_model_content(content: Mapping[str, Any]) -> Family:
+def check_model_content(content: Mapping[str, Any]) -> Family:  # noqa: C901
     """Check like ``check_family``, and also check that all sizes are positive integers. Return the family.
 
     Raises ConfigError.

@@ -174,7 +174,7 @@ def smallest_change(resolved: Resolved, shape: Shape, device: Device) -> str | N
     return None
 
 
-def _memory_savers(resolved: Resolved, shape: Shape) -> Iterator[dict[str, Any]]:
+def _memory_savers(resolved: Resolved, shape: Shape) -> Iterator[dict[str, Any]]:  # noqa: C901
     config = resolved.config
     megatron = config.policy.megatron_cfg
     policy = config.policy

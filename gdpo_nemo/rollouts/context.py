@@ -373,7 +373,7 @@ def check_trajectory(trajectory: Trajectory, prompt: Prompt, max_sequence: int, 
         raise RunError(f"{name}: prompt {prompt.id}, sample {trajectory.sample_index}: {fault}")
 
 
-def _fault(t: Trajectory, prompt: Prompt, max_sequence: int) -> str | None:
+def _fault(t: Trajectory, prompt: Prompt, max_sequence: int) -> str | None:  # noqa: C901
     count = len(t.completion_ids)
     if t.prompt.id != prompt.id:
         return f"belongs to prompt {t.prompt.id}"

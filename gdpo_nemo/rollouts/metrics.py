@@ -328,7 +328,7 @@ def validation_metrics(groups: Sequence[Group], pass_at: Sequence[int] = ()) -> 
     return row | {f"validation/{name}": value for name, value in logged_metrics(trajectories).items()}
 
 
-def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str, float]:
+def update_metrics(results: Sequence[UpdateResult], on_policy: bool) -> dict[str, float]:  # noqa: C901
     """Return the metrics of a step's optimizer updates, averaged over their tokens.
 
     ``sampler_gap/...`` compares sampler and trainer at any staleness. ``parity/...`` compares sampler and trainer at

@@ -160,7 +160,7 @@ def _check_with_python_parser(text: str) -> None:
         return  # the caller parses the text afterwards and reports the error
 
 
-def _check_events(text: str, loader: Any) -> None:
+def _check_events(text: str, loader: Any) -> None:  # noqa: C901
     _check_scalar(text)
     sizes: dict[str, int | None] = {}
     open_: list[tuple[str | None, int]] = []

@@ -158,7 +158,7 @@ class Resolver:
         except (ArithmeticError, TypeError, ValueError, RecursionError):
             return Unresolved(ast.unparse(node))
 
-    def _value(self, node: ast.expr) -> Any:
+    def _value(self, node: ast.expr) -> Any:  # noqa: C901
         if isinstance(node, ast.Name):
             return self._of_name(node)
         if isinstance(node, ast.Attribute):

@@ -159,7 +159,7 @@ class Scenario:
         """Seconds of driver work per sample."""
         return self.driver_s + (0.0 if self.group_timeout_s is None else self.reply_s)
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: C901
         """Raise ValueError if settings are invalid or inconsistent. The message names the setting."""
         for name in ("engines", "slots", "groups", "samples", "turns", "steps"):
             if getattr(self, name) < 1:

@@ -143,7 +143,7 @@ def _reason(result: Result) -> str:
     }[limit(result)]
 
 
-def candidates(result: Result) -> list[Change]:
+def candidates(result: Result) -> list[Change]:  # noqa: C901
     """Return changes that keep the layout and might relieve the bottleneck."""
     scenario = result.scenario
     found = []

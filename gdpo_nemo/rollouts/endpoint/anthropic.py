@@ -95,7 +95,7 @@ def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return blocks
 
 
-def _chat_messages(where: str, message: Any) -> list[dict[str, Any]]:
+def _chat_messages(where: str, message: Any) -> list[dict[str, Any]]:  # noqa: C901
     """Convert a message. The results of tools in a user's message become messages of their own."""
     if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant", "system"):
         raise Refused(400, f"{where} must be an object with the role user or assistant")
