@@ -19,12 +19,11 @@ def add(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check a run against thresholds. The exit status is 1 if a check fails."""
-    from gdpo_nemo.observe.health import check_health, findings_table, healthy, thresholds_of
+    from gdpo_nemo.observe.health import check_health, findings_table, healthy, thresholds_of, verdict
 
     checks, origin = (arguments.thresholds,) * 2 if arguments.thresholds else thresholds_of(arguments.run_dir)
     findings = check_health(arguments.run_dir, checks)
-    is_healthy = healthy(findings)
     say(f"{arguments.run_dir}, checked with {origin}")
     terminal().print(findings_table(findings))
-    say("healthy" if is_healthy else "not healthy")
-    return 0 if is_healthy else 1
+    say(verdict(findings))
+    return 0 if healthy(findings) else 1

@@ -107,9 +107,9 @@ def metrics_page() -> str:
         f"never 0. Metrics under `{OWN}` are values that custom reward functions pass to `log_metric`.",
         *body,
         "## Is a run healthy?",
-        "`gdpo-nemo health RUN_DIR` uses these checks unless the config defines other checks (`health.checks`) for "
-        "the run's rewards. Values are means over five steps. A run reports violations of checks that apply to "
-        "every step (`health.alerts`), and can stop (`health.stop_on`).",
+        "`gdpo-nemo health RUN_DIR` uses these checks and the checks in the config (`health.checks`). "
+        "`health.disabled` switches off the checks of a metric. Values are means over five steps. A run reports "
+        "violations of checks that apply to every step (`health.alerts`), and can stop (`health.stop_on`).",
         _table(("metric", "checked", "healthy", "reason", "remedy"), checked),
     )
 

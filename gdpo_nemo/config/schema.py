@@ -459,7 +459,10 @@ class HealthConfig:
     `max` or both. Optional keys: `window`, `optional` (the metric may be absent), `advisory` (a violation is only a
     warning) and `of`. `of` selects the quantity to check: value (the metric itself); start (ratio of the metric to its
     value at the start); before (ratio of the metric to the 20 steps before); rise (increase of the metric since the
-    start, in standard errors). If no checks are configured, the default checks for every run apply."""
+    start, in standard errors). The default checks for every run also apply. A check of the same metric, `at` and `of`
+    replaces a default check."""
+    disabled: List[str] = field(default_factory=list)
+    """Metrics whose default checks do not apply."""
     preset: Optional[str] = None
     """Published set of additional thresholds: axolotl (from axolotl's GRPO documentation)."""
     alerts: bool = True

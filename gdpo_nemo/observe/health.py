@@ -25,14 +25,15 @@ from gdpo_nemo.observe.metrics import WINDOW, History, read_metrics
 from gdpo_nemo.utils.errors import ConfigError, NumericsFailed, RunError
 from gdpo_nemo.utils.files import check_yaml, read_text
 
-_STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "open": "dim"}
+_STYLES = {"pass": "green", "fail": "bold red", "warn": "yellow", "open": "dim", "skip": "dim"}
 
 
 @dataclass(frozen=True)
 class Finding:
     """Result of one check.
 
-    ``status`` is pass, fail, warn (an advisory check failed) or open (the run has not reached the step).
+    ``status`` is pass, fail, warn (an advisory check failed), open (the run has not reached the step) or skip (the run
+    does not measure an optional metric).
     """
 
     check: Check
@@ -74,17 +75,17 @@ def thresholds_of(run_dir: str | Path) -> tuple[list[Check], str]:
     config = load_config(file) if file.is_file() else None
     history = _history(run_dir)
     rewards = {*history.components, *(config.gdpo.rewards if config else ())}
-    checks = config_checks(config) if config else []
-    unknown = dict.fromkeys(
-        c.component for c in checks if c.component and c.component not in rewards and not c.optional
-    )
+    own = config_checks(config) if config else []
+    unknown = dict.fromkeys(c.component for c in own if c.component and c.component not in rewards and not c.optional)
     unknown.pop("total", None)
-    if checks and not unknown:
-        return checks, "the thresholds in its config (health.checks)"
-    why = f"; health.checks in its config names other rewards ({', '.join(unknown)})" if unknown else ""
-    return general_checks(
-        config, list(config.gdpo.rewards) if config else history.components
-    ), f"the default checks for every run{why}"
+    if unknown:
+        own = []
+    measured = {key for row in history.training for key in row}
+    defaults = _default_checks(config, list(config.gdpo.rewards) if config else history.components, own)
+    checks = [*own, *(check for check in defaults if not check.optional or check.metric in measured)]
+    if unknown:
+        return checks, f"the default checks; health.checks in its config names other rewards ({', '.join(unknown)})"
+    return checks, "health.checks in its config and the default checks" if own else "the default checks"
 
 
 def config_checks(config: Config) -> list[Check]:
@@ -117,6 +118,17 @@ def general_checks(config: Config | None, rewards: Sequence[str]) -> list[Check]
     return [*bounds, *(drift.check for drift in DRIFTS)]
 
 
+def _default_checks(config: Config | None, rewards: Sequence[str], own: Sequence[Check]) -> list[Check]:
+    """Return the default checks without those in ``health.disabled`` and those that a check in ``own`` replaces."""
+    replaced = {(check.metric, check.at, check.of) for check in own}
+    disabled = config.health.disabled if config else ()
+    return [
+        check
+        for check in general_checks(config, rewards)
+        if check.metric not in disabled and (check.metric, check.at, check.of) not in replaced
+    ]
+
+
 def check_health(run_dir: str | Path, thresholds: str | Path | Sequence[Check]) -> list[Finding]:
     """Check a run against thresholds, which are the path of a thresholds file or a list of checks.
 
@@ -141,6 +153,14 @@ def healthy(findings: Sequence[Finding]) -> bool:
     return "fail" not in states and "pass" in states
 
 
+def verdict(findings: Sequence[Finding]) -> str:
+    """Describe the result in one line, with the metric and the step of each failed check."""
+    failed = dict.fromkeys(f"{f.check.metric} {f.detail}".strip() for f in findings if f.status == "fail")
+    if failed:
+        return f"not healthy: {'; '.join(failed)}"
+    return "healthy" if healthy(findings) else "not healthy: no check could be applied"
+
+
 def findings_table(findings: Sequence[Finding]) -> Table:
     """Format the findings as a table for the terminal."""
     table = Table(box=box.SIMPLE_HEAD)
@@ -160,7 +180,7 @@ def findings_table(findings: Sequence[Finding]) -> Table:
 def _find(check: Check, history: History) -> Finding:
     steps, values = history.curve(check.metric)
     if not values:
-        return Finding(check, "pass" if check.optional else _failed_status(check), detail="not in the metrics")
+        return Finding(check, "skip" if check.optional else _failed_status(check), detail="not in the metrics")
     if check.at == "every":
         return _find_every(check, history)
     if isinstance(check.at, int) and history.training[-1]["step"] < check.at:
@@ -175,7 +195,17 @@ def _find(check: Check, history: History) -> Finding:
         return Finding(check, "pass", value)
     if check.component and check.metric.endswith("/dead_groups") and history.solved(check.component, check.window):
         return Finding(check, "pass", value, "solved: constant at its best value")
-    return Finding(check, _failed_status(check), value)
+    return Finding(check, _failed_status(check), value, _since(check, steps, values) if check.at == "end" else "")
+
+
+def _since(check: Check, steps: Sequence[int], values: Sequence[float]) -> str:
+    """Describe since which step every value has been outside the bounds. Empty if the last value is inside."""
+    first = None
+    for step, value in zip(reversed(steps), reversed(values)):
+        if check.accepts(value):
+            break
+        first = step
+    return "" if first is None else f"since step {first}"
 
 
 def _find_every(check: Check, history: History) -> Finding:
@@ -292,12 +322,12 @@ _WARNINGS = frozenset(drift.check for drift in DRIFTS)
 def live_checks(config: Config) -> list[Check]:
     """Return the checks that apply at every step.
 
-    They are the config's checks of every step, and the default checks of metrics that the config does not check.
+    They are the checks of every step in the config, and the default checks that the config neither replaces nor
+    disables.
     """
-    checks = config_checks(config)
-    named = {(check.metric, check.of) for check in checks}
-    general = [c for c in general_checks(config, list(config.gdpo.rewards)) if (c.metric, c.of) not in named]
-    return [check for check in (*checks, *general) if check.at == "every"]
+    own = config_checks(config)
+    checks = [*own, *_default_checks(config, list(config.gdpo.rewards), own)]
+    return [check for check in checks if check.at == "every"]
 
 
 class HealthAlerts:
@@ -369,6 +399,12 @@ def _sentence(check: Check, value: float) -> str:
     why, remedy = advice(check)
     line += f" ({why})" if why else ""
     return f"{line}; try {remedy}" if remedy else line
+
+
+def unknown_disabled(config: Config) -> list[str]:
+    """Return the metrics in ``health.disabled`` that have no default check."""
+    known = {check.metric for check in general_checks(config, list(config.gdpo.rewards))}
+    return [name for name in config.health.disabled if name not in known]
 
 
 def unknown_stops(config: Config) -> Iterable[str]:

@@ -18,8 +18,8 @@ def validate(config: Config) -> Resolved:
         ConfigError: if the config is invalid. The message names the key and the remedy.
     """
     resolved = validate_config(config)
-    if config.health.stop_on:
-        _check_stops(config)
+    if config.health.stop_on or config.health.disabled:
+        _check_health(config)
 
     announced = [announced_components(name, options) for name, options in config.env.items()]
     if not resolved.algorithm.samples:
@@ -49,9 +49,12 @@ def _check_tools(config: Config) -> None:
             )
 
 
-def _check_stops(config: Config) -> None:
-    from gdpo_nemo.observe.health import unknown_stops  # This module reads the source files to find all metrics.
+def _check_health(config: Config) -> None:
+    # This module reads the source files to find all metrics.
+    from gdpo_nemo.observe.health import unknown_disabled, unknown_stops
 
+    for name in unknown_disabled(config):
+        raise ConfigError(f"health.disabled: {name} has no default check")
     for name in unknown_stops(config):
         raise ConfigError(
             f"health.stop_on: {name} is not checked at every step; add it to health.checks with at: every and bounds"

@@ -129,7 +129,7 @@ def renamed(row: dict) -> dict:
 def test_the_command_exits_0_for_a_healthy_run_and_1_for_a_sick_one(tmp_path, capsys):
     assert cli.main(["health", str(run_folder(tmp_path / "good"))]) == 0
     out = capsys.readouterr().out
-    assert "healthy" in out and "health.checks" in out and out.count("reward/") == 15 and "19.5 to 21" in out
+    assert "healthy" in out and "health.checks" in out and out.count("reward/") == 18 and "19.5 to 21" in out
     sick = run_folder(tmp_path / "sick", lambda row: {**row, "reward/format/mean": 0.1})
     assert cli.main(["health", str(sick)]) == 1
     assert "fail" in capsys.readouterr().out
@@ -143,7 +143,7 @@ def test_a_run_with_other_rewards_is_judged_by_what_holds_for_every_run(tmp_path
     folder = run_folder(tmp_path / "run", renamed, correctness=1.0, shape=1.0, length=1.0)
     assert cli.main(["health", str(folder)]) == 0
     out = capsys.readouterr().out
-    assert "the default checks for every run" in out and "names other rewards (format)" in out
+    assert "checked with the default checks" in out and "names other rewards (format)" in out
     assert "reward/shape/dead_groups" in out and "19.5" not in out
 
 
@@ -199,6 +199,24 @@ def test_a_component_constant_at_its_best_is_solved_and_any_other_is_dead(tmp_pa
 
     folder = run_folder(tmp_path / "run", lambda r: row(r["step"]), 20, one=1.0)
     assert healthy(check_health(folder, thresholds_of(folder)[0])) is sound
+
+
+def test_default_checks_apply_beside_the_configs_checks_until_they_are_disabled(tmp_path, capsys):
+    dead = {"reward/length/dead_groups": 1.0, "reward/length/std": 0.0, "reward/length/mean": 0.0}
+    for overrides, wanted in (
+        (["health.checks=[{metric: grad_norm, at: every, max: 9}]"], 1),
+        (["health.checks=[]"], 1),
+        (["health.disabled=[reward/length/dead_groups]", "health.checks=[]"], 0),
+        (["health.checks=[{metric: reward/length/dead_groups, at: end, max: 1}]"], 0),
+    ):
+        folder = tmp_path / str(overrides)[:40].replace("/", "_")
+        folder.mkdir()
+        save_config(load_config(DEFAULT_CONFIG, overrides), folder / "config.yaml")
+        record(folder, lambda row: {**row, **dead} if row["step"] > 12 else {**row, "reward/length/dead_groups": 0.2})
+        assert cli.main(["health", str(folder)]) == wanted, overrides
+        assert ("not healthy: reward/length/dead_groups since step 13" in capsys.readouterr().out) == bool(wanted)
+    assert cli.main(["train", "--dry-run", "health.disabled=[reward/size/dead_groups]"]) == 2
+    assert "error: health.disabled: reward/size/dead_groups has no default check" in capsys.readouterr().err
 
 
 def test_a_mistake_in_health_checks_is_found_before_a_run(capsys):
