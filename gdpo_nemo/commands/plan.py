@@ -12,6 +12,9 @@ from gdpo_nemo.planning.shape import model_shape
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
 
+DECISIVE = ("fits", "change", "time", "split")
+"""Subjects that are printed first, because they decide whether and how a run is started."""
+
 
 def add(commands: Commands) -> None:
     """Register the command."""
@@ -47,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate:
         return _calibrate(arguments)
     config = load_config(arguments.config, arguments.overrides)
-    resolved = validate(config)
+    resolved = validate(config, weights=False)
     if not resolved.algorithm.samples:
         raise ConfigError(
             f"algorithm.type: {config.algorithm.type} does not sample; plan supports only algorithms that sample"
@@ -73,8 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
         title = f"{config.run.name} on {target.name}"
         say(f"figure     {draw(found, config.gdpo.max_num_steps, title, arguments.out or 'plan.png')}")
         return 0
+    lines = plan_lines(resolved, shape, target, rates)
+    say(align_lines([line for line in lines if line[0] in DECISIVE]))
     say(describe(resolved, resolved.notes))
-    say(align_lines(plan_lines(resolved, shape, target, rates)))
+    say(align_lines([line for line in lines if line[0] not in DECISIVE]))
     return 0
 
 

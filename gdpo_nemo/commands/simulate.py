@@ -185,7 +185,7 @@ class _Source:
 
     @staticmethod
     def _check(config: Config) -> Resolved:
-        resolved = validate(config)
+        resolved = validate(config, weights=False)
         if not resolved.algorithm.samples:
             raise ConfigError(
                 f"algorithm.type: {config.algorithm.type} does not sample; simulate supports only algorithms "

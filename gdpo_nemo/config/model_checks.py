@@ -40,7 +40,13 @@ from gdpo_nemo.models.sources import (
     recognise,
     source_fields,
 )
-from gdpo_nemo.models.weight_files import check_tensors, check_weight_files, prediction_weights, tensor_shapes
+from gdpo_nemo.models.weight_files import (
+    check_tensors,
+    check_weight_files,
+    has_weight_files,
+    prediction_weights,
+    tensor_shapes,
+)
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object
 from gdpo_nemo.utils.source import find_function, parse_file
@@ -64,7 +70,7 @@ def resolve(config: Config) -> Resolved:
     return Resolved(config, algorithm, resolve_layout(config, algorithm), read_model(config.policy))
 
 
-def check_files(config: Config, layout: Layout) -> ModelFacts:
+def check_files(config: Config, layout: Layout, weights: bool = True) -> ModelFacts:
     """Check all local paths of a config, and return the facts about the model.
 
     Names that may refer to the Hugging Face Hub are checked later, when the run starts.
@@ -73,12 +79,13 @@ def check_files(config: Config, layout: Layout) -> ModelFacts:
         ConfigError: if a file is missing, incomplete, or does not fit the layout.
     """
     check_creatable_folder("run.dir", config.run.dir)
-    model = check_model(config.policy, layout)
+    model = check_model(config.policy, layout, weights)
     if not config.cluster.gpus_per_node:
         check_engines(model)
     if spec_of(config).samples:
         _check_sampling(model, config)
-    check_tokenizer(config.policy, model)
+    if weights:
+        check_tokenizer(config.policy, model)
     check_data_file("data.train", config.data.train)
     if config.data.validation:
         check_data_file("data.validation", config.data.validation)
@@ -179,8 +186,11 @@ def _cached_configs(name: str) -> list[Path]:
     return sorted((hub / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
 
 
-def check_model(policy: PolicyConfig, layout: Layout) -> ModelFacts:  # noqa: C901
+def check_model(policy: PolicyConfig, layout: Layout, weights: bool = True) -> ModelFacts:  # noqa: C901
     """Check that the model exists, has a supported architecture, and can be sharded in the configured layout.
+
+    Args:
+        weights: True if the folder must contain weights.
 
     Returns:
         The facts about the model that are available on this machine.
@@ -214,7 +224,7 @@ def check_model(policy: PolicyConfig, layout: Layout) -> ModelFacts:  # noqa: C9
         check_model_content(content)
     if source is not None:
         _check_adapter(source, policy)
-    elif folder.is_dir():
+    elif folder.is_dir() and (weights or has_weight_files(folder)):
         check_weight_files(folder, _remake(policy))
         if content is not None:
             check_tensors(folder, FAMILIES[content["model_type"]])

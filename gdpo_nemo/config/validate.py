@@ -45,8 +45,12 @@ folder."""
 _RUN_NAME = re.compile(r"(?!/)(?!.*(^|/)\.\.(/|$))[^\x00-\x1f\x7f]*")
 
 
-def validate(config: Config) -> Resolved:
+def validate(config: Config, weights: bool = True) -> Resolved:
     """Check a config, and return it with the algorithm, layout and model that it determines.
+
+    Args:
+        weights: True if the model's folder must contain weights and a tokenizer. An estimate requires only its
+            ``config.json``.
 
     Raises:
         ConfigError: if the config cannot run. The message contains the key and the remedy.
@@ -77,7 +81,7 @@ def validate(config: Config) -> Resolved:
     check_strided(config, algorithm)
     check_turns_kept(config)
     check_parsers(config.policy.generation)
-    model = check_files(config, layout)
+    model = check_files(config, layout, weights)
     notes = (
         *_notes(config, layout, updates),
         *objective_notes(config, algorithm),

@@ -16,6 +16,11 @@ _HEADER_LIMIT = 100 << 20
 """Maximum size of a header in bytes, as specified by the safetensors format."""
 
 
+def has_weight_files(folder: Path) -> bool:
+    """Return whether a folder contains safetensors files."""
+    return any(folder.glob("*.safetensors"))
+
+
 def check_weight_files(folder: Path, remedy: str = "") -> None:
     """Check that a folder has complete safetensors files, including all files that its index lists.
 

@@ -11,13 +11,17 @@ from gdpo_nemo.environments.registry import announced_components, plugin_of
 from gdpo_nemo.utils.errors import ConfigError
 
 
-def validate(config: Config) -> Resolved:
+def validate(config: Config, weights: bool = True) -> Resolved:
     """Check a config, and return it with the algorithm, layout and model that it determines.
+
+    Args:
+        weights: True if the model's folder must contain weights and a tokenizer. An estimate requires only its
+            ``config.json``.
 
     Raises:
         ConfigError: if the config is invalid. The message names the key and the remedy.
     """
-    resolved = validate_config(config)
+    resolved = validate_config(config, weights)
     if config.health.stop_on or config.health.disabled:
         _check_health(config)
 

@@ -346,7 +346,8 @@ def test_the_command_prints_the_plan_draws_the_sweep_and_refuses_in_one_line(tmp
         "split",
         "assumes",
     ):
-        assert f"\n{subject} " in shown
+        assert f"\n{subject} " in f"\n{shown}"
+    assert [line.split()[0] for line in shown.splitlines()[:3]] == ["fits", "time", "split"]
     figure = tmp_path / "sweep.png"
     assert cli.main(["plan", "--config", str(GPU_CONFIG), "--sweep", "16", "--out", str(figure), *SEPARATE]) == 0
     assert figure.read_bytes().startswith(b"\x89PNG") and "16 GPUs" in capsys.readouterr().out
@@ -360,6 +361,20 @@ def test_the_command_prints_the_plan_draws_the_sweep_and_refuses_in_one_line(tmp
         assert cli.main(["plan", "--config", str(GPU_CONFIG), *SEPARATE, *arguments]) == 2
         error = capsys.readouterr().err
         assert named in error and error.count("\n") == 1
+
+
+def test_a_plan_needs_only_a_config_json_and_a_run_needs_weights(tmp_path, capsys):
+    fields = {**KNOWN["Qwen/Qwen2.5-1.5B"], "architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert cli.main(["plan", "--config", str(GPU_CONFIG), *SEPARATE]) == 0
+    known = capsys.readouterr().out
+    assert cli.main(["plan", "--config", str(GPU_CONFIG), f"policy.model_name={tmp_path}", *SEPARATE]) == 0
+    described = capsys.readouterr().out
+    assert [line for line in known.splitlines() if "model " not in line] == [
+        line for line in described.splitlines() if "model " not in line
+    ]
+    assert cli.main(["train", "--dry-run", "--config", str(GPU_CONFIG), f"policy.model_name={tmp_path}"]) == 2
+    assert "has no weights (*.safetensors)" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_arithmetic_and_memory(capsys):
