@@ -295,33 +295,36 @@ FILES = {
 }
 
 
-def reward_rows(history: History) -> list[tuple[str, ...]]:
-    """Return one row of text for each reward component and for the total.
+def reward_table(history: History) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the column titles, and one row of text for each reward component and for the total.
 
-    Columns: name, mean of the first steps, mean of the last steps, change, first validation, last validation.
+    Columns: name, mean of the first steps, mean of the last steps, change, first validation, last validation. The first
+    and the last steps do not overlap, so a run of one step has no change.
     """
+    window = history.end_window
+    steps = f"{window} steps" if window > 1 else "step"
     rows = []
     for name in [*history.components, "total"]:
         key = f"reward/{name}/mean"
-        first = history.first(key)
-        last = history.last(key)
+        first = history.first(key, window)
+        last = history.last(key, window) if len(history.training) > 1 else None
         _, held_out = history.curve(f"validation/{name}")
         ends = (held_out[0], held_out[-1]) if held_out else (None, None)
         if first is None and not held_out:
             continue
         change = None if first is None or last is None else last - first
         rows.append((name, number(first), number(last), number(change, signed=True), *map(number, ends)))
-    return rows
+    return ("reward", f"first {steps}", f"last {steps}", "change", "validation start", "validation end"), rows
 
 
 def summary(history: History, run_dir: Path, status: str) -> RenderableType:
     """Return the summary that is shown at the end of a run."""
     title = f"{status} after step {history.training[-1]['step'] if history.training else 0}"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold", title_justify="left")
-    heads = ("reward", f"first {WINDOW} steps", f"last {WINDOW} steps", "change", "validation start", "validation end")
+    heads, rows = reward_table(history)
     for index, head in enumerate(heads):
         table.add_column(head, justify="right" if index else "left")
-    for row in reward_rows(history):
+    for row in rows:
         table.add_row(*row)
     lines = [Text(f"  {line}") for line in facts(history)]
     files = [(run_dir / name, about) for name, about in FILES.items() if (run_dir / name).exists()]

@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any, Iterable, Sequence
 
-from gdpo_nemo.observe.console import facts, number, reward_rows
+from gdpo_nemo.observe.console import facts, number, reward_table
 from gdpo_nemo.observe.metric_registry import about_of, title_of
-from gdpo_nemo.observe.metrics import WINDOW, History, read_metrics
+from gdpo_nemo.observe.metrics import History, read_metrics
 from gdpo_nemo.observe.plot import diagnostics_png, effects_png, measured_diagnostics, rewards_png
-from gdpo_nemo.observe.run_files import read_alerts
+from gdpo_nemo.observe.run_files import read_alerts, read_run_config, status_if_whole
 from gdpo_nemo.observe.samples import read_columns, rollout_files
 from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.utils.files import real_path, remove_partial_files, write_whole
@@ -50,10 +50,10 @@ def write_report(run_dir: str | Path) -> Path:
 
 def _page(run_dir: Path, history: History) -> str:
     name = html.escape(real_path(run_dir).name)
-    steps = history.training[-1]["step"] if history.training else 0
-    rewards = [image(rewards_png(history), "reward curves"), _reward_table(history)] if history.components else []
+    curves = [image(rewards_png(history), "reward curves")] if history.components else []
+    rewards = [*curves, table(*reward_table(history))] if history.components else []
     body = [
-        f"<h1>{name}</h1><p class=dim>{steps} steps</p>",
+        f"<h1>{name}</h1><p class=dim>{html.escape(' · '.join(_head(run_dir, history)))}</p>",
         *section("Rewards", rewards),
         *section("Weights", _weights(history)),
         *section("Facts", [f"<pre>{html.escape(chr(10).join(facts(history)))}</pre>"] if facts(history) else []),
@@ -64,6 +64,24 @@ def _page(run_dir: Path, history: History) -> str:
         *section("Configuration", _config(run_dir)),
     ]
     return document(real_path(run_dir).name, body)
+
+
+def _head(run_dir: Path, history: History) -> list[str]:
+    """Return status, steps, model, algorithm and rewards of a run. A folder of metrics without a config has only the
+    first two."""
+    steps = history.training[-1]["step"] if history.training else 0
+    head = [str(status_if_whole(run_dir).get("outcome") or "not finished"), f"{steps} steps"]
+    if not (run_dir / "config.yaml").is_file():
+        return head
+    config = read_run_config(run_dir)
+    gdpo = config.get("gdpo", {})
+    head.append(str(config.get("policy", {}).get("model_name", "")))
+    kind = str(config.get("algorithm", {}).get("type") or "")
+    head.append(str(gdpo.get("estimator", "")) if kind in ("", "gdpo") else kind)
+    rewards = gdpo.get("rewards")
+    if isinstance(rewards, dict):
+        head.append(" + ".join(f"{weight} {name}" for name, weight in rewards.items()))
+    return [part for part in head if part]
 
 
 def _effects(history: History) -> list[str]:
@@ -83,11 +101,6 @@ def _diagnostics(history: History) -> list[str]:
         for key in measured_diagnostics(history)
     ]
     return [image(png, "diagnostics"), f"<dl class=dim>{''.join(meanings)}</dl>"]
-
-
-def _reward_table(history: History) -> str:
-    heads = ("reward", f"first {WINDOW} steps", f"last {WINDOW} steps", "change", "validation start", "validation end")
-    return table(heads, reward_rows(history))
 
 
 def _weights(history: History) -> list[str]:
@@ -170,20 +183,31 @@ def _config(run_dir: Path) -> list[str]:
 
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #22272e; max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
-h1 { margin-bottom: 0 } h2 { margin-top: 2.2rem; border-bottom: 1px solid #e6e9ed } img { max-width: 100% }
-table { border-collapse: collapse }
-td, th { padding: .25rem .9rem; text-align: right; border-bottom: 1px solid #eef0f3 }
-td:first-child, th:first-child { text-align: left; padding-left: 0 } .alert { color: #a8231c }
-pre { background: #f6f7f9; padding: .7rem; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 }
+:root { color-scheme: light dark; --ink: #22272e; --dim: #5f6873; --line: #e6e9ed; --box: #f6f7f9; --alert: #a8231c }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); max-width: 1080px; margin: 2rem auto; padding: 0 1rem }
+h1, h2, .dim, .alert { overflow-wrap: anywhere } h1 { margin-bottom: 0 }
+h2 { margin-top: 2.2rem; border-bottom: 1px solid var(--line) } img { max-width: 100%; height: auto }
+.table { overflow-x: auto } table { border-collapse: collapse }
+td, th { padding: .25rem .9rem; text-align: right; border-bottom: 1px solid var(--line) }
+td:first-child, th:first-child { text-align: left; padding-left: 0 } .alert { color: var(--alert) }
+pre { background: var(--box); padding: .7rem; white-space: pre-wrap; overflow-wrap: anywhere; margin: .3rem 0 }
 dt { float: left; clear: left; min-width: 13rem } dd { margin-left: 13.5rem }
-summary { cursor: pointer } .dim { color: #6b7480 } details { margin: .6rem 0 }
+summary { cursor: pointer } .dim { color: var(--dim) } details { margin: .6rem 0 }
+@media (max-width: 600px) {
+  dt { float: none } dd { margin-left: 1rem } td, th { padding: .25rem .4rem; font-size: 13px }
+}
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #d7dce2; --dim: #98a2ad; --line: #363c45; --box: #23272e; --alert: #ff8a80 }
+  body { background: #191c21 }
+  img { filter: invert(.9) hue-rotate(180deg) } /* plots are drawn on white */
+}
 """
 
 
 def document(title: str, body: Iterable[str]) -> str:
     """Return a complete HTML page. The title is escaped, but ``body`` must be HTML."""
-    head = f"<meta charset=utf-8><title>{html.escape(title)}</title><style>{STYLE}</style>"
+    screen = '<meta name=viewport content="width=device-width, initial-scale=1">'
+    head = f"<meta charset=utf-8>{screen}<title>{html.escape(title)}</title><style>{STYLE}</style>"
     return f"<!doctype html>\n<html lang=en><head>{head}</head>\n<body>\n" + "\n".join(body) + "\n</body></html>\n"
 
 
@@ -199,7 +223,8 @@ def image(png: bytes, what: str) -> str:
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return an HTML table. All cells are escaped."""
-    return f"<table>{_row('th', heads)}{''.join(_row('td', row) for row in rows)}</table>"
+    body = "".join(_row("td", row) for row in rows)
+    return f"<div class=table><table>{_row('th', heads)}{body}</table></div>"
 
 
 def _row(tag: str, cells: Iterable[str]) -> str:

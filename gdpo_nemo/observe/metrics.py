@@ -166,6 +166,11 @@ class History:
         """Return the mean of the last ``window`` values of a metric, or None if the metric was not measured."""
         return _mean(self.curve(key)[1][-window:])
 
+    @property
+    def end_window(self) -> int:
+        """Number of steps in the means of the first and of the last steps, which do not overlap: at most ``WINDOW``."""
+        return max(1, min(WINDOW, len(self.training) // 2))
+
     def at(self, key: str, step: int, window: int = WINDOW) -> float | None:
         """Return the mean of a metric over ``window`` steps up to ``step``, or None if it was not measured."""
         return _mean([value for s, value in zip(*self.curve(key)) if step - window < s <= step])

@@ -121,10 +121,12 @@ def _draw_component(axes: Axes, history: History, name: str, colour: str) -> Non
     axes.plot(*held_out, linestyle="none", **point)
     if steps and len(steps) < WINDOW:
         axes.plot(steps, values, linestyle="none", marker=".", color=colour)
-    last = history.last(key)
+    last = history.last(key, history.end_window)
     axes.set_title(name, loc="left", fontsize=11, fontweight="bold", color=colour)
     if last is not None:
-        axes.set_title(f"{history.first(key):.2f} → {last:.2f}", loc="right", fontsize=10, color=INK)
+        axes.set_title(
+            f"{history.first(key, history.end_window):.2f} → {last:.2f}", loc="right", fontsize=10, color=INK
+        )
     everything = [*values, *held_out[1]]
     if everything and 0 <= min(everything) and max(everything) <= 1:
         axes.set_ylim(-0.03, 1.05)  # Rewards between 0 and 1 have the same y range in every panel.

@@ -226,6 +226,34 @@ def test_a_report_of_one_bare_row_still_draws(run_dir):
     assert "-2.500" in report.write_report(run_dir).read_text()
 
 
+@pytest.mark.parametrize(
+    "steps, heads, change", [(1, "first step", "-"), (2, "first step", "+1.000"), (7, "first 3 steps", "+4.000")]
+)
+def test_first_and_last_steps_of_a_short_run_do_not_overlap(steps, heads, change):
+    history = History.of({"step": step, "reward/a/mean": float(step)} for step in range(1, steps + 1))
+    titles, ((name, first, last, difference, *_),) = console.reward_table(history)
+    assert (titles[1], name, difference) == (heads, "a", change)
+    assert (last == "-") == (steps == 1)
+
+
+def test_report_names_status_model_algorithm_and_rewards_on_any_screen(config, run_dir):
+    log = RunLog(config, run_dir)
+    log.step(demo_row(1))
+    log.close("complete")
+    save_config(config, run_dir / "config.yaml")
+    page = report.write_report(run_dir).read_text()
+    head = page.partition("<h2>")[0]
+    for text in (
+        "1 steps",
+        config.policy.model_name,
+        "gdpo",
+        "1.0 correctness",
+        "name=viewport",
+        "prefers-color-scheme",
+    ):
+        assert text in head
+
+
 def live(history: History, mode: str = "live", terminal: bool = True) -> tuple[console.Console, io.StringIO]:
     text = io.StringIO()
     rich = Console(file=text, force_terminal=terminal, width=120)
