@@ -220,7 +220,9 @@ def _watch(mark: str, scratch: str) -> None:
     shared |= shared_memory(known)
     _end(mark, known, _GRACE_S)
     _remove(shared)
-    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.rmtree(os.path.realpath(scratch), ignore_errors=True)
+    if os.path.islink(scratch):  # a short path to a folder in a long TMPDIR
+        os.unlink(scratch)
 
 
 def _guard(mark: str, pid: int, start_time: int) -> None:

@@ -44,7 +44,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayT
 
 from gdpo_nemo.cluster import local_ray  # noqa: E402
 from gdpo_nemo.cluster.worker_processes import worker_processes  # noqa: E402
-from gdpo_nemo.config.placement import joined  # noqa: E402
+from gdpo_nemo.config.placement import address_source, joined  # noqa: E402
 from gdpo_nemo.config.schema import ClusterConfig  # noqa: E402
 from gdpo_nemo.utils.errors import (  # noqa: E402
     START_AGAIN,
@@ -117,7 +117,7 @@ def session(config: ClusterConfig, lost: Callable[[str], None] | None = None) ->
     with worker_processes(config), contextlib.ExitStack() as stack:
         stack.callback(_disconnect)
         with phase("Ray"):
-            _connect(arguments)
+            _connect(arguments, address_source(config))
         if lost and not address:
             stack.enter_context(local_ray.watched(lost))
         yield
@@ -129,7 +129,7 @@ def _disconnect() -> None:
         ray.shutdown()
 
 
-def _connect(arguments: dict[str, Any]) -> None:
+def _connect(arguments: dict[str, Any], source: str) -> None:
     if arguments["address"] == "local":
         local_ray.start(lambda: _initialize(arguments))
         return
@@ -137,7 +137,7 @@ def _connect(arguments: dict[str, Any]) -> None:
         _initialize(arguments)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise InfrastructureFailed(
-            f"cluster.address: no Ray cluster to join at {arguments['address']} ({message_line(error)})"
+            f"{source}: no Ray cluster to join at {arguments['address']} ({message_line(error)})"
         ) from error
 
 

@@ -16,6 +16,8 @@ from gdpo_nemo.cluster.fork_server import fork_server
 from gdpo_nemo.cluster.worker_launcher import FOLDER
 from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import ClusterConfig
+from gdpo_nemo.observe.installation import socket_folder, socket_folder_problem
+from gdpo_nemo.utils.errors import RunError
 
 _prepared = False
 """True in the block of ``worker_processes``."""
@@ -52,11 +54,21 @@ def _scratch() -> Iterator[str]:
     The cleanup process removes the folder, because some files remain even after a clean exit (vLLM's sockets). Ray
     stores its own files elsewhere. If the user has no writable home directory, this folder also becomes the home
     directory, because Ray and the caches of libraries need a home directory.
+
+    Raises:
+        RunError: if no folder has a path that is short enough for sockets.
     """
+    if problem := socket_folder_problem():
+        raise RunError(problem)
     before = {name: os.environ.get(name) for name in ("TMPDIR", "RAY_TMPDIR", "HOME", "HF_HOME")}
-    # The path must be short, because the folder contains Unix sockets, whose paths are limited to 107 characters.
     folder = tempfile.mkdtemp(prefix="gdpo-")
-    os.environ["RAY_TMPDIR"] = before["RAY_TMPDIR"] or tempfile.gettempdir()
+    sockets = socket_folder(tempfile.gettempdir())
+    if sockets != tempfile.gettempdir():
+        # The files stay where TMPDIR is, and the processes reach them and their sockets by a short path.
+        link = os.path.join(sockets, os.path.basename(folder))
+        os.symlink(folder, link)
+        folder = link
+    os.environ["RAY_TMPDIR"] = before["RAY_TMPDIR"] or sockets
     os.environ["TMPDIR"] = folder
     _set_home(folder)
     try:

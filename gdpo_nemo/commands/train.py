@@ -60,13 +60,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _dry_run(resolved: Resolved) -> int:
     """Check local data, and print the config followed by the plan as comments. The output is a valid config file."""
-    from gdpo_nemo.observe.installation import missing_libraries
+    from gdpo_nemo.observe.installation import missing_libraries, socket_folder_problem
     from gdpo_nemo.observe.trackers import missing_trackers
 
     config = resolved.config
     notes = resolved.notes
     if config.cluster.gpus_per_node == 0 and (missing := missing_libraries()):
         notes = (*notes, missing)
+    if problem := socket_folder_problem():
+        notes = (*notes, problem)
     notes = (*notes, *missing_trackers(config))
     output = to_yaml(config) + "\n" + plan_of(resolved, notes, check_inputs(resolved))
     say(output)

@@ -18,6 +18,11 @@ def joined(config: ClusterConfig) -> str | None:
     return config.address or os.environ.get("RAY_ADDRESS") or None
 
 
+def address_source(config: ClusterConfig) -> str:
+    """Return the key or the environment variable that specifies the address of ``joined``."""
+    return "cluster.address" if config.address else "environment variable RAY_ADDRESS"
+
+
 @dataclass(frozen=True)
 class Places:
     """Node index (0 to nodes - 1) of each policy rank and of each engine."""

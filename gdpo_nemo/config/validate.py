@@ -31,7 +31,7 @@ from gdpo_nemo.config.objective_checks import (
     check_strided,
     objective_notes,
 )
-from gdpo_nemo.config.placement import Places, joined, place, place_workers
+from gdpo_nemo.config.placement import Places, address_source, joined, place, place_workers
 from gdpo_nemo.config.rollout_checks import check_parsers, check_reuse, check_rollout_bounds, check_turns_kept
 from gdpo_nemo.config.schema import ClusterConfig, Config, DatasetConfig, GdpoConfig, LoggerConfig
 from gdpo_nemo.config.sections import MegatronConfig, PolicyConfig
@@ -413,4 +413,6 @@ def _cluster_notes(cluster: ClusterConfig, places: Places) -> list[str]:
             f"cluster.address: a run on {total} nodes joins a Ray cluster; set this key, or RAY_ADDRESS on the host "
             "that starts the run"
         )
+    if not cluster.address and (address := joined(cluster)):
+        notes.append(f"the run joins the Ray cluster at {address} ({address_source(cluster)})")
     return notes

@@ -78,7 +78,7 @@ def check_installation(folder: str | Path = ".") -> list[Check]:
     """
     gpus, loaded = _gpus()
     packages = [*_packages(), *check_imports(on_gpu=loaded is not None), _libraries(), gpus, *_gpu_libraries(loaded)]
-    return [_python(), *packages, _shared_memory(), _open_files(), _ports(), *_folder(Path(folder))]
+    return [_python(), *packages, _shared_memory(), _open_files(), _ports(), _sockets(), *_folder(Path(folder))]
 
 
 def check_before_download() -> list[Check]:
@@ -88,7 +88,7 @@ def check_before_download() -> list[Check]:
     """
     free = shutil.disk_usage(".").free
     disk = Check("disk", free >= _INSTALLED_BYTES, f"{free / 1e9:.0f} GB free; the packages take about 7 GB")
-    return [_libraries(), disk, _shared_memory(), _open_files(), _ports()]
+    return [_libraries(), disk, _shared_memory(), _open_files(), _ports(), _sockets()]
 
 
 def missing_libraries() -> str | None:
@@ -258,6 +258,40 @@ def _ports() -> Check:
             passed=False,
             text=f"{socket.gethostname()}: {error}; the host name must resolve to an address of this machine",
         )
+
+
+_SOCKET_FOLDER_BYTES = 39
+"""Longest path of a folder for sockets. The path of a Unix socket has at most 107 bytes, and Ray appends up to 68."""
+_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def socket_folder(folder: str) -> str:
+    """Return the folder for the sockets of a run: ``folder`` if its path is short enough, otherwise the first writable
+    folder with a short path. Return an empty text if there is none."""
+    if len(os.fsencode(folder)) <= _SOCKET_FOLDER_BYTES:
+        return folder
+    return next((short for short in _SHORT_FOLDERS if os.access(short, os.W_OK | os.X_OK)), "")
+
+
+def socket_folder_problem() -> str | None:
+    """Return why the sockets of a run cannot be created, or None if they can."""
+    chosen = os.environ.get("RAY_TMPDIR")
+    if chosen and socket_folder(chosen) != chosen:
+        return (
+            f"RAY_TMPDIR: paths of sockets would be too long; use a folder of at most {_SOCKET_FOLDER_BYTES} "
+            f"characters ({chosen})"
+        )
+    if not socket_folder(tempfile.gettempdir()):
+        return (
+            f"TMPDIR: paths of sockets would be too long ({tempfile.gettempdir()}), and none of "
+            f"{', '.join(_SHORT_FOLDERS)} is writable; use a folder of at most {_SOCKET_FOLDER_BYTES} characters"
+        )
+    return None
+
+
+def _sockets() -> Check:
+    problem = socket_folder_problem()
+    return Check("sockets", not problem, problem or f"in {socket_folder(tempfile.gettempdir())}")
 
 
 def _folder(folder: Path) -> list[Check]:

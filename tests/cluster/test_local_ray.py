@@ -7,6 +7,7 @@ import pwd
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 from gdpo_nemo.cluster import idle_agent
 from gdpo_nemo.cluster.local_ray import _free_port
 from gdpo_nemo.cluster.worker_processes import _scratch
+from gdpo_nemo.utils.errors import RunError
 
 LATE_AGENTS = """
 import os, time
@@ -182,6 +184,21 @@ def test_session_replaces_a_home_only_if_it_cannot_be_written_and_leaves_its_mod
         assert os.environ.get("HF_HOME") == (None if writable else str(models))
         os.rmdir(folder)
     assert os.environ["HOME"] == str(tmp_path) and "HF_HOME" not in os.environ
+
+
+def test_temporary_folder_of_a_long_tmpdir_has_a_short_path(monkeypatch, tmp_path):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    long = tmp_path / ("job" * 30)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with _scratch() as folder:
+        assert len(folder) < 40 and Path(folder).resolve().parent == long
+        assert os.environ["RAY_TMPDIR"] == "/tmp"
+        Path(folder).resolve().rmdir()
+        os.unlink(folder)
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    with pytest.raises(RunError, match=f"RAY_TMPDIR: paths of sockets would be too long.* .{long}"), _scratch():
+        pass
 
 
 def unknown(uid):

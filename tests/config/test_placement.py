@@ -112,6 +112,13 @@ def test_environment_nodes_without_workers_are_refused(overrides, why):
         validate(load_config(TINY, overrides))
 
 
+def test_notes_name_a_cluster_that_the_environment_specifies(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "h:6379")
+    note = "the run joins the Ray cluster at h:6379 (environment variable RAY_ADDRESS)"
+    assert note in validate(load_config(TINY)).notes
+    assert note not in validate(load_config(TINY, ["cluster.address=g:1"])).notes
+
+
 def test_a_run_on_several_nodes_is_told_that_it_joins_a_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     notes = validate(load_config(TINY, ["cluster.env_nodes=1"])).notes

@@ -78,17 +78,23 @@ print(json.dumps({**found, "left_after_all": left()}))
 """
 
 
+SCRATCH = "scratch_" * 12
+"""A folder for temporary files."""
+
+
 def _run(folder: Path, *command: str) -> subprocess.CompletedProcess:
-    """The command in ``folder``, with a folder of its own for temporary files; Ray's sockets need a short path."""
-    scratch = folder / "scratch"
+    """Run the command in ``folder`` with a TMPDIR that is too long for sockets, as job folders of a cluster are."""
+    scratch = folder / SCRATCH
     scratch.mkdir(exist_ok=True)
-    beside = {"TMPDIR": str(scratch), "RAY_TMPDIR": tempfile.gettempdir()}
-    beside["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_tests"
+    beside = {"TMPDIR": str(scratch), "TORCHINDUCTOR_CACHE_DIR": f"{tempfile.gettempdir()}/torchinductor_tests"}
     environment = {**os.environ, **beside}
+    environment.pop("RAY_TMPDIR", None)
     del environment[FOLDER]  # ranks and engines are then descendants of the script
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=START_S)
     assert done.returncode == 0, (done.stdout, done.stderr)
     assert list(scratch.iterdir()) == []
+    links = [path for path in Path("/tmp").glob("gdpo-*") if path.is_symlink()]
+    assert [path for path in links if str(scratch) in os.readlink(path)] == []
     return done
 
 
@@ -104,7 +110,7 @@ def folder(tmp_path_factory, digit_model) -> Path:
     assert (found["step"], found["again"], found["rows"]) == (3, 3, 3)
     assert found["left"] == found["left_after_all"] == [] and found["handlers"]
     run_dir = folder / "results" / "five"
-    assert found["temporary"] == str(folder / "scratch") and found["model"] == str(run_dir / "model")
+    assert found["temporary"] == str(folder / SCRATCH) and found["model"] == str(run_dir / "model")
     return folder
 
 
