@@ -12,6 +12,7 @@ import errno
 import os
 import signal
 import sys
+import textwrap
 from typing import Any, Sequence
 
 from gdpo_nemo import __version__
@@ -37,7 +38,7 @@ from gdpo_nemo.commands import (
     train,
     watch,
 )
-from gdpo_nemo.commands.arguments import Parser
+from gdpo_nemo.commands.arguments import Commands, Parser
 from gdpo_nemo.commands.chat import command as chat
 from gdpo_nemo.commands.compare import command as compare
 from gdpo_nemo.commands.drill import command as drill
@@ -51,37 +52,17 @@ from gdpo_nemo.utils.progress import quiet_torch
 from gdpo_nemo.utils.signals import answered_by, leave_lost_terminal
 from gdpo_nemo.utils.user_code import imports_tried
 
-COMMANDS = (
-    train,
-    chain,
-    plan,
-    profile,
-    simulate,
-    watch,
-    doctor,
-    drill,
-    explain,
-    config,
-    explain_advantages,
-    conformance,
-    export_rollouts,
-    health,
-    report,
-    inspect,
-    compare,
-    reproduce,
-    replay,
-    evaluate,
-    chat,
-    parity,
-    convert,
-    push,
-    families,
-    env,
-    gym,
-    reference,
-)
-"""Commands in the order of ``--help``."""
+GROUPS = {
+    "train": (train, chain),
+    "before a run": (plan, profile, simulate, config, env, gym),
+    "watch a run": (watch, health, doctor),
+    "look at a run": (report, inspect, compare, export_rollouts, explain_advantages, replay),
+    "use and check a model": (evaluate, chat, parity, convert, push),
+    "reference": (explain, families, reference),
+    "prove it": (drill, conformance, reproduce),
+}
+"""Commands by group, in the order of ``--help``."""
+COMMANDS = tuple(module for modules in GROUPS.values() for module in modules)
 
 
 def main(argv: Sequence[str] | None = None, alone: bool | None = None) -> int:
@@ -176,14 +157,33 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="gdpo-nemo", description="Reinforcement learning with multiple rewards.")
+    parser = Parser(
+        prog="gdpo-nemo",
+        usage="gdpo-nemo [-h] [--version] COMMAND ...",
+        description="Reinforcement learning with multiple rewards.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "--version", action=_Version, help="print the versions of this program and its dependencies, and exit"
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    for module in COMMANDS:
-        module.add(commands)
+    commands = parser.add_subparsers(
+        prog=parser.prog, required=True, metavar="COMMAND", parser_class=Parser, help=argparse.SUPPRESS
+    )
+    listed = []
+    for title, modules in GROUPS.items():
+        for module in modules:
+            module.add(commands)
+        listed.append(_group(title, commands, len(modules)))
+    parser.epilog = "\n\n".join(listed)
     return parser
+
+
+def _group(title: str, commands: Commands, number: int) -> str:
+    """Return the help text of the last ``number`` commands. argparse itself cannot group subcommands."""
+    lines = [f"{title}:"]
+    for entry in commands._choices_actions[-number:]:
+        lines += textwrap.wrap(f"  {entry.dest:<20}{entry.help}", 100, subsequent_indent=" " * 22)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,8 @@ def add(commands: Commands) -> None:
         nargs="?",
         default="",
         metavar="KEY",
-        help="section, dotted key, metric/NAME, or metric for all metrics (default: all sections)",
+        help="section, dotted key, metric/NAME, a word of the console such as parity, or metric for all metrics "
+        "(default: all sections)",
     )
     command.set_defaults(command=run)
 
@@ -58,8 +59,16 @@ def explain(key: str = "") -> str:
         return _explain_metric(key.partition("/")[2]) + "\n"
     if not key:
         return _explain_section("", Config) + "\n"
+    if key not in {section.name for section in keys_of(Config)} and (shown := _metrics_of_word(key)):
+        return "\n\n".join(_explain_metric(metric.pattern) for metric in shown) + "\n"
     found = _find(key, key.split("."), Config)
     return (_explain_section(found.path, found.section) if found.section else _explain_key(found)) + "\n"
+
+
+def _metrics_of_word(word: str) -> list[Metric]:
+    """Return the metrics that the console labels with a word, and then the other metrics whose names begin with it."""
+    found = [m for m in metrics().values() if word in (m.label, m.pattern, m.pattern.partition("/")[0])]
+    return sorted(found, key=lambda metric: metric.label != word)
 
 
 def _find(path: str, names: Sequence[str], section: type | None, prefix: str = "") -> Key:

@@ -1,10 +1,10 @@
-"""``gdpo-nemo families``: print the supported model families as a Markdown table, which docs/models.md contains."""
+"""``gdpo-nemo families``: print a table of the supported model families. docs/models.md contains it as Markdown."""
 
 from __future__ import annotations
 
 import argparse
 
-from gdpo_nemo.commands.arguments import Commands, say
+from gdpo_nemo.commands.arguments import Commands, say, terminal
 from gdpo_nemo.models.architectures import has_optional_experts, linear_layers
 from gdpo_nemo.models.families import FAMILIES, Family
 
@@ -19,13 +19,32 @@ _WINDOWS = {
 
 def add(commands: Commands) -> None:
     """Register the command."""
-    command = commands.add_parser("families", help="print the table of supported model families")
+    command = commands.add_parser("families", help="list the supported model families and their layouts")
+    command.add_argument(
+        "--markdown",
+        action="store_true",
+        help="print the table of docs/models.md, which also lists the layers that LoRA adapts",
+    )
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table."""
-    say(table())
+    if arguments.markdown:
+        say(table())
+        return 0
+    from rich import box
+    from rich.table import Table
+
+    # The names of the layers that LoRA adapts would take more than half of the lines of a terminal.
+    kept = [index for index, name in enumerate(COLUMNS) if name != "LoRA on"]
+    shown = Table(box=box.SIMPLE, pad_edge=False)
+    for index in kept:
+        shown.add_column(COLUMNS[index].strip("`"), no_wrap=index == 0)
+    for family in FAMILIES.values():
+        cells = row(family)
+        shown.add_row(*(cells[index].replace("`", "") for index in kept))
+    terminal().print(shown, markup=False)
     return 0
 
 

@@ -29,6 +29,7 @@ def validate(config: Config, weights: bool = True) -> Resolved:
     if not resolved.algorithm.samples:
         return resolved
     _check_tools(config)
+    _check_limits(config)
     known = [names for names in announced if names is not None]
     if len(known) == len(announced):  # Other names are known only when user code has run.
         check_components(config.gdpo, {component for names in known for component in names})
@@ -38,7 +39,6 @@ def validate(config: Config, weights: bool = True) -> Resolved:
 def _check_tools(config: Config) -> None:
     """Check that the policy can read the results of tools. Raises ConfigError."""
     turns = config.rollout.turns.max_turns
-    limit = config.rollout.env_timeout_s
     for name, options in config.env.items():
         if plugin_of(name, options) not in ("tools", "tool_class") or config.rollout.function is not None:
             continue
@@ -46,11 +46,22 @@ def _check_tools(config: Config) -> None:
             raise ConfigError(
                 f"rollout.turns.max_turns: must be at least 2 so that the policy reads results of env.{name} ({turns})"
             )
-        time_limit = options.get("time_limit_s") if plugin_of(name, options) == "tools" else None
-        if isinstance(time_limit, (int, float)) and time_limit >= limit:
-            raise ConfigError(
-                f"env.{name}.time_limit_s: must be below rollout.env_timeout_s, {limit:g} ({time_limit:g})"
-            )
+
+
+_INNER_LIMITS = ("time_limit_s", "sample_limit_s")
+"""Options of environments that limit a part of a verification."""
+
+
+def _check_limits(config: Config) -> None:
+    """Check that the time limit of a verification leaves time for the limits inside it. Raises ConfigError."""
+    limit = config.rollout.env_timeout_s
+    for name, options in config.env.items():
+        if plugin_of(name, options) == "tool_class":  # its limit is that of a call between two turns
+            continue
+        for key in _INNER_LIMITS:
+            inner = options.get(key) if options else None
+            if isinstance(inner, (int, float)) and inner >= limit:
+                raise ConfigError(f"env.{name}.{key}: must be below rollout.env_timeout_s, {limit:g} ({inner:g})")
 
 
 def _check_health(config: Config) -> None:

@@ -22,7 +22,7 @@ from gdpo_nemo.utils.files import real_path
 
 AXES = {"steps": "optimizer steps", "samples": "trained samples", "time": "seconds of training"}
 """Measures of training effort on the x axis, with their units."""
-_IGNORED_SECTIONS = ("run.", "logger.", "checkpointing.")
+_IGNORED_SECTIONS = ("run.", "logger.", "checkpointing.", "health.")
 """Config sections that do not affect training."""
 _LABEL = 48
 """Maximum length of a label that lists settings, in characters."""
