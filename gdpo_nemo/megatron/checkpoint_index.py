@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from gdpo_nemo.utils.errors import RunError, first_line
+from gdpo_nemo.utils.files import check_pickle
 
 _MAX_INDEX_BYTES = 1 << 30
 """Maximum size of an index in bytes. An index of this size describes about ten million shards."""
@@ -109,7 +110,7 @@ def read_index(file: Path) -> Metadata:
     # Clear this cache, because pickle takes objects with an extension code from it without calling find_class.
     copyreg.clear_extension_cache()
     try:
-        return _metadata(_IndexUnpickler(content).load())
+        return _metadata(_IndexUnpickler(check_pickle(content)).load())
     except Exception as error:  # noqa: BLE001 - a hostile file may raise any exception
         raise RunError(f"{file} is not a supported checkpoint index ({first_line(error)})") from None
 
@@ -220,7 +221,8 @@ def check_extra_state(state: torch.Tensor | io.BytesIO | None) -> None:
 
     copyreg.clear_extension_cache()
     if isinstance(state, torch.Tensor) and state.numel():
-        SafeUnpickler(io.BytesIO(state.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())).load()
+        content = state.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        SafeUnpickler(io.BytesIO(check_pickle(content))).load()
     elif isinstance(state, io.BytesIO) and state.getbuffer().nbytes:
         load_plain(io.BytesIO(state.getvalue()))
 

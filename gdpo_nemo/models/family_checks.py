@@ -46,6 +46,10 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 """Fields that config.json must contain. For a missing field, transformers would use a default size."""
 
 
+MOST_LAYERS = 10_000
+"""Largest number of layers. Many properties are lists with an element for each layer, before the sizes are checked."""
+
+
 BIASES = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "mamba_proj_bias")
 """Fields that enable projection biases. Only the field named by ``Family.qkv_bias`` may be true."""
 
@@ -170,6 +174,9 @@ def _family(content: Mapping[str, Any]) -> Family:
     if kind not in FAMILIES:
         nested = " (a text model inside another model, text_config)" if "text_config" in content else ""
         raise model_error(f"model type {kind!r}{nested} is not supported; supported: {known}")
+    layers = content.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise model_error(f"num_hidden_layers must be at most {MOST_LAYERS:,}, got {repr(layers)[:40]}")
     return FAMILIES[kind]
 
 

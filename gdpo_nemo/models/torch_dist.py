@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from typing import Any, Mapping
 
 from gdpo_nemo.models.families import Family
 from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.files import check_pickle, read_bytes
 
+_LARGEST_INDEX = 1 << 30
+"""Largest size of an index in bytes."""
 _CHECKPOINT = "torch.distributed.checkpoint"
 _TENSOR = "TensorStorageMetadata"
 _METADATA = (
@@ -81,8 +85,7 @@ def read_dist_metadata(folder: Path, key: str) -> Mapping[str, Held]:
     """
     file = folder / ".metadata"
     try:
-        with file.open("rb") as stream:
-            found = _Reader(stream).load()
+        found = _Reader(io.BytesIO(check_pickle(read_bytes(file, _LARGEST_INDEX)))).load()
         entries = found.state["state_dict_metadata"]
         tensors = {
             name: _tensor_metadata(entry) for name, entry in entries.items() if getattr(entry, "name", "") == _TENSOR

@@ -6,6 +6,8 @@ import contextlib
 import errno
 import json
 import os
+import pickle
+import pickletools
 import re
 import secrets
 import shutil
@@ -115,6 +117,21 @@ def check_pairs(text: str) -> None:
     half = None if text.isascii() else _HALF_PAIR.search(text)
     if half:
         raise HalfPair(f"it contains half of a surrogate pair (\\u{ord(half[0]):04x}), which UTF-8 cannot encode")
+
+
+def check_pickle(content: bytes) -> bytes:
+    """Return a pickle unchanged if its memo is not larger than its content.
+
+    Python's unpickler allocates an array up to the largest index in the memo, so a few bytes could take all memory.
+
+    Raises:
+        UnpicklingError: if an index is too large.
+        ValueError: if the content is not a pickle.
+    """
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument) > len(content):
+            raise pickle.UnpicklingError(f"an index in its memo is too large ({argument})")
+    return content
 
 
 def parse_yaml(text: str) -> Any:

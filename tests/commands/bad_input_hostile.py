@@ -156,6 +156,8 @@ OPTIONS = [
     (DRY, text("rows.jsonl", '{"question": ' + DEEP + "\n"), "rows.jsonl:1"),
     (DRY, text("rows.jsonl", '{"question": "a", "answer": ' + LONG_NUMBER + "}\n"), "rows.jsonl:1"),
     (DRY, text("good.yaml", "defaults: [" + "good.yaml, " * 5 + "]"), "inherits from itself"),
+    (DRY, model(num_hidden_layers=10**9), "num_hidden_layers must be at most"),
+    (PLAN + " policy.model_name={d}/model", model(num_hidden_layers=10**9), "num_hidden_layers must be at most"),
 ]
 MODELS = [
     (DRY, model(**{key: value}), "")

@@ -48,6 +48,8 @@ HUMAN_EVAL = {
     "test": "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate('ab') == 'abab'\n",
     "entry_point": "double",
 }
+HUGE_MEMO = b"\x80\x02]r\xff\xff\xff\x7f."
+"""A pickle of 10 bytes for which Python's unpickler allocates 64 GB."""
 LIVE_CODE_BENCH = {
     "question_content": "Sum.",
     "starter_code": "class Solution:\n    def total(self, numbers: list[int]) -> int:",
@@ -250,6 +252,8 @@ def test_sandbox_that_cannot_start_is_a_failure_with_the_reason(monkeypatch):
         ({"question": "?", "input_output": {"inputs": [1], "outputs": []}}, "must have the same length"),
         ({**HUMAN_EVAL, "entry_point": "f(); evil"}, "must be an identifier"),
         ({**LIVE_CODE_BENCH, "private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(os.getcwd))).decode()},
+         "private_test_cases: cannot be read (UnpicklingError)"),
+        ({**LIVE_CODE_BENCH, "private_test_cases": base64.b64encode(zlib.compress(HUGE_MEMO)).decode()},
          "private_test_cases: cannot be read (UnpicklingError)"),
         ({"text": "?", "test_list": "assert"}, "test_list: must be a list of texts"),
     ],

@@ -84,6 +84,12 @@ def test_a_hostile_object_is_refused_in_a_line_and_runs_nothing(tmp_path, kind, 
     assert "\n" not in str(refused.value) and not mark.exists()
 
 
+def test_an_index_that_reserves_gigabytes_is_refused(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02]r\xff\xff\xff\x7f.")
+    with pytest.raises(RunError, match="an index in its memo is too large"):
+        read_index(tmp_path / ".metadata")
+
+
 def test_what_a_pickle_does_to_a_class_dies_with_it(tmp_path):
     attack = b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x03\x00\x00\x00badK\x01sttb."
     (tmp_path / ".metadata").write_bytes(attack)

@@ -176,12 +176,17 @@ class Runs:
         return Path.touch, (self.file,)
 
 
-@pytest.mark.parametrize("what", ["a pickle that runs", "damage", "nothing"])
+@pytest.mark.parametrize("what", ["a pickle that runs", "damage", "nothing", "a huge memo"])
 def test_an_index_of_a_checkpoint_that_would_run_code_is_refused(what, model, tmp_path, capsys):
     checkpoint = tmp_path / "mcore"
     checkpoint.mkdir()
     (checkpoint / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    content = {"a pickle that runs": pickle.dumps(Runs(tmp_path / "ran")), "damage": b"\x80\x04x", "nothing": b""}[what]
+    content = {
+        "a pickle that runs": pickle.dumps(Runs(tmp_path / "ran")),
+        "damage": b"\x80\x04x",
+        "nothing": b"",
+        "a huge memo": b"\x80\x02]r\xff\xff\xff\x7f.",
+    }[what]
     (checkpoint / ".metadata").write_bytes(content)
     with pytest.raises(ConfigError, match="not a valid index of a Megatron-core checkpoint"):
         read_dist_metadata(checkpoint, "SOURCE")

@@ -17,6 +17,7 @@ from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.execution import sandbox
 from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.files import check_pickle
 
 _FENCE = re.compile(r"^```[^\n`]*\n(.*?)(?:^```|\Z)", re.DOTALL | re.MULTILINE)
 _CHECK = "code_check"
@@ -228,7 +229,7 @@ def _compressed(value: Any) -> list[Any]:
     """Return the private test cases in a compressed text. Raises ConfigError."""
     try:
         packed = zlib.decompressobj().decompress(base64.b64decode(value), 2**28)
-        return list(json.loads(_TextOnly(io.BytesIO(packed)).load()))
+        return list(json.loads(_TextOnly(io.BytesIO(check_pickle(packed))).load()))
     except Exception as error:  # every layer raises other exceptions
         raise ConfigError(f"private_test_cases: cannot be read ({type(error).__name__})") from None
 
