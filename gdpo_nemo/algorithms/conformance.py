@@ -14,6 +14,7 @@ from typing import Callable, Union
 import numpy as np
 
 from gdpo_nemo.algorithms.advantages import compute_advantages
+from gdpo_nemo.utils.errors import first_line
 
 VECTORS = Path(__file__).with_suffix(".json")
 TOLERANCE = 1e-3
@@ -83,10 +84,12 @@ def evaluate(estimator: Estimator, case: Case) -> Outcome:
     try:
         # Copies, because an estimator may modify its arguments.
         values = estimator(case.rewards.copy(), case.groups.copy(), case.weights.copy(), case.lengths.copy())
-    except Exception as error:  # any error of an implementation is its outcome
-        lines = str(error).splitlines() or [""]
-        return f"{type(error).__name__}: {lines[0]}"
-    array = np.asarray(values, dtype=np.float64)
+    except (Exception, SystemExit) as error:  # any error of an implementation is its outcome
+        return first_line(error)
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except Exception as error:  # a type of the user's own may raise any exception
+        raise TypeError(f"{case.name}: the result is not an array of numbers ({first_line(error)})") from None
     if array.shape != case.groups.shape:
         raise TypeError(f"{case.name}: expected one advantage per sample, shape {case.groups.shape}, got {array.shape}")
     return [None if np.isnan(value) else float(value) for value in array]

@@ -120,7 +120,8 @@ def terminal() -> Console:
                 text = segment.text if segment.control else printable_lines(segment.text)
                 yield segment if text == segment.text else Segment(text, segment.style)
 
-    return Plain(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
+    # Names in tables may contain brackets or colons, which rich would read as styles and emoji.
+    return Plain(markup=False, emoji=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120)
 
 
 def say(text: object, *, to_stderr: bool = False, end: str = "\n") -> None:

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     for family in FAMILIES.values():
         cells = row(family)
         shown.add_row(*(cells[index].replace("`", "") for index in kept))
-    terminal().print(shown, markup=False)
+    terminal().print(shown)
     return 0
 
 

@@ -42,9 +42,12 @@ def read_dump(trainer: str, path: Path) -> tuple[list[Group], np.ndarray]:
             else f"{path}: is a folder without dumps of {trainer} (*{suffix}); specify the dump of one step"
         )
     rows, prompt, completion, own = _read_trl(path) if trainer == "trl" else _read_verl(path)
-    missing = [name for name in (prompt, completion) if rows and name not in rows[0]]
-    if missing or not rows:
-        raise ConfigError(f"{path}: is not a rollout dump of {trainer} ({missing[0] if missing else 'no samples'})")
+    if not rows:
+        raise ConfigError(f"{path}: is not a rollout dump of {trainer} (no samples)")
+    for number, row in enumerate(rows, 1):
+        for name in (prompt, completion):
+            if name not in row:
+                raise ConfigError(f"{path}: is not a rollout dump of {trainer} (sample {number} has no {name})")
     names = [name for name in rows[0] if name not in own and any(_is_number(row.get(name)) for row in rows)]
     if not names:
         raise ConfigError(f"{path}: contains no rewards by component")
@@ -52,13 +55,13 @@ def read_dump(trainer: str, path: Path) -> tuple[list[Group], np.ndarray]:
     groups = [Group(Prompt(f"{index}", _NO_TOKENS, str(rows[m[0]][prompt]), ""), []) for index, m in enumerate(members)]
     for group, indices in zip(groups, members, strict=True):
         for sample_index, row in enumerate(rows[index] for index in indices):
-            rewards = {name: _reward(row.get(name), name, path) for name in names}
+            rewards = {name: _number(row.get(name), name, path) for name in names}
             text = str(row[completion])
             group.trajectories.append(
                 Trajectory(group.prompt, sample_index, _NO_TOKENS, _NO_TOKENS, 0, text, "stop", rewards)
             )
-    advantages = [rows[index].get("advantage") for indices in members for index in indices]
-    return groups, np.array([np.nan if value is None else value for value in advantages], np.float64)
+    recorded = [_number(rows[index].get("advantage"), "advantage", path) for indices in members for index in indices]
+    return groups, np.array([np.nan if value is None else value for value in recorded], np.float64)
 
 
 def _read_trl(path: Path) -> tuple[list[dict[str, Any]], str, str, Sequence[str]]:
@@ -105,10 +108,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-def _reward(value: object, name: str, path: Path) -> float | None:
-    """Return a reward, or None if it is missing."""
+def _number(value: object, name: str, path: Path) -> float | None:
+    """Return a reward or an advantage, or None if it is missing."""
     if value is None or (isinstance(value, float) and np.isnan(value)):
         return None
     if not isinstance(value, (int, float)):
-        raise ConfigError(f"{path}: {name} is a number in some samples, but {value!r} in another")
-    return float(value)
+        raise ConfigError(f"{path}: {name} must be a number, got {repr(value)[:40]}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{path}: {name} must be a number of at most 1.8e308, got {str(value)[:20]}...") from None

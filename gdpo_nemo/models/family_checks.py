@@ -46,6 +46,10 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 """Fields that config.json must contain. For a missing field, transformers would use a default size."""
 
 
+POSITIVE = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+"""Numbers that must be finite and positive, if config.json contains them."""
+
+
 MOST_LAYERS = 10_000
 """Largest number of layers. Many properties are lists with an element for each layer, before the sizes are checked."""
 
@@ -153,6 +157,8 @@ def _check_rope(fields: Mapping[str, Any], family: Family, rope: Mapping[str, An
     if kind not in family.rope_types:
         supported = ", ".join(family.rope_types)
         raise model_error(f"rope scaling {kind!r} is not supported for {family.model_type}; supported: {supported}")
+    if rope.get("rope_theta") is not None:
+        _check_positive("rope_theta", rope["rope_theta"])
     for key in ROPE_PARAMETERS[kind]:
         if not isinstance(rope.get(key), (int, float)):
             raise model_error(f"rope scaling {kind!r} requires the number {key}")
@@ -192,6 +198,12 @@ def check_model_content(content: Mapping[str, Any]) -> Family:  # noqa: C901
     for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         if content.get(key) is not None:
             _check_size(key, content[key])
+    for key in POSITIVE:
+        if content.get(key) is not None:
+            _check_positive(key, content[key])
+    heads, groups = content["num_attention_heads"], content.get("num_key_value_heads") or 1
+    if heads % groups:
+        raise model_error(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {groups}")
     if family.global_heads:
         _check_heads(content, family.global_heads)
     if family.latent:
@@ -302,6 +314,12 @@ def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
 
 _LARGEST_SIZE = 2**31
 """Maximum value of a size in config.json. This maximum limits loops over layers and experts."""
+
+
+def _check_positive(key: str, value: Any) -> None:
+    # A comparison with NaN is false.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < _LARGEST_SIZE:
+        raise model_error(f"{key} in the model's config.json must be a positive number, got {repr(value)[:40]}")
 
 
 def _check_size(key: str, value: Any) -> None:

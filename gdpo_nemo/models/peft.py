@@ -25,6 +25,8 @@ _KNOWN_FIELDS = {
 """Known fields of PEFT's LoraConfig. Other fields may change the formula W + scale * B A and are rejected if set."""
 _UNSUPPORTED_FIELDS = ("alpha_pattern", "ensure_weight_tying", "fan_in_fan_out")
 """Known fields that are not supported and must not be set."""
+_LARGEST_NUMBER = 1e6
+"""Largest rank or alpha."""
 _PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal")
 """Supported values of ``init_lora_weights``. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA change the base model's weights."""
 
@@ -87,22 +89,28 @@ def read_peft_adapter(folder: Path, key: str) -> PeftAdapter:
         has_pickle = (folder / "adapter_model.bin").is_file()
         reason = " (adapter_model.bin is a pickle, which is not supported)" if has_pickle else ""
         raise ConfigError(f"{key}: {folder} has no {MATRICES}{reason}")
-    targets = content.get("target_modules")
+    targets = content.get("target_modules") or []
+    if not isinstance(targets, str) and not (isinstance(targets, list) and all(isinstance(t, str) for t in targets)):
+        raise ConfigError(f"{key}: {folder / CONFIG} has target_modules {targets!r}, which must be texts")
+    dropout = content.get("lora_dropout") or 0.0
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ConfigError(f"{key}: {folder / CONFIG} has lora_dropout {dropout!r}, which must be from 0 to below 1")
     return PeftAdapter(
         folder,
         str(content.get("base_model_name_or_path") or ""),
         rank=int(_number(content, "r", folder, key)),
         alpha=float(_number(content, "lora_alpha", folder, key)),
-        dropout=float(content.get("lora_dropout") or 0.0),
+        dropout=float(dropout),
         rslora=bool(content.get("use_rslora")),
         ranks_differ=bool(content.get("rank_pattern")),
-        targets=targets if isinstance(targets, str) else tuple(sorted(map(str, targets or ()))),
+        targets=targets if isinstance(targets, str) else tuple(sorted(targets)),
     )
 
 
 def _number(content: dict[str, Any], name: str, folder: Path, key: str) -> float:
     value = content.get(name, 8)  # PEFT's default for r and lora_alpha
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0 or (name == "r" and value % 1):
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LARGEST_NUMBER
+    if not valid or (name == "r" and value % 1):
         raise ConfigError(f"{key}: {folder / CONFIG} has {name} {value!r}, which must be a positive number")
     return value
 

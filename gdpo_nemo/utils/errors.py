@@ -135,7 +135,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def message_line(error: BaseException) -> str:
     """Return the first non-blank line of the exception's message, or the exception's type if the message is empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        text = str(error)
+    except Exception:  # the method of a user-defined exception may fail
+        text = ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
 

@@ -84,6 +84,16 @@ def summed(rewards, groups, weights, lengths):
 
 def per_component(rewards, groups, weights, lengths):
     return rewards
+
+def ragged(rewards, groups, weights, lengths):
+    return [[1], [1, 2]]
+
+class Odd:
+    def __array__(self, *arguments, **options):
+        raise RuntimeError
+
+def odd(rewards, groups, weights, lengths):
+    return Odd()
 """
 
 
@@ -111,6 +121,8 @@ def test_the_command_without_a_function_shows_each_recorded_implementation(capsy
     [
         (["{d}/mine.py:per_component"], "FUNCTION: worked example: expected one advantage per sample"),
         (["{d}/mine.py:np"], "mine.py:np is not a function"),
+        (["{d}/mine.py:ragged"], "FUNCTION: worked example: the result is not an array of numbers (ValueError"),
+        (["{d}/mine.py:odd"], "FUNCTION: worked example: the result is not an array of numbers (RuntimeError"),
     ],
 )
 def test_the_command_refuses_what_is_not_an_estimator(arguments, message, tmp_path, capsys):

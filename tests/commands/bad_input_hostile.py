@@ -13,6 +13,7 @@ from bad_input_of_runs import CALIBRATE, EVAL, EXPLAIN, HEALTH, PLAN, RECIPE, RE
 DRY = "train --dry-run --config {d}/good.yaml"
 TRAIN = "train --config {d}/good.yaml"
 ENV = "env check gsm8k --config {d}/good.yaml"
+DUMP = "explain-advantages --from verl {d}/dump.jsonl"
 MINE = " env.gsm8k.plugin={d}/mine.py:Mine"
 DEEP = "[" * 100_000
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -158,6 +159,16 @@ OPTIONS = [
     (DRY, text("good.yaml", "defaults: [" + "good.yaml, " * 5 + "]"), "inherits from itself"),
     (DRY, model(num_hidden_layers=10**9), "num_hidden_layers must be at most"),
     (PLAN + " policy.model_name={d}/model", model(num_hidden_layers=10**9), "num_hidden_layers must be at most"),
+    (DRY, model(rms_norm_eps=float("nan")), "rms_norm_eps in the model's config.json must be a positive number"),
+    (DRY, model(rope_theta=-1.0), "rope_theta in the model's config.json must be a positive number"),
+    (DRY, model(num_key_value_heads=3), "must be a multiple of num_key_value_heads"),
+    (DUMP, text("dump.jsonl", '{"input": "a", "output": "b", "r": 1}\n{"output": "b", "r": 0}\n'), "has no input"),
+    (
+        DUMP,
+        text("dump.jsonl", '{"input": "a", "output": "b", "r": 1, "advantage": "x"}\n'),
+        "advantage must be a number",
+    ),
+    (DUMP, text("dump.jsonl", '{"input": "a", "output": "b", "r": ' + "9" * 400 + "}\n"), "r must be a number"),
 ]
 MODELS = [
     (DRY, model(**{key: value}), "")

@@ -202,3 +202,12 @@ def test_a_replay_with_another_objective_compares_the_advantages_of_each_step(tm
         (samples[i].prompt.id, samples[i].sample_index) for i in expected
     ]
     assert [(line["advantage"], line["instead"]) for line in listed] == [(before[i], after[i]) for i in expected]
+
+
+def test_names_with_brackets_are_shown_and_not_read_as_styles(tmp_path, capsys):
+    file = tmp_path / "1.jsonl"
+    rows = [{"input": "a", "output": "x", "[/b]r[red]": value, ":smile:": value} for value in (1, 0)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["explain-advantages", "--from", "verl", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "[/b]r[red]" in shown and ":smile:" in shown

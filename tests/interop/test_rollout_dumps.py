@@ -159,11 +159,11 @@ def test_settings_that_need_what_a_dump_lacks_are_refused(arguments, message, tm
 
 
 def test_files_that_are_not_a_dump_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match="acc is a number in some samples, but 'high' in another"):
+    with pytest.raises(ConfigError, match="acc must be a number, got 'high'"):
         read_dump("verl", verl_dump(tmp_path, {"acc": "high"}))
     path = tmp_path / "x.parquet"
     parquet.write_table(pa.table({"step": [1], "prompt": ["p"]}), path)
-    with pytest.raises(ConfigError, match=r"is not a rollout dump of trl \(completion\)"):
+    with pytest.raises(ConfigError, match=r"is not a rollout dump of trl \(sample 1 has no completion\)"):
         read_dump("trl", path)
     parquet.write_table(pa.table({"prompt": ["p"], "completion": ["c"], "advantage": [0.0]}), path)
     with pytest.raises(ConfigError, match="contains no rewards by component"):

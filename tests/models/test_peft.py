@@ -77,6 +77,11 @@ def test_a_merged_adapter_gives_the_logits_of_peft(options, base, tmp_path, caps
         (dict(init_lora_weights="pissa"), "init_lora_weights pissa, which changes the base model"),
         (dict(peft_type="IA3"), "of type IA3, which is not supported; supported: LORA"),
         (dict(r=0), "has r 0, which must be a positive number"),
+        (dict(lora_alpha=float("nan")), "has lora_alpha nan, which must be a positive number"),
+        (dict(lora_alpha=10**400), "has lora_alpha 1000"),
+        (dict(target_modules=5), "has target_modules 5, which must be texts"),
+        (dict(target_modules=[["q_proj"]]), "which must be texts"),
+        (dict(lora_dropout="x"), "has lora_dropout 'x', which must be from 0 to below 1"),
     ],
 )
 def test_an_adapter_that_is_more_than_lora_is_refused_by_name(changes, message, base, tmp_path):

@@ -134,13 +134,15 @@ def scan_checkout(checkout: Path) -> list[Scanned]:
     configs = _configs(checkout)
     found = []
     for kind in (_SERVERS, _AGENTS):
+        if not (checkout / kind).is_dir():
+            continue
         folders = sorted(p for p in (checkout / kind).iterdir() if p.is_dir() and not p.name.startswith(("_", ".")))
         for folder in folders:
             one = Scanned(kind, folder.name)
             try:
                 one.outside = environments.requirements(kind, folder.name).outside
                 _classify(one, folder, checkout, configs.get((kind, folder.name), []))
-            except (ConfigError, UnicodeDecodeError) as error:
+            except (ConfigError, UnicodeDecodeError, OSError) as error:
                 one.needs[REFUSED] = str(error)
             found.append(one)
     return found
@@ -162,8 +164,8 @@ def _configs(checkout: Path) -> dict[tuple[str, str], list[_Config]]:
     for file in sorted(checkout.glob("res*/*/configs/*.yaml")):
         try:
             content = read_config(file)
-        except ConfigError:
-            continue  # not a configuration of NeMo Gym's servers
+        except (ConfigError, OSError):
+            continue  # not a configuration of NeMo Gym's servers, or a pipe or a device
         for instance in instances_of([content]).values():
             key = (instance.kind, instance.implementation)
             own = file.parent.parent.name == instance.implementation
