@@ -93,7 +93,8 @@ class EngineFleet:
         self._delivering = threading.Lock()
         """Lock that is held during a delivery, because transports support only one delivery at a time."""
         self.loop = asyncio.new_event_loop()
-        self.loop.set_default_executor(ThreadPoolExecutor(_THREADS, thread_name_prefix="rollouts"))
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="rollouts")
+        self.loop.set_default_executor(self._executor)
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True, name="rollouts")
         self._thread.start()
         self.awake = asyncio.Event()
@@ -197,6 +198,7 @@ class EngineFleet:
         self.spawn(self._end()).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
+        self._executor.shutdown(wait=False, cancel_futures=True)  # a thread may still wait for a lost process
         for client in self.clients:
             ray.kill(client.actor)
         self.hosts.close()

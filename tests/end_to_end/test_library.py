@@ -51,7 +51,11 @@ overrides = {
 
 def left():
     children = psutil.Process().children(recursive=True)
-    return [" ".join(c.cmdline()) for c in children if "resource_tracker" not in " ".join(c.cmdline())]
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("rollouts")]
+    for thread in threads:
+        thread.join(60)  # idle threads of a closed executor end at once
+    remaining = [thread.name for thread in threads if thread.is_alive()]
+    return remaining + [" ".join(c.cmdline()) for c in children if "resource_tracker" not in " ".join(c.cmdline())]
 
 
 handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
