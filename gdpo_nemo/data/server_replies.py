@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -11,6 +10,8 @@ from enum import StrEnum
 from typing import Any, Mapping
 
 import numpy as np
+
+from gdpo_nemo.utils import files
 
 # This pattern also matches an unterminated string, so that no input is scanned twice.
 _STRING = re.compile(rb'"(?:[^"\\]|\\.|\\\Z)*+(?:"|\Z)', re.DOTALL)
@@ -31,12 +32,15 @@ def parse_json(body: bytes, max_depth: int) -> Any:
     """Return the JSON value in ``body``.
 
     Raises:
-        Failure: BAD_REPLY if the body is not valid JSON in UTF-8, or is nested more than ``max_depth`` levels deep.
+        Failure: BAD_REPLY if the body is not valid JSON in UTF-8, contains a key twice in an object, or is nested more
+            than ``max_depth`` levels deep.
     """
     if depth_exceeds(body, max_depth):
         raise Failure(FailureKind.BAD_REPLY, f"the reply is nested more than {max_depth} levels deep")
     try:
-        return json.loads(body)
+        return files.parse_json(body, half_pairs=True)
+    except files.RepeatedKey as error:
+        raise Failure(FailureKind.BAD_REPLY, f"the reply is ambiguous: {error}") from None
     except (ValueError, RecursionError):
         start = printable(body[:60].decode("utf-8", "replace"), 40)
         raise Failure(FailureKind.BAD_REPLY, f"the reply is not JSON: it begins with {start!r}") from None

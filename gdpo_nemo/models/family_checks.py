@@ -46,7 +46,7 @@ SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediat
 """Fields that config.json must contain. For a missing field, transformers would use a default size."""
 
 
-POSITIVE = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+POSITIVE = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "rope_theta")
 """Numbers that must be finite and positive, if config.json contains them."""
 
 

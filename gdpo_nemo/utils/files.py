@@ -82,6 +82,22 @@ def read_text(path: str | Path, largest: int = LARGEST) -> str:
     return read_bytes(path, largest).decode("utf-8")
 
 
+class RepeatedKey(ValueError):
+    """A JSON object contains a key twice. Readers of JSON disagree about which value counts."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise RepeatedKey(f"it contains the key {repeated[:40]!r} twice")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
 def parse_json(content: str | bytes, half_pairs: bool = False) -> Any:
     """Return the value of a JSON text.
 
@@ -89,12 +105,13 @@ def parse_json(content: str | bytes, half_pairs: bool = False) -> Any:
         half_pairs: True to accept lone surrogates, which recorded samples may contain.
 
     Raises:
-        ValueError: if the text is not valid JSON or UTF-8, is nested too deeply, or contains a lone surrogate.
+        ValueError: if the text is not valid JSON or UTF-8, is nested too deeply, contains a key twice in an object, or
+            contains a lone surrogate.
     """
     try:
         # json.loads accepts lone surrogates in bytes.
         text = content.decode(json.detect_encoding(content)) if isinstance(content, bytes) else content
-        value = json.loads(text)
+        value = _DECODER.decode(text)
         if not half_pairs and _MAY_HOLD_HALF.search(text):
             check_pairs(json.dumps(value, ensure_ascii=False))
         return value

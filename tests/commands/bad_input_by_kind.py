@@ -29,6 +29,7 @@ HALF_PAIRS = [
         for command in (DRY, "train --config {d}/good.yaml", "env check gsm8k --config {d}/good.yaml")
     ),
     (DRY, text("rows.jsonl", ROW + ROW.replace('"a"', r'"a", "\udc00": 1')), "rows.jsonl:2: it contains half"),
+    (DRY, text("rows.jsonl", ROW + ROW.replace('"a"', '"a", "x": 1, "x": 2')), "it contains the key 'x' twice"),
     (DRY + " data.train.path={d}/x.json", text("x.json", '["%s"]' % r"\udc00"), "x.json: it contains half"),
     (
         "train --config {d}/good.yaml data.train.path={d}/mine.py:rows",

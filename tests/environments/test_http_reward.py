@@ -53,6 +53,7 @@ MISDEEDS = {
     "raw [true]": "bad_reply: a reward in the reply must be a number or null, not True",
     "raw [Infinity]": "bad_reply: a reward in the reply is infinite (inf)",
     "raw [[[[[[[[[[1]]]]]]]]]]": "bad_reply: the reply is nested more than 8 levels deep",
+    'raw {"rewards": [1], "rewards": [0]}': "bad_reply: the reply is ambiguous: it contains the key 'rewards' twice",
     'raw {"rewards": [1], "spans": []}': "bad_reply: spans must be a list with one entry for each of 1 completions",
     'raw {"rewards": [1], "spans": [[[0, 900]]]}': "bad_reply: spans: [0, 900] is not a range of the 43 characters",
     'raw {"rewards": [1], "spans": [[[2, 1]]]}': "bad_reply: spans: [2, 1] is not a range of the 41 characters",
