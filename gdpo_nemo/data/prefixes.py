@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple, Sequence
 
-import numpy as np
-
 from gdpo_nemo.config.layout import Resolved, prompt_sharing, shares_with_flex_attention
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import Assignment, TrainSequence, assign, cost_of, rank_costs
+from gdpo_nemo.data.state_keys import common_tokens, sort_key
 from gdpo_nemo.models.architectures import is_recurrent
 
 LEAST_SHARE = 1 / 8
@@ -115,16 +114,9 @@ def shared_prefixes(sequences: Sequence[TrainSequence], least: float = LEAST_SHA
     shared = [0] * len(sequences)
     for index in range(1, len(sequences)):
         sequence = sequences[index]
-        common = min(_common(sequences[index - 1].state_keys, sequence.state_keys), len(sequence) - 1)
+        common = min(common_tokens(sequences[index - 1].state_keys, sequence.state_keys), len(sequence) - 1)
         shared[index] = common if common >= least * len(sequence) else 0
     return shared
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the common prefix of two arrays."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def unshared(
@@ -303,8 +295,7 @@ def _by_prompt(sequences: Sequence[TrainSequence], indices: Sequence[int]) -> li
     prompts: dict[bytes | int, list[int]] = {}
     for index in indices:
         sequence = sequences[index]
-        most = min(len(sequence.prompt_ids), len(sequence) - 1)
-        shares = most and most >= LEAST_SHARE * len(sequence)
+        shares = _shareable(sequence) >= max(1, LEAST_SHARE * len(sequence))
         # The prompt's tokens only select candidates. The keys decide which tokens are common.
         prompts.setdefault(sequence.prompt_ids.tobytes() if shares else index, []).append(index)
     groups = chain.from_iterable(_by_states(members, sequences) for members in prompts.values())
@@ -314,18 +305,22 @@ def _by_prompt(sequences: Sequence[TrainSequence], indices: Sequence[int]) -> li
 def _by_states(members: list[int], sequences: Sequence[TrainSequence]) -> list[_Piece]:
     """Group sequences of one prompt by the states of the prompt."""
     least = LEAST_SHARE * max(len(sequences[i]) for i in members)
-    groups: list[_Piece] = []
-    for index in sorted(members, key=lambda i: _order(sequences[i], len(sequences[i].prompt_ids))):
+    in_order = sorted(members, key=lambda i: sort_key(sequences[i].state_keys[: len(sequences[i].prompt_ids)]))
+    groups = [_Piece(in_order[:1], _shareable(sequences[in_order[0]]))]
+    for before, index in zip(in_order, in_order[1:]):
         sequence = sequences[index]
-        common = min(len(sequence.prompt_ids), len(sequence) - 1)
-        if groups:
-            last, count = groups[-1]
-            common = min(common, count, _common(sequences[last[-1]].state_keys, sequence.state_keys))
-            if common and common >= least:
-                groups[-1] = _Piece([*last, index], common)
-                continue
-        groups.append(_Piece([index], min(len(sequence.prompt_ids), len(sequence) - 1)))
+        common = min(_shareable(sequence), common_tokens(sequences[before].state_keys, sequence.state_keys))
+        group, smallest = groups[-1]
+        if min(common, smallest) >= least:
+            groups[-1] = _Piece([*group, index], min(common, smallest))
+        else:
+            groups.append(_Piece([index], _shareable(sequence)))
     return [_Piece(sorted(group.members), group.common if len(group.members) > 1 else 0) for group in groups]
+
+
+def _shareable(sequence: TrainSequence) -> int:
+    """Return the number of prompt tokens that another sequence may compute. The last token is never shared."""
+    return min(len(sequence.prompt_ids), len(sequence) - 1)
 
 
 def _piece_tokens(piece: _Piece, sequences: Sequence[TrainSequence], multiple: int) -> int:
@@ -371,7 +366,7 @@ def _assign_pieces(
         assignment.append([])
         for numbers in micro_batches:
             members = list(chain.from_iterable(pieces[number].members for number in numbers))
-            members.sort(key=lambda i: _order(sequences[i]))
+            members.sort(key=lambda i: sort_key(sequences[i].state_keys))
             for i, count in zip(members, shared_prefixes([sequences[i] for i in members])):
                 shared[i] = count
             assignment[-1].append(members)
@@ -381,9 +376,3 @@ def _assign_pieces(
 def _piece_cost(piece: _Piece, sequences: Sequence[TrainSequence], quadratic: float) -> float:
     first, *others = (len(sequences[i]) for i in piece.members)
     return cost_of(first, quadratic) + sum(cost_of(length, quadratic, piece.common) for length in others)
-
-
-def _order(sequence: TrainSequence, tokens: int | None = None) -> bytes:
-    """Return a sort key that orders sequences lexicographically by the keys of their first tokens (None for all)."""
-    key: bytes = sequence.state_keys[:tokens].astype(">u8").tobytes()
-    return key

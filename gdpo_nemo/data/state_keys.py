@@ -37,3 +37,16 @@ def state_keys(token_ids: np.ndarray, routing: np.ndarray | None) -> np.ndarray:
             # A model's own choice depends only on the state before it, and adds 0.
             keys += (column.astype(np.int64) + 1).astype(np.uint64) * multiplier
     return keys
+
+
+def common_tokens(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the number of leading tokens that two sequences have in common, given their keys."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def sort_key(keys: np.ndarray) -> bytes:
+    """Return a sort key that orders sequences lexicographically by the keys of their tokens."""
+    key: bytes = keys.astype(">u8").tobytes()
+    return key
