@@ -20,7 +20,7 @@ from gdpo_nemo.data.tokenizer import Tokenizer, added_tokens
 def turn_suffix(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> str:
     """Return the text that the chat template writes after an assistant's last message.
 
-    Return no text if there is no template, or if it does not write a short assistant's message exactly once.
+    Return an empty text without a template, or if the template does not write a short message exactly once.
     """
     messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": PLACEHOLDER}]
     try:
@@ -32,7 +32,7 @@ def turn_suffix(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None 
 
 def turn_end(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> int | None:
     """Return the token with which the chat template ends an assistant's turn: the first special or added token after
-    the message. Return None if there is no such token."""
+    the message. Return None without such a token."""
     suffix = turn_suffix(tokenizer, template_kwargs)
     known = added_tokens(tokenizer)
     return next((token for token in tokenizer(suffix, add_special_tokens=False)["input_ids"] if token in known), None)
