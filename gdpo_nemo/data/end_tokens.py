@@ -60,8 +60,8 @@ def end_token_notes(
     ends = engine_ends(tokenizer, folder)
     notes = []
     for token in sorted(set(ends) - added_tokens(tokenizer)):
-        text = _text(tokenizer, token) if token < len(tokenizer) else None
-        what = "not in the tokenizer's vocabulary" if text is None else f"the ordinary token {text!r} of the tokenizer"
+        text = _text(tokenizer, token)
+        what = f"the ordinary token {text!r} of the tokenizer" if text else "not in the tokenizer's vocabulary"
         notes.append(
             f"{folder}: eos_token_id {token} is {what}; correct generation_config.json, at whose tokens engines stop"
         )
@@ -70,7 +70,7 @@ def end_token_notes(
     written = suffix.strip() if end is None else _text(tokenizer, end)
     if end in ends or not written or any(stop in suffix for stop in stop_strings if stop):
         return notes
-    stops = ", ".join(repr(_text(tokenizer, token)) for token in ends if token < len(tokenizer)) or "no token"
+    stops = ", ".join(repr(text) for token in ends if (text := _text(tokenizer, token))) or "no token"
     return [
         *notes,
         f"{folder}: the chat template ends a turn with {written!r}, but engines stop only at {stops}; add the token to "
@@ -79,4 +79,5 @@ def end_token_notes(
 
 
 def _text(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.decode([token])
+    """Return the text of a token, or an empty text if it is not in the vocabulary."""
+    return tokenizer.decode([token]) if 0 <= token < len(tokenizer) else ""
