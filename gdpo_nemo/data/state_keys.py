@@ -20,7 +20,7 @@ def state_keys(token_ids: np.ndarray, routing: np.ndarray | None) -> np.ndarray:
     """Return the key of each token's state: uint64 [tokens].
 
     A key is the token id plus a hash of the other inputs of the model at this token, modulo 2^64. An absent input adds
-    0. The hash is a sum of products with random odd multipliers (multiply-shift hashing), so different inputs of a
+    0. The hash is a sum of products with random odd multipliers, so different inputs of a
     token have equal keys with a probability of less than 2^-50.
 
     To add an input, such as an adapter or the content of an image, add its hash with different multipliers.
@@ -32,10 +32,11 @@ def state_keys(token_ids: np.ndarray, routing: np.ndarray | None) -> np.ndarray:
     """
     keys = token_ids.astype(np.uint64)
     if routing is not None:
-        multipliers = np.random.default_rng(_SEED).integers(1 << 63, size=routing.shape[1], dtype=np.uint64) * 2 + 1
-        for column, multiplier in zip(routing.T, multipliers):
+        count = routing.shape[1]
+        multipliers = np.random.default_rng(_SEED).integers(1 << 63, size=(count,), dtype=np.uint64) * 2 + 1
+        for column in range(count):
             # A model's own choice depends only on the state before it, and adds 0.
-            keys += (column.astype(np.int64) + 1).astype(np.uint64) * multiplier
+            keys += (routing[:, column].astype(np.int64) + 1).astype(np.uint64) * multipliers[column]
     return keys
 
 
