@@ -20,8 +20,8 @@ def state_keys(token_ids: np.ndarray, routing: np.ndarray | None) -> np.ndarray:
     """Return the key of each token's state: uint64 [tokens].
 
     A key is the token id plus a hash of the other inputs of the model at this token, modulo 2^64. An absent input adds
-    0. The hash is a sum of products with random odd multipliers, so different inputs of a
-    token have equal keys with a probability of less than 2^-50.
+    0. The hash is a sum of products with random odd multipliers, so different inputs have equal keys with a
+    probability of less than 2^-50.
 
     To add an input, such as an adapter or the content of an image, add its hash with different multipliers.
 
