@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Sequence
 
 from gdpo_nemo.cluster.cleanup_process import guard_children
@@ -65,6 +66,7 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
         runtime_env={"env_vars": environment},
         **placement.on(node),
     )
+    name = policy.tokenizer_name
     parsers = (generation.tool_call_parser, generation.reasoning_parser, config.data.train.chat_template_kwargs)
     return actor.remote(
         folder,
@@ -76,5 +78,6 @@ def start_engine(config: Config, folder: str, placement: Placement, devices: Seq
         sleeps=bool(shared),
         targets=policy.lora.target_modules,
         records_routing=replays_router(policy),
-        replies=None if policy.tokenizer_name else parsers,
+        replies=parsers,
+        tokenizer=str(Path(name).absolute()) if name and Path(name).is_dir() else name,
     )

@@ -366,6 +366,8 @@ class PolicyGroup:
             packed: False to process each sequence in a separate micro-batch.
             teacher: True to use the teacher's weights.
         """
+        if reference or teacher:  # these models choose their experts themselves
+            sequences = [replace(s, routing=None) for s in sequences]
         if teacher:
             return self._scores("teacher_logprobs", sequences, packed=packed, temperature=temperature)
         return self._scores("logprobs", sequences, packed=packed, reference=reference, temperature=temperature)

@@ -270,7 +270,7 @@ def _sample(resolved: Resolved, subject: Subject) -> list[Group]:
     """Sample and verify the held-out prompts."""
     config = resolved.config
     inputs = read_inputs(resolved, ("validation",))
-    for line in inputs.refused:
+    for line in inputs.alerts:
         say(line)
     with sampler(resolved, inputs, "validation", subject.checkpoint) as (stream, _):
         say(f"sampling {len(inputs.held_out)} held-out prompts x {config.gdpo.val_generations_per_prompt}")

@@ -54,7 +54,7 @@ from gdpo_nemo.utils.source import find_function, parse_file
 FACTORY_CONFIGS = "MODEL_CONFIGS"
 """Name of a dictionary literal in the model factory's file: {function: fields of config.json}. The dictionary describes
 the models that the file creates, and is read without executing the file."""
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 CPU_EXPERT_MULTIPLE = 32
 """Factor of the hidden size that vLLM's CPU kernels for experts require."""
 
@@ -431,9 +431,9 @@ def check_tokenizer(policy: PolicyConfig, model: ModelFacts) -> None:
     if name is None and model.source is not None:
         return  # The conversion of the model creates the tokenizer.
     if folder.is_dir():
-        if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        if not any((folder / file).is_file() for file in TOKENIZER_FILES):
             raise ConfigError(
-                f"policy.tokenizer_name: {folder} does not contain a tokenizer ({', '.join(_TOKENIZER_FILES)})"
+                f"policy.tokenizer_name: {folder} does not contain a tokenizer ({', '.join(TOKENIZER_FILES)})"
             )
     elif name is not None and is_broken_link(folder):
         raise ConfigError(f"policy.tokenizer_name: {name} is a broken symbolic link")

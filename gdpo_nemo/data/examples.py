@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.anchors import check_texts, prompts_of
+from gdpo_nemo.data.end_tokens import turn_end
 from gdpo_nemo.data.example_rows import ExampleReader
 from gdpo_nemo.data.prompts import PromptSource, RefusedPrompt, check_prompts
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import Row, load_rows
+from gdpo_nemo.data.tokenizer import Tokenizer, special_tokens
 from gdpo_nemo.utils.errors import ConfigError, first_line
-
-if TYPE_CHECKING:
-    from gdpo_nemo.data.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -141,6 +140,7 @@ class _Encoder:
         self._split = split
         self._train_on = dataset.train_on
         self._template_kwargs = dict(dataset.chat_template_kwargs)
+        self._ends = {tokenizer.eos_token_id, turn_end(tokenizer, dataset.chat_template_kwargs)}
 
     def __call__(self, prompt: Prompt) -> Prompt:
         fields = dict(prompt.fields)
@@ -231,12 +231,11 @@ class _Encoder:
 
         A template may add a line break after the end token, which a policy never writes.
         """
-        end = self._tokenizer.eos_token_id
-        return tokens.index(end) + 1 if end in tokens else 0
+        return next((index + 1 for index, token in enumerate(tokens) if token in self._ends), 0)
 
     def _end_last_turn(self, tokens: list[int], text: str) -> list[int]:
         """Append the end token to the last turn, unless its text ends with a special token."""
-        closing = tuple(self._tokenizer.all_special_tokens)
+        closing = tuple(special_tokens(self._tokenizer).values())
         return tokens if text.rstrip().endswith(closing) else self._with_end_token(tokens).tolist()
 
     def _with_end_token(self, tokens: list[int]) -> np.ndarray:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, Callable, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.data.state_keys import state_keys
 from gdpo_nemo.models.architectures import (
     delta_sizes,
     expert_latent,
@@ -85,6 +87,11 @@ class TrainSequence:
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @cached_property
+    def state_keys(self) -> np.ndarray:
+        """Keys of the states of all tokens (``state_keys.state_keys``). Shape: uint64 [tokens]."""
+        return state_keys(np.concatenate((self.prompt_ids, self.completion_ids)), self.routing)
 
     @property
     def num_policy_tokens(self) -> int:

@@ -1,9 +1,10 @@
 """Prefix sharing: sequences with the same leading tokens are put into one micro-batch, which computes them once.
 
-Under a causal mask, a token's states depend only on the tokens before it. A sequence can therefore reuse the leading
-tokens that it has in common with the previous sequence of its micro-batch. The sequence computes only the remaining
-tokens, which attend to the shared tokens. Sequences are sorted lexicographically by their tokens, so that each has its
-longest common prefix with its predecessor. This order also shares prefixes that are common to several prompts.
+A sequence can reuse the states of the leading tokens that it has in common with the previous sequence of its
+micro-batch. The sequence computes only the remaining tokens, which attend to the shared tokens. Leading tokens are
+common if their keys are equal (``state_keys``). With replayed routing, two samples of a prompt may therefore share only
+its first tokens. Sequences are sorted lexicographically by their keys, so that each has its longest common prefix with
+its predecessor. This order also shares prefixes that are common to several prompts.
 """
 
 from __future__ import annotations
@@ -11,13 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import chain
-from typing import Sequence
-
-import numpy as np
+from typing import NamedTuple, Sequence
 
 from gdpo_nemo.config.layout import Resolved, prompt_sharing, shares_with_flex_attention
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import Assignment, TrainSequence, assign, cost_of, rank_costs
+from gdpo_nemo.data.state_keys import common_tokens, sort_key
 from gdpo_nemo.models.architectures import is_recurrent
 
 LEAST_SHARE = 1 / 8
@@ -111,19 +111,12 @@ def shared_prefixes(sequences: Sequence[TrainSequence], least: float = LEAST_SHA
     The last token of a sequence is never shared. Prefixes shorter than the fraction ``least`` of the sequence are not
     shared.
     """
-    tokens = [np.concatenate((s.prompt_ids, s.completion_ids)) for s in sequences]
-    shared = [0] * len(tokens)
-    for index in range(1, len(tokens)):
-        common = min(_common(tokens[index - 1], tokens[index]), len(tokens[index]) - 1)
-        shared[index] = common if common >= least * len(tokens[index]) else 0
+    shared = [0] * len(sequences)
+    for index in range(1, len(sequences)):
+        sequence = sequences[index]
+        common = min(common_tokens(sequences[index - 1].state_keys, sequence.state_keys), len(sequence) - 1)
+        shared[index] = common if common >= least * len(sequence) else 0
     return shared
-
-
-def _common(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the length of the common prefix of two arrays."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(a[:n] != b[:n])
-    return int(differ[0]) if len(differ) else n
 
 
 def unshared(
@@ -150,8 +143,8 @@ def shared_layout(
     """Return a layout in which sequences with the same prompt share its computation.
 
     The sequences of a prompt form one piece, or as few pieces as ``token_budget`` allows. A piece is computed in one
-    micro-batch, and every piece computes the prompt once. If the ranks are not balanced, smaller pieces are tried, and
-    the layout with the lowest cost of the most expensive rank is returned.
+    micro-batch, and every piece computes the common tokens of the prompt once. If the ranks are not balanced, smaller
+    pieces are tried, and the layout with the lowest cost of the most expensive rank is returned.
 
     Args:
         ranks, token_budget, multiple_of, quadratic: see ``packing.assign``. The budget and the cost include only
@@ -161,14 +154,14 @@ def shared_layout(
     Raises:
         ValueError: if a sequence is longer than ``token_budget``.
     """
-    groups = _by_prompt(sequences)
+    groups = _by_prompt(sequences, range(len(sequences)))
     lengths = [len(s) for s in sequences]
     # Includes padding. Pieces cannot be smaller than this, so the loop ends at this limit.
     longest = max((_padded(length, multiple) for length in lengths), default=1)
     limit = token_budget
     best: Layout | None = None
     while True:
-        pieces = list(chain.from_iterable(_pieces(group, sequences, limit, multiple) for group in groups))
+        pieces = list(chain.from_iterable(_split(group, sequences, limit, multiple) for group in groups))
         found = _assign_pieces(pieces, sequences, ranks, token_budget, multiple_of, quadratic, multiple)
         if best is None or found.cost(lengths, quadratic) < best.cost(lengths, quadratic):
             best = found
@@ -202,7 +195,7 @@ def choose_layout(
     if sharing:
         return shared_layout(*arguments, attention * quadratic, multiple)
     plain = unshared(*arguments, quadratic, multiple)
-    if sharing is False or all(len(group) == 1 for group in _by_prompt(sequences)):
+    if sharing is False or all(len(piece.members) == 1 for piece in _by_prompt(sequences, range(len(sequences)))):
         return plain
     shared = shared_layout(*arguments, attention * quadratic, multiple)
     return shared if _pays(shared, plain, sequences, quadratic, attention) else plain
@@ -236,21 +229,25 @@ def whole_layout(
     for index, s in enumerate(sequences):
         alone = not s.pair and s.trajectory < 0
         units.setdefault((-1, index) if alone else (abs(s.pair), s.trajectory), []).append(index)
-    pieces = list(units.values())
-    arguments = pieces, sequences, ranks, token_budget, multiple_of
-    # As in groups, all sequences must have a prompt that is long enough to share (``LEAST_SHARE``).
-    shares = [sharing is not False and len(_by_prompt([sequences[i] for i in piece])) == 1 for piece in pieces]
-    slowdown = attention if any(shares) else 1.0
-    shared = _assign_units(shares, *arguments, slowdown * quadratic, multiple)
-    if sharing is not None or not any(shares):
+    plain_pieces = [_Piece(members, 0) for members in units.values()]
+    arguments = sequences, ranks, token_budget, multiple_of
+    pieces = plain_pieces if sharing is False else [_whole_piece(piece.members, sequences) for piece in plain_pieces]
+    shares = any(piece.common for piece in pieces)
+    shared = _assign_units(pieces, *arguments, (attention if shares else 1.0) * quadratic, multiple)
+    if sharing is not None or not shares:
         return shared
-    plain = _assign_units([False] * len(pieces), *arguments, quadratic, multiple)
+    plain = _assign_units(plain_pieces, *arguments, quadratic, multiple)
     return shared if _pays(shared, plain, sequences, quadratic, attention) else plain
 
 
+def _whole_piece(members: list[int], sequences: Sequence[TrainSequence]) -> _Piece:
+    """Return a piece that shares its prompt only if all sequences have a prompt that is long enough to share."""
+    found = _by_prompt(sequences, members)
+    return found[0] if len(found) == 1 else _Piece(members, 0)
+
+
 def _assign_units(
-    shares: Sequence[bool],
-    pieces: list[list[int]],
+    pieces: Sequence[_Piece],
     sequences: Sequence[TrainSequence],
     ranks: int,
     token_budget: int,
@@ -258,27 +255,20 @@ def _assign_units(
     quadratic: float,
     multiple: int,
 ) -> Layout:
-    """Distribute the pieces over ranks and micro-batches. A piece is never split.
-
-    Args:
-        shares: for each piece, True if it computes its prompt once.
-    """
+    """Distribute the pieces over ranks and micro-batches. A piece is never split."""
     tokens: list[int] = []
     costs: list[float] = []
     shared = [0] * len(sequences)
-    for piece, shares_prompt in zip(pieces, shares):
-        members = [sequences[i] for i in piece]
-        if shares_prompt:
-            tokens.append(_piece_tokens(piece, sequences, multiple))
-            for i, count in zip(piece, shared_prefixes(members)):
+    for piece in pieces:
+        tokens.append(_piece_tokens(piece, sequences, multiple))
+        if piece.common:
+            for i, count in zip(piece.members, shared_prefixes([sequences[i] for i in piece.members])):
                 shared[i] = count
-        else:
-            tokens.append(sum(_padded(len(s), multiple) for s in members))
-        costs.append(sum(cost_of(len(sequences[i]), quadratic, shared[i]) for i in piece))
+        costs.append(sum(cost_of(len(sequences[i]), quadratic, shared[i]) for i in piece.members))
     assigned = assign(tokens, ranks, max(token_budget, max(tokens)), multiple_of, costs=costs)
     assignment: Assignment = []
     for micro_batches in assigned:
-        assignment.append([[i for number in numbers for i in pieces[number]] for numbers in micro_batches])
+        assignment.append([list(chain.from_iterable(pieces[n].members for n in numbers)) for numbers in micro_batches])
     return Layout(assignment, shared)
 
 
@@ -286,52 +276,79 @@ def _padded(tokens: int, multiple: int) -> int:
     return -(-tokens // multiple) * multiple
 
 
-def _by_prompt(sequences: Sequence[TrainSequence]) -> list[list[int]]:
-    """Group the indices of sequences by prompt, in order of first occurrence. A sequence whose prompt is too short to
-    share (``LEAST_SHARE``) forms a separate group."""
-    groups: dict[bytes | int, list[int]] = {}
-    for index, sequence in enumerate(sequences):
-        saved = len(sequence) - _unshared_tokens(sequence)
-        shares = saved and saved >= LEAST_SHARE * len(sequence)
-        groups.setdefault(sequence.prompt_ids.tobytes() if shares else index, []).append(index)
-    return list(groups.values())
+class _Piece(NamedTuple):
+    """Sequences that are computed in the same micro-batch."""
+
+    members: list[int]
+    """Indices of the sequences in the batch."""
+    common: int
+    """Number of leading tokens that all members have in common, and that are computed once. 0 if the members do not
+    share any tokens."""
 
 
-def _unshared_tokens(sequence: TrainSequence) -> int:
-    """Return the number of tokens that a sequence computes if its prompt is shared."""
-    return max(1, len(sequence.completion_ids))
+def _by_prompt(sequences: Sequence[TrainSequence], indices: Sequence[int]) -> list[_Piece]:
+    """Group sequences with the same prompt, in order of first occurrence.
+
+    The states of a prompt may differ between its sequences. The sequences of a group have a common prefix that is long
+    enough to share (``LEAST_SHARE``). Other sequences form separate groups.
+    """
+    prompts: dict[bytes | int, list[int]] = {}
+    for index in indices:
+        sequence = sequences[index]
+        shares = _shareable(sequence) >= max(1, LEAST_SHARE * len(sequence))
+        # The prompt's tokens only select candidates. The keys decide which tokens are common.
+        prompts.setdefault(sequence.prompt_ids.tobytes() if shares else index, []).append(index)
+    groups = chain.from_iterable(_by_states(members, sequences) for members in prompts.values())
+    return sorted(groups, key=lambda group: group.members[0])
 
 
-def _piece_tokens(members: Sequence[int], sequences: Sequence[TrainSequence], multiple: int) -> int:
+def _by_states(members: list[int], sequences: Sequence[TrainSequence]) -> list[_Piece]:
+    """Group sequences of one prompt by the states of the prompt."""
+    least = LEAST_SHARE * max(len(sequences[i]) for i in members)
+    in_order = sorted(members, key=lambda i: sort_key(sequences[i].state_keys[: len(sequences[i].prompt_ids)]))
+    groups = [_Piece(in_order[:1], _shareable(sequences[in_order[0]]))]
+    for before, index in zip(in_order, in_order[1:]):
+        sequence = sequences[index]
+        common = min(_shareable(sequence), common_tokens(sequences[before].state_keys, sequence.state_keys))
+        group, smallest = groups[-1]
+        if min(common, smallest) >= least:
+            groups[-1] = _Piece([*group, index], min(common, smallest))
+        else:
+            groups.append(_Piece([index], _shareable(sequence)))
+    return [_Piece(sorted(group.members), group.common if len(group.members) > 1 else 0) for group in groups]
+
+
+def _shareable(sequence: TrainSequence) -> int:
+    """Return the number of prompt tokens that another sequence may compute. The last token is never shared."""
+    return min(len(sequence.prompt_ids), len(sequence) - 1)
+
+
+def _piece_tokens(piece: _Piece, sequences: Sequence[TrainSequence], multiple: int) -> int:
     """Return an upper bound for the number of tokens computed for a piece, including padding."""
-    first = sequences[members[0]]
-    if len(members) == 1:
-        return _padded(len(first), multiple)
-    completions = sum(_padded(_unshared_tokens(sequences[i]), multiple) for i in members)
-    return _padded(len(first.prompt_ids), multiple) + completions
+    common = piece.common if len(piece.members) > 1 else 0
+    return _padded(common, multiple) + sum(_padded(len(sequences[i]) - common, multiple) for i in piece.members)
 
 
-def _pieces(group: list[int], sequences: Sequence[TrainSequence], limit: int, multiple: int) -> list[list[int]]:
+def _split(group: _Piece, sequences: Sequence[TrainSequence], limit: int, multiple: int) -> list[_Piece]:
     """Split a group into pieces of at most ``limit`` tokens. A sequence that exceeds the limit is a separate piece.
 
-    The longest completions are placed first, each into the first piece with enough space. This gives few pieces.
+    The longest sequences are placed first, each into the first piece with enough space. This gives few pieces.
     """
-    prompt = _padded(len(sequences[group[0]].prompt_ids), multiple)
-    pieces: list[list[int]] = []
+    pieces: list[_Piece] = []
     filled: list[int] = []
-    for index in sorted(group, key=lambda i: (-_unshared_tokens(sequences[i]), i)):
-        cost = _padded(_unshared_tokens(sequences[index]), multiple)
+    for index in sorted(group.members, key=lambda i: (-len(sequences[i]), i)):
+        cost = _padded(len(sequences[index]) - group.common, multiple)
         number = next((number for number, tokens in enumerate(filled) if tokens + cost <= limit), len(pieces))
         if number == len(pieces):
-            pieces.append([])
-            filled.append(prompt)
-        pieces[number].append(index)
+            pieces.append(_Piece([], group.common))
+            filled.append(_padded(group.common, multiple))
+        pieces[number].members.append(index)
         filled[number] += cost
     return pieces
 
 
 def _assign_pieces(
-    pieces: list[list[int]],
+    pieces: Sequence[_Piece],
     sequences: Sequence[TrainSequence],
     ranks: int,
     token_budget: int,
@@ -339,7 +356,7 @@ def _assign_pieces(
     quadratic: float,
     multiple: int,
 ) -> Layout:
-    """Distribute the pieces over ranks and micro-batches. Sort the sequences of each micro-batch by their tokens."""
+    """Distribute the pieces over ranks and micro-batches. Sort the sequences of each micro-batch by their keys."""
     tokens = [_piece_tokens(piece, sequences, multiple) for piece in pieces]
     costs = [_piece_cost(piece, sequences, quadratic) for piece in pieces]
     assigned = assign(tokens, ranks, token_budget, multiple_of, costs=costs)
@@ -348,21 +365,14 @@ def _assign_pieces(
     for micro_batches in assigned:
         assignment.append([])
         for numbers in micro_batches:
-            members = [i for number in numbers for i in pieces[number]]
-            members.sort(key=lambda i: _order(sequences[i]))
+            members = list(chain.from_iterable(pieces[number].members for number in numbers))
+            members.sort(key=lambda i: sort_key(sequences[i].state_keys))
             for i, count in zip(members, shared_prefixes([sequences[i] for i in members])):
                 shared[i] = count
             assignment[-1].append(members)
     return Layout(assignment, shared)
 
 
-def _piece_cost(piece: list[int], sequences: Sequence[TrainSequence], quadratic: float) -> float:
-    first, *others = (sequences[i] for i in piece)
-    rest = sum(cost_of(len(s), quadratic, len(s) - _unshared_tokens(s)) for s in others)
-    return cost_of(len(first), quadratic) + rest
-
-
-def _order(sequence: TrainSequence) -> bytes:
-    """Return a sort key that orders sequences lexicographically by their tokens."""
-    key: bytes = np.concatenate((sequence.prompt_ids, sequence.completion_ids)).astype(">i4").tobytes()
-    return key
+def _piece_cost(piece: _Piece, sequences: Sequence[TrainSequence], quadratic: float) -> float:
+    first, *others = (len(sequences[i]) for i in piece.members)
+    return cost_of(first, quadratic) + sum(cost_of(length, quadratic, piece.common) for length in others)

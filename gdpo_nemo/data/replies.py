@@ -18,6 +18,7 @@ from functools import cache, cached_property
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence, cast
 
+from gdpo_nemo.data.tokenizer import special_tokens
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.progress import importing, quiet_torch
 
@@ -241,8 +242,7 @@ class ReplyParser:
     @cached_property
     def special(self) -> dict[int, str]:
         """Special tokens by id."""
-        added = getattr(self._tokenizer, "added_tokens_decoder", {})
-        return {index: str(token) for index, token in added.items() if token.special}
+        return special_tokens(self._tokenizer)
 
     def _rendered(self, message: Mapping[str, Any]) -> str:
         """Return the template's text of an assistant's message. Return no text if the template refuses it."""

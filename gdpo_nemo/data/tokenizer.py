@@ -10,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Mapping, Protocol, Sequence, overload
 
+from gdpo_nemo.config.model_checks import TOKENIZER_FILES
 from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.data.chat_templates import TemplateTooLarge, bound_templates, limited
 from gdpo_nemo.utils.errors import ConfigError, first_line
@@ -177,10 +178,7 @@ def check_same_tokens(tokenizer: Tokenizer, folder: str | Path, key: str) -> Non
     Raises:
         ConfigError: if the tokenizers differ, or ``folder`` has no tokenizer.
     """
-    try:
-        other: Tokenizer = _class_for(Path(folder)).from_pretrained(folder)
-    except Exception as error:  # noqa: BLE001 - damaged files raise many exception types
-        raise ConfigError(f"{key}: no tokenizer in {folder} ({first_line(error)})") from None
+    other = _tokenizer_in(folder, key)
     vocabulary, other_vocabulary = tokenizer.get_vocab(), other.get_vocab()
     unlike = [
         token for token in {*vocabulary, *other_vocabulary} if vocabulary.get(token) != other_vocabulary.get(token)
@@ -194,6 +192,49 @@ def check_same_tokens(tokenizer: Tokenizer, folder: str | Path, key: str) -> Non
         raise ConfigError(
             f"{key}: {folder} has end token {other.eos_token!r}, but the policy has {tokenizer.eos_token!r}"
         )
+
+
+def check_vocabulary(tokenizer: Tokenizer, folder: str | Path) -> None:
+    """Check that ``policy.tokenizer_name`` has the vocabulary of the model's own tokenizer, if the model has one.
+
+    Added and special tokens may differ: they are often renamed or extended for a chat template.
+
+    Raises:
+        ConfigError: if other tokens differ, or the tokenizer of the model is damaged.
+    """
+    if not any((Path(folder) / file).is_file() for file in TOKENIZER_FILES):
+        return
+    other = _tokenizer_in(folder, "policy.model_name")
+    vocabulary, added = tokenizer.get_vocab(), {*added_tokens(tokenizer), *added_tokens(other)}
+    unlike = [
+        token for token, index in other.get_vocab().items() if index not in added and vocabulary.get(token) != index
+    ]
+    if unlike:
+        raise ConfigError(
+            f"policy.tokenizer_name: {len(unlike)} tokens differ from the tokenizer in the model's folder {folder}, "
+            f"for example {min(unlike)!r}; use a tokenizer of this model, or delete the folder's tokenizer files if "
+            "they are wrong"
+        )
+
+
+def added_tokens(tokenizer: Tokenizer) -> set[int]:
+    """Return the ids of special and added tokens. Some tokenizers do not declare the end of a turn as special."""
+    return {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the special tokens by id. ``all_special_ids`` contains only those with a role, such as the end token."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {index: str(token) for index, token in added.items() if token.special}
+    return dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)) | special
+
+
+def _tokenizer_in(folder: str | Path, key: str) -> Tokenizer:
+    try:
+        tokenizer: Tokenizer = _class_for(Path(folder)).from_pretrained(folder)
+        return tokenizer
+    except Exception as error:  # noqa: BLE001 - damaged files raise many exception types
+        raise ConfigError(f"{key}: no tokenizer in {folder} ({first_line(error)})") from None
 
 
 def _class_for(folder: Path) -> Any:

@@ -68,8 +68,8 @@ class Engine:
         sleeps: True to let ``sleep`` release GPU memory. On a CPU, ``sleep`` never releases memory.
         targets: ``policy.lora.target_modules``. An update of LoRA adapters must contain these layers.
         records_routing: True to return the experts that the model chose (``Completion.routing``).
-        replies: arguments of ``ReplyParser`` after the tokenizer, to decode completions. None if the model folder does
-            not contain the tokenizer of the run.
+        replies: arguments of ``ReplyParser`` after the tokenizer. None to return completions without their text.
+        tokenizer: folder or hub name of the tokenizer. None uses the tokenizer in the model folder.
     """
 
     def __init__(
@@ -84,12 +84,15 @@ class Engine:
         targets: Sequence[str] = (),
         records_routing: bool = False,
         replies: tuple[Any, ...] | None = None,
+        tokenizer: str | None = None,
     ):
         self._max_model_len = max_model_len
-        options = EngineOptions(model, config, dtype, max_model_len, seed, on_cpu, sleeps, targets, records_routing)
+        options = EngineOptions(
+            model, config, dtype, max_model_len, seed, on_cpu, sleeps, targets, records_routing, tokenizer
+        )
         self._pump = Pump(options)
         self._core = self._pump.core
-        self._replies = None if replies is None else ReplyParser(load_tokenizer(None, model), *replies)
+        self._replies = None if replies is None else ReplyParser(load_tokenizer(None, tokenizer or model), *replies)
         self._request_numbers = itertools.count()
 
     @property

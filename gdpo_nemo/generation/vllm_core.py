@@ -54,6 +54,7 @@ class EngineOptions:
     sleeps: bool = False
     targets: Sequence[str] = field(default=())
     records_routing: bool = False
+    tokenizer: str | None = None
 
 
 class Load(NamedTuple):
@@ -93,6 +94,7 @@ class VllmCore:
         """True if vLLM runs in this process only, as on CPUs (``CPU_ENVIRONMENT``)."""
         self._llm = LLM(
             model=options.model,
+            tokenizer=options.tokenizer,
             dtype=options.dtype,
             max_model_len=options.max_model_len,
             max_num_seqs=config.max_num_seqs,
@@ -408,6 +410,7 @@ def sampling_parameters(request: SampleRequest, sampling: Sampling, room: int) -
         stop=list(sampling.stop_strings) or None,
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop_strings),  # only stop strings require it; the driver decodes the text
+        skip_special_tokens=False,  # a stop string may be the text of a special token
         logprobs=0,  # return only the log-prob of the sampled token
         flat_logprobs=True,  # return flat lists instead of one object per token
         output_kind=RequestOutputKind.FINAL_ONLY,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Iterator, Sequence
@@ -324,8 +323,6 @@ class Policy:
             The values of this rank's tokens if ``reports`` is true, otherwise None. The shape is [tokens], or [tokens,
             columns] with additional columns.
         """
-        if reference:
-            sequences = [replace(sequence, routing=None) for sequence in sequences]
         with self._reference_weights() if reference else contextlib.nullcontext(), self._at_temperature(temperature):
             self._set_training(mode=False)
             self._set_entropy_use("value" if entropies else "none")

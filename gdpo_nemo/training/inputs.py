@@ -20,10 +20,11 @@ from gdpo_nemo.config.rollout_checks import check_turns_kept
 from gdpo_nemo.config.schema import Config, RunConfig, TeacherConfig, WeightsConfig
 from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.config.transports import TRANSPORTS
+from gdpo_nemo.data.end_tokens import end_token_notes
 from gdpo_nemo.data.examples import source_of
 from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt, max_prompt_tokens
-from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, load_tokenizer
+from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
 from gdpo_nemo.environments.registry import check_rewards, load_environments
 from gdpo_nemo.models.family_checks import check_model_content
 from gdpo_nemo.models.peft import read_peft_adapter
@@ -51,8 +52,8 @@ class Inputs:
     algorithm: type[Algorithm[Any, Any]]
     folder: Path
     """Hugging Face folder of the model, or with ``adapter`` of its base model."""
-    refused: list[str]
-    """One sentence for each split about prompts that were left out."""
+    alerts: list[str]
+    """Sentences about end tokens that disagree, and for each split about prompts that were left out."""
     adapter: Path | None = None
     """PEFT adapter that a LoRA run starts from; None: new adapters."""
 
@@ -90,6 +91,7 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
         folder = model_folder(config, resolved.model.source)
     with phase("tokenizer"):
         tokenizer = load_tokenizer(config.policy, folder)
+        found = check_tokens(config, tokenizer, folder)
         if config.teacher.model_name:
             check_same_tokens(tokenizer, teacher_folder(config.teacher), "teacher.model_name")
     check_own_functions(config)
@@ -114,11 +116,24 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
         with phase("preflight"):
             _preflight(environments, sources)
         check_rewards(config.gdpo, resolved.algorithm, environments)
-    refused = [sentence for sentence in (source.left_out() for source in sources.values()) if sentence]
+    found += [sentence for sentence in (source.left_out() for source in sources.values()) if sentence]
     held_out = sources["validation"].head(config.gdpo.val_prompts) if "validation" in sources else []
     check_turns_kept(config, len(held_out))
     adapter = starting_adapter(config.policy, resolved.model.source)
-    return Inputs(sources, held_out, tokenizer, algorithm, folder, refused, adapter)
+    return Inputs(sources, held_out, tokenizer, algorithm, folder, found, adapter)
+
+
+def check_tokens(config: Config, tokenizer: Tokenizer, folder: Path) -> list[str]:
+    """Compare the policy's tokenizer with the model in ``folder``. Return sentences about end tokens that disagree.
+
+    Raises:
+        ConfigError: if the tokenizer has another vocabulary than the model.
+    """
+    if config.policy.tokenizer_name:
+        check_vocabulary(tokenizer, folder)
+    data = config.data.train
+    template_kwargs = None if data.chat is False else data.chat_template_kwargs
+    return end_token_notes(tokenizer, folder, config.policy.generation.stop_strings, template_kwargs)
 
 
 def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSource]) -> None:

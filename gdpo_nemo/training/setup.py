@@ -112,7 +112,7 @@ def run_context(
         log = RunLog(config, run_dir, start.state.step, last, owner.check, reason)
         outcome = ["failed"]
         stack.callback(lambda: log.close(outcome[0]))
-        for line in (*inputs.refused, *start.damaged):
+        for line in (*inputs.alerts, *start.damaged):
             log.alert(line)
         for line in (*([owner.predecessor] if owner.predecessor else []), *start.remarks):
             log.note(line)

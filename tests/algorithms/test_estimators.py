@@ -88,6 +88,28 @@ def test_gd2po_drops_contradicting_rollouts(mode, tau):
     check("gd2po", formula, mode=mode, tau=tau)
 
 
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_gd2po_multiplies_by_the_retained_share_of_the_scored_rollouts_of_the_group(batch_norm):
+    rewards, ids = table(sizes=(6, 7, 5, 8))
+    failed = np.arange(len(ids)) % 5 == 1
+    empty = np.arange(len(ids)) % 7 == 3
+    expected = np.zeros(len(ids))
+    shares = []
+    for group in range(4):
+        rows = np.flatnonzero((ids == group) & ~failed & ~empty)
+        terms = z(rewards[rows]) * WEIGHTS
+        kept = ~((terms > 0).any(axis=1) & (terms < 0).any(axis=1))
+        shares.append(kept.sum() / len(rows))
+        expected[rows] = np.where(kept, terms.sum(axis=1), 0.0) * shares[-1]
+    assert len(set(shares)) > 2
+    if batch_norm:
+        live = expected != 0
+        expected[live] = normed(expected[live])
+    rewards[empty] = np.nan
+    got = values(rewards, ids, "gd2po", valid=~failed, batch_norm=batch_norm)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-9)
+
+
 def test_corr_grpo_scales_grpo_by_the_sum_of_correlations():
     def formula(r):
         total = r @ WEIGHTS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +40,7 @@ class Group(PolicyGroup):
 
     def _call_with_shares(self, method, sequences, layout, fields, what, **arguments):
         self.sent.append(layout)
+        self.routing = [s.routing for s in sequences]
         return [UpdateResult(0.0, 0.0, 0.0, False, {}, {}) if method == "train" else None]
 
 
@@ -57,6 +59,15 @@ def test_updates_and_log_probs_share_prompts_as_the_config_says(way, saved):
     group.logprobs(batch())
     assert [sum(layout.shared) for layout in group.sent] == [saved, saved]
     assert (packing["shared_tokens"], packing["saved_share"]) == (saved, saved / 320)
+
+
+def test_reference_and_teacher_choose_their_experts_and_share_prompts_whatever_the_sampler_chose():
+    group = Group("policy.share_prompts=true")
+    routed = [replace(s, routing=np.full((40, 2), n, np.int8)) for n, s in enumerate(batch())]
+    for options, saved in ({}, 0), ({"reference": True}, 180), ({"teacher": True}, 180):
+        group.logprobs(routed, **options)
+        assert sum(group.sent[-1].shared) == saved
+        assert all((routing is None) == bool(options) for routing in group.routing)
 
 
 def test_sequences_that_are_to_be_scored_alone_share_nothing():

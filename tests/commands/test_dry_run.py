@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -207,6 +208,34 @@ def test_prompts_are_tokenised_if_the_tokenizer_is_local_and_long_ones_counted(c
     assert "1 longer than 95 are skipped" in capsys.readouterr().out
     assert dry(config(jsonl(path, rows[-1:])), model, system) == 2
     assert "all 1 prompts are longer than 95 tokens" in capsys.readouterr().err
+
+
+def test_notes_compare_end_tokens_with_the_model_and_another_vocabulary_is_refused(
+    config, tmp_path, capsys, byte_model
+):
+    data = config(jsonl(tmp_path / "train.jsonl"))
+    system = "data.train.system_prompt=''"
+    model = tmp_path / "model"
+    shutil.copytree(byte_model, model)
+    assert dry(data, system, f"policy.model_name={model}", f"policy.tokenizer_name={byte_model}") == 0
+    assert "end token" not in (said := capsys.readouterr().out) and "eos" not in said
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    write(tmp_path, "model/tokenizer_config.json", json.dumps({**settings, "eos_token": "<|pad|>"}))
+    write(tmp_path, "model/generation_config.json", json.dumps({"eos_token_id": [0, 40]}))
+    assert dry(data, system, f"policy.model_name={model}") == 0
+    said = capsys.readouterr().out
+    assert (
+        f"# note       {model}: the chat template ends a turn with '<|end|>', but engines stop only at '<|pad|>'"
+        in said
+    )
+    assert f"# note       {model}: eos_token_id 40 is the ordinary token " in said
+    content = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    write(tmp_path, "other/tokenizer.json", json.dumps(content))
+    shutil.copy(byte_model / "tokenizer_config.json", tmp_path / "other")
+    assert dry(data, system, f"policy.model_name={model}", f"policy.tokenizer_name={tmp_path}/other") == 2
+    assert "policy.tokenizer_name: 2 tokens differ from the tokenizer in the model's folder" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -25,6 +26,25 @@ groups = st.lists(
 def make(prompt, completion, mask=None) -> TrainSequence:
     completion = np.array(completion, np.int32)
     return TrainSequence(np.array(prompt, np.int32), completion, np.zeros(len(completion), np.float32), loss_mask=mask)
+
+
+@st.composite
+def routed_groups(draw):
+    """Sequences of one prompt. Each has other experts from some token and column on, or no routing."""
+    prompt = draw(st.lists(st.integers(0, 2), min_size=1, max_size=12))
+    batch = [make(prompt, completion) for completion in draw(st.lists(tokens, min_size=2, max_size=6))]
+    for s in batch:
+        routing = np.zeros((len(s), 3), np.int8)
+        for token, column in draw(st.lists(st.tuples(st.integers(0, len(s) - 1), st.integers(0, 2)), max_size=2)):
+            routing[token, column] = draw(st.integers(-1, 2))
+        s.routing = routing if draw(st.booleans()) else None
+    return batch
+
+
+def states(s: TrainSequence) -> list[tuple[int, ...]]:
+    """Return all inputs of the model for each token."""
+    routing = np.full((len(s), 3), -1) if s.routing is None else s.routing
+    return [(int(token), *map(int, experts)) for token, experts in zip(whole(s), routing)]
 
 
 def flat(groups) -> list[TrainSequence]:
@@ -56,6 +76,30 @@ def test_every_sequence_has_one_place_and_shares_what_its_predecessor_has(groups
             count = found.shared[i]
             assert count < len(batch[i]), "of every sequence at least a token is computed"
             assert whole(batch[i])[:count] == whole(batch[before])[:count]
+
+
+@given(batch=routed_groups(), ranks=st.integers(1, 2), multiple=st.sampled_from([1, 2]), sharing=st.booleans())
+def test_sequences_share_only_tokens_with_the_same_experts_in_all_layers(batch, ranks, multiple, sharing):
+    pairs = [replace(s, pair=number // 2 + 1) for number, s in enumerate(batch)]
+    for choose, members_of in ((choose_layout, batch), (prefixes.whole_layout, pairs)):
+        found = choose(sharing, members_of, ranks, BUDGET, multiple=multiple)
+        for members in chain.from_iterable(found.assignment):
+            own = [len(batch[i]) - found.shared[i] for i in members]
+            assert sum(-(-n // multiple) * multiple for n in own) <= BUDGET
+            for before, i in zip(members, members[1:]):
+                count = found.shared[i]
+                assert states(batch[before])[:count] == states(batch[i])[:count]
+
+
+def test_samples_whose_experts_differ_late_in_the_prompt_share_the_tokens_before():
+    batch = equal_groups(2, 4, 40, 10)
+    for number, s in enumerate(batch):
+        s.routing = np.zeros((50, 4), np.int8)
+        s.routing[39, 3] = number % 4  # the last token of the prompt, in the last layer
+    same = replace(batch[0], completion_ids=batch[1].completion_ids)
+    for sharing in (True, None):
+        found = choose_layout(sharing, [*batch, same], 1, 10**6)
+        assert sorted(found.shared) == [0, 0, *[39] * 6, 40]
 
 
 @example(groups=[([2], [[]])], multiple=2, ranks=2)  # one sequence, most of which is padding: nothing to split
@@ -154,7 +198,8 @@ def test_a_small_common_beginning_is_computed_again():
     """A template's first tokens are in all prompts; to read them from another sequence costs more than they do."""
     batch = [make([1, 2, *[n] * 30], [n] * 9) for n in range(3, 6)]
     assert shared_prefixes(batch) == [0, 0, 0] and shared_prefixes(batch, least=0) == [0, 2, 2]
-    assert prefixes._by_prompt([make([1], [n] * 20) for n in range(3)]) == [[0], [1], [2]]
+    apart = prefixes._by_prompt([make([1], [n] * 20) for n in range(3)], range(3))
+    assert [piece.members for piece in apart] == [[0], [1], [2]]
 
 
 def test_groups_of_alike_prompts_share_these_too():

@@ -30,8 +30,8 @@ def vllm_cache(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(engine_model, vllm_cache):
-    """In one process, as on CPUs."""
+def engine(engine_model, vllm_cache, tmp_path_factory):
+    """In one process, as on CPUs. The model's folder has no tokenizer."""
     from gdpo_nemo.config.schema import VllmConfig
     from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT, Engine
 
@@ -40,6 +40,10 @@ def engine(engine_model, vllm_cache):
         for name, value in (ENVIRONMENT | CPU_ENVIRONMENT | own).items():
             patch.setitem(os.environ, name, value)
         config = VllmConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=8)
-        engine = Engine(str(engine_model), config, "float32", MAX_MODEL_LEN, 0, on_cpu=True, replies=())
+        bare = tmp_path_factory.mktemp("bare")
+        for name in ("config.json", "model.safetensors"):
+            (bare / name).symlink_to(engine_model / name)
+        options = dict(on_cpu=True, replies=(), tokenizer=str(engine_model))
+        engine = Engine(str(bare), config, "float32", MAX_MODEL_LEN, 0, **options)
         yield engine
         engine.close()

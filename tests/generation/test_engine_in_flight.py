@@ -437,6 +437,23 @@ def test_text_of_a_completion_is_decoded_only_if_requested(engine, engine_model,
     assert done["r1"].text == tokenizer.decode(done["r1"].token_ids, skip_special_tokens=True) != ""
 
 
+def test_a_special_token_as_stop_string_ends_a_completion(engine, load):
+    asked = requests(8)
+    long = {name: (request, replace(SAMPLING, max_new_tokens=200)) for name, (request, _) in asked.items()}
+    engine.submit(long)
+    drawn = {name: done.token_ids.tolist() for name, done in collect(engine, 8).items()}
+    (start,) = AutoTokenizer.from_pretrained(engine._core._llm.llm_engine.model_config.tokenizer)("<|start|>").input_ids
+    stopping = {
+        name: (request, replace(sampling, stop_strings=("<|start|>",)))
+        for name, (request, sampling) in long.items()
+        if start in drawn[name]
+    }
+    assert stopping
+    engine.submit(stopping)
+    for name, done in collect(engine, len(stopping)).items():
+        assert done.token_ids.tolist() == drawn[name][: drawn[name].index(start) + 1]
+
+
 def test_a_request_that_waits_for_an_update_can_be_aborted(engine, weights, load):
     manifest, buffer = weights.packed(True)
     engine.prepare_update(manifest)

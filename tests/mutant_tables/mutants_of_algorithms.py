@@ -34,6 +34,13 @@ ALGORITHMS = (
         "terms of a batch whose rewards cancel count nothing",
     ),
     mutant(
+        "rollouts/credit.py",
+        "rest = value - row.sum()",
+        "rest = 0.0",
+        "rollouts/test_span_credit.py::test_the_kl_and_the_mean_of_the_batch_act_on_all_tokens_of_a_sample_with_spans",
+        "the KL in the reward and the mean of the batch remain with span credit",
+    ),
+    mutant(
         "algorithms/advantages.py",
         "if not settings.batch_norm or as_grpo:",
         "if not settings.batch_norm:",
@@ -95,6 +102,13 @@ ALGORITHMS = (
         "stats.count.sum() / max(live, 1) * f_norm)",
         "algorithms/test_estimators.py::test_gpg_gives_back_what_groups_without_a_gradient_take",
         "f_norm of GPG divides",
+    ),
+    mutant(
+        "algorithms/estimators.py",
+        "~conflict) / np.maximum(groups.sum(scored), 1)",
+        "~conflict) / np.maximum(groups.sum(np.ones_like(scored)), 1)",
+        "algorithms/test_estimators.py::test_gd2po_multiplies_by_the_retained_share_of_the_scored_rollouts_of_the_group",
+        "the retained share of GD2PO is a fraction of the scored rollouts",
     ),
     mutant(
         "algorithms/estimators.py",

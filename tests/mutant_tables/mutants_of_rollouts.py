@@ -374,10 +374,17 @@ ROLLOUTS = (
     ),
     mutant(
         "data/prefixes.py",
-        "len(tokens[index]) - 1)",
-        "len(tokens[index]))",
+        "state_keys), len(sequence) - 1)",
+        "state_keys), len(sequence))",
         "data/test_prefixes.py::test_every_sequence_has_one_place_and_shares_what_its_predecessor_has",
         "a sequence that equals another computes its last token",
+    ),
+    mutant(
+        "data/state_keys.py",
+        "for column in range(count):",
+        "for column in range(1):",
+        "data/test_prefixes.py::test_sequences_share_only_tokens_with_the_same_experts_in_all_layers",
+        "tokens share states only if their experts are equal in all layers",
     ),
     mutant(
         "data/prompts.py",

@@ -156,6 +156,27 @@ def test_the_terms_of_a_component_act_on_its_tokens_and_the_others_on_all(batch,
             assert found[i] == advantages.values[i].item()
 
 
+@pytest.mark.parametrize("unit", ["sequence", "token"])
+def test_the_kl_and_the_mean_of_the_batch_act_on_all_tokens_of_a_sample_with_spans(unit):
+    """Samples of unlike lengths, so that the mean over the tokens of the batch is not 0."""
+    a, b = np.array([0.0, 1.0, 1.0, 0.0]), np.array([1.0, 0.0, 3.0, 4.0])
+    kl, lengths = np.array([0.1, -0.2, 0.4, 0.9]), np.array([3, 4, 6, 9])
+    members = [
+        sample({"a": x, "b": y}, {"a": ((0, 2),)} if i else {}, tokens=n, index=i)
+        for i, (x, y, n) in enumerate(zip(a, b, lengths.tolist()))
+    ]
+    chosen = config("gdpo.kl_in_reward=0.5", f"gdpo.options={{batch_unit: {unit}}}")
+    found = by_span(advantages_of([Group(PROMPT, members)], chosen, kl), members)
+    terms = [weight * (r - r.mean()) / (r.std(ddof=1) + 1e-6) for r, weight in ((a, 1.0), (b, 2.0))]
+    penalty = 0.5 * (kl - kl.mean())
+    counted = np.repeat(sum(terms) - penalty, lengths if unit == "token" else 1)
+    scale = 1 / (counted.std(ddof=1) + 1e-6)
+    for i, (values, n) in enumerate(zip(found, lengths)):
+        of_a = np.arange(n) < 2 if i else np.ones(n, bool)
+        wanted = scale * (terms[0][i] * of_a + terms[1][i] - penalty[i] - counted.mean())
+        np.testing.assert_allclose(np.broadcast_to(values, n), wanted, rtol=0, atol=2e-6)
+
+
 def test_noise_of_rounding_and_tokens_of_the_environment_get_no_advantage():
     members = [sample({"a": 0.1 * i, "b": 0.3}, {"a": ((0, 2),)}, index=i) for i in range(3)]
     members[2].loss_mask = np.array([False, True, True, True, True, True])

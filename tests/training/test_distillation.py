@@ -15,7 +15,7 @@ from gdpo_nemo.commands import cli
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.data.tokenizer import check_same_tokens
+from gdpo_nemo.data.tokenizer import check_same_tokens, check_vocabulary
 from gdpo_nemo.training.algorithm import load_algorithm
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
@@ -179,3 +179,7 @@ def test_another_tokenizer_is_refused_with_a_token_that_differs(digit_model, tmp
         ConfigError, match="teacher.model_name: .* has a different tokenizer .* 2 tokens differ, for example '7'"
     ):
         check_same_tokens(own, tmp_path / "other", "teacher.model_name")
+    with pytest.raises(ConfigError, match="policy.tokenizer_name: 2 tokens differ .* for example '7'"):
+        check_vocabulary(own, tmp_path / "other")
+    own.add_tokens(["<|im_end|>"], special_tokens=True)
+    check_vocabulary(own, digit_model)

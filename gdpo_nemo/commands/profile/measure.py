@@ -76,7 +76,7 @@ def measure(config: Config, rows: int, group: int | None = None, repeat: int = 2
         )
     require_libraries(config.cluster)
     inputs = read_inputs(resolved, ("train",))
-    for line in inputs.refused:
+    for line in inputs.alerts:
         say(line)
     prompts = inputs.prompts.batch(0, min(rows, len(inputs.prompts)))
     with sampler(resolved, inputs, "train") as (stream, _):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.data.end_tokens import turn_end
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.answers import column
@@ -106,6 +107,7 @@ class Ebft(Environment):
                 f"environment ebft: model: {self._folder} lacks {len(missing)} of the model's tensors, for example "
                 f"{missing[0]}; use a complete model"
             )
+        self._ends = self._tokenizer.eos_token_id, turn_end(self._tokenizer)
         self._model = model.eval()
 
     def token_ids(self, text: str) -> np.ndarray:
@@ -139,7 +141,7 @@ class Ebft(Environment):
 
     def _without_end(self, ids: np.ndarray) -> np.ndarray:
         """Return the tokens without a final end token, because reference answers rarely have an end token."""
-        return ids[:-1] if len(ids) and ids[-1] == self._tokenizer.eos_token_id else ids
+        return ids[:-1] if len(ids) and ids[-1] in self._ends else ids
 
     def _features(self, prompt: np.ndarray, answers: Sequence[np.ndarray]) -> np.ndarray:
         """Return the features of the prompt followed by each answer. Shape: float64 [answers, features]."""

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
+from gdpo_nemo.data.tokenizer import Tokenizer, special_tokens
 from gdpo_nemo.environments.base import Environment, Failure, read_options
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import parse_json, read_text
-
-if TYPE_CHECKING:
-    from gdpo_nemo.data.tokenizer import Tokenizer
 
 _OPTIONS: dict[str, Any] = dict(
     device="cpu", batch_size=16, max_tokens=None, precision="float32", num_threads=1, local_files_only=False
@@ -123,8 +121,8 @@ class Scorer:
             ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
             answer = str(messages[-1]["content"]).strip()
             after_answer = text.rpartition(answer)[2] if answer else text
-            special_tokens = tuple(tokenizer.all_special_tokens)
-            ended = str(tokenizer.eos_token) in after_answer or after_answer.rstrip().endswith(special_tokens)
+            closing = tuple(special_tokens(tokenizer).values())
+            ended = str(tokenizer.eos_token) in after_answer or after_answer.rstrip().endswith(closing)
         elif isinstance(prompt, str) and isinstance(completion, str):
             ids = [*tokenizer(prompt)["input_ids"], *tokenizer(completion, add_special_tokens=False)["input_ids"]]
             ended = ids[-1:] == [end]
