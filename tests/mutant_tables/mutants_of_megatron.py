@@ -345,8 +345,8 @@ MEGATRON = (
     ),
     mutant(
         "megatron/optimizer.py",
-        "self.num_steps = ticks - (ticks - 1) % self._hold",
-        "self.num_steps = ticks",
+        "self.num_steps = max(1, ticks - (ticks - 1) % self._hold)",
+        "self.num_steps = max(1, ticks)",
         "megatron/test_learning_rate.py::test_rates_are_those_of_nemo_rl_if_the_updates_of_a_step_share_theirs",
         "the rate is held for the updates of a step",
     ),
