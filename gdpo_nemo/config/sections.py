@@ -44,8 +44,10 @@ class OptimizerConfig:
 
 @dataclass
 class SchedulerConfig:
-    """Learning-rate schedule, which counts optimizer updates. A step may contain several updates. Without a warm-up, and
-    with lr_warmup_init, each update has the rate of transformers' schedule of the same name."""
+    """Learning-rate schedule, which counts optimizer updates. A step may contain several updates.
+
+    Without a warm-up, and with lr_warmup_init, each update has the rate of transformers' schedule of the same name.
+    """
 
     lr_decay_style: str = "constant"
     """Shape of the decay: constant, linear or cosine. Without a warm-up, the first update uses lr, and the rates of

@@ -287,7 +287,8 @@ def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) ->
     if not (warmup and s.lr_warmup_init is None):
         # The first update is tick 1 and must use the rate that Megatron has at tick 0. A warmup of one more tick delays
         # the schedule by one tick. Its initial rate is extrapolated, so that tick 1 has the intended rate.
-        init = s.lr_warmup_init - (o.lr - s.lr_warmup_init) / warmup if warmup else o.lr
+        first = s.lr_warmup_init or 0.0
+        init = first - (o.lr - first) / warmup if warmup else o.lr
         warmup = warmup + 1
         decay_steps = decay_steps + 1
     return UpdateSchedule(

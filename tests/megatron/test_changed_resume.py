@@ -57,7 +57,10 @@ SCHEDULES = {
     "a horizon of its own": ({"scheduler": {"lr_decay_style": "cosine", "lr_decay_steps": 4}}, cosine(2, 4)),
     "another style": ({"updates": 10, "scheduler": {"lr_decay_style": "linear"}}, LR * 0.9),
     "a warm-up": ({"scheduler": {"lr_warmup_steps": 8}}, LR * 2 / 8),
-    "a floor": ({"updates": 2, "scheduler": {"lr_decay_style": "linear"}, "optimizer": {"min_lr": 1e-3}}, (LR + 1e-3) / 2),
+    "a floor": (
+        {"updates": 2, "scheduler": {"lr_decay_style": "linear"}, "optimizer": {"min_lr": 1e-3}},
+        (LR + 1e-3) / 2,
+    ),
 }
 
 

@@ -74,7 +74,8 @@ def _rewards(run: TrlRun, findings: Findings) -> None:
         findings.blocks("reward_funcs", "the trainer has no reward function")
         return
     if len(weights) != len(run.rewards):
-        findings.blocks("reward_weights", f"{len(weights)} weights for {len(run.rewards)} reward functions")
+        if all(reward.import_path is not None for reward in run.rewards):  # otherwise the number is unknown
+            findings.blocks("reward_weights", f"{len(weights)} weights for {len(run.rewards)} reward functions")
         weights = [1.0] * len(run.rewards)
     for reward in run.rewards:
         if reward.import_path is None:
