@@ -162,3 +162,26 @@ def test_unreadable_reward_list_is_one_finding(lab, tmp_path):
     (tmp_path / "src/lab/grpo.py").write_text(text)
     made = lab(**RECIPE, reward_weights=[1.0, 2.0])
     assert made.status == CANNOT_RUN and "reward_weights" not in made.blockers
+
+
+def test_trainer_arguments_of_trl_0_12_are_fields_of_the_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.py").write_text(
+        "from datasets import Dataset\nfrom transformers import AutoTokenizer, TrainingArguments\n"
+        "from trl import SFTTrainer\n\n"
+        "trainer = SFTTrainer(\n"
+        "    model='org/model', tokenizer=AutoTokenizer.from_pretrained('org/tokenizer'), max_seq_length=700,\n"
+        "    train_dataset=Dataset.from_list([{'prompt': 'a', 'completion': 'b'}]),\n"
+        "    args=TrainingArguments('out', max_steps=3, bf16=True),\n)\n"
+    )
+    made = translate_trl(["old.py"], "mine.yaml")
+    assert made.status == DIFFERS, made.blockers
+    assert made.content["policy"]["max_total_sequence_length"] == 700
+    assert made.content["policy"]["tokenizer_name"] == "org/tokenizer"
+
+
+def test_script_may_parse_in_the_function_that_calls_the_training(lab, tmp_path):
+    text = SCRIPT.replace('if __name__ == "__main__":', "def start():") + "\nif __name__ == '__main__':\n    start()\n"
+    (tmp_path / "src/lab/grpo.py").write_text(text)
+    made = lab(**RECIPE)
+    assert made.status == DIFFERS and made.content["policy"]["generation"]["max_new_tokens"] == 256

@@ -107,6 +107,7 @@ class Resolver:
     Args:
         module: names of the module.
         function: names of the function (None for expressions at module level).
+        caller: names of the function that calls this function (None if it is called at module level).
         parameters: parameters of the function -> arguments of its only call.
         arguments: class that a parser fills -> its fields with their values, from the command line or from defaults.
         classes: class of the script, or of a module beside it, by name.
@@ -116,21 +117,23 @@ class Resolver:
         self,
         module: Names,
         function: Names | None,
+        caller: Names | None,
         parameters: Mapping[str, ast.expr],
         arguments: Mapping[str, Mapping[str, Any]],
         classes: Mapping[str, ast.ClassDef],
     ):
         self.module = module
         self.function = function
+        self._caller = caller
         self._parameters = parameters
         self._arguments = arguments
         self._classes = classes
         self._steps = 0
 
     def binding(self, name: str, line: int | None = None) -> Binding | None:
-        """Return the last assignment of a name before ``line``. The function is searched first, then the module and the
-        parameters. Return None if the name is not assigned."""
-        for names in (self.function, self.module):
+        """Return the last assignment of a name before ``line``. The function is searched first, then the module, the
+        caller and the parameters. Return None if the name is not assigned."""
+        for names in (self.function, self.module, self._caller):
             if names is None:
                 continue
             found = names.bindings.get(name, [])
@@ -263,7 +266,7 @@ class Resolver:
 
     def field(self, owner: Parsed, name: str) -> Any:
         """Return the value of ``owner.name`` from the script, the command line, or the default, in this order."""
-        for names in (self.function, self.module):
+        for names in (self.function, self.module, self._caller):
             if names is not None and (owner.name, name) in names.attributes:
                 return self.value(names.attributes[owner.name, name])
         known = self._arguments.get(owner.kind, {})

@@ -86,7 +86,7 @@ class _Reader:
         run = self._run
         run.given = self._config(given.pop("args", None))
         run.model = self._model(given.pop("model", None))
-        run.tokenizer = self._pretrained(given.pop("processing_class", None))
+        run.tokenizer = self._pretrained(given.pop("processing_class", given.pop("tokenizer", None)))
         run.rewards = self._rewards(given.pop("reward_funcs", None))
         run.teacher = self._pretrained(given.pop("teacher_model", None))
         run.reference = self._pretrained(given.pop("ref_model", None))
@@ -101,6 +101,9 @@ class _Reader:
         evaluation = given.pop("eval_dataset", None)
         if evaluation is not None and not _is_none(evaluation):
             run.evaluation = self._rows("eval", evaluation)
+        fields = (*run.fields, *older_fields(TRAINERS[self._kind].config))
+        moved = {name: self._names.value(given.pop(name)) for name in [*given] if name in fields}
+        run.given = moved | run.given  # until TRL 0.12, some fields of the config were arguments of the trainer
         run.others = {name: ast.unparse(node) for name, node in given.items() if not self._is_off(node)}
         for name, module in ((self._code, self._module), (self._row_code, self._row_module)):
             if module:
@@ -132,7 +135,8 @@ class _Reader:
             given = self._names.class_defaults(found.kind) | dict(self._arguments)
             return {key: value for key, value in given.items() if key in known} | set_later
         call = self._followed(node)
-        if not (isinstance(call, ast.Call) and self._names.is_subclass(_class_name(call), kind)):
+        kinds = (kind, "TrainingArguments")  # the trainers accept the config of transformers
+        if not (isinstance(call, ast.Call) and any(self._names.is_subclass(_class_name(call), k) for k in kinds)):
             raise ConfigError(f"{self._path}:{node.lineno}: args is not a readable {kind}(...): {found}")
         given = self._names.class_defaults(_class_name(call)) | self._keywords(call)
         added = self._names.class_fields(_class_name(call)) - {*known}
@@ -339,24 +343,34 @@ def _resolver(
     parsed: dict[str, Mapping[str, Any]] = {kind: {**known, **arguments} for kind, known in PARSED.items()}
     parsed |= {f"trl.{kind}": known for kind, known in parsed.items()}
     parsed |= {name: dict(arguments) for name in classes}
-    parameters = _parameters(tree, function) if function else {}
+    caller, call = _only_call(tree, function)
+    parameters = _parameters(function, call) if function and call else {}
     inside = Names.of(function.body) if function else None
-    names = Resolver(Names.of(tree.body), inside, parameters, parsed, classes)
+    around = Names.of(caller.body) if caller else None
+    names = Resolver(Names.of(tree.body), inside, around, parameters, parsed, classes)
     parsed[ARGPARSE] = declared(tree, names.value, arguments)
-    names = Resolver(Names.of(settled(tree.body, names)), inside, parameters, parsed, classes)
+    names = Resolver(Names.of(settled(tree.body, names)), inside, around, parameters, parsed, classes)
     if function is None:
         return names
-    return Resolver(names.module, Names.of(settled(function.body, names)), parameters, parsed, classes)
+    return Resolver(names.module, Names.of(settled(function.body, names)), around, parameters, parsed, classes)
 
 
-def _parameters(tree: ast.Module, function: ast.FunctionDef) -> dict[str, ast.expr]:
-    """Return the arguments of the only call of a function, by parameter name."""
+def _only_call(tree: ast.Module, function: ast.FunctionDef | None) -> tuple[ast.FunctionDef | None, ast.Call | None]:
+    """Return the only call of a function, and the function that contains this call. Each is None if there is none."""
+    if function is None:
+        return None, None
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == function.name]
     if len(calls) != 1:
-        return {}
+        return None, None
+    callers = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and any(c is calls[0] for c in ast.walk(n))]
+    return callers[-1] if callers else None, calls[0]
+
+
+def _parameters(function: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr]:
+    """Return the arguments of a call, by parameter name."""
     names = [argument.arg for argument in function.args.args]
-    given = dict(zip(names, calls[0].args))
-    return given | {keyword.arg: keyword.value for keyword in calls[0].keywords if keyword.arg}
+    given = dict(zip(names, call.args))
+    return given | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
 def _callable_name(node: ast.expr | None, otherwise: str) -> str:
