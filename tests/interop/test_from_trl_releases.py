@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, SAME
+from gdpo_nemo.interop.translation import DIFFERS, SAME
 from gdpo_nemo.interop.trl.defaults import MODEL_CONFIG, SCRIPT_ARGUMENTS
 from gdpo_nemo.interop.trl.keys import result_of
 from gdpo_nemo.interop.trl.releases import (
@@ -22,6 +22,7 @@ from gdpo_nemo.interop.trl.run import TrlRun
 from gdpo_nemo.interop.trl.trainers import TRAINERS
 from gdpo_nemo.interop.trl.translate import translate_trl
 from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.user_code import load_object
 
 CONFIGS = """\
 from dataclasses import dataclass, field
@@ -157,11 +158,32 @@ def test_old_file_of_a_command_is_read(tmp_path, monkeypatch):
         translate_trl(["dpo", "dpo.yaml"], "mine.yaml")
 
 
-def test_unreadable_reward_list_is_one_finding(lab, tmp_path):
-    text = SCRIPT.replace("reward_funcs=[short]", "reward_funcs=get_reward_funcs(script_args)")
+HELPERS = """\
+REGISTRY = {"short": lambda completions, **kwargs: [-1.0], "long": lambda completions, **kwargs: [1.0]}
+
+def get_reward_funcs(script_args):
+    return [REGISTRY[name] for name in script_args.reward_funcs]
+
+def get_dataset(script_args):
+    return {script_args.dataset_train_split: [{script_args.dataset_prompt_column: script_args.dataset_name}]}
+"""
+
+
+def test_functions_that_receive_the_parsed_arguments_are_called_with_their_values(lab, tmp_path, monkeypatch):
+    (tmp_path / "src/lab/helpers.py").write_text(HELPERS)
+    text = SCRIPT.replace("from lab.rewards import short", "from lab.helpers import get_dataset, get_reward_funcs")
+    text = text.replace("reward_funcs=[short]", "reward_funcs=get_reward_funcs(script_args)")
+    text = text.replace("train_dataset=rows", "train_dataset=get_dataset(script_args)[script_args.dataset_train_split]")
     (tmp_path / "src/lab/grpo.py").write_text(text)
-    made = lab(**RECIPE, reward_weights=[1.0, 2.0])
-    assert made.status == CANNOT_RUN and "reward_weights" not in made.blockers
+    given = {"dataset_name": "org/rows", "dataset_train_split": "main", "hub_token": "secret"}
+    made = lab(**RECIPE, **given, reward_funcs=["long", "short"], reward_weights=[1.0, 2.0])
+    assert made.status == DIFFERS and "this order" in made.differences["reward_funcs"]
+    assert made.content["gdpo"]["rewards"] == {"long": 1.0, "short": 2.0}
+    monkeypatch.syspath_prepend(tmp_path / "src")
+    functions = made.content["env"]["functions"]["functions"]
+    assert {name: load_object(path)([""]) for name, path in functions.items()} == {"long": [1.0], "short": [-1.0]}
+    assert load_object(made.content["data"]["train"]["path"])() == [{"problem": "org/rows"}]
+    assert not [file for file in tmp_path.glob("mine*") if "secret" in file.read_text()]
 
 
 def test_trainer_arguments_of_trl_0_12_are_fields_of_the_config(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, Mapping, Sequence, TypeVar, cast
 
 from gdpo_nemo.interop.trl.arguments import parsed_kinds
+from gdpo_nemo.interop.trl.trainers import PARSED
 from gdpo_nemo.utils.errors import ConfigError
 
 Node = TypeVar("Node", bound=ast.AST)
@@ -273,6 +274,15 @@ class Resolver:
         if name in known:
             return known[name]
         return self._declared(owner.kind, name, Unresolved(f"{owner.name}.{name}"))
+
+    def fields(self, owner: Parsed) -> dict[str, Any]:
+        """Return all fields of a parsed object whose values are known."""
+        names = self.class_fields(owner.kind)
+        for base in self._bases(owner.kind):
+            if base not in self._classes:
+                names |= {*PARSED.get(base.removeprefix("trl."), self._arguments.get(base, {}))}
+        values = {name: self.field(owner, name) for name in sorted(names)}
+        return {name: value for name, value in values.items() if not isinstance(value, (Unresolved, Parsed))}
 
     def _declared(self, kind: str, name: str, otherwise: Any) -> Any:
         """Return the default of a field in a class of the script, or in TRL's class from which it is derived."""

@@ -69,6 +69,8 @@ def _of_samples(run: TrlRun, findings: Findings) -> None:
 
 
 def _rewards(run: TrlRun, findings: Findings) -> None:
+    if "reward_funcs" in run.notes:
+        findings.differs("reward_funcs", run.notes["reward_funcs"])
     weights = run.get("reward_weights") or [1.0] * len(run.rewards)
     if not run.rewards:
         findings.blocks("reward_funcs", "the trainer has no reward function")

@@ -186,7 +186,7 @@ class _Reader:
         name = self._pretrained(node)
         given = self._arguments.get("model_name_or_path")
         if isinstance(name, Unresolved) and isinstance(given, str):
-            self._run.notes["model"] = f"{name} is not executed; model_name_or_path is used"
+            self._run.notes["model"] = f"{name} is unknown until the script runs; model_name_or_path is used"
             return given
         return name
 
@@ -212,6 +212,8 @@ class _Reader:
             return []
         if isinstance(listed, ast.Attribute) and (spec := self._spec(listed)):
             return [self._of_spec(listed, _SPECS[spec])]
+        if isinstance(listed, ast.Call) and (named := self._named_rewards(listed)):
+            return named
         elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node or listed]
         unknown = isinstance(listed, ast.Name) and self._names.definition(listed.id) is None
         if unknown or isinstance(listed, ast.Attribute):
@@ -225,6 +227,24 @@ class _Reader:
             if reward.name in taken:
                 reward.name = f"{reward.name}_{len(found) + 1}"
             found.append(reward)
+        return found
+
+    def _named_rewards(self, call: ast.Call) -> list[Reward]:
+        """Return the rewards of a call that selects functions by the argument ``reward_funcs`` (empty for other
+        calls)."""
+        owners = [owner for node in call.args if isinstance(owner := self._names.value(node), Parsed)]
+        selected = next((names for owner in owners if (names := self._names.field(owner, "reward_funcs"))), None)
+        if not isinstance(selected, list):
+            return []
+        found = []
+        for index, name in enumerate(selected):
+            element = ast.copy_location(ast.Subscript(call, ast.Constant(index), ast.Load()), call)
+            try:
+                self._module.add_value(f"reward_{index + 1}", element)
+                found.append(Reward(str(name), f"{self._code}:reward_{index + 1}"))
+            except ConfigError as error:
+                found.append(Reward(str(name), problem=f"cannot be extracted from the script: {error}"))
+        self._run.notes["reward_funcs"] = f"{ast.unparse(call)} is assumed to return the functions in this order"
         return found
 
     def _reward(self, node: ast.expr, number: int) -> Reward:
