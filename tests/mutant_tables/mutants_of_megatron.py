@@ -351,6 +351,20 @@ MEGATRON = (
         "the rate is held for the updates of a step",
     ),
     mutant(
+        "megatron/optimizer.py",
+        "if not (warmup and s.lr_warmup_init is None):",
+        "if warmup and s.lr_warmup_init is not None:",
+        "megatron/test_learning_rate.py::test_rates_are_those_of_transformers_for_every_warmup_and_horizon",
+        "the first update without a warm-up uses the full rate",
+    ),
+    mutant(
+        "megatron/optimizer.py",
+        "rate = float(super().get_lr({}))",
+        "rate = float(super().get_lr(param_group))",
+        "megatron/test_learning_rate.py::test_rate_of_a_group_is_its_multiple_of_the_policys_rate_and_never_negative",
+        "the value head has a multiple of the policy's rate",
+    ),
+    mutant(
         "megatron/checkpoint_shards.py",
         "    first, last = -(-start // row), stop // row\n",
         "    first, last = -(-start // row), max(stop // row - 1, 0)\n",
