@@ -17,7 +17,7 @@ class OptimizerConfig:
     lr: Annotated[float, Range(0)] = 1.0e-6
     """Peak learning rate."""
     min_lr: Annotated[float, Range(0)] = 0.0
-    """Learning rate at the end of a decaying schedule."""
+    """Learning rate that a decaying schedule reaches after lr_decay_steps updates."""
     weight_decay: Annotated[float, Range(0)] = 0.0
     """Decoupled weight decay of weight matrices. Norms and biases are not decayed."""
     adam_beta1: Annotated[float, Range(0, below=1)] = 0.9
@@ -44,17 +44,23 @@ class OptimizerConfig:
 
 @dataclass
 class SchedulerConfig:
-    """Learning-rate schedule, which counts optimizer updates. A step may contain several updates."""
+    """Learning-rate schedule, which counts optimizer updates. A step may contain several updates.
+
+    Without a warm-up, and with lr_warmup_init, each update has the rate of transformers' schedule of the same name.
+    """
 
     lr_decay_style: str = "constant"
-    """Shape of the decay: constant, linear or cosine."""
+    """Shape of the decay: constant, linear or cosine. Without a warm-up, the first update uses lr, and the rates of
+    four updates of a linear decay to 0 are 1, 0.75, 0.5 and 0.25 times lr."""
     lr_warmup_steps: Annotated[int, Range(0)] = 0
     """Number of updates in which the learning rate rises linearly to lr."""
     lr_warmup_init: Annotated[Optional[float], Range(0)] = None
-    """Learning rate of the first warm-up update. The rate reaches lr after lr_warmup_steps further updates. Null: the
-    first update uses lr / lr_warmup_steps, and the last warm-up update uses lr."""
+    """Learning rate of the first warm-up update. The rate reaches lr after lr_warmup_steps further updates, and min_lr
+    after lr_decay_steps updates; 0 is transformers' schedule. Null, as in Megatron-core: warm-up and decay are one
+    update ahead of that, so the first update uses lr / lr_warmup_steps and update lr_decay_steps uses min_lr."""
     lr_decay_steps: Annotated[Optional[int], Range(1)] = None
-    """Number of the update at which the decay ends. Null: the last update of the run."""
+    """Number of updates after which the learning rate is min_lr, including the warm-up. Null: all updates of the run.
+    """
     lr_hold_updates: Annotated[int, Range(1)] = 1
     """Number of consecutive updates that use the same learning rate, which is the rate of the first update. If this
     equals the number of updates per step, the rate changes once per step, as in NeMo-RL."""

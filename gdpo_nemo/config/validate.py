@@ -390,14 +390,23 @@ def _reward_notes(gdpo: GdpoConfig) -> list[str]:
 
 
 def _learning_rate_notes(policy: PolicyConfig, updates: int) -> list[str]:
+    """Return a note if the learning rate is 0 in the last updates of the run."""
     optimizer = policy.megatron_cfg.optimizer
     scheduler = policy.megatron_cfg.scheduler
-    decay = scheduler.lr_decay_steps
-    if scheduler.lr_decay_style == "constant" or decay is None or decay >= updates or optimizer.min_lr:
+    prefix = "policy.megatron_cfg.scheduler"
+    if scheduler.lr_decay_style == "constant" or optimizer.min_lr:
         return []
+    is_ahead = scheduler.lr_warmup_steps > 0 and scheduler.lr_warmup_init is None
+    decay = scheduler.lr_decay_steps or max(updates, scheduler.lr_warmup_steps + 1)
+    first = decay if is_ahead else decay + 1
+    first += (1 - first) % scheduler.lr_hold_updates  # updates that share a rate use that of their first update
+    if first > updates:
+        return []
+    if first == updates == decay:
+        return [f"{prefix}.lr_warmup_init: null, so the last update has a learning rate of 0 (min_lr); use 0.0"]
     return [
-        "policy.megatron_cfg.scheduler.lr_decay_steps: the learning rate is 0 (min_lr) starting with "
-        f"update {decay + 1} of {updates}; use null to decay over the whole run"
+        f"{prefix}.lr_decay_steps: the learning rate is 0 (min_lr) starting with update {first} of {updates}; use null "
+        "to decay over the whole run"
     ]
 
 

@@ -234,14 +234,20 @@ class UpdateSchedule(OptimizerParamScheduler):
         super().__init__(*arguments, **options)
 
     def get_lr(self, param_group: dict[str, Any]) -> float:
-        """Return the learning rate of the current update for a parameter group of the optimizer."""
+        """Return the learning rate of the current update for a parameter group of the optimizer.
+
+        Before the first update, return the learning rate of the first update.
+        """
         ticks = self.num_steps
-        if ticks:
-            self.num_steps = ticks - (ticks - 1) % self._hold
+        self.num_steps = max(1, ticks - (ticks - 1) % self._hold)
         try:
-            return float(super().get_lr(param_group))
+            rate = float(super().get_lr({}))
         finally:
             self.num_steps = ticks
+        # Megatron would use the policy's initial rate and the group's own peak rate. The warmup of a value head would
+        # then start at the wrong rate, which could be negative.
+        multiplier = param_group.get("max_lr", self.max_lr) / self.max_lr if self.max_lr else 1.0
+        return rate * multiplier
 
     def tick(self, skipped: bool) -> None:
         """Count an update and set the learning rate.
@@ -252,11 +258,15 @@ class UpdateSchedule(OptimizerParamScheduler):
         if not skipped or self._hold > 1:
             self.step(increment=1)
 
+    def rate(self) -> float:
+        """Return the learning rate of the current update."""
+        return self.get_lr({})
+
     def next_rate(self) -> float:
         """Return the learning rate of the next update."""
         self.num_steps += 1
         try:
-            return self.get_lr(self.optimizer.param_groups[0])
+            return self.rate()
         finally:
             self.num_steps -= 1
 
@@ -265,8 +275,8 @@ def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) ->
     """Create the schedule that the config section ``scheduler`` specifies.
 
     Args:
-        optimizer: optimizer of Megatron or torch. Its ``param_groups`` may override the learning rates with ``max_lr``
-            and ``min_lr``.
+        optimizer: optimizer of Megatron or torch. A group with ``max_lr`` in its ``param_groups`` has the schedule's
+            rate times ``max_lr / lr``.
         total_updates: total number of updates of the run, after which the learning-rate decay ends by default.
     """
     o = layout.optimizer
@@ -274,10 +284,11 @@ def make_schedule(optimizer: Any, layout: MegatronConfig, total_updates: int) ->
     warmup = s.lr_warmup_steps
     decay_steps = s.lr_decay_steps or max(total_updates, warmup + 1)
     init = 0.0
-    if warmup and s.lr_warmup_init is not None:
-        # The first update is tick 1 and must use lr_warmup_init; the schedule reaches lr `warmup` updates later. The
-        # warmup is therefore extended by one tick at its start.
-        init = s.lr_warmup_init - (o.lr - s.lr_warmup_init) / warmup
+    if not (warmup and s.lr_warmup_init is None):
+        # The first update is tick 1 and must use the rate that Megatron has at tick 0. A warmup of one more tick delays
+        # the schedule by one tick. Its initial rate is extrapolated, so that tick 1 has the intended rate.
+        first = s.lr_warmup_init or 0.0
+        init = first - (o.lr - first) / warmup if warmup else o.lr
         warmup = warmup + 1
         decay_steps = decay_steps + 1
     return UpdateSchedule(

@@ -170,8 +170,7 @@ class Policy:
             if not skipped:
                 self._wait_for_optimizer()
                 self.built.optimizer.step()
-        lr = self.built.optimizer.param_groups[0]["lr"]
-        return UpdateResult(sums.pop("loss"), norm, float(lr), skipped, sums, maxima)
+        return UpdateResult(sums.pop("loss"), norm, self.built.scheduler.rate(), skipped, sums, maxima)
 
     def backward(
         self,

@@ -18,6 +18,7 @@ from gdpo_nemo.interop.axolotl.keys import PATTERNS, result_of
 from gdpo_nemo.interop.axolotl.translate import translate_axolotl
 from gdpo_nemo.interop.translation import ADDED, CANNOT_RUN, DIFFERS, SAME, TRANSLATED
 from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.user_code import load_object
 
 KEYS = Path(__file__).parent / "axolotl" / "keys_of_schema.txt"
 REWARDS = """
@@ -158,12 +159,14 @@ def test_translated_configs_load_and_their_rows_are_read(translated, tmp_path):
     assert row["prompt"] == [{"role": "user", "content": "2+3?"}] and row["answer"] == "5"
 
 
-def test_vllm_servers_become_engines_beside_the_trainer(translated):
+@pytest.mark.parametrize("mode", [{"vllm_mode": "server"}, {}])
+def test_vllm_servers_become_engines_beside_the_trainer(translated, mode):
+    """The mode ``server`` is axolotl's default (``GRPOVllmValidationMixin``)."""
     made = translated(
         SAMPLED,
         processes=2,
         rl="grpo",
-        trl={"use_vllm": True, "vllm_mode": "server", "vllm_server_port": 9000, "vllm_importance_sampling_cap": 2.0},
+        trl={"use_vllm": True, **mode, "vllm_server_host": "0.0.0.0", "vllm_importance_sampling_cap": 2.0},
         vllm={"tensor_parallel_size": 2, "data_parallel_size": 2, "max_model_len": 600, "gpu_memory_utilization": 0.8},
     )
     assert made.status == SAME
@@ -177,11 +180,25 @@ def test_vllm_servers_become_engines_beside_the_trainer(translated):
 
 def test_prefetched_rollouts_run_ahead_with_engines_of_their_own(translated):
     ahead = {"async_prefetch": True, "prefetch_depth": 2, "vllm_sync_interval": 2, "use_vllm": True}
-    made = translated(SAMPLED, trl={**ahead, "vllm_mode": "server"})
+    made = translated(SAMPLED, trl=ahead)
     assert made.status == DIFFERS and list(made.differences) == ["trl.async_prefetch"]
     assert made.content["rollout"] == {"max_staleness": 2, "sync_every": 2}
     assert value(made, "loss_fn.off_policy.mode") == "mask" and value(made, "loss_fn.old_logprobs") == "trainer"
-    assert "trl.vllm_mode" in translated(SAMPLED, trl=ahead).blockers
+    for unfit in ({"vllm_mode": "colocate"}, {"use_vllm": False}):
+        assert "trl.vllm_mode" in translated(SAMPLED, trl={**ahead, **unfit}).blockers
+
+
+def test_reward_module_may_be_a_package(translated, tmp_path):
+    package = tmp_path / "rewards_ax"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .texts import right\n")
+    (package / "texts.py").write_text(REWARDS)
+    (tmp_path / "rewards_ax.py").write_text("raise RuntimeError('Python prefers the package')\n")
+    made = translated(SAMPLED, trl={"reward_funcs": ["rewards_ax.right", "rewards_ax.texts.short"]})
+    functions = made.content["env"]["functions"]["functions"]
+    assert functions == {"right": "rewards_ax/__init__.py:right", "short": "rewards_ax/texts.py:short"}
+    for import_path in functions.values():
+        assert callable(load_object(import_path))
 
 
 @pytest.mark.parametrize(

@@ -500,3 +500,15 @@ def test_model_of_an_unknown_name_is_left_to_the_dry_run(name, tmp_path):
 )
 def test_megatrons_layers_are_the_familys_layers_of_hugging_face(model_type, expected):
     assert adapted(["*.linear_qkv", "linear_fc1", "o_proj"], model_type) == expected
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine"])
+def test_decay_without_a_warmup_is_the_same_schedule(tmp_path, style):
+    """``tests/megatron/test_learning_rate.py`` compares the rates."""
+    path = tmp_path / "recipe.yaml"
+    schedule = f"{{lr_decay_style: {style}, lr_decay_iters: 10, lr_warmup_iters: 0}}"
+    path.write_text(f"defaults: {FOLDER / 'megatron.yaml'}\npolicy: {{megatron_cfg: {{scheduler: {schedule}}}}}\n")
+    translation = translate(path)
+    assert not [key for key in translation.differences if "scheduler" in key]
+    scheduler = translation.content["policy"]["megatron_cfg"]["scheduler"]
+    assert scheduler["lr_decay_style"] == style and "lr_warmup_steps" not in scheduler

@@ -385,18 +385,6 @@ def layers_held(place, folder) -> list[int]:
     return [(layer.layer_number - 1) // 2 for chunk in policy.chunks for layer in chunk.decoder.layers]
 
 
-def learning_rates(place, folder, batch, count) -> list[float]:
-    """The learning rate of each of ``count`` updates."""
-    policy = build_policy(place, folder)
-    return [_rate(policy, batch, spread(place, batch)) for _ in range(count)]
-
-
-def _rate(policy, batch, assignment) -> float:
-    from gdpo_nemo.algorithms.policy_loss import LossSettings
-
-    return policy.train(batch, assignment, LossSettings()).lr
-
-
 def round_trips(place, folders, batch_bytes=256 << 20) -> dict:
     """Load and export every model in ``folders``: {model: {Hugging Face name: array}} (rank 0)."""
     import torch

@@ -49,15 +49,18 @@ def test_learning_rate_decay_and_adam_settings_of_the_config_win(
 
 
 def cosine(update: int, horizon: int) -> float:
-    return LR * 0.5 * (1 + math.cos(math.pi * update / horizon))
+    return LR * 0.5 * (1 + math.cos(math.pi * (update - 1) / horizon))
 
 
 SCHEDULES = {
     "a longer horizon": ({"updates": 10, "scheduler": {"lr_decay_style": "cosine"}}, cosine(2, 10)),
     "a horizon of its own": ({"scheduler": {"lr_decay_style": "cosine", "lr_decay_steps": 4}}, cosine(2, 4)),
-    "another style": ({"updates": 10, "scheduler": {"lr_decay_style": "linear"}}, LR * 0.8),
+    "another style": ({"updates": 10, "scheduler": {"lr_decay_style": "linear"}}, LR * 0.9),
     "a warm-up": ({"scheduler": {"lr_warmup_steps": 8}}, LR * 2 / 8),
-    "a floor": ({"updates": 2, "scheduler": {"lr_decay_style": "linear"}, "optimizer": {"min_lr": 1e-3}}, 1e-3),
+    "a floor": (
+        {"updates": 2, "scheduler": {"lr_decay_style": "linear"}, "optimizer": {"min_lr": 1e-3}},
+        (LR + 1e-3) / 2,
+    ),
 }
 
 

@@ -14,6 +14,7 @@ import pytest
 import rank_cases
 import tiny_models
 import torch
+import value_cases
 from hf_reference import relative_error
 from layouts import fitting, in_turn, parse
 
@@ -132,8 +133,8 @@ def test_the_routers_precision_is_that_of_the_config(on_ranks, model_folder):
     assert 0 < np.abs(plain - exact).max() < 0.2
 
 
-def test_a_warm_up_with_its_own_start_has_the_rates_of_torchs_linear_schedule(on_ranks, model_folder):
-    rates = on_ranks("TP1+WARMUP", rank_cases.learning_rates, model_folder("qwen3"), tiny_models.make_batch(), 6)[0]
+def test_warm_up_has_the_rates_of_torchs_linear_schedule_and_their_multiple_for_the_head(on_ranks, model_folder):
+    rates = on_ranks("TP1+WARMUP", value_cases.learning_rates, model_folder("qwen3"), tiny_models.make_batch(), 6)[0]
     weight = torch.nn.Parameter(torch.zeros(1))
     theirs = torch.optim.AdamW([weight], lr=1e-2)
     schedules = torch.optim.lr_scheduler
@@ -144,7 +145,9 @@ def test_a_warm_up_with_its_own_start_has_the_rates_of_torchs_linear_schedule(on
         expected.append(theirs.param_groups[0]["lr"])
         theirs.step()
         schedule.step()
-    np.testing.assert_allclose(rates, expected, rtol=1e-9)
+    np.testing.assert_allclose([reported for reported, _ in rates], expected, rtol=1e-9)
+    for (_, of_head), rate in zip(rates, expected):
+        assert list(of_head) == pytest.approx([value_cases.HEAD_LR * rate], rel=1e-9)
 
 
 @pytest.mark.parametrize("layout", ["TP2+SP", "CP2", "DP2"])

@@ -6,7 +6,7 @@ import pickle
 from dataclasses import dataclass
 
 import numpy as np
-from rank_cases import exported
+from rank_cases import exported, spread
 
 from gdpo_nemo.config.schema import PolicyConfig
 from gdpo_nemo.data.shares import Share
@@ -100,3 +100,16 @@ def of_values(place, folder, batch, settings, out, sharing=False, budget=120, pr
         before, alone, np.array(steps), np.array(resumed), weights if place.rank == 0 else None, head_of(policy),
         head_of(again),
     )  # fmt: skip
+
+
+def learning_rates(place, folder, batch, count) -> list[tuple[float, set[float]]]:
+    """(reported rate, rates of the value head's groups) of each of ``count`` updates."""
+    from gdpo_nemo.algorithms.policy_loss import LossSettings
+
+    policy = build(place, folder)
+    found = []
+    for _ in range(count):
+        reported = policy.train(batch, spread(place, batch), LossSettings()).lr
+        groups = policy.built.optimizer.param_groups
+        found.append((reported, {group["lr"] for group in groups if group["is_decoupled_lr"]}))
+    return found

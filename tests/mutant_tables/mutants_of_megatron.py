@@ -345,10 +345,24 @@ MEGATRON = (
     ),
     mutant(
         "megatron/optimizer.py",
-        "self.num_steps = ticks - (ticks - 1) % self._hold",
-        "self.num_steps = ticks",
+        "self.num_steps = max(1, ticks - (ticks - 1) % self._hold)",
+        "self.num_steps = max(1, ticks)",
         "megatron/test_learning_rate.py::test_rates_are_those_of_nemo_rl_if_the_updates_of_a_step_share_theirs",
         "the rate is held for the updates of a step",
+    ),
+    mutant(
+        "megatron/optimizer.py",
+        "if not (warmup and s.lr_warmup_init is None):",
+        "if warmup and s.lr_warmup_init is not None:",
+        "megatron/test_learning_rate.py::test_rates_are_those_of_transformers_for_every_warmup_and_horizon",
+        "the first update without a warm-up uses the full rate",
+    ),
+    mutant(
+        "megatron/optimizer.py",
+        "rate = float(super().get_lr({}))",
+        "rate = float(super().get_lr(param_group))",
+        "megatron/test_learning_rate.py::test_rate_of_a_group_is_its_multiple_of_the_policys_rate_and_never_negative",
+        "the value head has a multiple of the policy's rate",
     ),
     mutant(
         "megatron/checkpoint_shards.py",

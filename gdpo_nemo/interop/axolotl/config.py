@@ -105,6 +105,11 @@ class AxolotlConfig:
         return self.kind in _SAMPLING
 
     @property
+    def has_server(self) -> bool:
+        """True if vLLM has its own GPUs. axolotl uses the mode ``server`` if ``vllm_mode`` is not set."""
+        return bool(self.get("trl.use_vllm")) and self.get("trl.vllm_mode", "server") == "server"
+
+    @property
     def accumulation(self) -> int:
         """Number of micro-batches per process in one optimizer update."""
         steps = self.get("gradient_accumulation_steps")

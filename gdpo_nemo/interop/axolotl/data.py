@@ -44,12 +44,14 @@ def data(config: AxolotlConfig, findings: Findings) -> None:
 def import_path(name: str, config: AxolotlConfig) -> tuple[str, str | None]:
     """Convert axolotl's ``module.function`` to an import path. Also return the path of its file if the file is missing.
 
-    axolotl also imports modules from the working directory and from the config's folder. Functions in these modules are
-    converted to ``file.py:function``.
+    axolotl also imports modules and packages from the working directory and from the config's folder. Functions in
+    these modules are converted to ``file.py:function``.
     """
     module, _, function = name.rpartition(".")
     file = Path(module.replace(".", "/") + ".py")
-    found = next((path for path in (file, config.path.parent / file) if path.is_file()), None)
+    package = file.with_suffix("") / "__init__.py"  # takes precedence over the file, as in Python
+    places = (package, file, config.path.parent / package, config.path.parent / file)
+    found = next((path for path in places if path.is_file()), None)
     if found is not None:
         return f"{found}:{function}", None
     if _is_installed(module):

@@ -98,7 +98,7 @@ def _cluster(config: AxolotlConfig, findings: Findings) -> None:
         return
     use_vllm = bool(config.get("trl.use_vllm"))
     tensor = config.get("vllm.tensor_parallel_size", 1) if use_vllm else 1
-    if use_vllm and config.get("trl.vllm_mode") == "server":
+    if config.has_server:
         engines = config.get("vllm.data_parallel_size", 1)
         why = "one GPU per training process, plus vLLM's GPUs"
         findings.set("cluster.gpus_per_node", config.processes + tensor * engines, why)

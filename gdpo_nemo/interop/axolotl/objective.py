@@ -226,7 +226,7 @@ def _ahead(config: AxolotlConfig, findings: Findings) -> None:
             "trainer",
             "the ratio uses the trainer's log-probs; the mismatch with the sampler's log-probs is corrected",
         )
-    if config.get("trl.vllm_mode") != "server":
+    if not config.has_server:
         findings.blocks(
             "trl.vllm_mode", "generation during training requires engines on separate GPUs (vllm_mode server)"
         )

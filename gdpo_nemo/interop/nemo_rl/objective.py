@@ -289,8 +289,8 @@ def _off_policy(recipe: Recipe, findings: Findings) -> None:
 def _schedule(recipe: Recipe, findings: Findings) -> None:
     """Set the learning-rate schedule.
 
-    NeMo-RL advances the schedule after all updates of a step (``MegatronPolicyWorker.train``). This project advances
-    the schedule before each update, so the new learning rate already applies to that update.
+    NeMo-RL advances the schedule after all updates of a step (``MegatronPolicyWorker.train``). Without a warmup, and
+    with ``lr_warmup_init``, the first update of this project's schedule also uses the rate before any advance.
     """
     section = f"{_MEGATRON}.scheduler"
     style = "constant"
@@ -310,10 +310,6 @@ def _schedule(recipe: Recipe, findings: Findings) -> None:
     if warmup:
         findings.set(f"{section}.lr_warmup_steps", warmup * recipe.updates, _ticks("the warmup", recipe))
         findings.set(f"{section}.lr_warmup_init", float(f"{start:.12g}"), "learning rate of the first update")
-    elif style != "constant":
-        findings.differs(
-            f"{section}.lr_decay_style", "without a warmup, the decay begins one update earlier than in NeMo-RL"
-        )
     if recipe.updates > 1 and (warmup or style != "constant"):
         findings.set(
             f"{section}.lr_hold_updates", recipe.updates, "NeMo-RL uses one learning rate for all updates of a step"

@@ -23,6 +23,22 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {match[0]!r}?" if match else ""
 
 
+def check_names(names: Iterable[str], known: Sequence[str], problem: str, source: str = "") -> None:
+    """Raise ConfigError if a name is unknown. The message lists all unknown names, with suggestions.
+
+    Args:
+        problem: predicate of the message.
+        source: prefix of the message.
+    """
+    unknown = {name: did_you_mean(name, known) for name in names if name not in known}
+    if len(unknown) == 1:
+        [(name, suggestion)] = unknown.items()
+        raise ConfigError(f"{source}{name}: {problem}{suggestion}")
+    if unknown:
+        listed = [f"{name} ({hint.removeprefix('; ')})" if hint else name for name, hint in unknown.items()]
+        raise ConfigError(f"{source}{', '.join(listed)}: {problem}")
+
+
 def read_command_line(words: Sequence[str]) -> dict[str, Any]:
     """Parse a command line into a mapping from option to value. Dashes in names become underscores.
 

@@ -1,16 +1,17 @@
 """Extraction of reward functions and data code from a script into a module that a run can import.
 
 Extraction is needed if importing the script would start training, or if a required object has no name at module level.
-Statements are copied in order, with their dependencies. Nothing is executed.
+Statements are copied in order, with their dependencies. Nothing is executed. An object that the script fills from the
+command line becomes a namespace with its values.
 """
 
 from __future__ import annotations
 
 import ast
 from dataclasses import dataclass, field
-from typing import Sequence
+from typing import Callable, Sequence
 
-from gdpo_nemo.interop.trl.names import Resolver, stored, used
+from gdpo_nemo.interop.trl.names import Parsed, Resolver, stored, used
 from gdpo_nemo.interop.trl.trainers import TRAINERS
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -61,8 +62,11 @@ class CodeModule:
     def text(self) -> str:
         """Return the source text of the module."""
         kept = self._slice(self._wanted)
+        objects = [line for name in sorted(self._wanted) if (line := self._namespace(name))]
+        if objects:
+            objects.insert(0, "from types import SimpleNamespace")
         future = [s for s in self.resolver.module.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"]
-        parts = [self._source(statement) for statement in [*future, *kept]]
+        parts = [*map(self._source, future), *objects, *map(self._source, kept)]
         heading = f'"""Taken from {self.title} by `gdpo-nemo config from-trl`."""'
         return "\n\n".join([heading, *parts, *self._added]) + "\n"
 
@@ -82,14 +86,26 @@ class CodeModule:
             [s for s in self.resolver.module.body if not isinstance(s, _DEFINITIONS)] if inside is None else inside.body
         )
         plain = [self.resolver.constants(s) for s in body]
-        local = _dependencies(plain, used(expression), expression.lineno)
+        local = _dependencies(plain, used(expression), self._is_parsed, expression.lineno)
         self._check(local)
         outer = used(expression).union(*(used(statement) for statement in local))
         return local, outer - {name for statement in local for name in _bound(statement) if not _completes(statement)}
 
     def _slice(self, names: set[str]) -> list[ast.stmt]:
         """Return the module-level statements that bind the names, with their dependencies."""
-        return _dependencies(self.resolver.module.body, names)
+        return _dependencies(self.resolver.module.body, names, self._is_parsed)
+
+    def _is_parsed(self, name: str) -> bool:
+        """Return whether a name refers to an object that the script fills from the command line."""
+        return isinstance(self.resolver.value(ast.Name(name, ast.Load())), Parsed)
+
+    def _namespace(self, name: str) -> str:
+        """Return an assignment of a namespace with the values of a parsed object (empty for other names)."""
+        owner = self.resolver.value(ast.Name(name, ast.Load()))
+        if not isinstance(owner, Parsed):
+            return ""
+        values = ", ".join(f"{field}={value!r}" for field, value in self.resolver.fields(owner).items())
+        return f"{name} = SimpleNamespace({values})"
 
     def _check(self, statements: Sequence[ast.stmt]) -> None:
         for statement in statements:
@@ -109,17 +125,20 @@ def _reason(called: set[str]) -> str:
     return "builds the trainer" if called & set(TRAINERS) else "reads the command line"
 
 
-def _dependencies(body: Sequence[ast.stmt], names: set[str], before: int | None = None) -> list[ast.stmt]:
+def _dependencies(
+    body: Sequence[ast.stmt], names: set[str], is_known: Callable[[str], bool], before: int | None = None
+) -> list[ast.stmt]:
     """Return the statements that bind the names, with their dependencies, in order.
 
     A name may be used before its definition, for example in functions that call each other. The search is therefore
     repeated until no statement is added.
 
     Args:
+        is_known: function that returns True for names whose statements are not needed.
         before: line number. Only statements above the line are considered.
     """
     kept: set[int] = set()
-    needed = set(names)
+    needed = {name for name in names if not is_known(name)}
     while True:
         new = [
             index
@@ -129,7 +148,7 @@ def _dependencies(body: Sequence[ast.stmt], names: set[str], before: int | None 
         if not new:
             return [body[index] for index in sorted(kept)]
         kept |= set(new)
-        needed = needed.union(*(used(body[index]) for index in new))
+        needed |= {name for index in new for name in used(body[index]) - needed if not is_known(name)}
 
 
 def _completes(statement: ast.stmt) -> bool:

@@ -110,6 +110,8 @@ RULES: list[tuple[str, Act]] = [
     ("vllm_guided_decoding_regex", missing("structured output is not supported")),
     ("vllm_*", idle("configures TRL's vLLM server; this project starts its engines itself")),
     ("use_transformers_*", idle("vLLM is always used for sampling")),
+    ("adafactor", missing("AdamW is always used")),
+    ("split_batches", missing("the batch size always counts the samples of all processes")),
     ("transformers_continuous_batching_config", idle("vLLM is always used for sampling")),
     ("beta", to("loss_fn.reference_policy_kl_penalty", float)),
     ("use_bias_correction_kl", combined("loss_fn.reference_policy_kl_gradient")),
@@ -194,7 +196,9 @@ _IDLE = (
     "save_*", "debug", "skip_memory_metrics", "local_rank", "length_column_name", "label_names", "use_cache", "jit_*",
     "train_sampling_strategy", "group_by_length", "torch_empty_cache_steps", "per_device_eval_batch_size",
     "prediction_loss_only", "batch_eval_metrics", "*_full_eval", "ignore_data_skip", "restore_callback_*",
-    "enable_jit_checkpoint", "num_completions_to_print", "wandb_log_unique_prompts", "use_ipex", "use_mps_device",
+    "enable_jit_checkpoint", "num_completions_to_print", "wandb_*", "use_ipex", "use_mps_device",
+    "dispatch_batches", "fp16_*", "half_precision_backend", "mp_parameters", "past_index", "per_gpu_eval_batch_size",
+    "ray_scope", "torchdynamo", "tpu_*",
 )  # fmt: skip
 """Fields that affect only logs, files, uploads and data loading."""
 

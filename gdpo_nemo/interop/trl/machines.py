@@ -34,6 +34,8 @@ _PEFT_TARGETS = ["q_proj", "v_proj"]
 def other_settings(run: TrlRun, findings: Findings) -> None:
     """Add all settings to the findings, except settings that define the training result."""
     _model(run, findings)
+    if "model" in run.notes:
+        findings.differs("model", run.notes["model"])
     _lengths(run, findings)
     _lora(run, findings)
     _cluster(run, findings)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Iterator, Mapping, Sequence, TypeVar, cast
 
 from gdpo_nemo.interop.trl.arguments import parsed_kinds
+from gdpo_nemo.interop.trl.trainers import PARSED
 from gdpo_nemo.utils.errors import ConfigError
 
 Node = TypeVar("Node", bound=ast.AST)
@@ -107,27 +108,33 @@ class Resolver:
     Args:
         module: names of the module.
         function: names of the function (None for expressions at module level).
+        caller: names of the function that calls this function (None if it is called at module level).
         parameters: parameters of the function -> arguments of its only call.
         arguments: class that a parser fills -> its fields with their values, from the command line or from defaults.
+        classes: class of the script, or of a module beside it, by name.
     """
 
     def __init__(
         self,
         module: Names,
         function: Names | None,
+        caller: Names | None,
         parameters: Mapping[str, ast.expr],
         arguments: Mapping[str, Mapping[str, Any]],
+        classes: Mapping[str, ast.ClassDef],
     ):
         self.module = module
         self.function = function
+        self._caller = caller
         self._parameters = parameters
         self._arguments = arguments
+        self._classes = classes
         self._steps = 0
 
     def binding(self, name: str, line: int | None = None) -> Binding | None:
-        """Return the last assignment of a name before ``line``. The function is searched first, then the module and the
-        parameters. Return None if the name is not assigned."""
-        for names in (self.function, self.module):
+        """Return the last assignment of a name before ``line``. The function is searched first, then the module, the
+        caller and the parameters. Return None if the name is not assigned."""
+        for names in (self.function, self.module, self._caller):
             if names is None:
                 continue
             found = names.bindings.get(name, [])
@@ -260,7 +267,7 @@ class Resolver:
 
     def field(self, owner: Parsed, name: str) -> Any:
         """Return the value of ``owner.name`` from the script, the command line, or the default, in this order."""
-        for names in (self.function, self.module):
+        for names in (self.function, self.module, self._caller):
             if names is not None and (owner.name, name) in names.attributes:
                 return self.value(names.attributes[owner.name, name])
         known = self._arguments.get(owner.kind, {})
@@ -268,17 +275,53 @@ class Resolver:
             return known[name]
         return self._declared(owner.kind, name, Unresolved(f"{owner.name}.{name}"))
 
+    def fields(self, owner: Parsed) -> dict[str, Any]:
+        """Return all fields of a parsed object whose values are known."""
+        names = self.class_fields(owner.kind)
+        for base in self._bases(owner.kind):
+            if base not in self._classes:
+                names |= {*PARSED.get(base.removeprefix("trl."), self._arguments.get(base, {}))}
+        values = {name: self.field(owner, name) for name in sorted(names)}
+        return {name: value for name, value in values.items() if not isinstance(value, (Unresolved, Parsed))}
+
     def _declared(self, kind: str, name: str, otherwise: Any) -> Any:
-        """Return the default of a field in a dataclass of the script, or in a base class of it."""
-        own = self.module.definitions.get(kind)
-        if not isinstance(own, ast.ClassDef):
-            return self._arguments.get(kind, {}).get(name, otherwise)
-        for statement in own.body:
-            if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == name and statement.value:
-                return self._default(statement.value)
-        for base in own.bases:
-            otherwise = self._declared(ast.unparse(base).rpartition(".")[2], name, otherwise)
+        """Return the default of a field in a class of the script, or in TRL's class from which it is derived."""
+        declared = self.class_defaults(kind)
+        if name in declared:
+            return declared[name]
+        for base in self._bases(kind):
+            otherwise = self._arguments.get(base, {}).get(name, otherwise)
         return otherwise
+
+    def class_fields(self, kind: str) -> set[str]:
+        """Return the fields that a class of the script and its base classes in the script declare."""
+        classes = [self._classes[base] for base in self._bases(kind) if base in self._classes]
+        parts = [part for definition in classes for part in definition.body]
+        return {ast.unparse(part.target) for part in parts if isinstance(part, ast.AnnAssign)}
+
+    def class_defaults(self, kind: str) -> dict[str, Any]:
+        """Return the defaults that a class of the script and its base classes in the script declare."""
+        found: dict[str, Any] = {}
+        for base in reversed(self._bases(kind)):
+            for part in self._classes[base].body if base in self._classes else ():
+                if isinstance(part, ast.AnnAssign) and part.value is not None:
+                    found[ast.unparse(part.target)] = self._default(part.value)
+        return found
+
+    def is_subclass(self, kind: str, base: str) -> bool:
+        """Return whether a class is TRL's class ``base`` or is derived from it."""
+        return any(name.rpartition(".")[2] == base for name in self._bases(kind))
+
+    def _bases(self, kind: str) -> list[str]:
+        """Return a class and its base classes, derived classes first. A class of TRL with the name of a class of the
+        script begins with ``trl.``."""
+        found = [kind]
+        for name in found:
+            for base in self._classes[name].bases if name in self._classes else ():
+                text = ast.unparse(base)
+                last = text.rpartition(".")[2]
+                found += [f"trl.{last}" if text.startswith("trl.") else last] if last not in found[1:] else []
+        return found
 
     def _default(self, value: ast.expr) -> Any:
         """Return the default of a dataclass field, which may be written as ``field(default=...)``."""

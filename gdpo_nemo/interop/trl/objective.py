@@ -69,12 +69,15 @@ def _of_samples(run: TrlRun, findings: Findings) -> None:
 
 
 def _rewards(run: TrlRun, findings: Findings) -> None:
+    if "reward_funcs" in run.notes:
+        findings.differs("reward_funcs", run.notes["reward_funcs"])
     weights = run.get("reward_weights") or [1.0] * len(run.rewards)
     if not run.rewards:
         findings.blocks("reward_funcs", "the trainer has no reward function")
         return
     if len(weights) != len(run.rewards):
-        findings.blocks("reward_weights", f"{len(weights)} weights for {len(run.rewards)} reward functions")
+        if all(reward.import_path is not None for reward in run.rewards):  # otherwise the number is unknown
+            findings.blocks("reward_weights", f"{len(weights)} weights for {len(run.rewards)} reward functions")
         weights = [1.0] * len(run.rewards)
     for reward in run.rewards:
         if reward.import_path is None:

@@ -68,6 +68,19 @@ RULES: list[tuple[str, Act]] = [
     ("discopop_tau", idle("applies only to loss_type discopop")),
     ("generate_during_eval", idle("this trainer does not sample completions")),
     ("is_encoder_decoder", idle("only decoder-only models are supported")),
+    ("max_target_length", idle("applies only to encoder-decoder models")),
+    ("label_pad_token_id", idle("sequences are packed, not padded")),
+    ("dataset_batch_size", idle("affects only how rows are read")),
+    ("num_of_sequences", idle("affects only how rows are read")),
+    ("chars_per_token", idle("affects only how rows are read")),
+    ("base_model_attribute_name", idle("affects only the kernels of the loss")),
+    ("use_*logits_to_keep", idle("affects only the memory of the output layer")),
+    ("ref_model_init_kwargs", missing("the reference model uses the policy's settings")),
+    ("*_adapter_name", missing("the reference model of adapters is the base model")),
+    ("reference_free", missing("log-probs are always compared with those of the reference model")),
+    ("force_use_ref_model", missing("the reference model of adapters is the base model")),
+    ("rpo_alpha", to("preference.rpo_alpha", float)),
+    ("tools", missing("tools are read from the data")),
 ]
 """(field or pattern, rule). For all other fields, the rules in ``keys.RULES`` apply."""
 

@@ -8,6 +8,7 @@ from typing import Any, Mapping
 from gdpo_nemo.config.algorithm_choice import spec_named
 from gdpo_nemo.interop.trl import defaults
 from gdpo_nemo.interop.trl.names import Unresolved
+from gdpo_nemo.interop.trl.releases import Release, defaults_of
 from gdpo_nemo.interop.trl.trainers import TRAINERS
 
 
@@ -88,6 +89,8 @@ class TrlRun:
     """Argument -> note on a value that could not be read or is not supported."""
     stem: str = ""
     """Path of the config without its suffix. All names in ``files`` begin with this path."""
+    release: Release | None = None
+    """Last release of TRL for which the run can be written, or None for the present release (``releases``)."""
     images: str = ""
     """Part of the script that reads images (empty if there is none)."""
 
@@ -113,8 +116,9 @@ class TrlRun:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """All fields of the trainer's config -> default."""
-        return TRAINERS[self.trainer].defaults
+        """All fields of the trainer's config -> default in the run's release."""
+        trainer = TRAINERS[self.trainer]
+        return {**trainer.defaults, **defaults_of(trainer.config, self.release)}
 
     @property
     def defaults(self) -> dict[str, Any]:

@@ -29,6 +29,16 @@ _RLOO: list[tuple[str, Act]] = [
     ("epsilon_high", combined("loss_fn.ratio_clip_max")),
     ("normalize_advantages", combined("gdpo.batch_norm")),
     ("reward_clip_range", missing("the sum of rewards is not clipped; gdpo.shaping can clip components")),
+    ("token_level_kl", missing("the KL penalty is part of a sample's reward")),
+    ("whiten_rewards", missing("whitening of token rewards is not supported")),
+    ("missing_eos_penalty", missing("set the rule truncated in gdpo.shaping")),
+    ("num_mini_batches", missing("set steps_per_generation", 1)),
+    ("total_episodes", missing("set max_steps or num_train_epochs")),
+    ("stop_token*", missing("answers end with the tokenizer's end token")),
+    ("*_model_path", missing("pass the models to the trainer")),
+    ("dataset_num_proc", idle("affects only how rows are read")),
+    ("local_rollout_forward_batch_size", idle("affects only the batch size of forward passes")),
+    ("num_sample_generations", idle("affects only printed samples; rollout.save_samples saves all samples")),
 ]
 _DISTILLATION: list[tuple[str, Act]] = [
     ("teacher_model_name_or_path", combined("teacher.model_name")),
@@ -36,6 +46,11 @@ _DISTILLATION: list[tuple[str, Act]] = [
     ("teacher_model_init_kwargs", idle("the teacher uses the policy's precision")),
     ("beta", combined("algorithm.type")),
     ("lmbda", fixed(1.0, "all answers are sampled from the policy")),
+    ("reverse_kl_top_1_mode", fixed("sampled", "the divergence is computed at the sampled tokens")),
+    ("loss_top_k", fixed(1, "the divergence is computed at the sampled tokens")),
+    ("loss_add_tail", idle("the divergence is computed at the sampled tokens")),
+    ("use_teacher_server", missing("the teacher runs on the training ranks")),
+    ("teacher_model_server_url", idle("the teacher runs on the training ranks")),
     ("seq_kd", missing("answers are not sampled from the teacher")),
     ("temperature", fixed(1.0, "the teacher is compared with the policy's full distribution")),
     ("top_p", fixed(1.0, "the teacher is compared with the policy's full distribution")),
@@ -46,7 +61,8 @@ _DISTILLATION: list[tuple[str, Act]] = [
     *((name, idle("applies only to training on answers in the data"))
       for name in ("packing", "packing_strategy", "eval_packing", "padding_free", "completion_only_loss", "loss_type",
                    "assistant_only_loss", "truncation_mode", "dataset_text_field", "dataset_kwargs", "pad_token",
-                   "dataset_num_proc", "activation_offloading")),
+                   "dataset_num_proc", "dataset_batch_size", "num_of_sequences", "chars_per_token",
+                   "activation_offloading")),
     ("eos_token", missing("answers end with the tokenizer's end token")),
     ("chat_template_path", missing("the tokenizer's chat template is used")),
 ]  # fmt: skip

@@ -7,13 +7,15 @@ import json
 from pathlib import Path
 from typing import Any, Mapping
 
-from gdpo_nemo.interop.trl.arguments import ARGPARSE, declared, did_you_mean, options_of
+from gdpo_nemo.interop.trl.arguments import ARGPARSE, check_names, declared, options_of
 from gdpo_nemo.interop.trl.code_module import CodeModule
 from gdpo_nemo.interop.trl.defaults import MODEL_CONFIG, SCRIPT_ARGUMENTS
 from gdpo_nemo.interop.trl.names import Names, Parsed, Resolver, Unresolved, is_main_guard, settled
+from gdpo_nemo.interop.trl.releases import older_arguments, older_fields
 from gdpo_nemo.interop.trl.rows import rows_of
 from gdpo_nemo.interop.trl.run import Reward, Rows, TrlRun
-from gdpo_nemo.interop.trl.trainers import OLDER, PARSED, TRAINERS
+from gdpo_nemo.interop.trl.siblings import classes_of, module_file
+from gdpo_nemo.interop.trl.trainers import PARSED, TRAINERS
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_text
 
@@ -51,7 +53,8 @@ class _Reader:
         self._trains_on_import = not functions and not any(
             isinstance(node, ast.If) and is_main_guard(node) for node in around
         )
-        self._names = _resolver(tree, functions[-1] if functions else None, arguments)
+        classes = classes_of(tree, Path(path))
+        self._names = _resolver(tree, functions[-1] if functions else None, arguments, classes)
         # Rewards and rows go into separate modules, because the workers that import the rewards do not need the rows.
         self._module = CodeModule(source, Path(path).name, self._names)
         self._row_module = CodeModule(source, Path(path).name, self._names)
@@ -59,24 +62,17 @@ class _Reader:
         self._code = f"{stem}_rewards.py"
         self._row_code = f"{stem}_rows.py"
         self._kind = _class_name(self._call)
-        self._check_arguments(tree)
+        self._check_arguments(tree, classes)
         self._run = TrlRun({}, trainer=self._kind, stem=stem, images=images_of(tree))
 
-    def _check_arguments(self, tree: ast.Module) -> None:
-        """Raise ConfigError for a command-line argument that the script does not read."""
-        declared_fields = [
-            ast.unparse(part.target)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef)
-            for part in node.body
-            if isinstance(part, ast.AnnAssign)
-        ]
-        known = [*TRAINERS[self._kind].defaults, *OLDER, *SCRIPT_ARGUMENTS, *MODEL_CONFIG, "datasets", *declared_fields]
+    def _check_arguments(self, tree: ast.Module, classes: Mapping[str, ast.ClassDef]) -> None:
+        """Raise ConfigError for command-line arguments that the script does not read."""
+        config = TRAINERS[self._kind].config
+        known = [*TRAINERS[self._kind].defaults, *older_arguments(config), *SCRIPT_ARGUMENTS, *MODEL_CONFIG, "datasets"]
+        for definition in classes.values():
+            known += [ast.unparse(part.target) for part in definition.body if isinstance(part, ast.AnnAssign)]
         known += options_of(tree)
-        for key in self._arguments:
-            if key not in known:
-                config = TRAINERS[self._kind].config
-                raise ConfigError(f"{key}: not an argument of {config} or {self._path}{did_you_mean(key, known)}")
+        check_names(self._arguments, known, f"not an argument of {config} or {self._path}")
 
     def run(self) -> TrlRun:
         """Return the run with all arguments of the trainer call."""
@@ -89,8 +85,8 @@ class _Reader:
             given[keyword.arg] = keyword.value
         run = self._run
         run.given = self._config(given.pop("args", None))
-        run.model = self._pretrained(given.pop("model", None))
-        run.tokenizer = self._pretrained(given.pop("processing_class", None))
+        run.model = self._model(given.pop("model", None))
+        run.tokenizer = self._pretrained(given.pop("processing_class", given.pop("tokenizer", None)))
         run.rewards = self._rewards(given.pop("reward_funcs", None))
         run.teacher = self._pretrained(given.pop("teacher_model", None))
         run.reference = self._pretrained(given.pop("ref_model", None))
@@ -105,6 +101,9 @@ class _Reader:
         evaluation = given.pop("eval_dataset", None)
         if evaluation is not None and not _is_none(evaluation):
             run.evaluation = self._rows("eval", evaluation)
+        fields = (*run.fields, *older_fields(TRAINERS[self._kind].config))
+        moved = {name: self._names.value(given.pop(name)) for name in [*given] if name in fields}
+        run.given = moved | run.given  # until TRL 0.12, some fields of the config were arguments of the trainer
         run.others = {name: ast.unparse(node) for name, node in given.items() if not self._is_off(node)}
         for name, module in ((self._code, self._module), (self._row_code, self._row_module)):
             if module:
@@ -130,14 +129,18 @@ class _Reader:
             if owner == name
         }
         found = self._names.value(node)
-        if isinstance(found, Parsed):
-            known = (*self._run.fields, *OLDER)
-            return {key: value for key, value in self._arguments.items() if key in known} | set_later
-        call = self._followed(node)
         kind = TRAINERS[self._kind].config
-        if not (isinstance(call, ast.Call) and _class_name(call) == kind):
+        known = (*self._run.fields, *older_fields(kind))
+        if isinstance(found, Parsed):
+            given = self._names.class_defaults(found.kind) | dict(self._arguments)
+            return {key: value for key, value in given.items() if key in known} | set_later
+        call = self._followed(node)
+        kinds = (kind, "TrainingArguments")  # the trainers accept the config of transformers
+        if not (isinstance(call, ast.Call) and any(self._names.is_subclass(_class_name(call), k) for k in kinds)):
             raise ConfigError(f"{self._path}:{node.lineno}: args is not a readable {kind}(...): {found}")
-        return self._keywords(call) | set_later
+        given = self._names.class_defaults(_class_name(call)) | self._keywords(call)
+        added = self._names.class_fields(_class_name(call)) - {*known}
+        return {key: value for key, value in given.items() if key not in added} | set_later
 
     def _keywords(self, call: ast.Call) -> dict[str, Any]:
         given: dict[str, Any] = {}
@@ -178,6 +181,15 @@ class _Reader:
             return self._names.value(call.args[0]) if call.args else Unresolved(ast.unparse(call))
         return self._names.value(node)
 
+    def _model(self, node: ast.expr | None) -> Any:
+        """Return the name of the model. If it cannot be read from a function call, use ``model_name_or_path``."""
+        name = self._pretrained(node)
+        given = self._arguments.get("model_name_or_path")
+        if isinstance(name, Unresolved) and isinstance(given, str):
+            self._run.notes["model"] = f"{name} is unknown until the script runs; model_name_or_path is used"
+            return given
+        return name
+
     def _lora(self, node: ast.expr | None) -> dict[str, Any] | None:
         if node is None or _is_none(node):
             return None
@@ -200,6 +212,8 @@ class _Reader:
             return []
         if isinstance(listed, ast.Attribute) and (spec := self._spec(listed)):
             return [self._of_spec(listed, _SPECS[spec])]
+        if isinstance(listed, ast.Call) and (named := self._named_rewards(listed)):
+            return named
         elements = listed.elts if isinstance(listed, (ast.List, ast.Tuple)) else [node or listed]
         unknown = isinstance(listed, ast.Name) and self._names.definition(listed.id) is None
         if unknown or isinstance(listed, ast.Attribute):
@@ -213,6 +227,24 @@ class _Reader:
             if reward.name in taken:
                 reward.name = f"{reward.name}_{len(found) + 1}"
             found.append(reward)
+        return found
+
+    def _named_rewards(self, call: ast.Call) -> list[Reward]:
+        """Return the rewards of a call that selects functions by the argument ``reward_funcs`` (empty for other
+        calls)."""
+        owners = [owner for node in call.args if isinstance(owner := self._names.value(node), Parsed)]
+        selected = next((names for owner in owners if (names := self._names.field(owner, "reward_funcs"))), None)
+        if not isinstance(selected, list):
+            return []
+        found = []
+        for index, name in enumerate(selected):
+            element = ast.copy_location(ast.Subscript(call, ast.Constant(index), ast.Load()), call)
+            try:
+                self._module.add_value(f"reward_{index + 1}", element)
+                found.append(Reward(str(name), f"{self._code}:reward_{index + 1}"))
+            except ConfigError as error:
+                found.append(Reward(str(name), problem=f"cannot be extracted from the script: {error}"))
+        self._run.notes["reward_funcs"] = f"{ast.unparse(call)} is assumed to return the functions in this order"
         return found
 
     def _reward(self, node: ast.expr, number: int) -> Reward:
@@ -233,10 +265,10 @@ class _Reader:
         return Reward(name, f"{self._code}:{label}")
 
     def _defined(self, name: str, definition: ast.stmt) -> Reward:
-        if isinstance(definition, ast.ImportFrom) and definition.module and not definition.level:
+        if isinstance(definition, ast.ImportFrom) and definition.module:
             original = next(alias.name for alias in definition.names if (alias.asname or alias.name) == name)
-            beside = Path(self._path).parent / (definition.module.replace(".", "/") + ".py")
-            return Reward(original, f"{beside}:{original}" if beside.is_file() else f"{definition.module}.{original}")
+            beside = module_file(Path(self._path), definition)
+            return Reward(original, f"{beside}:{original}" if beside else f"{definition.module}.{original}")
         if self._names.function is not None and name in self._names.function.definitions:
             return Reward(name, problem="is defined inside a function; move it to the script's top level")
         if not self._trains_on_import:
@@ -321,28 +353,44 @@ def _trainer(path: str, tree: ast.Module) -> tuple[ast.Call, list[ast.AST]]:
     return found[0]
 
 
-def _resolver(tree: ast.Module, function: ast.FunctionDef | None, arguments: Mapping[str, Any]) -> Resolver:
+def _resolver(
+    tree: ast.Module,
+    function: ast.FunctionDef | None,
+    arguments: Mapping[str, Any],
+    classes: Mapping[str, ast.ClassDef],
+) -> Resolver:
     """Return a resolver for the script, after simplifying ``if`` statements with known tests."""
     parsed: dict[str, Mapping[str, Any]] = {kind: {**known, **arguments} for kind, known in PARSED.items()}
-    parsed |= {node.name: dict(arguments) for node in tree.body if isinstance(node, ast.ClassDef)}
-    parameters = _parameters(tree, function) if function else {}
+    parsed |= {f"trl.{kind}": known for kind, known in parsed.items()}
+    parsed |= {name: dict(arguments) for name in classes}
+    caller, call = _only_call(tree, function)
+    parameters = _parameters(function, call) if function and call else {}
     inside = Names.of(function.body) if function else None
-    names = Resolver(Names.of(tree.body), inside, parameters, parsed)
+    around = Names.of(caller.body) if caller else None
+    names = Resolver(Names.of(tree.body), inside, around, parameters, parsed, classes)
     parsed[ARGPARSE] = declared(tree, names.value, arguments)
-    names = Resolver(Names.of(settled(tree.body, names)), inside, parameters, parsed)
+    names = Resolver(Names.of(settled(tree.body, names)), inside, around, parameters, parsed, classes)
     if function is None:
         return names
-    return Resolver(names.module, Names.of(settled(function.body, names)), parameters, parsed)
+    return Resolver(names.module, Names.of(settled(function.body, names)), around, parameters, parsed, classes)
 
 
-def _parameters(tree: ast.Module, function: ast.FunctionDef) -> dict[str, ast.expr]:
-    """Return the arguments of the only call of a function, by parameter name."""
+def _only_call(tree: ast.Module, function: ast.FunctionDef | None) -> tuple[ast.FunctionDef | None, ast.Call | None]:
+    """Return the only call of a function, and the function that contains this call. Each is None if there is none."""
+    if function is None:
+        return None, None
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == function.name]
     if len(calls) != 1:
-        return {}
+        return None, None
+    callers = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and any(c is calls[0] for c in ast.walk(n))]
+    return callers[-1] if callers else None, calls[0]
+
+
+def _parameters(function: ast.FunctionDef, call: ast.Call) -> dict[str, ast.expr]:
+    """Return the arguments of a call, by parameter name."""
     names = [argument.arg for argument in function.args.args]
-    given = dict(zip(names, calls[0].args))
-    return given | {keyword.arg: keyword.value for keyword in calls[0].keywords if keyword.arg}
+    given = dict(zip(names, call.args))
+    return given | {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
 def _callable_name(node: ast.expr | None, otherwise: str) -> str:

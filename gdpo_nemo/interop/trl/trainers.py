@@ -11,6 +11,7 @@ from typing import Any, Mapping
 
 from gdpo_nemo.interop.trl import defaults
 from gdpo_nemo.interop.trl.defaults import GRPO_CONFIG, GRPO_OWN, MODEL_CONFIG, SCRIPT_ARGUMENTS, TRAINING
+from gdpo_nemo.interop.trl.releases import OF_MODEL, OF_SCRIPT
 
 _MODEL = {"model_init_kwargs": None, "trust_remote_code": False}
 _FROM_ROWS = TRAINING | _MODEL | {"remove_unused_columns": True, "dataset_num_proc": None, "max_length": 1024}
@@ -252,19 +253,10 @@ TRAINERS: dict[str, Trainer] = {
 }
 """Class name of a trainer -> its description."""
 
-OLDER = (
-    "max_prompt_length", "warmup_ratio", "evaluation_strategy", "overwrite_output_dir", "no_cuda", "use_liger_loss",
-    "vllm_guided_decoding_regex", "wandb_log_unique_prompts", "group_by_length", "use_ipex", "use_mps_device",
-    "jit_mode_eval", "push_to_hub_model_id", "push_to_hub_organization", "push_to_hub_token", "logging_dir",
-)  # fmt: skip
-"""Fields of older versions of TRL and transformers, which scripts or saved arguments may contain."""
-
 PARSED: dict[str, Mapping[str, Any]] = {
     **{trainer.config: trainer.defaults for trainer in TRAINERS.values()},
-    "ScriptArguments": SCRIPT_ARGUMENTS,
-    "GRPOScriptArguments": SCRIPT_ARGUMENTS,
-    "RLOOScriptArguments": SCRIPT_ARGUMENTS,
-    "ModelConfig": MODEL_CONFIG,
+    **dict.fromkeys(("ScriptArguments", "GRPOScriptArguments", "RLOOScriptArguments"), OF_SCRIPT | SCRIPT_ARGUMENTS),
+    "ModelConfig": OF_MODEL | MODEL_CONFIG,
     "DatasetMixtureConfig": {"datasets": []},
 }
 """Class that ``TrlParser`` or ``HfArgumentParser`` fills from a command line or a YAML file -> its defaults."""

@@ -13,16 +13,17 @@ from typing import Any, Mapping, Sequence
 
 import yaml
 
-from gdpo_nemo.interop.translation import Findings, RuleResult, Translation, assemble, write_text
-from gdpo_nemo.interop.trl.arguments import did_you_mean, read_command_line
+from gdpo_nemo.interop.translation import Findings, RuleResult, Translation, assemble, short, write_text
+from gdpo_nemo.interop.trl.arguments import check_names, read_command_line
 from gdpo_nemo.interop.trl.defaults import MODEL_CONFIG, SCRIPT_ARGUMENTS
 from gdpo_nemo.interop.trl.keys import result_of
 from gdpo_nemo.interop.trl.machines import other_settings
 from gdpo_nemo.interop.trl.names import Unresolved
 from gdpo_nemo.interop.trl.objective import learning
+from gdpo_nemo.interop.trl.releases import changed_before, older_arguments, older_fields, release_of, with_present_names
 from gdpo_nemo.interop.trl.run import Reward, Rows, TrlRun
 from gdpo_nemo.interop.trl.script import lora_of_arguments, read_script, reward_model
-from gdpo_nemo.interop.trl.trainers import OLDER, TRAINERS
+from gdpo_nemo.interop.trl.trainers import TRAINERS
 from gdpo_nemo.utils.errors import ConfigError, first_line
 from gdpo_nemo.utils.files import parse_json, parse_yaml, read_text
 
@@ -94,8 +95,12 @@ def translate_trl(
     arguments |= given
     run = read_script(scripts[0], arguments, stem) if scripts else _run_of_arguments(arguments, trainer, stem)
     run.processes = processes
-    _check_fields(run)
+    config = TRAINERS[run.trainer].config
+    check_names(run.given, [*run.fields, *older_fields(config)], f"{config} does not have this field")
+    run.release = release_of(config, {**arguments, **run.given})
+    run.given = with_present_names(config, run.given)
     findings = Findings()
+    _earlier_defaults(run, findings)
     learning(run, findings)
     other_settings(run, findings)
     if run.files and out is None:
@@ -103,6 +108,17 @@ def translate_trl(
     for name, text in run.files.items() if out is not None else ():
         write_text(name, text)
     return assemble(_rule_results(run, findings), findings, "TRL", "from-trl")
+
+
+def _earlier_defaults(run: TrlRun, findings: Findings) -> None:
+    """Report unset fields whose default the release of an old script or file does not determine."""
+    for key, ((major, minor), earlier) in changed_before(TRAINERS[run.trainer].config, run.release).items():
+        rule = result_of(key, run.get(key), run)
+        if key in run.given or rule is None or _is_idle(rule) or (key.startswith("vllm_") and not run.get("use_vllm")):
+            continue
+        findings.differs(
+            key, f"the default was {short(earlier)} until TRL {major}.{minor}; {short(run.get(key))} is used; set {key}"
+        )
 
 
 def _rule_results(run: TrlRun, findings: Findings) -> dict[str, tuple[Any, RuleResult | None]]:
@@ -147,15 +163,6 @@ def _of_trainer(key: str, findings: Findings) -> RuleResult:
     return RuleResult(elsewhere=_ELSEWHERE.get(key, ()))
 
 
-def _check_fields(run: TrlRun) -> None:
-    known = [*run.fields, *OLDER]
-    for key in run.given:
-        if key not in known:
-            raise ConfigError(
-                f"{key}: {TRAINERS[run.trainer].config} does not have this field{did_you_mean(key, known)}"
-            )
-
-
 # -- arguments without a script ---------------------------------------------------------------------------------
 
 
@@ -182,19 +189,17 @@ _NOT_ARGUMENTS = ("env", "deepspeed_plugin")
 
 
 def _check_known(source: str, arguments: Mapping[str, Any], trainer: str) -> None:
-    known = [*TRAINERS[trainer].defaults, *OLDER, *SCRIPT_ARGUMENTS, *MODEL_CONFIG, "datasets", *_NOT_ARGUMENTS]
+    config = TRAINERS[trainer].config
+    known = [*TRAINERS[trainer].defaults, *older_arguments(config), *SCRIPT_ARGUMENTS, *MODEL_CONFIG]
+    known += ["datasets", *_NOT_ARGUMENTS]
     command = next(name for name, of in COMMANDS.items() if of == trainer)
-    for key in arguments:
-        if key not in known and not key.startswith(_INTERNAL_PREFIXES):
-            config = TRAINERS[trainer].config
-            raise ConfigError(
-                f"{source}: {key}: not an option of {config} or `trl {command}`{did_you_mean(key, known)}"
-            )
+    given = [key for key in arguments if not key.startswith(_INTERNAL_PREFIXES)]
+    check_names(given, known, f"not an option of {config} or `trl {command}`", f"{source}: ")
 
 
 def _run_of_arguments(arguments: Mapping[str, Any], trainer: str, stem: str) -> TrlRun:
     """Return the run that a command in ``COMMANDS`` would start with these arguments."""
-    fields = (*TRAINERS[trainer].defaults, *OLDER)
+    fields = (*TRAINERS[trainer].defaults, *older_fields(TRAINERS[trainer].config))
     run = TrlRun({key: value for key, value in arguments.items() if key in fields}, trainer=trainer, stem=stem)
     run.model = arguments.get("model_name_or_path")
     run.lora = lora_of_arguments(arguments)
