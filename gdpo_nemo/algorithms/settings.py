@@ -51,6 +51,12 @@ class Settings:
     (without the batch norm), or an error."""
     leave_one_out: bool = False
     """Use mean and standard deviation of the other samples in the group."""
+    equal_peers: Literal["divide", "raw"] = "divide"
+    """Score of a sample, with `leave_one_out`, whose other samples have equal rewards, so that their deviation is 0.
+
+    divide: divide by the standard deviation of the whole group. raw: do not divide, as in NeMo-RL. An undivided score
+    depends on the unit of the reward, and the batch norm may then reverse the signs of the other samples.
+    """
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of the centred rewards (of each component, or of the sum).
 
@@ -62,7 +68,15 @@ class Settings:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(Settings)
-        for name in ("batch_unit", "batch_rows", "missing", "singleton", "single_reward", "scale_rewards"):
+        for name in (
+            "batch_unit",
+            "batch_rows",
+            "missing",
+            "singleton",
+            "single_reward",
+            "equal_peers",
+            "scale_rewards",
+        ):
             if getattr(self, name) not in get_args(hints[name]):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}; {nearest(getattr(self, name), get_args(hints[name]))}"
@@ -98,7 +112,14 @@ PRESETS: dict[str, Settings] = {
         singleton="raw",
     ),
     "ms_swift": Settings(epsilon=1e-8, batch_rows="scored", residue=0.0, exact_zero=False),
-    "nemo_rl": Settings(batch_epsilon=0.0, batch_rows="scored", residue=0.0, missing="zero", single_reward="error"),
+    "nemo_rl": Settings(
+        batch_epsilon=0.0,
+        batch_rows="scored",
+        residue=0.0,
+        missing="zero",
+        single_reward="error",
+        equal_peers="raw",
+    ),
 }
 """Published variants of GDPO, with these differences from the defaults:
 
@@ -111,7 +132,9 @@ PRESETS: dict[str, Settings] = {
 * ms_swift: like TRL with epsilon 1e-8, which enlarges the float noise of constant groups. In ms-swift itself, a sample
   without any reward counts as 0 in the batch norm and gets an advantage.
 * nemo_rl: missing rewards become 0, the batch norm has no epsilon, and a single component is an error. NeMo-RL's
-  default configuration also enables `leave_one_out`, but its GDPO recipes do not.
+  default configuration also enables `leave_one_out`, but its GDPO recipes do not. With `leave_one_out`, versions before
+  September 2026 divide by the float32 rounding noise of equal rewards that float32 cannot represent (0.95, 0.3); the
+  preset does not divide them, like later versions.
 
 A component of weight 0 does not affect any of these variants. In TRL itself, such a component makes a row count as
 scored even if the row has no other reward.

@@ -117,8 +117,8 @@ class GdpoConfig:
     nemo_rl."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of the estimator, by name. All estimators: batch_rows, batch_unit, ddof, missing, singleton,
-    leave_one_out, scale_rewards. gpg: f_norm. reinforce_plus_plus: minus_baseline. gd2po: mode, tau. sa_mrpo: gamma,
-    bounds. dara: cap, asymmetric."""
+    leave_one_out, equal_peers, scale_rewards. gpg: f_norm. reinforce_plus_plus: minus_baseline. gd2po: mode, tau.
+    sa_mrpo: gamma, bounds. dara: cap, asymmetric."""
     rewards: Annotated[Dict[str, float], Range(-(10**12), 10**12)] = MISSING
     """Weight of each reward component used for training, by name: `{correctness: 1.0, format: 1.0}`. Optional if the
     environments provide their own rewards and weights (nemo_gym)."""

@@ -105,8 +105,8 @@ ALGORITHMS = (
     ),
     mutant(
         "algorithms/estimators.py",
-        "weights[k] *= (1.0 - (values.mean() - low) / (high - low)) ** gamma",
-        "weights[k] *= ((values.mean() - low) / (high - low)) ** gamma",
+        "left = high - values.mean() if weights[k] > 0",
+        "left = values.mean() - low if weights[k] > 0",
         "algorithms/test_estimators.py::test_sa_mrpo_lowers_the_weight_of_saturated_rewards_and_gamma_0_is_gdpo",
         "saturated rewards of SA-MRPO weigh less, not more",
     ),

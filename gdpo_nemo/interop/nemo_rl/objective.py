@@ -45,16 +45,13 @@ def _estimator(recipe: Recipe, findings: Findings) -> None:
             "gdpo.preset", "nemo_rl", "NeMo-RL's numerics; the batch's standard deviation includes zero-variance groups"
         )
         if not normalize:
-            if leave_one_out:
-                what = "leave_one_out always divides rewards by the standard deviation of the other samples"
-                findings.differs("grpo.adv_estimator.normalize_rewards", what)
-            else:
-                options = {"scale_rewards": "none"}
+            options["scale_rewards"] = "none"
     elif name == "reinforce_plus_plus":
         _reinforce_plus_plus(recipe, findings)
         return
     elif name == "grpo" and normalize:
         findings.set("gdpo.estimator", "grpo", "normalize_rewards")
+        options |= {"equal_peers": "raw"} if leave_one_out else {}
     elif name == "grpo":
         findings.set(
             "gdpo.estimator",
