@@ -208,6 +208,10 @@ class ComponentWeights:
         """Weights of the components with a constraint or schedule."""
         return {name: self.values[name] for name in (*self._constraints, *self._schedules)}
 
+    def at(self, step: int) -> dict[str, float]:
+        """Return `changed` in a step. The weights of the constraints are the current weights."""
+        return self.changed | {name: _interpolate(points, step) for name, points in self._schedules.items()}
+
     def update(self, step: int, columns: Mapping[str, np.ndarray]) -> None:
         """Set the weights of a step.
 
@@ -224,8 +228,7 @@ class ComponentWeights:
                 self.values[name] = constraint.ascend(self.values[name], float(given.mean()))
             self.metrics[f"reward/{name}/{constraint.kind}"] = constraint.bound
             self.metrics[f"reward/{name}/samples"] = float(len(given))
-        for name, points in self._schedules.items():
-            self.values[name] = _interpolate(points, step)
+        self.values |= self.at(step)
 
     def state(self) -> dict[str, float]:
         """Return the weights of the constraints, for a checkpoint."""

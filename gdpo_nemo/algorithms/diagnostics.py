@@ -4,43 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import comb
-from typing import Any, Sequence
+from typing import Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms.estimators import grpo
 from gdpo_nemo.algorithms.settings import Settings
-from gdpo_nemo.algorithms.table import RewardTable, build_table, moments
+from gdpo_nemo.algorithms.table import RewardTable, moments
 
 SHRUNK_SHARE = 0.1
 """A component is reported as shrunk if epsilon reduces its z-scores by more than this fraction."""
 IGNORED_SHARE = 0.1
 """A component is reported as ignored if its effective weight is below this fraction of its nominal weight."""
-
-
-@dataclass(frozen=True)
-class GroupSignal:
-    """Groups and components that have a training signal. Input of dynamic sampling."""
-
-    ids: np.ndarray
-    """int64 [groups], ascending group ids."""
-    dead: np.ndarray
-    """bool [groups, components]. True if the component is constant in the group, or fewer than two values are
-    present."""
-    weights: np.ndarray
-    """float64 [components], weights of the components."""
-
-    @property
-    def alive(self) -> np.ndarray:
-        """bool [groups]. True if at least one weighted component varies, even if the *sums* of the rewards are
-        equal."""
-        return np.asarray(~self.dead[:, self.weights != 0].all(axis=1))
-
-
-def groups_with_signal(rewards: Any, group_ids: Any, weights: Any = None, valid: Any = None) -> GroupSignal:
-    """Return which components vary in which groups. The arguments are those of `compute_advantages`."""
-    table = build_table(rewards, group_ids, weights, valid)
-    return GroupSignal(table.groups.ids, dead_groups(table), table.weights)
 
 
 def dead_groups(table: RewardTable) -> np.ndarray:
@@ -98,7 +73,7 @@ METRICS = {
     "advantage/std": ("", "Standard deviation of the advantages over the samples with a training signal"),
     "advantage/dead_groups": (
         "share",
-        "Groups in which every weighted component is constant",
+        "Groups in which the rewards give no sample an advantage (without the KL in the reward)",
         {
             "max": 0.9,
             "advisory": True,
@@ -127,7 +102,7 @@ class Diagnostics:
     dead_groups: np.ndarray
     """[components], fraction of the groups with this reward in which it is constant."""
     all_dead: float
-    """Fraction of groups in which all weighted components are constant."""
+    """Fraction of groups in which no row has an advantage (`Advantages.has_advantage`)."""
     weight: np.ndarray
     """[components], weights w_k of the estimator."""
     effective_weight: np.ndarray
@@ -226,13 +201,19 @@ class Diagnostics:
 
 
 def diagnose(
-    table: RewardTable, terms: np.ndarray, has_signal: np.ndarray, values: np.ndarray, epsilon: float | None = None
+    table: RewardTable,
+    terms: np.ndarray,
+    has_signal: np.ndarray,
+    has_advantage: np.ndarray,
+    values: np.ndarray,
+    epsilon: float | None = None,
 ) -> Diagnostics:
     """Compute the diagnostics of one batch.
 
     Args:
         terms: float64 [components, sequences], weighted terms in the table's row order.
         has_signal: bool [sequences], rows with a training signal.
+        has_advantage: bool [sequences], see `Advantages.has_advantage`.
         values: float64 [sequences], advantages.
         epsilon: constant added to the deviations of components within their groups; None if no epsilon was added.
     """
@@ -241,7 +222,7 @@ def diagnose(
     dead = dead_groups(table)
     having = np.stack([table.groups.sum(row) > 0 for row in present], axis=1)
     inhabited = table.groups.sum(table.valid) > 0
-    alive = ~dead[:, table.weights != 0].all(axis=1)
+    alive = table.groups.sum(has_advantage) > 0
     mean, std, saturation = column_statistics(table)
     correlation, conflicts = _pairs(terms)
     summed = grpo(table, Settings(batch_norm=False)).values

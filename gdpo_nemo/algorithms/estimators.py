@@ -33,6 +33,9 @@ class Terms:
     """True if `total` includes the KL in the reward, as in estimators of the sum."""
     dropped: np.ndarray | None = None
     """bool [sequences], True for rows that the estimator drops. None: no rows."""
+    batch_baseline: bool = False
+    """True if the batch norm compares each row with the whole batch, so that a row with the sum 0 also has an
+    advantage. False: rows are compared within their groups, and a row with the sum 0 has no advantage."""
 
     @property
     def values(self) -> np.ndarray:
@@ -211,7 +214,7 @@ def reinforce_plus_plus(table: RewardTable, settings: Settings, minus_baseline: 
     if table.kl_penalty is not None:
         total = total - table.kl_penalty
     shares = table.columns * table.weights[:, None]
-    return Terms(shares, scored, np.where(scored, total, 0.0), holds_kl=True)
+    return Terms(shares, scored, np.where(scored, total, 0.0), holds_kl=True, batch_baseline=settings.batch_norm)
 
 
 def mo_grpo(table: RewardTable, settings: Settings) -> Terms:

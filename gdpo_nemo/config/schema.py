@@ -76,13 +76,13 @@ class TeacherConfig:
 
 @dataclass
 class DynamicSamplingConfig:
-    """Dynamic sampling (DAPO): replace groups without a training signal before the update. A group has a signal if at
-    least one of its reward components varies."""
+    """Dynamic sampling (DAPO): replace groups without a training signal before the update. A group has a signal if the
+    estimator gives at least one of its samples an advantage, before the batch norm."""
 
     enabled: bool = False
-    """Drop each group whose weighted reward components, after shaping, are all constant among the samples that are
-    compared (see group_by). Other prompts are sampled in place of a dropped group. With rollout.max_staleness above 0,
-    groups are replaced one at a time."""
+    """Drop each group to which the estimator gives no advantage, with the rewards after shaping, the step's weights and
+    the samples that are compared (see group_by). Other prompts are sampled in place of a dropped group. With
+    rollout.max_staleness above 0, groups are replaced one at a time."""
     batch_multiplier: Annotated[Optional[float], Range(1)] = None
     """Number of prompts in every generation round, as a multiple of num_prompts_per_step. Surplus groups are discarded
     (DAPO, NeMo-RL). Requires rollout.max_staleness 0. Null: the first round has num_prompts_per_step prompts, and later

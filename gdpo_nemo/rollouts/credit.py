@@ -27,6 +27,13 @@ if TYPE_CHECKING:  # A run imports torch only after the start of its processes.
     from gdpo_nemo.algorithms import Advantages, Diagnostics
 
 
+def with_weights(config: Config, weights: Mapping[str, float]) -> Config:
+    """Return the config with other weights of some components in ``gdpo.rewards``."""
+    if not weights:
+        return config
+    return replace(config, gdpo=replace(config.gdpo, rewards={**config.gdpo.rewards, **weights}))
+
+
 def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
     """Return the rewards of the trajectories by component, after ``gdpo.shaping``.
 
@@ -432,6 +439,12 @@ class TurnAdvantages:
     def values(self) -> torch.Tensor:
         """Mean advantage over the policy tokens of each trajectory. Shape: float64 [trajectories]."""
         return self._means(self.of_turns.values)
+
+    @property
+    def has_advantage(self) -> np.ndarray:
+        """True if a turn of the trajectory has an advantage (``Advantages.has_advantage``). Shape: bool
+        [trajectories]."""
+        return np.bincount(self.rows.trajectory, self.of_turns.has_advantage, len(self.valid)) > 0
 
     @property
     def components(self) -> torch.Tensor:

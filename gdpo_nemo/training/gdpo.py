@@ -27,13 +27,14 @@ from gdpo_nemo.rollouts.credit import (
     log_ratios,
     reward_columns,
     updates_of,
+    with_weights,
 )
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 from gdpo_nemo.training.algorithm import Algorithm
 from gdpo_nemo.training.component_gradients import ComponentGradients
 
 if TYPE_CHECKING:
-    from gdpo_nemo.algorithms import Advantages, LossSettings
+    from gdpo_nemo.algorithms import Advantages, Diagnostics, LossSettings
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.data.tokenizer import Tokenizer
     from gdpo_nemo.observe.log import RunLog
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 METRICS = {
     "reward/total/mean": (
         "reward",
-        "Sum of the components' means with the weights in gdpo.rewards, which is the reward in GRPO",
+        "Sum of the components' means with the weights of the step, which is the reward in GRPO",
     ),
     "rollout/dropped_groups": ("groups", "Groups that gdpo.dynamic_sampling sampled and dropped from the step"),
     "rollout/reference_kl": (
@@ -243,8 +244,12 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
 
     def _with_weights(self, batch: Rollout) -> Config:
         """Return the config with the weights of a prepared batch in ``gdpo.rewards``."""
-        rewards = {**self.config.gdpo.rewards, **batch.weights}
-        return replace(self.config, gdpo=replace(self.config.gdpo, rewards=rewards))
+        return with_weights(self.config, batch.weights)
+
+    def reward_weights(self, step: int) -> dict[str, float]:
+        """Return the weights of the components with a constraint or schedule. The weight of a constraint is that before
+        the step, because the step's own samples move it."""
+        return {} if self.weights is None else self.weights.at(step)
 
     def updates(self, prepared: PreparedRollout) -> Iterator[list[TrainSequence]]:
         """Yield the sequences of each update: ``policy.train_global_batch_size`` at a time, repeated
@@ -304,7 +309,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         return {
             **update_metrics(results, on_policy and old_logprobs_source(self.config) == "trainer"),
             **diagnostics.metrics(),
-            "reward/total/mean": _weighted_mean(diagnostics, self.config.gdpo.rewards),
+            "reward/total/mean": _weighted_mean(diagnostics),
             **({} if self.weights is None else self.weights.metrics),
             **rollout_metrics(rollout.trajectories, version),
             "rollout/dropped_groups": float(rollout.dropped_groups),
@@ -396,10 +401,9 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         )
 
 
-def _weighted_mean(diagnostics: Any, weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of the components' mean rewards, which is the mean reward in GRPO."""
-    means = dict(zip(diagnostics.names, diagnostics.mean))
-    return float(np.nansum([weight * means.get(name, np.nan) for name, weight in weights.items()]))
+def _weighted_mean(diagnostics: Diagnostics) -> float:
+    """Return the sum of the components' mean rewards with the step's weights, which is the mean reward in GRPO."""
+    return float(np.nansum(diagnostics.weight * diagnostics.mean))
 
 
 class ComponentAlerts:

@@ -327,7 +327,8 @@ def test_the_run_ends_with_its_epochs_and_dynamic_sampling_takes_whole_batches(t
         {"gdpo.dynamic_sampling.leave_one_out": False}, SAME),
         # Without normalize_rewards, the mean of the others is only subtracted.
         ("gdpo_without_deviation", "grpo: {adv_estimator: {use_leave_one_out_baseline: true}}",
-        {"gdpo.options": {"leave_one_out": True, "scale_rewards": "none"}}, {"data.default.prompt_file"}),
+        {"gdpo.options": {"leave_one_out": True, "scale_rewards": "none"}},
+        {"data.train.system_prompt_file", "data.validation.system_prompt_file"}),
         # grpo.py, setup asserts.
         ("base", "grpo: {batch_multiplier: 1.5}", {"gdpo.dynamic_sampling.batch_multiplier": None},
         {"grpo.batch_multiplier"}),
