@@ -7,7 +7,8 @@ is not reproduced. Numerical differences between the variants are in the tests.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_type_hints
+from functools import cache
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from gdpo_nemo.algorithms.table import nearest
 
@@ -67,20 +68,9 @@ class Settings:
     """Give samples of groups with zero range a score of exactly 0. False: only epsilon bounds their rounding noise."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(Settings)
-        for name in (
-            "batch_unit",
-            "batch_rows",
-            "missing",
-            "singleton",
-            "single_reward",
-            "equal_peers",
-            "scale_rewards",
-        ):
-            if getattr(self, name) not in get_args(hints[name]):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}; {nearest(getattr(self, name), get_args(hints[name]))}"
-                )
+        for name, choices in _choices().items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}; {nearest(getattr(self, name), choices)}")
         for name in ("epsilon", "residue"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
@@ -91,6 +81,13 @@ class Settings:
     def batch_eps(self) -> float:
         """Resolved value of `batch_epsilon`."""
         return self.epsilon if self.batch_epsilon is None else self.batch_epsilon
+
+
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """Return the valid values of each setting that has a fixed list of values."""
+    hints = get_type_hints(Settings)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 SETTING_NAMES = tuple(field.name for field in fields(Settings))

@@ -100,9 +100,10 @@ class DynamicSamplingConfig:
     max_rerolls: Annotated[int, Range(1)] = 1
     """Maximum number of times per epoch that the same prompt is sampled again."""
     leave_one_out: bool = False
-    """Drop single samples instead of whole groups. A sample is dropped if the other samples of its group all have equal
-    rewards, even if its own reward differs. The step is then filled up to its number of samples, if necessary with part
-    of a group. This setting matches NeMo-RL with its leave-one-out baseline. Requires rollout.max_staleness 0."""
+    """Reproduce NeMo-RL, which drops single samples instead of whole groups with its leave-one-out baseline. A sample
+    is dropped if the other samples of its group have equal rewards. The others are trained, with advantage 0. The step
+    is then filled up to its number of samples, if necessary with part of a group. Requires preset nemo_rl or
+    equal_peers raw in gdpo.options, and rollout.max_staleness 0."""
 
 
 @dataclass

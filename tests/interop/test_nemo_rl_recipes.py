@@ -323,6 +323,8 @@ def test_the_run_ends_with_its_epochs_and_dynamic_sampling_takes_whole_batches(t
         # grpo.py, dynamic_sampling: the deviation of the key of grpo, not of adv_estimator, decides by sample.
         ("base", "grpo: {use_dynamic_sampling: true, batch_multiplier: 1.5}",
          {"gdpo.dynamic_sampling.leave_one_out": True, "gdpo.dynamic_sampling.batch_multiplier": 1.5}, SAME),
+        ("base", "grpo: {use_dynamic_sampling: true, batch_multiplier: 1.5, normalize_rewards: false}",
+         {"gdpo.estimator": "rloo", "gdpo.dynamic_sampling.leave_one_out": False}, {"grpo.use_leave_one_out_baseline"}),
         ("base", "grpo: {use_dynamic_sampling: true, use_leave_one_out_baseline: false}",
         {"gdpo.dynamic_sampling.leave_one_out": False}, SAME),
         # Without normalize_rewards, the mean of the others is only subtracted.
