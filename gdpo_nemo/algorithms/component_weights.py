@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,8 @@ class ComponentWeights:
     def __init__(
         self, rewards: Mapping[str, float], constraints: Mapping[str, Any], schedules: Mapping[str, Any]
     ) -> None:
+        self._directions = partial(directions, rewards, constraints, schedules)
+        self._step = 1
         self.values = dict(rewards)
         """Weight of each component in the current step."""
         self._constraints = {name: read_constraint(name, options) for name, options in constraints.items()}
@@ -208,6 +211,11 @@ class ComponentWeights:
         """Weights of the components with a constraint or schedule."""
         return {name: self.values[name] for name in (*self._constraints, *self._schedules)}
 
+    @property
+    def directions(self) -> dict[str, int]:
+        """Result of `directions` for the current step."""
+        return self._directions(self._step)
+
     def at(self, step: int) -> dict[str, float]:
         """Return `changed` in a step. The weights of the constraints are the current weights."""
         return self.changed | {name: _interpolate(points, step) for name, points in self._schedules.items()}
@@ -221,6 +229,7 @@ class ComponentWeights:
             step: number of the step, counted from 1.
             columns: rewards of the batch by component, [samples], NaN for a missing reward.
         """
+        self._step = step
         self.metrics = {}
         for name, constraint in self._constraints.items():
             given = columns[name][~np.isnan(columns[name])] if name in columns else np.zeros(0)

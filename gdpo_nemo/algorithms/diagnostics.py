@@ -10,7 +10,7 @@ import numpy as np
 
 from gdpo_nemo.algorithms.estimators import grpo
 from gdpo_nemo.algorithms.settings import Settings
-from gdpo_nemo.algorithms.table import RewardTable, moments
+from gdpo_nemo.algorithms.table import CONSTANT_RANGE, RewardTable, moments
 
 SHRUNK_SHARE = 0.1
 """A component is reported as shrunk if epsilon reduces its z-scores by more than this fraction."""
@@ -43,7 +43,8 @@ METRICS = {
     "reward/NAME/std": ("reward", "Sample standard deviation of component NAME over the batch"),
     "reward/NAME/dead_groups": (
         "share",
-        "Groups in which component NAME is constant and therefore has no training signal",
+        "Groups in which component NAME is constant and therefore has no training signal. A range of at most 1e-9 x "
+        "max(1, |reward|) counts as constant",
         {
             "label": "dead groups",
             "max": 0.999,
@@ -99,8 +100,15 @@ class Diagnostics:
     """[components], fraction of valid rows without this reward."""
     saturation: np.ndarray
     """[components], (mean - smallest) / (largest - smallest) reward in the batch."""
+    low: np.ndarray
+    """[components], smallest reward in the batch."""
+    high: np.ndarray
+    """[components], largest reward in the batch."""
     dead_groups: np.ndarray
     """[components], fraction of the groups with this reward in which it is constant."""
+    too_small: np.ndarray
+    """[components], 1 if the component differs within a group by more than rounding, but by so little that it counts as
+    constant (`table.CONSTANT_RANGE`)."""
     all_dead: float
     """Fraction of groups in which no row has an advantage (`Advantages.has_advantage`)."""
     weight: np.ndarray
@@ -184,6 +192,11 @@ class Diagnostics:
         nominal = self.nominal_weight[k]
         if self.missing[k] == 1:
             return f"component {name!r} is missing in every row, so it has no training signal"
+        if self.dead_groups[k] == 1 and self.too_small[k]:
+            return (
+                f"component {name!r} differs within groups by at most {CONSTANT_RANGE:g} x max(1, |reward|), which "
+                f"counts as constant, so it has no training signal; scale the reward up, or remove its offset"
+            )
         if self.dead_groups[k] == 1:
             return (
                 f"component {name!r} is constant in every group (mean {self.mean[k]:.4g}), so it has no training signal"
@@ -223,17 +236,15 @@ def diagnose(
     having = np.stack([table.groups.sum(row) > 0 for row in present], axis=1)
     inhabited = table.groups.sum(table.valid) > 0
     alive = table.groups.sum(has_advantage) > 0
-    mean, std, saturation = column_statistics(table)
     correlation, conflicts = _pairs(terms)
     summed = grpo(table, Settings(batch_norm=False)).values
     with np.errstate(divide="ignore", invalid="ignore"):
         return Diagnostics(
             names=table.names,
-            mean=mean,
-            std=std,
+            **column_statistics(table),
             missing=1.0 - count / table.valid.sum(),
-            saturation=saturation,
             dead_groups=(dead & having).sum(axis=0) / having.sum(axis=0),
+            too_small=_too_small(table, dead),
             all_dead=float(np.float64((~alive & inhabited).sum()) / inhabited.sum()),
             weight=table.weights,
             effective_weight=_variance_shares(terms[:, has_signal]),
@@ -246,22 +257,24 @@ def diagnose(
         )
 
 
-def column_statistics(table: RewardTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean, sample standard deviation and saturation of each component's present rewards, each [components]. NaN
-    if undefined."""
-    result = np.full((3, len(table.names)), np.nan)
+def column_statistics(table: RewardTable) -> dict[str, np.ndarray]:
+    """Return the fields of `Diagnostics` that describe each component's present rewards, each [components]. NaN if
+    undefined."""
+    names = ("mean", "std", "saturation", "low", "high")
+    result = np.full((len(names), len(table.names)), np.nan)
     for k, (column, present) in enumerate(zip(table.columns, table.present, strict=True)):
         values = column if present.all() else column[present]
         if not len(values):
             continue
         low = values.min()
         high = values.max()
+        result[3:, k] = low, high
         result[0, k] = values.mean()
         if len(values) > 1:
             result[1, k] = values.std(ddof=1) if high > low else 0.0
         if high > low:
             result[2, k] = (result[0, k] - low) / (high - low)
-    return result[0], result[1], result[2]
+    return dict(zip(names, result))
 
 
 def _shrinkage(table: RewardTable, dead: np.ndarray, epsilon: float | None) -> np.ndarray:
@@ -273,6 +286,23 @@ def _shrinkage(table: RewardTable, dead: np.ndarray, epsilon: float | None) -> n
             std = np.median(moments(table.groups, table.columns[k], table.present[k]).std[~dead[:, k]])
             share[k] = epsilon / (std + epsilon)
     return share
+
+
+_ROUNDING = 1e-12
+"""Differences of rewards below this fraction of the largest reward of the group are rounding noise."""
+
+
+def _too_small(table: RewardTable, dead: np.ndarray) -> np.ndarray:
+    """Return `Diagnostics.too_small`."""
+    groups = table.groups
+    found = np.zeros(len(table.names))
+    for k, (column, present) in enumerate(zip(table.columns, table.present, strict=True)):
+        low = groups.min(np.where(present, column, np.inf))
+        high = groups.max(np.where(present, column, -np.inf))
+        several = dead[:, k] & (groups.sum(present) > 1)
+        largest = np.maximum(np.abs(low), np.abs(high))[several]
+        found[k] = ((high - low)[several] > _ROUNDING * largest).any()
+    return found
 
 
 def _variance_shares(terms: np.ndarray) -> np.ndarray:
@@ -302,8 +332,10 @@ def _pairs(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return terms @ terms.T / np.sqrt(power * power.T), (both - agreement) / (2 * both)
 
 
-def pass_at_k(values: Sequence[float], k: int) -> float:
-    """Return the expected maximum of k values that are drawn from ``values`` without replacement.
+def pass_at_k(values: Sequence[float], k: int, direction: int = 1) -> float:
+    """Return the expected best of k values that are drawn from ``values`` without replacement.
+
+    The best value is the largest, or the smallest if ``direction`` is -1 (`component_weights.directions`).
 
     For values 0 and 1 this is pass@k, 1 - C(n - c, k) / C(n, k) with c ones among n values (arXiv 2107.03374, equation
     1). The estimate is unbiased. In contrast, 1 - (1 - c / n)^k and the best of all n samples are biased.
@@ -314,16 +346,18 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
     n = len(values)
     if not 1 <= k <= n:
         raise ValueError(f"k must be between 1 and the number of values ({n}), got {k}")
-    # The i-th smallest value (from 0) is the largest of C(i, k - 1) of the C(n, k) possible samples.
-    return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(sorted(values)))
+    # The i-th worst value (from 0) is the best of C(i, k - 1) of the C(n, k) possible samples.
+    ordered = sorted(values, reverse=direction < 0)
+    return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(ordered))
 
 
-def mean_pass_at_k(rows: Sequence[Sequence[float | None]], k: int) -> float | None:
+def mean_pass_at_k(rows: Sequence[Sequence[float | None]], k: int, direction: int = 1) -> float | None:
     """Return the mean of ``pass_at_k`` over the prompts with at least k values, or None if there are none.
 
     Args:
         rows: values of the samples of each prompt; None for a sample without a value.
+        direction: see ``pass_at_k``.
     """
     present = [[value for value in row if value is not None] for row in rows]
-    found = [pass_at_k(values, k) for values in present if len(values) >= k]
+    found = [pass_at_k(values, k, direction) for values in present if len(values) >= k]
     return float(np.mean(found)) if found else None

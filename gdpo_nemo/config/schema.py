@@ -149,7 +149,8 @@ class GdpoConfig:
     does not discount."""
     turn_baseline: str = "turn"
     """Returns that serve as the baseline of a turn, with credit: turn. turn: the group's returns of the same turn.
-    group: the group's returns of all turns (process supervision in GRPO)."""
+    group: the group's returns of all turns (process supervision in GRPO), which is biased, because they include the
+    returns of the sample's own later turns."""
     kl_in_reward: Annotated[Optional[float], Range(above=0)] = None
     """Coefficient beta of a KL penalty in the reward, relative to the initial model. The advantage becomes A - beta (KL
     - mean KL of the group), in which KL is the summed log-ratio of a trajectory. The penalty is applied before the
@@ -190,7 +191,8 @@ class GdpoConfig:
     """Number of samples per held-out prompt. Validation metrics are means over these samples."""
     val_pass_at_k: Annotated[List[int], Range(1, 10**6)] = field(default_factory=list)
     """Values of k for which validation reports the unbiased pass@k of each component, that is, the expected best of k
-    samples. Each k is at most val_generations_per_prompt. Example: `[1, 4, 8]`."""
+    samples: the largest reward, or the smallest for a component with a negative weight. Each k is at most
+    val_generations_per_prompt. Example: `[1, 4, 8]`."""
     val_temperature: Annotated[float, Range(0)] = 1.0
     """Sampling temperature for validation; 0 is greedy."""
     val_top_p: Annotated[float, Range(above=0, most=1)] = 1.0
@@ -354,7 +356,8 @@ class CheckpointingConfig:
     keep_best: Annotated[int, Range(0)] = 1
     """Number of best checkpoints by metric_name to keep in addition to the most recent checkpoints."""
     metric_name: Optional[str] = None
-    """Metric that ranks the checkpoints, for example validation/correctness. Larger is better."""
+    """Metric that ranks the checkpoints, for example validation/correctness. Larger is better, or smaller for a reward
+    component with a negative weight."""
     async_save: bool = False
     """Write checkpoint files during training, from a copy of the state in host memory. If the run fails before all
     files are written, it resumes from the previous checkpoint."""

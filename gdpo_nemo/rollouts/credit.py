@@ -478,9 +478,8 @@ class TurnAdvantages:
 
         found = self.of_turns.diagnostics
         table = build_table(dict(self.totals), np.arange(len(self.valid)), dict.fromkeys(self.names, 1.0), self.valid)
-        mean, std, saturation = column_statistics(table)
         missing = 1.0 - table.present.sum(axis=1) / max(1, self.valid.sum())
-        return replace(found, mean=mean, std=std, saturation=saturation, missing=missing)
+        return replace(found, **column_statistics(table), missing=missing)
 
     def _means(self, values: torch.Tensor) -> torch.Tensor:
         import torch

@@ -251,6 +251,11 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         the step, because the step's own samples move it."""
         return {} if self.weights is None else self.weights.at(step)
 
+    @property
+    def _directions(self) -> dict[str, int]:
+        """Result of ``component_weights.directions`` for the weights of the last step."""
+        return super()._directions if self.weights is None else self.weights.directions
+
     def updates(self, prepared: PreparedRollout) -> Iterator[list[TrainSequence]]:
         """Yield the sequences of each update: ``policy.train_global_batch_size`` at a time, repeated
         ``gdpo.num_iterations`` times."""
@@ -335,7 +340,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             turn_advantages=by_turn,
             entropies=prepared.entropies,
         )
-        self.component_alerts.update(prepared.advantages.diagnostics.alerts, [t.rewards for t in rollout.trajectories])
+        self.component_alerts.update(prepared.advantages.diagnostics)
 
     def _mean_advantages(self, prepared: PreparedRollout) -> np.ndarray:
         """Return the mean advantage over the policy tokens of each trajectory. Shape: float64 [trajectories]."""
@@ -416,22 +421,18 @@ class ComponentAlerts:
     def __init__(self, log: RunLog):
         self._log = log
         self._steps: dict[str, int] = {}
-        self._highest: dict[str, float] = {}
+        self._extremes: dict[str, tuple[float, float]] = {}
+        """Smallest and largest reward of a sample so far, by component."""
         self._noted: set[str] = set()
 
-    def update(self, lines: Sequence[str], rewards: Sequence[Mapping[str, float | None]]) -> None:
-        """Process a step.
-
-        Args:
-            lines: ``Diagnostics.alerts`` of the step.
-            rewards: rewards of each sample, by component.
-        """
-        for sample in rewards:
-            for name, value in sample.items():
-                if value is not None and not value <= self._highest.get(name, value - 1):
-                    self._highest[name] = value
+    def update(self, diagnostics: Diagnostics) -> None:
+        """Process the diagnostics of a step."""
+        for name, low, high in zip(diagnostics.names, diagnostics.low.tolist(), diagnostics.high.tolist()):
+            if not np.isnan(low):
+                before = self._extremes.get(name, (low, high))
+                self._extremes[name] = min(low, before[0]), max(high, before[1])
         # The text before the first number identifies the component and its problem.
-        current = {re.split(r"[(:]", line)[0]: line for line in lines}
+        current = {re.split(r"[(:]", line)[0]: line for line in diagnostics.alerts}
         self._steps = {key: self._steps.get(key, 0) + 1 for key in current}
         for key, steps in self._steps.items():
             if steps == PATIENCE:
@@ -440,7 +441,7 @@ class ComponentAlerts:
     def _report(self, line: str) -> None:
         constant = re.match(r"component (['\"])(.+)\1 is constant", line)
         name = constant[2] if constant else None
-        if name is None or not self._log.history.solved(name, PATIENCE, self._highest.get(name)):
+        if name is None or not self._log.history.solved(name, PATIENCE, self._extremes.get(name, ())):
             self._log.alert(f"for {PATIENCE} steps, {line}")
         elif name not in self._noted:
             self._noted.add(name)

@@ -95,6 +95,22 @@ def test_alerts_name_components_that_train_nothing():
 
 
 @pytest.mark.parametrize(
+    "values, told",
+    [
+        ([0.0, 4e-10, 0.0, 1e-10], True),  # smaller than the range that counts as constant
+        ([1e6, 1e6 + 1e-4, 1e6, 1e6], True),  # a small part of its offset
+        ([0.3, 0.1 + 0.2, 0.3, 0.3], False),  # rounding
+        ([0.5] * 4, False),
+        ([0.0, 4e-7, 0.0, 1e-7], None),  # shrunk by epsilon
+    ],
+)
+def test_a_component_below_the_range_that_counts_as_constant_is_reported(values, told):
+    found = diagnose({"a": values + [0.25] * 4, "b": [0, 1] * 4}).alerts
+    assert any("'a' differs within groups by at most 1e-09 x max(1, |reward|)" in line for line in found) == bool(told)
+    assert any("'a' is constant in every group" in line for line in found) == (told is False)
+
+
+@pytest.mark.parametrize(
     "estimator, weights, dead",
     [("gdpo", [1, 1, 1], [0]), ("gdpo", [0, 1, 1], [0, 1]), ("grpo", [1, 1, 1], [0, 2]), ("grpo", [1, 2, 1], [0])],
 )

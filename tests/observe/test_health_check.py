@@ -184,8 +184,16 @@ def test_what_holds_for_every_run_finds_each_sickness_in_a_run_without_threshold
     assert states == [set(), {found}]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"reward/one/weight": 1.0}, {"reward/one/weight": 0.0, "reward/one/at_least": 0.9},
+     {"reward/one/weight": -0.5}, {"reward/one/weight": 0.0, "reward/one/at_most": 0.1}],
+)  # fmt: skip
 @pytest.mark.parametrize("values, sound", [([0.4, 0.9, 1.0], True), ([1.0, 1.0, 1.0], False), ([0.9, 0.4, 0.0], False)])
-def test_a_component_constant_at_its_best_is_solved_and_any_other_is_dead(tmp_path, values, sound):
+def test_a_component_constant_at_its_best_is_solved_and_any_other_is_dead(tmp_path, values, sound, change):
+    penalty = change.get("reward/one/weight", 1.0) < 0 or "reward/one/at_most" in change
+    values = [1.0 - value for value in values] if penalty else values
+
     def row(step: int) -> dict:
         value = values[min(step // 5, 2)]
         varies = 0.0 if value in (0.0, 1.0) else 0.3
@@ -195,6 +203,7 @@ def test_a_component_constant_at_its_best_is_solved_and_any_other_is_dead(tmp_pa
             "reward/one/mean": value,
             "reward/one/std": varies,
             "reward/one/dead_groups": float(not varies),
+            **change,
         }
 
     folder = run_folder(tmp_path / "run", lambda r: row(r["step"]), 20, one=1.0)
