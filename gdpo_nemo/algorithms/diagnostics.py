@@ -43,8 +43,7 @@ METRICS = {
     "reward/NAME/std": ("reward", "Sample standard deviation of component NAME over the batch"),
     "reward/NAME/dead_groups": (
         "share",
-        "Groups in which component NAME is constant and therefore has no training signal. A range of at most 1e-9 x "
-        "max(1, |reward|) counts as constant",
+        "Groups in which component NAME is constant (range at most 1e-9 x max(1, |reward|)): no training signal",
         {
             "label": "dead groups",
             "max": 0.999,

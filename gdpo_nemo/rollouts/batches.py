@@ -181,12 +181,8 @@ class BatchStream(Protocol):
     def queues(self) -> dict[str, Any]:
         """Return the work in flight, for the status file. Another thread calls this method."""
 
-    def schedule(self, step: int, reward_weights: Mapping[str, float] | None = None) -> None:
-        """Record that ``step`` steps are trained, and start all work that is possible with the published weights.
-
-        Args:
-            reward_weights: weights of the reward components that are not those of ``gdpo.rewards`` in the next step.
-        """
+    def schedule(self, step: int) -> None:
+        """Record that ``step`` steps are trained, and start all work that is possible with the published weights."""
 
     def progress(self) -> str:
         """Describe the progress of the current batch or validation, for display. Another thread calls this method."""
@@ -235,7 +231,7 @@ class PromptStream:
         """Return an empty string. Batches are prepared almost instantly, so progress is not displayed."""
         return ""
 
-    def schedule(self, step: int, reward_weights: Mapping[str, float] | None = None) -> None:
+    def schedule(self, step: int) -> None:
         """Do nothing, because no batch is prepared in advance."""
 
     def get_batch(self, step: int) -> PromptBatch:
@@ -279,7 +275,7 @@ class RecordedStream:
         self._entries = {entry.step: entry for entry in entries}
         self._files = dict(rollout_files(run_dir))
 
-    def schedule(self, version: int, reward_weights: Mapping[str, float] | None = None) -> None:
+    def schedule(self, version: int) -> None:
         """Do nothing, because no batch is prepared in advance."""
 
     def get_batch(self, step: int) -> Rollout:

@@ -34,8 +34,9 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Coroutine, Sequence
 
+from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
@@ -116,9 +117,12 @@ class RolloutScheduler:
         self._last_batch_time = time.monotonic()
         """Time at which the previous ``get_batch`` returned a batch."""
         self._made: dict[int, MadeGroup] = {}
+        gdpo = config.gdpo
+        # Constraints are excluded with dynamic sampling, so all weights are known before the step.
+        self._weights = ComponentWeights(gdpo.rewards, gdpo.constraints, gdpo.schedules)
         self._weighted = config
         """Config with the weights of the next step in ``gdpo.rewards``, by which dynamic sampling selects groups."""
-        self._sampling_groups = InFlight(config.gdpo.group_by == "prompt")
+        self._sampling_groups = InFlight(gdpo.group_by == "prompt")
         self._training: list[Group] = []
         """New groups of the current training batch."""
         self._num_without_signal = 0
@@ -137,13 +141,9 @@ class RolloutScheduler:
 
     # -- methods for the trainer ------------------------------------------------------------------------------------
 
-    def schedule(self, step: int, reward_weights: Mapping[str, float] | None = None) -> None:
-        """Record that ``step`` steps are trained, and start all groups that the published weights allow.
-
-        Args:
-            reward_weights: see ``BatchStream``.
-        """
-        self._fleet.spawn(self._schedule(step, reward_weights)).result()
+    def schedule(self, step: int) -> None:
+        """Record that ``step`` steps are trained, and start all groups that the published weights allow."""
+        self._fleet.spawn(self._schedule(step)).result()
 
     def get_batch(self, step: int) -> Rollout | None:
         """Wait for batch number ``step`` and return it. Return None if too few prompts are left for a batch.
@@ -197,8 +197,8 @@ class RolloutScheduler:
 
     # -- admission -------------------------------------------------------------------------------------------------
 
-    async def _schedule(self, step: int, reward_weights: Mapping[str, float] | None) -> None:
-        self._weighted = with_weights(self._config, reward_weights or {})
+    async def _schedule(self, step: int) -> None:
+        self._weighted = with_weights(self._config, self._weights.at(step + 1))
         if self._training:
             self._tracker.begin(step, self._training)
             self._training = []

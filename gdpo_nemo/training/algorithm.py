@@ -97,15 +97,6 @@ class Algorithm(ABC, Generic[Batch, Prepared]):
         """Receive the result of an update, directly after the update."""
         return
 
-    def reward_weights(self, step: int) -> dict[str, float]:
-        """Return the weights of the reward components that are not those of ``gdpo.rewards`` in a step, by which
-        dynamic sampling selects the groups of this step.
-
-        Args:
-            step: number of the step, counted from 1.
-        """
-        return {}
-
     def state(self) -> dict[str, Any]:
         """Return the algorithm's state for a checkpoint. The state must be serializable as JSON."""
         return {}

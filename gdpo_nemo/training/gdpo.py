@@ -246,11 +246,6 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         """Return the config with the weights of a prepared batch in ``gdpo.rewards``."""
         return with_weights(self.config, batch.weights)
 
-    def reward_weights(self, step: int) -> dict[str, float]:
-        """Return the weights of the components with a constraint or schedule. The weight of a constraint is that before
-        the step, because the step's own samples move it."""
-        return {} if self.weights is None else self.weights.at(step)
-
     @property
     def _directions(self) -> dict[str, int]:
         """Result of ``component_weights.directions`` for the weights of the last step."""

@@ -184,7 +184,7 @@ class Trainer:
 
     def schedule(self) -> None:
         """Start all rollouts that the published weights allow."""
-        self.stream.schedule(self.state.step, self.algorithm.reward_weights(self.state.step + 1))
+        self.stream.schedule(self.state.step)
 
     @property
     def _publishes(self) -> bool:

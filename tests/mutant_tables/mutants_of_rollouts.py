@@ -43,7 +43,7 @@ ROLLOUTS = (
     ),
     mutant(
         "rollouts/scheduler.py",
-        "with_weights(self._config, reward_weights or {})",
+        "with_weights(self._config, self._weights.at(step + 1))",
         "with_weights(self._config, {})",
         "rollouts/test_group_signal.py::test_dynamic_sampling_selects_by_the_weights_of_the_step",
         "dynamic sampling selects by the weights of the step",

@@ -11,7 +11,6 @@ from hypothesis import example, given, settings, strategies as st
 from scheduler_world import places
 
 from gdpo_nemo.algorithms import compute_advantages
-from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
@@ -166,17 +165,16 @@ def test_rows_that_are_alike_and_differ_within_their_prompt_are_trained_if_group
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_dynamic_sampling_selects_by_the_weights_of_the_step(world, staleness):
-    """Correctness differs in the first three prompts only, and style in all others."""
+    """Correctness differs in the first three prompts only, and style in all others. Step 2 ignores correctness."""
     w = world(
         "gdpo.rewards={correctness: 1, style: 1}", "gdpo.schedules={correctness: [[2, 0.0]]}",
-        "gdpo.dynamic_sampling.enabled=true", f"rollout.max_staleness={staleness}", limit=12,
+        "gdpo.dynamic_sampling.enabled=true", f"rollout.max_staleness={staleness}", limit=12, step=1,
     )  # fmt: skip
-    w.verdict = lambda t: Verdict(
-        {
-            "correctness": float(t.sample_index * (int(t.prompt.id) < 3)),
-            "style": float(t.sample_index * (int(t.prompt.id) > 2)),
-        }
-    )
-    w.scheduler.schedule(0, ComponentWeights(w.config.gdpo.rewards, {}, w.config.gdpo.schedules).at(2))
-    rollout = w.scheduler.get_batch(0)
+
+    def verdict(t):
+        first = int(t.prompt.id) < 3
+        return Verdict({"correctness": float(t.sample_index * first), "style": float(t.sample_index * (not first))})
+
+    w.verdict = verdict
+    rollout = w.train()
     assert places(rollout) == [3, 4, 5] and rollout.dropped_groups == 3
