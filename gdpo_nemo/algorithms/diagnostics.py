@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import comb
-from typing import Sequence
+from typing import Any, Sequence
 
 import numpy as np
 
@@ -256,7 +256,7 @@ def diagnose(
         )
 
 
-def column_statistics(table: RewardTable) -> dict[str, np.ndarray]:
+def column_statistics(table: RewardTable) -> dict[str, Any]:
     """Return the fields of `Diagnostics` that describe each component's present rewards, each [components]. NaN if
     undefined."""
     names = ("mean", "std", "saturation", "low", "high")

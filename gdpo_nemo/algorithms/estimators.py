@@ -99,15 +99,16 @@ def _leave_one_out(groups: Groups, factor: np.ndarray, stats: Moments, settings:
     """
     count = groups.rows(np.maximum(stats.count, 2)).astype(np.float64)
     centred: np.ndarray = count / (count - 1)  # converts r - mean of the group to r - mean of the other samples
+    divided: np.ndarray = factor * centred
     if settings.scale_rewards != "group":
-        return factor * centred
+        return divided
     squares = groups.rows(groups.sum(stats.deviation**2))
     others = squares - stats.deviation**2 * count / (count - 1)
     # If this row is the group's only outlier, the difference is only rounding noise.
     others[others <= 1e-12 * squares] = 0.0
     std = np.sqrt(others / np.maximum(count - 1 - settings.ddof, 1))
     std[count - 1 <= settings.ddof] = 0.0
-    score: np.ndarray = centred if settings.equal_peers == "raw" else factor * centred
+    score = centred if settings.equal_peers == "raw" else divided
     return np.where(std > 0, centred / np.maximum(std + settings.epsilon, 1e-300), score)
 
 

@@ -281,10 +281,11 @@ def judge(
         (a, b): sum(_wins(rewards, a, best[a]) != _wins(rewards, b, best[b]) for rewards in gold.values())
         for a, b in exclusive
     }
-    for name, one in components.items():
-        sign = (directions or {}).get(name, 1)
-        one.best *= sign
-        one.gold_loses = {row: None if value is None else value * sign for row, value in one.gold_loses.items()}
+    for name, found in components.items():
+        found.best *= (directions or {}).get(name, 1)
+        found.gold_loses = {
+            row: oriented({name: value}, directions or {})[name] for row, value in found.gold_loses.items()
+        }
     return Trial(len(gold), list(by_row), len(tried), failed or Counter(), components, exclusive, split)
 
 
