@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from gdpo_nemo.algorithms.advantages import Advantages as Advantages, compute_advantages as compute_advantages
     from gdpo_nemo.algorithms.diagnostics import (
         Diagnostics as Diagnostics,
-        GroupSignal as GroupSignal,
-        groups_with_signal as groups_with_signal,
     )
     from gdpo_nemo.algorithms.estimators import (
         ESTIMATORS as ESTIMATORS,
@@ -46,11 +44,7 @@ _HOMES = {
         "Advantages",
         "compute_advantages",
     ),
-    "diagnostics": (
-        "Diagnostics",
-        "GroupSignal",
-        "groups_with_signal",
-    ),
+    "diagnostics": ("Diagnostics",),
     "estimators": (
         "ESTIMATORS",
         "Terms",

@@ -54,13 +54,26 @@ class Advantages:
     """Epsilon in the components' z-scores. None if the sum of the rewards was normalised instead."""
     _scale: BatchScale | None = field(repr=False, compare=False, default=None)
     """Batch norm of the advantages. None if there is none."""
+    _find_advantaged: Callable[[], np.ndarray] | None = field(repr=False, compare=False, default=None)
+    """Function that returns `has_advantage`, in the table's row order."""
 
     @cached_property
     def diagnostics(self) -> Diagnostics:
         """Diagnostics of the rewards' effect on the advantages, computed on first access."""
         take = self._table.groups.take
         terms = np.ascontiguousarray(take(self.components.numpy()).T)
-        return diagnose(self._table, terms, take(self.has_signal.numpy()), take(self.values.numpy()), self._epsilon)
+        has_signal, has_advantage = take(self.has_signal.numpy()), take(self.has_advantage)
+        return diagnose(self._table, terms, has_signal, has_advantage, take(self.values.numpy()), self._epsilon)
+
+    @cached_property
+    def has_advantage(self) -> np.ndarray:
+        """Rows to which the estimator gives an advantage other than 0 before the batch norm: bool [sequences].
+
+        The KL in the reward does not count, nor does a rest of rewards that cancel up to rounding and the effect of
+        epsilon. In contrast to `has_signal`, rows whose terms cancel are not included.
+        """
+        assert self._find_advantaged is not None
+        return self._table.groups.put(self._find_advantaged())
 
     @property
     def scale(self) -> float:
@@ -158,6 +171,7 @@ def compute_advantages(
         _table=table,
         _epsilon=None if terms.total is not None else settings.epsilon,
         _scale=scale,
+        _find_advantaged=partial(_advantaged_rows, table, settings, partial(entry.function, **estimator_options)),
     )
 
 
@@ -213,11 +227,33 @@ def _moments(values: np.ndarray, unit: np.ndarray, ddof: int) -> tuple[float, fl
     return mean, (unit * (values - mean) ** 2).sum() / (unit.sum() - ddof)
 
 
+def _advantaged_rows(table: RewardTable, settings: Settings, compute: Callable[..., Terms]) -> np.ndarray:
+    """Return `Advantages.has_advantage`, in the table's row order."""
+    table = replace(table, kl_penalty=None)
+    with np.errstate(all="ignore"):
+        terms = compute(table, settings)
+        rows = _counted(table, terms, settings)[0] if settings.batch_norm else np.ones(len(table.valid), bool)
+        if terms.batch_baseline:
+            return rows
+        values, sizes = np.abs(terms.values), np.abs(terms.components).sum(axis=0)
+        small = (values > 0) & (values <= _SMALL * sizes)
+        # Estimators that normalise the sum have no separate terms in which epsilon could leave a remainder.
+        if terms.total is None and small.any():
+            sharp = compute(table, _without_epsilon(settings))
+            values[small] = np.abs(sharp.values[small])
+            sizes[small] = np.abs(sharp.components).sum(axis=0)[small]
+    return np.asarray(rows & (values > Settings.residue * sizes))
+
+
+def _without_epsilon(settings: Settings) -> Settings:
+    """Return the settings with a negligible epsilon, to compute what remains without the effect of epsilon."""
+    return replace(settings, epsilon=settings.epsilon * _LESS_EPSILON, exact_zero=True)
+
+
 _SMALL = 0.1
 """Cancellation is checked only if the deviation of the advantages is below this fraction of the size of their terms."""
 _LESS_EPSILON = 1e-9
-"""Factor that makes epsilon negligible, to compute the remainder without the effect of epsilon. The factor is not 0,
-because a custom estimator may divide by epsilon."""
+"""Factor that makes epsilon negligible. The factor is not 0, because a custom estimator may divide by epsilon."""
 
 
 def _cancelled(table: RewardTable, terms: Terms, settings: Settings, recompute: Callable[..., Terms]) -> bool:
@@ -237,7 +273,7 @@ def _cancelled(table: RewardTable, terms: Terms, settings: Settings, recompute: 
     if terms.total is not None or not settings.residue or not np.sqrt(variance) <= _SMALL * _term_size(terms) < np.inf:
         return False
     with np.errstate(all="ignore"):
-        sharp = recompute(table, replace(settings, epsilon=settings.epsilon * _LESS_EPSILON, exact_zero=True))
+        sharp = recompute(table, _without_epsilon(settings))
     variance = _moments(sharp.values[rows], unit, settings.ddof)[1]
     return bool(np.sqrt(variance) <= settings.residue * _term_size(sharp))
 

@@ -10,37 +10,12 @@ import numpy as np
 
 from gdpo_nemo.algorithms.estimators import grpo
 from gdpo_nemo.algorithms.settings import Settings
-from gdpo_nemo.algorithms.table import RewardTable, build_table, moments
+from gdpo_nemo.algorithms.table import CONSTANT_RANGE, RewardTable, moments
 
 SHRUNK_SHARE = 0.1
 """A component is reported as shrunk if epsilon reduces its z-scores by more than this fraction."""
 IGNORED_SHARE = 0.1
 """A component is reported as ignored if its effective weight is below this fraction of its nominal weight."""
-
-
-@dataclass(frozen=True)
-class GroupSignal:
-    """Groups and components that have a training signal. Input of dynamic sampling."""
-
-    ids: np.ndarray
-    """int64 [groups], ascending group ids."""
-    dead: np.ndarray
-    """bool [groups, components]. True if the component is constant in the group, or fewer than two values are
-    present."""
-    weights: np.ndarray
-    """float64 [components], weights of the components."""
-
-    @property
-    def alive(self) -> np.ndarray:
-        """bool [groups]. True if at least one weighted component varies, even if the *sums* of the rewards are
-        equal."""
-        return np.asarray(~self.dead[:, self.weights != 0].all(axis=1))
-
-
-def groups_with_signal(rewards: Any, group_ids: Any, weights: Any = None, valid: Any = None) -> GroupSignal:
-    """Return which components vary in which groups. The arguments are those of `compute_advantages`."""
-    table = build_table(rewards, group_ids, weights, valid)
-    return GroupSignal(table.groups.ids, dead_groups(table), table.weights)
 
 
 def dead_groups(table: RewardTable) -> np.ndarray:
@@ -68,7 +43,7 @@ METRICS = {
     "reward/NAME/std": ("reward", "Sample standard deviation of component NAME over the batch"),
     "reward/NAME/dead_groups": (
         "share",
-        "Groups in which component NAME is constant and therefore has no training signal",
+        "Groups in which component NAME is constant (range at most 1e-9 x max(1, |reward|)): no training signal",
         {
             "label": "dead groups",
             "max": 0.999,
@@ -98,7 +73,7 @@ METRICS = {
     "advantage/std": ("", "Standard deviation of the advantages over the samples with a training signal"),
     "advantage/dead_groups": (
         "share",
-        "Groups in which every weighted component is constant",
+        "Groups in which the rewards give no sample an advantage (without the KL in the reward)",
         {
             "max": 0.9,
             "advisory": True,
@@ -124,10 +99,17 @@ class Diagnostics:
     """[components], fraction of valid rows without this reward."""
     saturation: np.ndarray
     """[components], (mean - smallest) / (largest - smallest) reward in the batch."""
+    low: np.ndarray
+    """[components], smallest reward in the batch."""
+    high: np.ndarray
+    """[components], largest reward in the batch."""
     dead_groups: np.ndarray
     """[components], fraction of the groups with this reward in which it is constant."""
+    too_small: np.ndarray
+    """[components], 1 if the component differs within a group by more than rounding, but by so little that it counts as
+    constant (`table.CONSTANT_RANGE`)."""
     all_dead: float
-    """Fraction of groups in which all weighted components are constant."""
+    """Fraction of groups in which no row has an advantage (`Advantages.has_advantage`)."""
     weight: np.ndarray
     """[components], weights w_k of the estimator."""
     effective_weight: np.ndarray
@@ -209,6 +191,11 @@ class Diagnostics:
         nominal = self.nominal_weight[k]
         if self.missing[k] == 1:
             return f"component {name!r} is missing in every row, so it has no training signal"
+        if self.dead_groups[k] == 1 and self.too_small[k]:
+            return (
+                f"component {name!r} differs within groups by at most {CONSTANT_RANGE:g} x max(1, |reward|), which "
+                f"counts as constant, so it has no training signal; scale the reward up, or remove its offset"
+            )
         if self.dead_groups[k] == 1:
             return (
                 f"component {name!r} is constant in every group (mean {self.mean[k]:.4g}), so it has no training signal"
@@ -226,13 +213,19 @@ class Diagnostics:
 
 
 def diagnose(
-    table: RewardTable, terms: np.ndarray, has_signal: np.ndarray, values: np.ndarray, epsilon: float | None = None
+    table: RewardTable,
+    terms: np.ndarray,
+    has_signal: np.ndarray,
+    has_advantage: np.ndarray,
+    values: np.ndarray,
+    epsilon: float | None = None,
 ) -> Diagnostics:
     """Compute the diagnostics of one batch.
 
     Args:
         terms: float64 [components, sequences], weighted terms in the table's row order.
         has_signal: bool [sequences], rows with a training signal.
+        has_advantage: bool [sequences], see `Advantages.has_advantage`.
         values: float64 [sequences], advantages.
         epsilon: constant added to the deviations of components within their groups; None if no epsilon was added.
     """
@@ -241,18 +234,16 @@ def diagnose(
     dead = dead_groups(table)
     having = np.stack([table.groups.sum(row) > 0 for row in present], axis=1)
     inhabited = table.groups.sum(table.valid) > 0
-    alive = ~dead[:, table.weights != 0].all(axis=1)
-    mean, std, saturation = column_statistics(table)
+    alive = table.groups.sum(has_advantage) > 0
     correlation, conflicts = _pairs(terms)
     summed = grpo(table, Settings(batch_norm=False)).values
     with np.errstate(divide="ignore", invalid="ignore"):
         return Diagnostics(
             names=table.names,
-            mean=mean,
-            std=std,
+            **column_statistics(table),
             missing=1.0 - count / table.valid.sum(),
-            saturation=saturation,
             dead_groups=(dead & having).sum(axis=0) / having.sum(axis=0),
+            too_small=_too_small(table, dead),
             all_dead=float(np.float64((~alive & inhabited).sum()) / inhabited.sum()),
             weight=table.weights,
             effective_weight=_variance_shares(terms[:, has_signal]),
@@ -265,22 +256,24 @@ def diagnose(
         )
 
 
-def column_statistics(table: RewardTable) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean, sample standard deviation and saturation of each component's present rewards, each [components]. NaN
-    if undefined."""
-    result = np.full((3, len(table.names)), np.nan)
+def column_statistics(table: RewardTable) -> dict[str, Any]:
+    """Return the fields of `Diagnostics` that describe each component's present rewards, each [components]. NaN if
+    undefined."""
+    names = ("mean", "std", "saturation", "low", "high")
+    result = np.full((len(names), len(table.names)), np.nan)
     for k, (column, present) in enumerate(zip(table.columns, table.present, strict=True)):
         values = column if present.all() else column[present]
         if not len(values):
             continue
         low = values.min()
         high = values.max()
+        result[3:, k] = low, high
         result[0, k] = values.mean()
         if len(values) > 1:
             result[1, k] = values.std(ddof=1) if high > low else 0.0
         if high > low:
             result[2, k] = (result[0, k] - low) / (high - low)
-    return result[0], result[1], result[2]
+    return dict(zip(names, result))
 
 
 def _shrinkage(table: RewardTable, dead: np.ndarray, epsilon: float | None) -> np.ndarray:
@@ -292,6 +285,23 @@ def _shrinkage(table: RewardTable, dead: np.ndarray, epsilon: float | None) -> n
             std = np.median(moments(table.groups, table.columns[k], table.present[k]).std[~dead[:, k]])
             share[k] = epsilon / (std + epsilon)
     return share
+
+
+_ROUNDING = 1e-12
+"""Differences of rewards below this fraction of the largest reward of the group are rounding noise."""
+
+
+def _too_small(table: RewardTable, dead: np.ndarray) -> np.ndarray:
+    """Return `Diagnostics.too_small`."""
+    groups = table.groups
+    found = np.zeros(len(table.names))
+    for k, (column, present) in enumerate(zip(table.columns, table.present, strict=True)):
+        low = groups.min(np.where(present, column, np.inf))
+        high = groups.max(np.where(present, column, -np.inf))
+        several = dead[:, k] & (groups.sum(present) > 1)
+        largest = np.maximum(np.abs(low), np.abs(high))[several]
+        found[k] = ((high - low)[several] > _ROUNDING * largest).any()
+    return found
 
 
 def _variance_shares(terms: np.ndarray) -> np.ndarray:
@@ -321,8 +331,10 @@ def _pairs(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return terms @ terms.T / np.sqrt(power * power.T), (both - agreement) / (2 * both)
 
 
-def pass_at_k(values: Sequence[float], k: int) -> float:
-    """Return the expected maximum of k values that are drawn from ``values`` without replacement.
+def pass_at_k(values: Sequence[float], k: int, direction: int = 1) -> float:
+    """Return the expected best of k values that are drawn from ``values`` without replacement.
+
+    The best value is the largest, or the smallest if ``direction`` is -1 (`component_weights.directions`).
 
     For values 0 and 1 this is pass@k, 1 - C(n - c, k) / C(n, k) with c ones among n values (arXiv 2107.03374, equation
     1). The estimate is unbiased. In contrast, 1 - (1 - c / n)^k and the best of all n samples are biased.
@@ -333,16 +345,18 @@ def pass_at_k(values: Sequence[float], k: int) -> float:
     n = len(values)
     if not 1 <= k <= n:
         raise ValueError(f"k must be between 1 and the number of values ({n}), got {k}")
-    # The i-th smallest value (from 0) is the largest of C(i, k - 1) of the C(n, k) possible samples.
-    return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(sorted(values)))
+    # The i-th worst value (from 0) is the best of C(i, k - 1) of the C(n, k) possible samples.
+    ordered = sorted(values, reverse=direction < 0)
+    return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(ordered))
 
 
-def mean_pass_at_k(rows: Sequence[Sequence[float | None]], k: int) -> float | None:
+def mean_pass_at_k(rows: Sequence[Sequence[float | None]], k: int, direction: int = 1) -> float | None:
     """Return the mean of ``pass_at_k`` over the prompts with at least k values, or None if there are none.
 
     Args:
         rows: values of the samples of each prompt; None for a sample without a value.
+        direction: see ``pass_at_k``.
     """
     present = [[value for value in row if value is not None] for row in rows]
-    found = [pass_at_k(values, k) for values in present if len(values) >= k]
+    found = [pass_at_k(values, k, direction) for values in present if len(values) >= k]
     return float(np.mean(found)) if found else None

@@ -33,6 +33,9 @@ class Terms:
     """True if `total` includes the KL in the reward, as in estimators of the sum."""
     dropped: np.ndarray | None = None
     """bool [sequences], True for rows that the estimator drops. None: no rows."""
+    batch_baseline: bool = False
+    """True if the batch norm compares each row with the whole batch, so that a row with the sum 0 also has an
+    advantage. False: rows are compared within their groups, and a row with the sum 0 has no advantage."""
 
     @property
     def values(self) -> np.ndarray:
@@ -58,11 +61,7 @@ def _z_score(table: RewardTable, k: int, settings: Settings) -> tuple[np.ndarray
     groups = table.groups
     present = table.present[k]
     stats = moments(groups, table.columns[k], present, settings.ddof, settings.exact_zero)
-    if settings.leave_one_out:
-        z = _leave_one_out(table, k, settings)
-    else:
-        z = stats.deviation
-        z *= groups.rows(np.where(stats.constant, 0.0, _scale(table.columns[k][present], stats, settings)))
+    z = stats.deviation * _factor(groups, _scale(table.columns[k][present], stats, settings), stats, settings)
     # The z-score of a value that equals the group mean is rounding noise, whose sign depends on the order of the rows.
     z[np.abs(z) < ROUNDING] = 0.0
     if settings.singleton == "raw":
@@ -82,26 +81,35 @@ def _scale(values: np.ndarray, stats: Moments, settings: Settings) -> np.ndarray
     return np.asarray(1.0 / np.maximum(std + settings.epsilon, 1e-300))
 
 
-def _leave_one_out(table: RewardTable, k: int, settings: Settings) -> np.ndarray:
-    """Return (r - mean) / std with mean and std of the group's other samples. The score is not divided if the other
-    samples are constant or there is only one other sample."""
-    stats = moments(table.groups, table.columns[k], table.present[k], settings.ddof, settings.exact_zero)
-    scores: np.ndarray = stats.deviation * _leave_one_out_scale(table.groups, stats, settings)
-    return scores
+def _factor(groups: Groups, scale: np.ndarray, stats: Moments, settings: Settings) -> np.ndarray:
+    """Return the factor that converts each row's deviation from the group mean to its score: float64 [sequences].
+
+    Args:
+        scale: result of `_scale`.
+    """
+    factor: np.ndarray = groups.rows(np.where(stats.constant, 0.0, scale))
+    return _leave_one_out(groups, factor, stats, settings) if settings.leave_one_out else factor
 
 
-def _leave_one_out_scale(groups: Groups, stats: Moments, settings: Settings) -> np.ndarray:
-    """Return the factor that converts a row's deviation from the group mean to its leave-one-out score: [sequences]."""
+def _leave_one_out(groups: Groups, factor: np.ndarray, stats: Moments, settings: Settings) -> np.ndarray:
+    """Return the factor of each row for (r - mean) / std, with mean and std of the group's other samples.
+
+    The factor of the whole group is used if the other samples are constant, if there is only one other sample, or if
+    ``scale_rewards`` is not group.
+    """
     count = groups.rows(np.maximum(stats.count, 2)).astype(np.float64)
+    centred: np.ndarray = count / (count - 1)  # converts r - mean of the group to r - mean of the other samples
+    divided: np.ndarray = factor * centred
+    if settings.scale_rewards != "group":
+        return divided
     squares = groups.rows(groups.sum(stats.deviation**2))
     others = squares - stats.deviation**2 * count / (count - 1)
     # If this row is the group's only outlier, the difference is only rounding noise.
     others[others <= 1e-12 * squares] = 0.0
     std = np.sqrt(others / np.maximum(count - 1 - settings.ddof, 1))
     std[count - 1 <= settings.ddof] = 0.0
-    scale: np.ndarray = count / (count - 1)
-    np.divide(scale, std + settings.epsilon, out=scale, where=std > 0)
-    return scale
+    score = centred if settings.equal_peers == "raw" else divided
+    return np.where(std > 0, centred / np.maximum(std + settings.epsilon, 1e-300), score)
 
 
 def weighted_terms(z: np.ndarray, has_signal: np.ndarray, weights: np.ndarray) -> Terms:
@@ -137,19 +145,18 @@ def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndar
     as published, but in no term.
 
     Args:
-        scale: function (stats, settings) that returns the factors, [groups]; None: according to ``scale_rewards``. With
-            ``leave_one_out``, each row has a separate factor instead.
+        scale: function (stats, settings) that returns the factors, [groups]; None: according to ``scale_rewards`` and
+            ``leave_one_out``.
     """
     groups = table.groups
     total, scored = table.total()
     if table.kl_penalty is not None:
         total = total - table.kl_penalty
     stats = moments(groups, total, scored, settings.ddof, settings.exact_zero)
-    if settings.leave_one_out:
-        factor = np.where(groups.rows(stats.constant), 0.0, _leave_one_out_scale(groups, stats, settings))
+    if scale is None:
+        factor = _factor(groups, _scale(total[scored], stats, settings), stats, settings)
     else:
-        factors = _scale(total[scored], stats, settings) if scale is None else scale(stats, settings)
-        factor = groups.rows(np.where(stats.constant, 0.0, factors))
+        factor = groups.rows(np.where(stats.constant, 0.0, scale(stats, settings)))
     shares = table.columns * table.weights[:, None]
     for share in shares:
         share -= groups.rows(groups.sum(share) / np.maximum(stats.count, 1))
@@ -208,7 +215,7 @@ def reinforce_plus_plus(table: RewardTable, settings: Settings, minus_baseline: 
     if table.kl_penalty is not None:
         total = total - table.kl_penalty
     shares = table.columns * table.weights[:, None]
-    return Terms(shares, scored, np.where(scored, total, 0.0), holds_kl=True)
+    return Terms(shares, scored, np.where(scored, total, 0.0), holds_kl=True, batch_baseline=settings.batch_norm)
 
 
 def mo_grpo(table: RewardTable, settings: Settings) -> Terms:
@@ -267,8 +274,8 @@ def sa_mrpo(
 ) -> Terms:
     """GDPO with the weights w_k (1 - s_k)^gamma (SA-MRPO, arXiv 2608.16072).
 
-    s_k = (batch mean - min) / (max - min) is the saturation of a bounded reward. With gamma 0 this is GDPO. The paper
-    uses ddof 0.
+    s_k = (batch mean - min) / (max - min) is the saturation of a bounded reward. For a penalty, a component with a
+    negative weight, it is (max - batch mean) / (max - min). With gamma 0 this is GDPO. The paper uses ddof 0.
 
     Args:
         bounds: (min, max) of each reward, by component name; default (0, 1).
@@ -292,7 +299,8 @@ def sa_mrpo(
                 f"sa_mrpo: rewards of {table.names[k]!r} span [{values.min()}, {values.max()}], outside the bounds "
                 f"({low}, {high}); set `bounds`"
             )
-        weights[k] *= (1.0 - (values.mean() - low) / (high - low)) ** gamma
+        left = high - values.mean() if weights[k] > 0 else values.mean() - low
+        weights[k] *= (left / (high - low)) ** gamma
     return weighted_terms(*z_scores(table, settings), weights)
 
 
@@ -300,14 +308,15 @@ def corr_grpo(table: RewardTable, settings: Settings) -> Terms:
     """A = (r - mean) / sqrt(sum_lm rho_lm + epsilon) (CorrGRPO, arXiv 2609.36820): GRPO with another scale.
 
     r is the weighted reward sum. rho_lm are the Pearson correlations between components within the group, without
-    constant components. The sum of all rho_lm equals the variance of the sum of the standardised components. A missing
-    reward has deviation 0.
+    constant components. A component with a negative weight is negated. The sum of all rho_lm equals the variance of the
+    sum of the standardised components. A missing reward has deviation 0.
     """
     groups = table.groups
     summed = np.zeros(table.columns.shape[1])
     for k in np.flatnonzero(table.weights):
         stats = moments(groups, table.columns[k], table.present[k])
-        summed += stats.deviation * groups.rows(1.0 / np.where(stats.std > 0, stats.std, 1.0))
+        scale = np.sign(table.weights[k]) / np.where(stats.std > 0, stats.std, 1.0)
+        summed += stats.deviation * groups.rows(scale)
     squares = groups.sum(summed**2)
     return _summed(
         table,

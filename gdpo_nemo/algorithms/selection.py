@@ -61,8 +61,8 @@ def select(
     Args: see `compute_advantages`.
 
     Raises:
-        ValueError: if a name is unknown (the message suggests the nearest one), or the preset belongs to another
-            estimator.
+        ValueError: if a name is unknown (the message suggests the nearest one), the preset belongs to another
+            estimator, or an option has no effect.
     """
     entry = entry_of(estimator)
     if preset is not None and preset not in PRESETS:
@@ -81,7 +81,12 @@ def select(
         shared["batch_norm"] = batch_norm
     if preset is None or epsilon != DEFAULT_EPSILON:
         shared["epsilon"] = epsilon
-    return entry, replace(base, **shared), estimator_options
+    settings = replace(base, **shared)
+    for name in options:
+        reason = _idle(name, estimator, entry, settings)
+        if reason:
+            raise ValueError(f"option {name!r} has no effect {reason}")
+    return entry, settings, estimator_options
 
 
 def check_selection(
@@ -99,7 +104,7 @@ def check_selection(
         weights: weight of each component, by name. For the other arguments see `compute_advantages`.
 
     Raises:
-        ValueError: if a name is unknown, or an option has the wrong type, an invalid value or no effect.
+        ValueError: if `select` or the estimator refuses an option, or it has the wrong type.
     """
     entry = entry_of(estimator)
     for name, value in options.items():
@@ -107,10 +112,6 @@ def check_selection(
         if default is not None and not _same_kind(value, default):
             raise ValueError(f"option {name!r} must be like {default!r}, got {value!r}")
     entry, settings, estimator_options = select(estimator, preset, batch_norm, epsilon, options)
-    for name in options:
-        reason = _idle(name, estimator, entry, settings)
-        if reason:
-            raise ValueError(f"option {name!r} has no effect {reason}")
     # The estimator itself checks the remaining options on three groups: one in which every component takes both ends of
     # its range, one without variation, and one with a single sample.
     bounds = estimator_options.get("bounds") or {}
@@ -213,8 +214,8 @@ def _idle(name: str, estimator: str | Callable[..., Terms], entry: Estimator, se
         return f"with {estimator}, which normalises the sum of the rewards"
     if name == "scale_rewards" and has_fixed_scale:
         return f"with {_name(estimator)}, which sets its own scale"
-    if name == "scale_rewards" and settings.leave_one_out:
-        return "with leave_one_out, which sets its own scale"
+    if name == "equal_peers" and not (settings.leave_one_out and settings.scale_rewards == "group"):
+        return "without leave_one_out, or without the division by standard deviations"
     if name == "single_reward" and estimator not in ("gdpo", "gd2po"):
         return f"with {_name(estimator)}"
     return None

@@ -7,7 +7,8 @@ is not reproduced. Numerical differences between the variants are in the tests.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal, get_args, get_type_hints
+from functools import cache
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from gdpo_nemo.algorithms.table import nearest
 
@@ -51,6 +52,12 @@ class Settings:
     (without the batch norm), or an error."""
     leave_one_out: bool = False
     """Use mean and standard deviation of the other samples in the group."""
+    equal_peers: Literal["divide", "raw"] = "divide"
+    """Score of a sample, with `leave_one_out`, whose other samples have equal rewards, so that their deviation is 0.
+
+    divide: divide by the standard deviation of the whole group. raw: do not divide, as in NeMo-RL. An undivided score
+    depends on the unit of the reward, and the batch norm may then reverse the signs of the other samples.
+    """
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of the centred rewards (of each component, or of the sum).
 
@@ -61,12 +68,9 @@ class Settings:
     """Give samples of groups with zero range a score of exactly 0. False: only epsilon bounds their rounding noise."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(Settings)
-        for name in ("batch_unit", "batch_rows", "missing", "singleton", "single_reward", "scale_rewards"):
-            if getattr(self, name) not in get_args(hints[name]):
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}; {nearest(getattr(self, name), get_args(hints[name]))}"
-                )
+        for name, choices in _choices().items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}; {nearest(getattr(self, name), choices)}")
         for name in ("epsilon", "residue"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
@@ -77,6 +81,13 @@ class Settings:
     def batch_eps(self) -> float:
         """Resolved value of `batch_epsilon`."""
         return self.epsilon if self.batch_epsilon is None else self.batch_epsilon
+
+
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """Return the valid values of each setting that has a fixed list of values."""
+    hints = get_type_hints(Settings)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
 
 
 SETTING_NAMES = tuple(field.name for field in fields(Settings))
@@ -98,7 +109,14 @@ PRESETS: dict[str, Settings] = {
         singleton="raw",
     ),
     "ms_swift": Settings(epsilon=1e-8, batch_rows="scored", residue=0.0, exact_zero=False),
-    "nemo_rl": Settings(batch_epsilon=0.0, batch_rows="scored", residue=0.0, missing="zero", single_reward="error"),
+    "nemo_rl": Settings(
+        batch_epsilon=0.0,
+        batch_rows="scored",
+        residue=0.0,
+        missing="zero",
+        single_reward="error",
+        equal_peers="raw",
+    ),
 }
 """Published variants of GDPO, with these differences from the defaults:
 
@@ -111,7 +129,9 @@ PRESETS: dict[str, Settings] = {
 * ms_swift: like TRL with epsilon 1e-8, which enlarges the float noise of constant groups. In ms-swift itself, a sample
   without any reward counts as 0 in the batch norm and gets an advantage.
 * nemo_rl: missing rewards become 0, the batch norm has no epsilon, and a single component is an error. NeMo-RL's
-  default configuration also enables `leave_one_out`, but its GDPO recipes do not.
+  default configuration also enables `leave_one_out`, but its GDPO recipes do not. With `leave_one_out`, versions before
+  September 2026 divide by the float32 rounding noise of equal rewards that float32 cannot represent (0.95, 0.3); the
+  preset does not divide them, like later versions.
 
 A component of weight 0 does not affect any of these variants. In TRL itself, such a component makes a row count as
 scored even if the row has no other reward.

@@ -118,7 +118,8 @@ def explain_dump(
 
 
 COLUMNS_EXPLAINED = (
-    "effective: share of the variance of the advantages; dead groups: groups whose samples all have the same reward; "
+    "effective: share of the variance of the advantages; dead groups: groups whose samples all have the same reward, "
+    "up to a range of 1e-9 x max(1, |reward|); "
     "missing: samples without the reward (None); saturation: position of the mean between "
     "the smallest and the largest reward; term: normalised reward times weight; if summed: advantage of the weighted "
     "sum (TRL: sum_then_normalize)"

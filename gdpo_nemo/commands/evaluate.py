@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Iterator, Sequence
 
 import numpy as np
 
+from gdpo_nemo.algorithms.component_weights import directions
 from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k
 from gdpo_nemo.commands.arguments import Commands, add_overrides, add_verbosity, terminal, verbosity
 from gdpo_nemo.config.layout import Resolved
@@ -125,7 +126,8 @@ class Score:
     error: float | None
     """Standard error of the mean, from the variance between prompts. None if there are fewer than two prompts."""
     best: float
-    """Mean of the best reward per prompt. For rewards of 0 or 1, this is pass@samples."""
+    """Mean of the best reward per prompt: the largest, or the smallest of a component with a negative weight. For
+    rewards of 0 or 1, this is pass@samples."""
     judged: int
     """Number of samples that have a reward of this component."""
     pass_at: dict[int, float] = field(default_factory=dict)
@@ -339,10 +341,11 @@ def scored(groups: Sequence[Group], gdpo: GdpoConfig, model: str, step: int | No
     """Compute the scores of verified samples."""
     trajectories = [t for group in groups for t in group.trajectories]
     outcomes = [t.outcome for t in trajectories]
+    better = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules, (step or 0) + 1)
     scores = {}
     for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
         rewards = [[t.rewards.get(name) for t in group.trajectories] for group in groups]
-        if score := _score(rewards, gdpo.val_pass_at_k):
+        if score := _score(rewards, gdpo.val_pass_at_k, better.get(name, 1)):
             scores[name] = score
     return Evaluation(
         model=model,
@@ -357,8 +360,9 @@ def scored(groups: Sequence[Group], gdpo: GdpoConfig, model: str, step: int | No
     )
 
 
-def _score(rows: Sequence[Sequence[float | None]], pass_at: Sequence[int] = ()) -> Score | None:
-    """Compute the score of a component from its values [prompts][samples].
+def _score(rows: Sequence[Sequence[float | None]], pass_at: Sequence[int], direction: int) -> Score | None:
+    """Compute the score of a component from its values [prompts][samples], of which the largest is the best, or the
+    smallest if ``direction`` is -1.
 
     Return None if no sample has the component.
     """
@@ -370,9 +374,9 @@ def _score(rows: Sequence[Sequence[float | None]], pass_at: Sequence[int] = ()) 
     return Score(
         mean=float(np.mean(np.concatenate(present))),
         error=float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None,
-        best=float(np.mean([max(values) for values in present])),
+        best=float(np.mean([max(values) if direction > 0 else min(values) for values in present])),
         judged=sum(map(len, present)),
-        pass_at={k: found for k in pass_at if (found := mean_pass_at_k(rows, k)) is not None},
+        pass_at={k: found for k in pass_at if (found := mean_pass_at_k(rows, k, direction)) is not None},
     )
 
 

@@ -272,7 +272,18 @@ def _check_dynamic_sampling(config: Config) -> None:
             f"gdpo.dynamic_sampling.leave_one_out: leaves incomplete groups, which loss_fn.type {config.loss_fn.type} "
             "does not support"
         )
+    if config.gdpo.dynamic_sampling.leave_one_out and not follows_nemo_rl(config.gdpo):
+        raise ConfigError(
+            "gdpo.dynamic_sampling.leave_one_out: replaces the only sample that differs from its group, and trains the "
+            "others with advantage 0; remove it, or reproduce NeMo-RL with gdpo.preset: nemo_rl or equal_peers: raw in "
+            "gdpo.options"
+        )
     _check_replacement(config)
+
+
+def follows_nemo_rl(gdpo: GdpoConfig) -> bool:
+    """Return True if the leave-one-out scores are those of NeMo-RL, including their defects."""
+    return gdpo.preset == "nemo_rl" or gdpo.options.get("equal_peers") == "raw"
 
 
 def _check_replacement(config: Config) -> None:

@@ -76,13 +76,13 @@ class TeacherConfig:
 
 @dataclass
 class DynamicSamplingConfig:
-    """Dynamic sampling (DAPO): replace groups without a training signal before the update. A group has a signal if at
-    least one of its reward components varies."""
+    """Dynamic sampling (DAPO): replace groups without a training signal before the update. A group has a signal if the
+    estimator gives at least one of its samples an advantage, before the batch norm."""
 
     enabled: bool = False
-    """Drop each group whose weighted reward components, after shaping, are all constant among the samples that are
-    compared (see group_by). Other prompts are sampled in place of a dropped group. With rollout.max_staleness above 0,
-    groups are replaced one at a time."""
+    """Drop each group to which the estimator gives no advantage, with the rewards after shaping, the step's weights and
+    the samples that are compared (see group_by). Other prompts are sampled in place of a dropped group. With
+    rollout.max_staleness above 0, groups are replaced one at a time."""
     batch_multiplier: Annotated[Optional[float], Range(1)] = None
     """Number of prompts in every generation round, as a multiple of num_prompts_per_step. Surplus groups are discarded
     (DAPO, NeMo-RL). Requires rollout.max_staleness 0. Null: the first round has num_prompts_per_step prompts, and later
@@ -100,9 +100,10 @@ class DynamicSamplingConfig:
     max_rerolls: Annotated[int, Range(1)] = 1
     """Maximum number of times per epoch that the same prompt is sampled again."""
     leave_one_out: bool = False
-    """Drop single samples instead of whole groups. A sample is dropped if the other samples of its group all have equal
-    rewards, even if its own reward differs. The step is then filled up to its number of samples, if necessary with part
-    of a group. This setting matches NeMo-RL with its leave-one-out baseline. Requires rollout.max_staleness 0."""
+    """Reproduce NeMo-RL, which drops single samples instead of whole groups with its leave-one-out baseline. A sample
+    is dropped if the other samples of its group have equal rewards. The others are trained, with advantage 0. The step
+    is then filled up to its number of samples, if necessary with part of a group. Requires preset nemo_rl or
+    equal_peers raw in gdpo.options, and rollout.max_staleness 0."""
 
 
 @dataclass
@@ -117,8 +118,8 @@ class GdpoConfig:
     nemo_rl."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of the estimator, by name. All estimators: batch_rows, batch_unit, ddof, missing, singleton,
-    leave_one_out, scale_rewards. gpg: f_norm. reinforce_plus_plus: minus_baseline. gd2po: mode, tau. sa_mrpo: gamma,
-    bounds. dara: cap, asymmetric."""
+    leave_one_out, equal_peers, scale_rewards. gpg: f_norm. reinforce_plus_plus: minus_baseline. gd2po: mode, tau.
+    sa_mrpo: gamma, bounds. dara: cap, asymmetric."""
     rewards: Annotated[Dict[str, float], Range(-(10**12), 10**12)] = MISSING
     """Weight of each reward component used for training, by name: `{correctness: 1.0, format: 1.0}`. Optional if the
     environments provide their own rewards and weights (nemo_gym)."""
@@ -148,7 +149,8 @@ class GdpoConfig:
     does not discount."""
     turn_baseline: str = "turn"
     """Returns that serve as the baseline of a turn, with credit: turn. turn: the group's returns of the same turn.
-    group: the group's returns of all turns (process supervision in GRPO)."""
+    group: the group's returns of all turns (process supervision in GRPO), which is biased, because they include the
+    returns of the sample's own later turns."""
     kl_in_reward: Annotated[Optional[float], Range(above=0)] = None
     """Coefficient beta of a KL penalty in the reward, relative to the initial model. The advantage becomes A - beta (KL
     - mean KL of the group), in which KL is the summed log-ratio of a trajectory. The penalty is applied before the
@@ -189,7 +191,8 @@ class GdpoConfig:
     """Number of samples per held-out prompt. Validation metrics are means over these samples."""
     val_pass_at_k: Annotated[List[int], Range(1, 10**6)] = field(default_factory=list)
     """Values of k for which validation reports the unbiased pass@k of each component, that is, the expected best of k
-    samples. Each k is at most val_generations_per_prompt. Example: `[1, 4, 8]`."""
+    samples: the largest reward, or the smallest for a component with a negative weight. Each k is at most
+    val_generations_per_prompt. Example: `[1, 4, 8]`."""
     val_temperature: Annotated[float, Range(0)] = 1.0
     """Sampling temperature for validation; 0 is greedy."""
     val_top_p: Annotated[float, Range(above=0, most=1)] = 1.0
@@ -353,7 +356,8 @@ class CheckpointingConfig:
     keep_best: Annotated[int, Range(0)] = 1
     """Number of best checkpoints by metric_name to keep in addition to the most recent checkpoints."""
     metric_name: Optional[str] = None
-    """Metric that ranks the checkpoints, for example validation/correctness. Larger is better."""
+    """Metric that ranks the checkpoints, for example validation/correctness. Larger is better, or smaller for a reward
+    component with a negative weight."""
     async_save: bool = False
     """Write checkpoint files during training, from a copy of the state in host memory. If the run fails before all
     files are written, it resumes from the previous checkpoint."""

@@ -6,6 +6,7 @@ Findings are reported after a run, and as alerts during the run.
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from yaml import YAMLError
 
+from gdpo_nemo.algorithms.component_weights import directions
 from gdpo_nemo.config.health import Check, Trail, preset_checks, read_checks
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
@@ -99,7 +101,10 @@ def config_checks(config: Config) -> list[Check]:
     health = config.health
     checks = read_checks(health.checks, health.window, "health.checks")
     named = {(check.metric, check.at, check.of) for check in checks}
-    preset = preset_checks(health.preset, list(config.gdpo.rewards)) if health.preset else []
+    gdpo = config.gdpo
+    better = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules)
+    rewards = [name for name, direction in better.items() if direction > 0]  # the presets bound rewards from below
+    preset = preset_checks(health.preset, rewards) if health.preset else []
     return [*(check for check in preset if (check.metric, check.at, check.of) not in named), *checks]
 
 
@@ -229,13 +234,45 @@ def _find_every(check: Check, history: History) -> Finding:
 
 
 def _find_drift(check: Check, history: History) -> Finding:
-    trail = Trail(check)
-    quantities = [(step, trail.add(value)) for step, value in zip(*history.curve(check.metric))]
+    trail, total = Trail(check), _TotalReward()
+    values = [(row["step"], total.value_of(check, row)) for row in (*history.training, *history.validation)]
+    quantities = [(step, trail.add(value)) for step, value in values if value is not None]
     found = [(step, value) for step, value in quantities if value is not None]
     for step, value in found:
         if not check.accepts(value):
             return Finding(check, _failed_status(check), value, f"at step {step}")
     return Finding(check, "pass", found[-1][1]) if found else Finding(check, "open", detail="too few steps")
+
+
+class _TotalReward:
+    """Sum of the changes of ``reward/total/mean`` that do not come from a change of the weights.
+
+    With ``gdpo.schedules`` or ``gdpo.constraints``, the weighted sum also changes if the rewards do not. The sum of
+    w_k (mean_k - mean_k of the previous step) with the weights of each step equals the total reward, up to a constant,
+    if the weights are constant.
+    """
+
+    def __init__(self) -> None:
+        self._sum = 0.0
+        self._means: dict[str, float] = {}
+
+    def value_of(self, check: Check, row: Mapping[str, Any]) -> float | None:
+        """Return the value of a check's metric in a row, or None if the row does not contain it."""
+        value = row.get(check.metric)
+        if not isinstance(value, (int, float)):
+            return None
+        weights = {key.removesuffix("/weight"): w for key, w in row.items() if _COMPONENT_WEIGHT.fullmatch(key)}
+        if (check.metric, check.of) != ("reward/total/mean", "rise") or not weights:
+            return float(value)
+        for name, weight in weights.items():
+            mean = row.get(f"{name}/mean", self._means.get(name))
+            if mean is not None:
+                self._sum += weight * (mean - self._means.get(name, 0.0))
+                self._means[name] = mean
+        return self._sum
+
+
+_COMPONENT_WEIGHT = re.compile("reward/.+/weight")
 
 
 def _failed_status(check: Check) -> str:
@@ -346,6 +383,7 @@ class HealthAlerts:
         self._stops = set(config.health.stop_on)
         self._before: Sequence[Mapping[str, Any]] = list(rows)
         self._outside: set[Check] = set()
+        self._totals: dict[Check, _TotalReward] = {}
 
     @cached_property
     def _trails(self) -> dict[Check, Trail]:
@@ -382,9 +420,9 @@ class HealthAlerts:
         """Add a row to the histories. Return the failed checks, each with the checked value."""
         missed = {}
         for check, trail in self._trails.items():
-            value = row.get(check.metric)
-            if isinstance(value, (int, float)):
-                quantity = trail.add(float(value))
+            value = self._totals.setdefault(check, _TotalReward()).value_of(check, row)
+            if value is not None:
+                quantity = trail.add(value)
                 if quantity is not None and not check.accepts(quantity):
                     missed[check] = quantity
         return missed

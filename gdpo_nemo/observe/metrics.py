@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Iterable, Mapping
+from typing import Any, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -181,18 +181,32 @@ class History:
         smooth = (_mean(values[max(0, i + 1 - window) : i + 1]) for i in range(len(values)))
         return steps, [value for value in smooth if value is not None]  # Windows are never empty, so no mean is None.
 
-    def solved(self, component: str, window: int = WINDOW, highest: float | None = None) -> bool:
+    def direction(self, component: str) -> int:
+        """Return 1 if larger rewards of a component are better, and -1 if smaller ones are.
+
+        The recorded weights of the steps give the same answer as ``component_weights.directions`` for the config.
+        """
+        key = f"reward/{component}/"
+        for row in reversed(self.training):
+            if key + "at_most" in row or key + "at_least" in row:
+                return -1 if key + "at_most" in row else 1
+            if weight := row.get(key + "weight"):
+                return 1 if weight > 0 else -1
+        return 1
+
+    def solved(self, component: str, window: int = WINDOW, extremes: Sequence[float] = ()) -> bool:
         """Return True if a reward component varied earlier and stayed at its best value over the last ``window`` steps.
 
         Args:
-            highest: largest reward of a single sample. None means that the largest reward is unknown, and the best mean
-                is used instead.
+            extremes: rewards of single samples, including the best one. If they are unknown, the best mean is used
+                instead.
         """
         dead, spread, means = (self.curve(f"reward/{component}/{key}")[1] for key in ("dead_groups", "std", "mean"))
         if not means or min(dead, default=1.0) == 1 or not spread[-window:] or any(spread[-window:]):
             return False
-        best = max(means) if highest is None else max(highest, *means)
-        return min(means[-window:]) >= best - 1e-6 * abs(best)
+        sign = self.direction(component)
+        best = max(sign * value for value in (*extremes, *means))
+        return min(sign * mean for mean in means[-window:]) >= best - 1e-6 * abs(best)
 
     def weights(self) -> list[tuple[str, float, str]]:
         """Return (component, weight, reason) for each component whose weight changes during the run, in the last

@@ -27,6 +27,13 @@ if TYPE_CHECKING:  # A run imports torch only after the start of its processes.
     from gdpo_nemo.algorithms import Advantages, Diagnostics
 
 
+def with_weights(config: Config, weights: Mapping[str, float]) -> Config:
+    """Return the config with other weights of some components in ``gdpo.rewards``."""
+    if not weights:
+        return config
+    return replace(config, gdpo=replace(config.gdpo, rewards={**config.gdpo.rewards, **weights}))
+
+
 def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
     """Return the rewards of the trajectories by component, after ``gdpo.shaping``.
 
@@ -434,6 +441,12 @@ class TurnAdvantages:
         return self._means(self.of_turns.values)
 
     @property
+    def has_advantage(self) -> np.ndarray:
+        """True if a turn of the trajectory has an advantage (``Advantages.has_advantage``). Shape: bool
+        [trajectories]."""
+        return np.bincount(self.rows.trajectory, self.of_turns.has_advantage, len(self.valid)) > 0
+
+    @property
     def components(self) -> torch.Tensor:
         """Weighted term of each component, averaged like ``values``. Shape: float64 [trajectories, components]."""
         return self._means(self.of_turns.components)
@@ -465,9 +478,8 @@ class TurnAdvantages:
 
         found = self.of_turns.diagnostics
         table = build_table(dict(self.totals), np.arange(len(self.valid)), dict.fromkeys(self.names, 1.0), self.valid)
-        mean, std, saturation = column_statistics(table)
         missing = 1.0 - table.present.sum(axis=1) / max(1, self.valid.sum())
-        return replace(found, mean=mean, std=std, saturation=saturation, missing=missing)
+        return replace(found, **column_statistics(table), missing=missing)
 
     def _means(self, values: torch.Tensor) -> torch.Tensor:
         import torch

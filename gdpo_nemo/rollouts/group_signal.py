@@ -1,89 +1,58 @@
 """Selection of the groups that dynamic sampling trains: groups with a training signal.
 
 A group has a training signal, or signal for short, if the estimator gives at least one of its samples a nonzero
-advantage. The estimator compares samples within their group. With ``gdpo.group_by: prompt``, the estimator compares the
-samples of all groups in the batch that have the same prompt tokens. REINFORCE++ without a baseline compares a sample
-with the whole batch, so every reward is a signal. The preset verl (``singleton: raw``) uses the raw reward as the
-advantage of a sample that is not compared with other samples.
+advantage before the batch norm. The estimator itself computes this advantage, with the weights in force. The estimator
+compares samples within their group. With ``gdpo.group_by: prompt``, the estimator compares the samples of all groups in
+the batch that have the same prompt tokens. REINFORCE++ without a baseline compares a sample with the whole batch, so
+every reward is a signal.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Iterable, Mapping, Sequence
+from typing import Iterable, Sequence
 
 import numpy as np
 
 from gdpo_nemo.algorithms.settings import PRESETS, Settings
-from gdpo_nemo.algorithms.table import build_table, moments
 from gdpo_nemo.config.rollout_checks import valid_needed
 from gdpo_nemo.config.schema import Config, GdpoConfig
-from gdpo_nemo.data.records import Group, Prompt, Trajectory
-from gdpo_nemo.rollouts.credit import reward_columns, turn_rows
+from gdpo_nemo.data.records import Group, Prompt
+from gdpo_nemo.rollouts.credit import advantages_of, reward_columns
 from gdpo_nemo.rollouts.group_maker import MadeGroup
 from gdpo_nemo.rollouts.ledger import LATE, NO_SIGNAL
 
 
 def has_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> bool:
-    """Return True if at least one weighted component of the group varies among the samples compared with each other.
+    """Return True if the estimator gives a sample of the group an advantage other than 0, before the batch norm.
 
-    The check uses the rewards after shaping. With ``dynamic_sampling.before_shaping``, the check uses the original
-    rewards.
+    The estimator gets the group and its siblings as a batch, with the rewards after shaping and without the KL. With
+    ``dynamic_sampling.before_shaping``, it gets the original rewards.
 
     Args:
+        config: config with the weights in force in ``gdpo.rewards``. See ``with_weights``.
         siblings: other groups whose samples are compared with the samples of ``group``.
+
+    Raises:
+        RunError: if a custom estimator fails or returns non-finite values.
     """
-    if config.gdpo.dynamic_sampling.before_shaping:
-        config = replace(config, gdpo=replace(config.gdpo, shaping=[]))
-    samples = [t for t in group.trajectories if t.trains]
-    members = [*samples, *(t for sibling in siblings for t in sibling.trajectories if t.trains)]
-    if not samples:
+    gdpo = replace(config.gdpo, kl_in_reward=None)
+    if gdpo.dynamic_sampling.before_shaping:
+        gdpo = replace(gdpo, shaping=[])
+    if _missing(gdpo) == "error":  # The update reports missing rewards, with the number of all of its samples.
+        gdpo = replace(gdpo, options={**gdpo.options, "missing": "exclude"})
+    config = replace(config, gdpo=gdpo)
+    groups = [group, *siblings]
+    samples = [t for member in groups for t in member.trajectories if t.trains]
+    columns = reward_columns(samples, config) if samples else {}
+    if all(np.isnan(column).all() for name, column in columns.items() if gdpo.rewards.get(name)):
         return False
-    ids = np.zeros(len(members), np.int64)
-    of_group = np.arange(len(members)) < len(samples)
-    columns = _weighted_columns(members, config)
-    if config.gdpo.credit == "turn":
-        rows = turn_rows(members, columns, config.gdpo.discount)
-        ids, columns = rows.ids(ids, config.gdpo.turn_baseline), rows.columns
-        of_group = of_group[rows.trajectory]
-    if all(np.isnan(column).all() for column in columns.values()):
-        return False
-    if _compares_with_batch(config.gdpo):
-        return any(bool((~np.isnan(column) & of_group).any()) for column in columns.values())
-    return _varies(columns, ids, of_group, _singleton(config.gdpo) == "raw")
+    return bool(advantages_of(groups, config).has_advantage[: len(group.trajectories)].any())
 
 
-def _weighted_columns(members: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
-    # A scheduled component also counts while its weight is 0, because this check does not depend on the step.
-    weighted = {name for name, weight in config.gdpo.rewards.items() if weight or name in config.gdpo.schedules}
-    return {name: column for name, column in reward_columns(members, config).items() if name in weighted}
-
-
-def _varies(columns: Mapping[str, np.ndarray], ids: np.ndarray, rows: np.ndarray, raw: bool) -> bool:
-    """Return True if a selected row has a component that is not constant among the rows with the same id.
-
-    Args:
-        ids: id of the comparison group of each row. Shape: [rows].
-        rows: selected rows. Shape: bool [rows].
-        raw: True if a component that occurs in only one row of a comparison group is also a signal.
-    """
-    table = build_table(columns, ids)
-    selected = table.groups.take(rows)
-    for column, present in zip(table.columns, table.present, strict=True):
-        stats = moments(table.groups, column, present)
-        varies = ~stats.constant | (stats.count == 1) if raw else ~stats.constant
-        if (present & selected & table.groups.rows(varies)).any():
-            return True
-    return False
-
-
-def _compares_with_batch(gdpo: GdpoConfig) -> bool:
-    return gdpo.estimator == "reinforce_plus_plus" and gdpo.options.get("minus_baseline") is False
-
-
-def _singleton(gdpo: GdpoConfig) -> str:
+def _missing(gdpo: GdpoConfig) -> str:
     base = PRESETS[gdpo.preset] if gdpo.preset else Settings()
-    return str(gdpo.options.get("singleton", base.singleton))
+    return str(gdpo.options.get("missing", base.missing))
 
 
 def part_with_signal(group: Group, config: Config, siblings: Sequence[Group] = ()) -> Group | None:
@@ -168,27 +137,28 @@ def split_groups(
 class InFlight:
     """Prompts of the groups in flight. A finished group may still be compared with a group in flight."""
 
-    def __init__(self, config: Config):
-        self._config = config
+    def __init__(self, by_prompt: bool):
+        self._by_prompt = by_prompt
         self._prompts: dict[int, bytes] = {}
 
     def add(self, position: int, prompt: Prompt) -> None:
         """Record that the group with this prompt index is being sampled."""
-        if self._config.gdpo.group_by == "prompt":
+        if self._by_prompt:
             self._prompts[position] = _tokens(prompt)
 
     def remove(self, position: int) -> None:
         """Record that the group with this prompt index is finished."""
         self._prompts.pop(position, None)
 
-    def may_have_signal(self, made: MadeGroup, ready: Iterable[MadeGroup]) -> bool:
+    def may_have_signal(self, made: MadeGroup, ready: Iterable[MadeGroup], config: Config) -> bool:
         """Return True if a finished group has a signal or a group with the same prompt is in flight.
 
         Args:
+            config: config with the weights in force.
             ready: groups that are finished and not trained yet.
         """
         group = made.group
         if _tokens(group.prompt) in self._prompts.values():
             return True
-        siblings = siblings_of(group, (other.group for other in ready), self._config.gdpo)
-        return part_with_signal(group, self._config, siblings) is not None
+        siblings = siblings_of(group, (other.group for other in ready), config.gdpo)
+        return part_with_signal(group, config, siblings) is not None

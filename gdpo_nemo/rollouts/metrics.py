@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Sequence
+from typing import Mapping, Sequence
 
 import numpy as np
 
@@ -290,26 +290,29 @@ def check_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
 
 
 def _component_metrics(
-    name: str, rewards: Sequence[Sequence[float | None]], pass_at: Sequence[int]
+    name: str, rewards: Sequence[Sequence[float | None]], pass_at: Sequence[int], direction: int
 ) -> dict[str, float]:
     """Return mean and pass@k of one component, over the samples that have this component.
 
     Args:
         rewards: reward of each sample, by group. A reward is None if the component does not apply.
         pass_at: values of k.
+        direction: 1 if larger rewards are better, otherwise -1.
     """
     row = {}
     values = [value for group in rewards for value in group if value is not None]
     if values:
         row[f"validation/{name}"] = float(np.mean(values))
     for k in pass_at:
-        best = mean_pass_at_k(rewards, k)
+        best = mean_pass_at_k(rewards, k, direction)
         if best is not None:
             row[f"validation/{name}/pass_at/{k}"] = best
     return row
 
 
-def validation_metrics(groups: Sequence[Group], pass_at: Sequence[int] = ()) -> dict[str, float]:
+def validation_metrics(
+    groups: Sequence[Group], pass_at: Sequence[int] = (), directions: Mapping[str, int] | None = None
+) -> dict[str, float]:
     """Return the metrics ``validation/...`` of the held-out samples.
 
     The metrics are the mean and pass@k of each component, the mean length, the fraction of failures, and logged
@@ -317,12 +320,13 @@ def validation_metrics(groups: Sequence[Group], pass_at: Sequence[int] = ()) -> 
 
     Args:
         pass_at: values of k for pass@k.
+        directions: result of ``component_weights.directions``.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     row: dict[str, float] = {}
     for name in dict.fromkeys(name for t in trajectories for name in t.rewards):
         rewards = [[t.rewards.get(name) for t in group.trajectories] for group in groups]
-        row |= _component_metrics(name, rewards, pass_at)
+        row |= _component_metrics(name, rewards, pass_at, (directions or {}).get(name, 1))
     row["validation/mean_length"] = float(np.mean([t.num_policy_tokens for t in trajectories]))
     row["validation/env_failed"] = float(np.mean([not t.trains for t in trajectories]))
     return row | {f"validation/{name}": value for name, value in logged_metrics(trajectories).items()}

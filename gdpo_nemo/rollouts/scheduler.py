@@ -36,6 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Coroutine, Sequence
 
+from gdpo_nemo.algorithms.component_weights import ComponentWeights
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.layout import prompts_per_round, updates_per_step
@@ -46,6 +47,7 @@ from gdpo_nemo.data.records import Group, Prompt, TrainerState
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.batches import Rollout, first_samples, make_prompt_ids_unique, num_samples, read_trained_groups
+from gdpo_nemo.rollouts.credit import with_weights
 from gdpo_nemo.rollouts.depth import AutoDepth
 from gdpo_nemo.rollouts.functions import RolloutKind
 from gdpo_nemo.rollouts.group_maker import GroupJob, GroupMaker, MadeGroup, Rendezvous, cancel_all, rollout_of
@@ -115,7 +117,12 @@ class RolloutScheduler:
         self._last_batch_time = time.monotonic()
         """Time at which the previous ``get_batch`` returned a batch."""
         self._made: dict[int, MadeGroup] = {}
-        self._sampling_groups = InFlight(config)
+        gdpo = config.gdpo
+        # Constraints are excluded with dynamic sampling, so all weights are known before the step.
+        self._weights = ComponentWeights(gdpo.rewards, gdpo.constraints, gdpo.schedules)
+        self._weighted = config
+        """Config with the weights of the next step in ``gdpo.rewards``, by which dynamic sampling selects groups."""
+        self._sampling_groups = InFlight(gdpo.group_by == "prompt")
         self._training: list[Group] = []
         """New groups of the current training batch."""
         self._num_without_signal = 0
@@ -191,6 +198,7 @@ class RolloutScheduler:
     # -- admission -------------------------------------------------------------------------------------------------
 
     async def _schedule(self, step: int) -> None:
+        self._weighted = with_weights(self._config, self._weights.at(step + 1))
         if self._training:
             self._tracker.begin(step, self._training)
             self._training = []
@@ -349,7 +357,7 @@ class RolloutScheduler:
         if is_late(made, self._config):
             return LATE
         if self._config.gdpo.dynamic_sampling.enabled and not self._sampling_groups.may_have_signal(
-            made, self._made.values()
+            made, self._made.values(), self._weighted
         ):
             self._num_without_signal += 1
             return NO_SIGNAL if self._num_without_signal <= replaceable_groups(self._config.gdpo) else None
@@ -420,7 +428,7 @@ class RolloutScheduler:
         size = self._config.gdpo.num_generations_per_prompt
         batch_samples = self._tracker.num_new_groups * size
         dynamic = self._config.gdpo.dynamic_sampling
-        kept, spare = split_groups(made, [], self._config, self._reasons)
+        kept, spare = split_groups(made, [], self._weighted, self._reasons)
         max_rounds = dynamic.max_rounds if dynamic.enabled else _LATE_ROUNDS
         while (missing := batch_samples - num_samples(kept)) > 0:
             if rollout.rounds >= max_rounds or self._tracker.prompts_left <= 0:
@@ -432,7 +440,7 @@ class RolloutScheduler:
             self._start(self._tracker.admit(self._fleet.version, len(self._ledger) + count))
             extra = await self._round()
             extra_rollout = rollout_of(extra)
-            kept += split_groups(extra, kept, self._config, self._reasons)[0]
+            kept += split_groups(extra, kept, self._weighted, self._reasons)[0]
             rollout.generation_s += extra_rollout.generation_s
             rollout.verify_s += extra_rollout.verify_s
             rollout.spans += extra_rollout.spans

@@ -15,6 +15,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Callable, Generic, Iterable, Iterator, Mapping, Sequence, TypeVar
 
 from gdpo_nemo.algorithms import LossSettings
+from gdpo_nemo.algorithms.component_weights import directions
 from gdpo_nemo.algorithms.loss_selection import Objective, loss_import_paths
 from gdpo_nemo.config.algorithm_choice import ALGORITHMS, AlgorithmSpec, resolved_loss, spec_of
 from gdpo_nemo.config.schema import Config
@@ -126,7 +127,13 @@ class Algorithm(ABC, Generic[Batch, Prepared]):
         Args:
             evaluated: ``Group`` objects with rewards if the algorithm samples, otherwise ``Prompt`` objects.
         """
-        return validation_metrics(evaluated, self.config.gdpo.val_pass_at_k)
+        return validation_metrics(evaluated, self.config.gdpo.val_pass_at_k, self._directions)
+
+    @property
+    def _directions(self) -> dict[str, int]:
+        """Result of ``component_weights.directions`` for the current weights."""
+        gdpo = self.config.gdpo
+        return directions(gdpo.rewards, gdpo.constraints, gdpo.schedules)
 
 
 def with_absolute_paths(loss: LossSettings) -> LossSettings:

@@ -82,14 +82,16 @@ class Checkpoints:
         folder: ``checkpoints/`` in the run folder.
         keep_last: number of most recent checkpoints to keep.
         keep_best: number of best checkpoints to keep.
-        metric: metric that ranks the checkpoints; larger is better. None: keep only the most recent checkpoints.
+        metric: metric that ranks the checkpoints. None: keep only the most recent checkpoints.
+        direction: 1 if larger values of the metric are better, otherwise -1.
     """
 
-    def __init__(self, folder: str | Path, keep_last: int, keep_best: int, metric: str | None):
+    def __init__(self, folder: str | Path, keep_last: int, keep_best: int, metric: str | None, direction: int = 1):
         self.folder = Path(folder)
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._metric = metric
+        self._direction = direction
         self._begun: tuple[Path, Path] | None = None
         self._damaged: list[Path] = []
 
@@ -215,7 +217,7 @@ class Checkpoints:
         keep = set(steps[-self._keep_last :] if self._keep_last else [])
         if self._metric and self._keep_best:
             ranked = [(read_state(self.path(s)).metrics.get(self._metric), s) for s in steps]
-            ranked = sorted((value, step) for value, step in ranked if value is not None)
+            ranked = sorted((self._direction * value, step) for value, step in ranked if value is not None)
             keep.update(step for _, step in ranked[-self._keep_best :])
         for step in steps:
             if step not in keep and step != steps[-1]:

@@ -27,13 +27,14 @@ from gdpo_nemo.rollouts.credit import (
     log_ratios,
     reward_columns,
     updates_of,
+    with_weights,
 )
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 from gdpo_nemo.training.algorithm import Algorithm
 from gdpo_nemo.training.component_gradients import ComponentGradients
 
 if TYPE_CHECKING:
-    from gdpo_nemo.algorithms import Advantages, LossSettings
+    from gdpo_nemo.algorithms import Advantages, Diagnostics, LossSettings
     from gdpo_nemo.cluster.policy_group import PolicyGroup
     from gdpo_nemo.data.tokenizer import Tokenizer
     from gdpo_nemo.observe.log import RunLog
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 METRICS = {
     "reward/total/mean": (
         "reward",
-        "Sum of the components' means with the weights in gdpo.rewards, which is the reward in GRPO",
+        "Sum of the components' means with the weights of the step, which is the reward in GRPO",
     ),
     "rollout/dropped_groups": ("groups", "Groups that gdpo.dynamic_sampling sampled and dropped from the step"),
     "rollout/reference_kl": (
@@ -243,8 +244,12 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
 
     def _with_weights(self, batch: Rollout) -> Config:
         """Return the config with the weights of a prepared batch in ``gdpo.rewards``."""
-        rewards = {**self.config.gdpo.rewards, **batch.weights}
-        return replace(self.config, gdpo=replace(self.config.gdpo, rewards=rewards))
+        return with_weights(self.config, batch.weights)
+
+    @property
+    def _directions(self) -> dict[str, int]:
+        """Result of ``component_weights.directions`` for the weights of the last step."""
+        return super()._directions if self.weights is None else self.weights.directions
 
     def updates(self, prepared: PreparedRollout) -> Iterator[list[TrainSequence]]:
         """Yield the sequences of each update: ``policy.train_global_batch_size`` at a time, repeated
@@ -304,7 +309,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         return {
             **update_metrics(results, on_policy and old_logprobs_source(self.config) == "trainer"),
             **diagnostics.metrics(),
-            "reward/total/mean": _weighted_mean(diagnostics, self.config.gdpo.rewards),
+            "reward/total/mean": _weighted_mean(diagnostics),
             **({} if self.weights is None else self.weights.metrics),
             **rollout_metrics(rollout.trajectories, version),
             "rollout/dropped_groups": float(rollout.dropped_groups),
@@ -330,7 +335,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             turn_advantages=by_turn,
             entropies=prepared.entropies,
         )
-        self.component_alerts.update(prepared.advantages.diagnostics.alerts, [t.rewards for t in rollout.trajectories])
+        self.component_alerts.update(prepared.advantages.diagnostics)
 
     def _mean_advantages(self, prepared: PreparedRollout) -> np.ndarray:
         """Return the mean advantage over the policy tokens of each trajectory. Shape: float64 [trajectories]."""
@@ -396,10 +401,9 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         )
 
 
-def _weighted_mean(diagnostics: Any, weights: Mapping[str, float]) -> float:
-    """Return the weighted sum of the components' mean rewards, which is the mean reward in GRPO."""
-    means = dict(zip(diagnostics.names, diagnostics.mean))
-    return float(np.nansum([weight * means.get(name, np.nan) for name, weight in weights.items()]))
+def _weighted_mean(diagnostics: Diagnostics) -> float:
+    """Return the sum of the components' mean rewards with the step's weights, which is the mean reward in GRPO."""
+    return float(np.nansum(diagnostics.weight * diagnostics.mean))
 
 
 class ComponentAlerts:
@@ -412,22 +416,18 @@ class ComponentAlerts:
     def __init__(self, log: RunLog):
         self._log = log
         self._steps: dict[str, int] = {}
-        self._highest: dict[str, float] = {}
+        self._extremes: dict[str, tuple[float, float]] = {}
+        """Smallest and largest reward of a sample so far, by component."""
         self._noted: set[str] = set()
 
-    def update(self, lines: Sequence[str], rewards: Sequence[Mapping[str, float | None]]) -> None:
-        """Process a step.
-
-        Args:
-            lines: ``Diagnostics.alerts`` of the step.
-            rewards: rewards of each sample, by component.
-        """
-        for sample in rewards:
-            for name, value in sample.items():
-                if value is not None and not value <= self._highest.get(name, value - 1):
-                    self._highest[name] = value
+    def update(self, diagnostics: Diagnostics) -> None:
+        """Process the diagnostics of a step."""
+        for name, low, high in zip(diagnostics.names, diagnostics.low.tolist(), diagnostics.high.tolist()):
+            if not np.isnan(low):
+                before = self._extremes.get(name, (low, high))
+                self._extremes[name] = min(low, before[0]), max(high, before[1])
         # The text before the first number identifies the component and its problem.
-        current = {re.split(r"[(:]", line)[0]: line for line in lines}
+        current = {re.split(r"[(:]", line)[0]: line for line in diagnostics.alerts}
         self._steps = {key: self._steps.get(key, 0) + 1 for key in current}
         for key, steps in self._steps.items():
             if steps == PATIENCE:
@@ -436,7 +436,7 @@ class ComponentAlerts:
     def _report(self, line: str) -> None:
         constant = re.match(r"component (['\"])(.+)\1 is constant", line)
         name = constant[2] if constant else None
-        if name is None or not self._log.history.solved(name, PATIENCE, self._highest.get(name)):
+        if name is None or not self._log.history.solved(name, PATIENCE, self._extremes.get(name, ())):
             self._log.alert(f"for {PATIENCE} steps, {line}")
         elif name not in self._noted:
             self._noted.add(name)

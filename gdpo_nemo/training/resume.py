@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from gdpo_nemo.algorithms.component_weights import directions
 from gdpo_nemo.config.changes import Change, check_changes, find_changes
 from gdpo_nemo.config.layout import Resolved, prompt_limit, prompts_per_round
 from gdpo_nemo.config.load import save_config, to_yaml
-from gdpo_nemo.config.schema import CheckpointingConfig, Config, GdpoConfig
+from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.training.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunState, model_fingerprint
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import parse_yaml, read_text
@@ -49,7 +50,7 @@ def find_start(resolved: Resolved, run_dir: Path, inputs: Inputs) -> Start:
             fixed setting, or contains only damaged checkpoints.
     """
     config = resolved.config
-    checkpoints = _checkpoints(config.checkpointing, run_dir)
+    checkpoints = _checkpoints(config, run_dir)
     damaged: list[str] = []
     data = inputs.prompts.fingerprint
     model = model_fingerprint(inputs.folder)
@@ -97,16 +98,19 @@ def planned_changes(config: Config) -> list[str]:
         ConfigError: if a setting must not change. Data and model are only compared when the run starts.
     """
     run_dir = Path(config.run.dir)
-    checkpoints = _checkpoints(config.checkpointing, run_dir)
+    checkpoints = _checkpoints(config, run_dir)
     if not checkpoints.steps():
         return []
     step = checkpoints.steps()[-1]
     return [change.sentence(step + 1) for change in _changes(config, checkpoints.path(step), run_dir)]
 
 
-def _checkpoints(checkpointing: CheckpointingConfig, run_dir: Path) -> Checkpoints:
-    section = checkpointing
-    checkpoints = Checkpoints(run_dir / "checkpoints", section.keep_last, section.keep_best, section.metric_name)
+def _checkpoints(config: Config, run_dir: Path) -> Checkpoints:
+    section, gdpo = config.checkpointing, config.gdpo
+    metric = section.metric_name or ""
+    component = metric.removeprefix("validation/").partition("/pass_at/")[0]
+    better = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules).get(component, 1)
+    checkpoints = Checkpoints(run_dir / "checkpoints", section.keep_last, section.keep_best, metric or None, better)
     if not section.enabled and checkpoints.steps():
         raise ConfigError(
             f"checkpointing.enabled: {run_dir} holds checkpoints up to step {checkpoints.steps()[-1]}; a run without "

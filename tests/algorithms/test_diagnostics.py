@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gdpo_nemo.algorithms import compute_advantages, groups_with_signal
+from gdpo_nemo.algorithms import compute_advantages
 
 IDS = np.repeat([0, 1], 4)
 
@@ -94,16 +94,34 @@ def test_alerts_name_components_that_train_nothing():
     ]
 
 
-def test_a_group_is_dead_only_if_every_weighted_component_is_constant():
-    """Totals of group 3 tie, so filters that look at the sum would drop it; it has signal with three components."""
+@pytest.mark.parametrize(
+    "values, told",
+    [
+        ([0.0, 4e-10, 0.0, 1e-10], True),  # smaller than the range that counts as constant
+        ([1e6, 1e6 + 1e-4, 1e6, 1e6], True),  # a small part of its offset
+        ([0.3, 0.1 + 0.2, 0.3, 0.3], False),  # rounding
+        ([0.5] * 4, False),
+        ([0.0, 4e-7, 0.0, 1e-7], None),  # shrunk by epsilon
+    ],
+)
+def test_a_component_below_the_range_that_counts_as_constant_is_reported(values, told):
+    found = diagnose({"a": values + [0.25] * 4, "b": [0, 1] * 4}).alerts
+    assert any("'a' differs within groups by at most 1e-09 x max(1, |reward|)" in line for line in found) == bool(told)
+    assert any("'a' is constant in every group" in line for line in found) == (told is False)
+
+
+@pytest.mark.parametrize(
+    "estimator, weights, dead",
+    [("gdpo", [1, 1, 1], [0]), ("gdpo", [0, 1, 1], [0, 1]), ("grpo", [1, 1, 1], [0, 2]), ("grpo", [1, 2, 1], [0])],
+)
+def test_a_group_is_dead_if_the_estimator_gives_none_of_its_samples_an_advantage(estimator, weights, dead):
+    """The totals of group 2 are equal, so GRPO trains nothing, and GDPO does because of its three components."""
     rewards = np.array(
         [[1, 1, 1]] * 4 + [[1, 0, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]] + [[1, 1, 0], [1, 0, 1], [0, 1, 1], [1, 1, 0]]
     )
-    signal = groups_with_signal(rewards, [1] * 4 + [2] * 4 + [3] * 4)
-    assert signal.ids.tolist() == [1, 2, 3] and signal.alive.tolist() == [False, True, True]
-    assert signal.dead.tolist() == [[True] * 3, [False, True, True], [False] * 3]
-    unweighted = groups_with_signal(rewards, [1] * 4 + [2] * 4 + [3] * 4, weights=[0, 1, 1])
-    assert unweighted.alive.tolist() == [False, False, True]
+    found = compute_advantages(rewards, np.repeat(range(3), 4), weights=weights, estimator=estimator)
+    assert [g for g in range(3) if not found.has_advantage[4 * g : 4 * g + 4].any()] == dead
+    assert found.diagnostics.metrics()["advantage/dead_groups"] == len(dead) / 3
 
 
 def test_diagnosis_is_in_no_particular_row_order():

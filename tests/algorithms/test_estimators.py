@@ -212,16 +212,20 @@ def test_dvao_shares_stay_bounded_with_a_penalty_of_negative_weight():
     assert result.components.abs().max() < np.sqrt(7)
 
 
-def test_leave_one_out_grpo_is_each_reward_against_the_others_alone():
-    """Mean and sample deviation of the other members, as numpy has them; the only outlier of its group is not
-    divided."""
+@pytest.mark.parametrize("equal_peers", ["divide", "raw"])
+def test_leave_one_out_grpo_is_each_reward_against_the_others_alone(equal_peers):
+    """Mean and sample deviation of the other members, as numpy has them; the only outlier of its group is divided by
+    the deviation of the whole group, or not divided."""
     rewards = np.array([1.0, 0.0, 0.5, 0.0, 1.0, 0.0, 0.0, 0.0])
     groups = [0, 0, 0, 0, 1, 1, 1, 1]
-    got = compute_advantages({"r": rewards}, groups, estimator="grpo", leave_one_out=True).values.numpy()
+    options = {"leave_one_out": True, "equal_peers": equal_peers}
+    got = compute_advantages({"r": rewards}, groups, estimator="grpo", **options).values.numpy()
     for row, group in enumerate(groups):
         others = np.array([rewards[i] for i in range(8) if groups[i] == group and i != row])
         spread = others.std(ddof=1)
-        expected = (rewards[row] - others.mean()) / (spread + 1e-6 if spread > 0 else 1.0)
+        whole = np.array([rewards[i] for i in range(8) if groups[i] == group]).std(ddof=1)
+        alone = 1.0 if equal_peers == "raw" else whole + 1e-6
+        expected = (rewards[row] - others.mean()) / (spread + 1e-6 if spread > 0 else alone)
         assert np.isclose(got[row], expected), row
 
 
@@ -313,10 +317,25 @@ def test_reinforce_plus_plus_standardises_rewards_over_the_batchs_tokens(minus_b
     [
         ("rloo", {"scale_rewards": "batch"}, "'scale_rewards' has no effect with rloo"),
         ("gpg", {"scale_rewards": "none"}, "'scale_rewards' has no effect with gpg"),
-        ("gdpo", {"scale_rewards": "none", "leave_one_out": True}, "'scale_rewards' has no effect with leave_one_out"),
+        ("dr_grpo", {"leave_one_out": True}, "'leave_one_out' has no effect with dr_grpo"),
+        ("gdpo", {"equal_peers": "raw"}, "'equal_peers' has no effect without leave_one_out"),
+        ("gdpo", {"equal_peers": "raw", "leave_one_out": True, "scale_rewards": "none"}, "'equal_peers' has no effect"),
         ("gdpo", {"scale_rewards": "goup"}, "scale_rewards='goup'; did you mean 'group'"),
     ],
 )
 def test_a_scale_that_an_estimator_does_not_take_is_refused(estimator, options, said):
     with pytest.raises(ValueError, match=said):
         check_selection(estimator, None, None, 1e-6, options, {"a": 1.0})
+    with pytest.raises(ValueError, match=said):
+        compute_advantages({"a": [0.0, 1.0]}, [0, 0], estimator=estimator, **options)
+
+
+@pytest.mark.parametrize("estimator", ["mo_grpo", "grpo"])
+@pytest.mark.parametrize("scale, divisor", [("none", 1.0), ("batch", np.std([0.0, 4.0, 1.0, 3.0, 3.0, 6.0], ddof=1))])
+def test_leave_one_out_is_divided_as_scale_rewards_says(estimator, scale, divisor):
+    """The mean is that of the others; only the division by their deviation is replaced."""
+    rewards = np.array([0.0, 4.0, 1.0, 3.0, 3.0, 6.0])
+    options = {"leave_one_out": True, "scale_rewards": scale, "epsilon": 0.0}
+    got = compute_advantages({"r": rewards}, [0, 0, 0, 1, 1, 1], estimator=estimator, **options).values.numpy()
+    others = [(np.delete(rewards[part], i)).mean() for part in (slice(0, 3), slice(3, 6)) for i in range(3)]
+    np.testing.assert_allclose(got, (rewards - others) / divisor)

@@ -169,7 +169,7 @@ def test_contributions_of_the_components_and_the_kl_sum_to_the_advantages(seed, 
     rewards, ids, kl = batch(seed)
     rewards[::5, 1] = np.nan
     options = dict(estimator=estimator, batch_norm=norm, lengths=1 + np.arange(len(ids)))
-    options |= dict(batch_unit="token", batch_rows="scored") if tokens else {}
+    options |= dict(batch_unit="token", batch_rows="scored") if tokens and norm else {}
     plain = compute_advantages(rewards, ids, **options)
     np.testing.assert_allclose(plain.contributions.sum(axis=1), plain.values.numpy(), rtol=0, atol=1e-9)
     with_kl = compute_advantages(rewards, ids, kl=kl, kl_coefficient=0.1, **options)

@@ -12,10 +12,12 @@ from hypothesis import given, strategies as st
 from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k, pass_at_k
 
 
+@pytest.mark.parametrize("direction, best", [(1, max), (-1, min)])
 @given(st.lists(st.floats(-3, 3), min_size=1, max_size=7), st.data())
-def test_the_expected_best_of_k_is_the_mean_over_all_draws(values, data):
+def test_the_expected_best_of_k_is_the_mean_over_all_draws(direction, best, values, data):
     k = data.draw(st.integers(1, len(values)))
-    assert pass_at_k(values, k) == pytest.approx(np.mean([max(draw) for draw in combinations(values, k)]), abs=1e-9)
+    expected = np.mean([best(draw) for draw in combinations(values, k)])
+    assert pass_at_k(values, k, direction) == pytest.approx(expected, abs=1e-9)
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=200), st.data())

@@ -11,7 +11,7 @@ import pytest
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.arguments import terminal
-from gdpo_nemo.commands.env.adversary import Tried, _in_parts, findings, judge, put_on_trial, table
+from gdpo_nemo.commands.env.adversary import Tried, _in_parts, findings, judge, oriented, put_on_trial, table
 from gdpo_nemo.commands.env.attacks import Gold, probes
 from gdpo_nemo.commands.env.check import as_sampled, check_environment, sample_of
 from gdpo_nemo.data.replies import parse_hermes
@@ -187,6 +187,32 @@ def test_a_graded_component_is_won_within_a_row_by_the_right_answer_or_what_gets
     assert not found.forms and found.reads_answer == (margin > 0)
     assert any("at least as much as the right answer on 2 rows (r1, r2)" in line for line in findings(trial)) == bool(
         beaten
+    )
+
+
+@pytest.mark.parametrize("verifier", [exact, last_number, any_match])
+def test_a_penalty_is_judged_like_the_reward_that_it_mirrors(verifier):
+    """The right answer wins a penalty with the smallest value."""
+    tried, mirrored = [], []
+    for row, (prompt, gold) in QUESTIONS.items():
+        other = next(answer for key, (_, answer) in QUESTIONS.items() if key != row)
+        for probe in probes(prompt, gold, other):
+            rewards = {"it": verifier(probe.text, gold)}
+            penalty = oriented({"it": 1.0 - rewards["it"]}, {"it": -1})
+            tried.append(Tried(row, probe, rewards, rewards))
+            mirrored.append(Tried(row, probe, penalty, penalty))
+    golds = {"r1": {"it": 0.0}, "r2": {"it": 1.0}}
+    reward = judge(tried, golds)
+    penalty = judge(
+        mirrored, {row: oriented({"it": 1.0 - g["it"]}, {"it": -1}) for row, g in golds.items()}, None, {"it": -1}
+    )
+    one, other = reward.components["it"], penalty.components["it"]
+    assert (one.best, one.gold_loses) == (1.0, {"r1": 0.0}) and (other.best, other.gold_loses) == (0.0, {"r1": 1.0})
+    assert (one.hacked, one.forms, one.flat, one.reads_answer) == (
+        other.hacked,
+        other.forms,
+        other.flat,
+        other.reads_answer,
     )
 
 

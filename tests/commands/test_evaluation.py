@@ -13,7 +13,7 @@ from rich.console import Console
 from gdpo_nemo.commands.evaluate import SUITES, evaluate, find_subject, scored, table, without_policy
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.schema import GdpoConfig
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.training.checkpoints import Checkpoints, RunState
@@ -137,9 +137,13 @@ def judged(rows: list[list[float | None]]) -> list[Group]:
 values = st.one_of(st.none(), st.floats(-10, 10))
 
 
-@given(st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(values, min_size=n, max_size=n), min_size=1, max_size=6)))
-def test_scores_are_plain_statistics_of_the_values_that_are_there(rows):
-    found = scored(judged(rows), Config().gdpo, "m", 3)
+@given(
+    st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(values, min_size=n, max_size=n), min_size=1, max_size=6)),
+    st.sampled_from([1.0, 0.0, -0.5]),
+)
+def test_scores_are_plain_statistics_of_the_values_that_are_there(rows, weight):
+    best = min if weight < 0 else max
+    found = scored(judged(rows), GdpoConfig(rewards={"it": weight}, val_pass_at_k=[1]), "m", 3)
     present = [[v for v in row if v is not None] for row in rows if any(v is not None for v in row)]
     if not present:
         assert found.scores == {}
@@ -147,7 +151,7 @@ def test_scores_are_plain_statistics_of_the_values_that_are_there(rows):
     score = found.scores["it"]
     every = [v for row in present for v in row]
     assert score.judged == len(every) and score.mean == pytest.approx(sum(every) / len(every), abs=1e-9)
-    assert score.best == pytest.approx(np.mean([max(row) for row in present]), abs=1e-9)
+    assert score.best == pytest.approx(np.mean([best(row) for row in present]), abs=1e-9)
     means = [sum(row) / len(row) for row in present]
     if len(means) < 2:
         assert score.error is None
@@ -162,15 +166,13 @@ def test_truncated_and_failed_samples_are_counted():
     samples = [t for group in groups for t in group.trajectories]
     samples[1].outcome = Outcome.TRUNCATED
     samples[2].outcome = Outcome.ENV_FAILED
-    found = scored(groups, Config().gdpo, "m", None)
+    found = scored(groups, GdpoConfig(rewards={}), "m", None)
     assert (found.truncated, found.env_failed, found.mean_length, found.prompts) == (0.25, 0.25, 2.0, 2)
 
 
 def test_an_evaluation_reports_pass_at_every_k_that_is_asked_for(capsys):
-    config = Config()
-    config.gdpo.val_generations_per_prompt = 4
-    config.gdpo.val_pass_at_k = [1, 2, 4]
-    found = scored(judged([[1.0, 0.0, 0.0, 0.0], [0.0, None, 0.0, 1.0]]), config.gdpo, "m", None)
+    gdpo = GdpoConfig(rewards={"it": 1.0}, val_generations_per_prompt=4, val_pass_at_k=[1, 2, 4])
+    found = scored(judged([[1.0, 0.0, 0.0, 0.0], [0.0, None, 0.0, 1.0]]), gdpo, "m", None)
     score = found.scores["it"]
     assert score.pass_at == pytest.approx({1: (1 / 4 + 1 / 3) / 2, 2: (1 / 2 + 2 / 3) / 2, 4: 1.0})
     Console(width=120).print(table(found))

@@ -65,7 +65,7 @@ VALUES = {
     "base": {
         # Mean and deviation of the other members (calculate_baseline_and_std_per_prompt).
         "gdpo.estimator": "grpo",
-        "gdpo.options": {"leave_one_out": True},
+        "gdpo.options": {"leave_one_out": True, "equal_peers": "raw"},
         # exp(x - x.detach()) weighs every KL estimate, which is clamped at 20 before and at 10 after (calculate_kl).
         "loss_fn.reference_policy_kl_gradient": "score",
         "loss_fn.kl_output_clamp_value": 10.0,
@@ -323,8 +323,14 @@ def test_the_run_ends_with_its_epochs_and_dynamic_sampling_takes_whole_batches(t
         # grpo.py, dynamic_sampling: the deviation of the key of grpo, not of adv_estimator, decides by sample.
         ("base", "grpo: {use_dynamic_sampling: true, batch_multiplier: 1.5}",
          {"gdpo.dynamic_sampling.leave_one_out": True, "gdpo.dynamic_sampling.batch_multiplier": 1.5}, SAME),
+        ("base", "grpo: {use_dynamic_sampling: true, batch_multiplier: 1.5, normalize_rewards: false}",
+         {"gdpo.estimator": "rloo", "gdpo.dynamic_sampling.leave_one_out": False}, {"grpo.use_leave_one_out_baseline"}),
         ("base", "grpo: {use_dynamic_sampling: true, use_leave_one_out_baseline: false}",
         {"gdpo.dynamic_sampling.leave_one_out": False}, SAME),
+        # Without normalize_rewards, the mean of the others is only subtracted.
+        ("gdpo_without_deviation", "grpo: {adv_estimator: {use_leave_one_out_baseline: true}}",
+        {"gdpo.options": {"leave_one_out": True, "scale_rewards": "none"}},
+        {"data.train.system_prompt_file", "data.validation.system_prompt_file"}),
         # grpo.py, setup asserts.
         ("base", "grpo: {batch_multiplier: 1.5}", {"gdpo.dynamic_sampling.batch_multiplier": None},
         {"grpo.batch_multiplier"}),

@@ -9,9 +9,16 @@ from demo_run import demo_row
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.arguments import DEFAULT_CONFIG
-from gdpo_nemo.config.health import Check, read_checks
+from gdpo_nemo.config.health import Check, Trail, read_checks
 from gdpo_nemo.config.load import load_config, save_config
-from gdpo_nemo.observe.health import check_health, healthy, load_thresholds, thresholds_of
+from gdpo_nemo.observe.health import (
+    HealthAlerts,
+    check_health,
+    config_checks,
+    healthy,
+    load_thresholds,
+    thresholds_of,
+)
 from gdpo_nemo.observe.metrics import MetricsLog
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
@@ -184,8 +191,16 @@ def test_what_holds_for_every_run_finds_each_sickness_in_a_run_without_threshold
     assert states == [set(), {found}]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"reward/one/weight": 1.0}, {"reward/one/weight": 0.0, "reward/one/at_least": 0.9},
+     {"reward/one/weight": -0.5}, {"reward/one/weight": 0.0, "reward/one/at_most": 0.1}],
+)  # fmt: skip
 @pytest.mark.parametrize("values, sound", [([0.4, 0.9, 1.0], True), ([1.0, 1.0, 1.0], False), ([0.9, 0.4, 0.0], False)])
-def test_a_component_constant_at_its_best_is_solved_and_any_other_is_dead(tmp_path, values, sound):
+def test_a_component_constant_at_its_best_is_solved_and_any_other_is_dead(tmp_path, values, sound, change):
+    penalty = change.get("reward/one/weight", 1.0) < 0 or "reward/one/at_most" in change
+    values = [1.0 - value for value in values] if penalty else values
+
     def row(step: int) -> dict:
         value = values[min(step // 5, 2)]
         varies = 0.0 if value in (0.0, 1.0) else 0.3
@@ -195,6 +210,7 @@ def test_a_component_constant_at_its_best_is_solved_and_any_other_is_dead(tmp_pa
             "reward/one/mean": value,
             "reward/one/std": varies,
             "reward/one/dead_groups": float(not varies),
+            **change,
         }
 
     folder = run_folder(tmp_path / "run", lambda r: row(r["step"]), 20, one=1.0)
@@ -217,6 +233,32 @@ def test_default_checks_apply_beside_the_configs_checks_until_they_are_disabled(
         assert ("not healthy: reward/length/dead_groups since step 13" in capsys.readouterr().out) == bool(wanted)
     assert cli.main(["train", "--dry-run", "health.disabled=[reward/size/dead_groups]"]) == 2
     assert "error: health.disabled: reward/size/dead_groups has no default check" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_the_rise_of_the_total_reward_excludes_changes_of_the_weights(tmp_path, learns):
+    """Learning while the weight falls to a tenth, and no change while the weight grows tenfold."""
+
+    def row(step: int) -> dict:
+        mean = (0.1 + 0.8 * step / 20 if learns else 0.5) + 0.01 * (step % 3)
+        weight = 1.0 - 0.9 * step / 20 if learns else 0.1 + 0.9 * step / 20
+        return {"step": step, "reward/one/mean": mean, "reward/one/weight": weight, "reward/total/mean": weight * mean}
+
+    folder = run_folder(tmp_path / "run", lambda r: row(r["step"]), 20, one=1.0)
+    check = Check("reward/total/mean", "every", window=3, of="rise", min=2.5)
+    assert [finding.status for finding in check_health(folder, [check])] == ["pass" if learns else "fail"]
+    alerts: list[str] = []
+    live = HealthAlerts(load_config(DEFAULT_CONFIG, ["health.checks=[]"]), alerts.append)
+    live.__dict__["_trails"] = {check: Trail(check)}
+    for step in range(1, 21):
+        live.update(row(step))
+    assert bool(alerts) != learns
+
+
+def test_a_preset_bounds_no_penalty_from_below():
+    config = load_config(DEFAULT_CONFIG, ["gdpo.rewards={one: 1, long: -1}", "health={preset: axolotl, checks: []}"])
+    bounded = [check.metric for check in config_checks(config) if check.metric.startswith("reward/")]
+    assert bounded == ["reward/one/mean"]
 
 
 def test_a_mistake_in_health_checks_is_found_before_a_run(capsys):

@@ -1,5 +1,5 @@
-"""Dynamic sampling drops a group exactly if no comparison that the estimator makes gives one of its samples an
-advantage: against a count of different values, written with sets, and against the advantages of the whole batch."""
+"""Dynamic sampling drops a group exactly if the estimator gives none of its samples an advantage before the batch norm:
+against the advantages of each estimator, without an epsilon."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 from scheduler_world import places
 
+from gdpo_nemo.algorithms import compute_advantages
+from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.rollouts.credit import advantages_of
+from gdpo_nemo.rollouts.credit import advantages_of, with_weights
 from gdpo_nemo.rollouts.group_maker import MadeGroup
 from gdpo_nemo.rollouts.group_signal import InFlight, has_signal, part_with_signal, siblings_of
+from gdpo_nemo.rollouts.user_functions import load_estimator
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 PROMPT = "gdpo.group_by=prompt"
@@ -23,22 +26,29 @@ VERL = "gdpo.preset=verl"
 RAW = "gdpo.options={singleton: raw}"
 AGAINST_THE_BATCH = "gdpo.options={minus_baseline: false}"
 WEIGHTS = {"correctness": 1.0, "format": 0.5, "logged": 0.0}
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 Rows = list[dict[str, float | None]]
 
 
 def config(*overrides: str) -> Config:
-    """Two weighted components and one that is only logged; without a batch norm, whose mean would move all rows."""
+    """Two weighted components and one that is only logged."""
     return load_config(DEMO, [f"gdpo.rewards={WEIGHTS}".replace("'", ""), *overrides])
 
 
 SETTINGS = {
-    "row": config("gdpo.estimator=mo_grpo"),
-    "prompt": config("gdpo.estimator=mo_grpo", PROMPT),
-    "raw": config("gdpo.estimator=mo_grpo", RAW),
-    "raw by prompt": config("gdpo.estimator=mo_grpo", RAW, PROMPT),
-    "batch": config("gdpo.estimator=reinforce_plus_plus", AGAINST_THE_BATCH),
-    "batch by prompt": config("gdpo.estimator=reinforce_plus_plus", AGAINST_THE_BATCH, PROMPT),
+    **{name: config(f"gdpo.estimator={name}") for name in ESTIMATORS},
+    "gdpo penalty": config("gdpo.rewards.format=-1"),
+    "grpo penalty": config("gdpo.estimator=grpo", "gdpo.rewards.format=-1"),
+    "grpo scheduled to 0": with_weights(config("gdpo.estimator=grpo"), {"format": 0.0}),
+    "gdpo by prompt": config(PROMPT),
+    "grpo by prompt": config("gdpo.estimator=grpo", PROMPT),
+    "gdpo leave_one_out": config("gdpo.options={leave_one_out: true}"),
+    "mo_grpo raw": config("gdpo.estimator=mo_grpo", RAW, PROMPT),
+    "raw": config("gdpo.estimator=reinforce_plus_plus", AGAINST_THE_BATCH),
+    "trl": config("gdpo.preset=trl"),
+    "squashed": config(f"gdpo.estimator={EXAMPLES}/custom_estimator.py:squashed"),
+    "opo": config(f"gdpo.estimator={EXAMPLES}/opo.py:opo"),
 }
 
 
@@ -54,17 +64,22 @@ def group(position: int, prompt: int, rows: Rows) -> Group:
     return Group(of, members, position)
 
 
-def expected(batch: list[Group], one: Group, how: str) -> bool:
-    """Whether some sample of a group has a reward that differs from another one it is compared with."""
-    compared = [g for g in batch if g is one or ("prompt" in how and g.prompt.token_ids[0] == one.prompt.token_ids[0])]
-    for name in ("correctness", "format"):
-        own = [t.rewards[name] for t in one.trajectories if t.trains and t.rewards.get(name) is not None]
-        pool = [t.rewards[name] for g in compared for t in g.trajectories if t.trains]
-        values = [value for value in pool if value is not None]
-        alone = "raw" in how and len(values) == 1
-        if own and (len(set(values)) > 1 or alone or "batch" in how):
-            return True
-    return False
+def expected(one: Group, siblings: list[Group], chosen: Config) -> bool:
+    """Return True if the estimator gives a sample of the group an advantage, without an epsilon."""
+    gdpo = chosen.gdpo
+    members = [t for g in (one, *siblings) for t in g.trajectories]
+    valid = np.array([t.trains for t in members])
+    columns = {name: np.array([t.rewards.get(name) for t in members], float) for name in WEIGHTS}
+    scored = [valid & ~np.isnan(columns[name]) for name in WEIGHTS if gdpo.rewards[name]]
+    if not np.any(scored):
+        return False
+    if gdpo.options.get("minus_baseline") is False:
+        return True
+    found = compute_advantages(
+        columns, np.zeros(len(members), int), weights=gdpo.rewards, valid=valid, lengths=np.full(len(members), 2.0),
+        estimator=load_estimator(gdpo) or gdpo.estimator, batch_norm=False, epsilon=0.0, **gdpo.options,
+    )  # fmt: skip
+    return bool((found.values[: len(one.trajectories)].abs() > 1e-9).any())
 
 
 graded = st.sampled_from([0.0, 0.5, 1.0])
@@ -80,21 +95,21 @@ N = {"correctness": None, "format": None, "logged": 1.0}
 
 
 @pytest.mark.parametrize("how", SETTINGS)
-@settings(max_examples=60)
+@settings(max_examples=15)
 @given(batches)
 @example([(0, [R, R]), (0, [W, W])])  # alike within each row, and unlike within the prompt
 @example([(0, [R])])  # one sample
 @example([(0, [R, W]), (0, [N, N])])  # the second has only a logged reward
-def test_a_group_has_signal_if_and_only_if_a_comparison_gives_it_an_advantage(how, drawn):
+@example([(0, [{"correctness": 1.0, "format": 0.0}, {"correctness": 0.5, "format": 1.0}])])  # equal sums
+@example([(0, [{"correctness": 1.0, "format": 0.0}, {"correctness": 0.0, "format": 1.0}])])  # opposed
+@example([(0, [{"correctness": 1.0, "format": 1.0}, {"correctness": 1.0, "format": None}])])  # a missing reward
+@example([(0, [{"correctness": 1.0, "format": 1.0}, {"correctness": 0.0, "format": 0.5}])])  # equal up to epsilon
+def test_a_group_has_signal_if_and_only_if_the_estimator_gives_it_an_advantage(how, drawn):
     batch = [group(position, prompt, rows) for position, (prompt, rows) in enumerate(drawn)]
     chosen = SETTINGS[how]
-    found = [has_signal(one, chosen, siblings_of(one, batch, chosen.gdpo)) for one in batch]
-    assert found == [expected(batch, one, how) for one in batch]
-    if any(expected([one], one, "batch") for one in batch):  # else there is no reward, which is refused
-        rows = np.split(
-            advantages_of(batch, chosen).has_signal.numpy(), np.cumsum([len(g.trajectories) for g in batch])
-        )
-        assert found == [bool(of_one.any()) for of_one in rows[:-1]]
+    siblings = [siblings_of(one, batch, chosen.gdpo) for one in batch]
+    found = [has_signal(one, chosen, others) for one, others in zip(batch, siblings)]
+    assert found == [expected(one, others, chosen) for one, others in zip(batch, siblings)]
 
 
 @pytest.mark.parametrize(
@@ -122,13 +137,14 @@ def test_a_group_that_a_group_in_flight_may_yet_differ_from_is_not_dropped():
     chosen = config(PROMPT, "gdpo.dynamic_sampling.enabled=true")
     one, other = group(0, 7, [R, R]), group(1, 7, [W, W])
     made = [MadeGroup(g, None, 0.0, 1.0, 2.0) for g in (one, other)]
-    drawn = InFlight(chosen)
+    drawn = InFlight(by_prompt=True)
     for g in (one, other):
         drawn.add(g.position, g.prompt)
     drawn.remove(0)
-    assert drawn.may_have_signal(made[0], [])
+    assert drawn.may_have_signal(made[0], [], chosen)
     drawn.remove(1)
-    assert drawn.may_have_signal(made[1], made[:1]) and not drawn.may_have_signal(made[1], [])
+    assert drawn.may_have_signal(made[1], made[:1], chosen)
+    assert not drawn.may_have_signal(made[1], [], chosen)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -145,3 +161,20 @@ def test_rows_that_are_alike_and_differ_within_their_prompt_are_trained_if_group
         assert (
             places(rollout) == [0, 1, 2] and np.unique(np.abs(advantages_of(rollout.groups, w.config).values)).min() > 0
         )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_dynamic_sampling_selects_by_the_weights_of_the_step(world, staleness):
+    """Correctness differs in the first three prompts only, and style in all others. Step 2 ignores correctness."""
+    w = world(
+        "gdpo.rewards={correctness: 1, style: 1}", "gdpo.schedules={correctness: [[2, 0.0]]}",
+        "gdpo.dynamic_sampling.enabled=true", f"rollout.max_staleness={staleness}", limit=12, step=1,
+    )  # fmt: skip
+
+    def verdict(t):
+        first = int(t.prompt.id) < 3
+        return Verdict({"correctness": float(t.sample_index * first), "style": float(t.sample_index * (not first))})
+
+    w.verdict = verdict
+    rollout = w.train()
+    assert places(rollout) == [3, 4, 5] and rollout.dropped_groups == 3

@@ -104,6 +104,10 @@ def test_validation_has_the_unbiased_pass_at_k_of_every_component_where_it_is_as
         assert row[f"validation/{name}/pass_at/1"] == pytest.approx(row[f"validation/{name}"])
         assert row[f"validation/{name}/pass_at/2"] == pytest.approx(2 / 3 / 2)
         assert row[f"validation/{name}/pass_at/3"] == pytest.approx(1 / 2)
+    penalty = validation_metrics(groups, [2], {"a": -1})
+    assert (
+        penalty["validation/a/pass_at/2"] == 0.0 and penalty["validation/b/pass_at/2"] == row["validation/b/pass_at/2"]
+    )
     assert unknown_metrics([row]) == []
     assert "unbiased" in about_of("validation/a/pass_at/2")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -405,6 +406,24 @@ def test_where_rewards_come_at_the_end_alone_credit_by_turn_gains_nothing():
         theirs = learnt(by_sequence(settings), seed, rounds=4, steps=15, at_the_end=True)
         # The same but for n - 1 in the batch's deviation, where n are the turns and not the trajectories.
         assert ours == pytest.approx(theirs, rel=0.03)
+
+
+@pytest.mark.parametrize(("baseline", "samples", "right"), [("turn", 2, True), ("turn", 4, True),
+                                                            ("group", 2, False), ("group", 4, False)])  # fmt: skip
+def test_the_baseline_of_all_turns_is_biased_and_the_dry_run_says_so(baseline, samples, right):
+    """The first turn chooses between the rewards 0, 0 and -0.9, 1, with equal probability: over all groups, the
+    gradient of the choice's logit is 0.1 x 0.25 (n - 1) / n with the baseline of the same turn."""
+    settings = config("gdpo.rewards={a: 1}", "gdpo.estimator=dr_grpo", f"gdpo.turn_baseline={baseline}")
+    gradient = 0.0
+    for choices in product((0, 1), repeat=samples):
+        drawn = group("p", *([{"a": -0.9 * choice}, {"a": float(choice)}] for choice in choices))
+        turns = advantages_of([drawn], settings).by_turn
+        gradient += sum((c - 0.5) * turn[0] for c, turn in zip(choices, turns)) / samples / 2**samples
+    assert (gradient > 0) == right
+    if right:
+        assert gradient == pytest.approx(0.1 * 0.25 * (samples - 1) / samples)
+    validated = validate(load_config(TURNS, ["gdpo.credit=turn", f"gdpo.turn_baseline={baseline}"]))
+    assert any(note.startswith("gdpo.turn_baseline: group is biased") for note in validated.notes) != right
 
 
 # -- what is refused ------------------------------------------------------------------------------------------------

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from power_loss import SyncedDisk
 
+from gdpo_nemo.config.load import load_config
+from gdpo_nemo.training import resume
 from gdpo_nemo.training.checkpoints import Checkpoints, RunState, read_state
 from gdpo_nemo.utils.errors import RunError
+
+DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 
 
 def shards(folder):
@@ -120,6 +125,17 @@ def test_the_newest_and_the_best_are_kept(checkpoints):
     for step, value in enumerate([0.1, 0.9, 0.3, 0.9, 0.2, 0.5, 0.4], 1):
         checkpoints.save(RunState(step=step, metrics={"validation/correctness": value}), shards)
     assert checkpoints.steps() == [4, 6, 7]
+
+
+def test_the_best_checkpoint_of_a_penalty_has_the_smallest_value(tmp_path):
+    """The metric is that of a component with a negative weight, or its pass@k; any other metric is larger is better."""
+    for metric, best in (("validation/long", 2), ("validation/long/pass_at/4", 2), ("validation/mean_length", 1)):
+        overrides = ["gdpo.rewards={correctness: 1, long: -1}", f"checkpointing.metric_name={metric}"]
+        config = load_config(DEMO, [*overrides, "checkpointing.keep_last=1"])
+        checkpoints = resume._checkpoints(config, tmp_path / metric)
+        for step, value in enumerate([0.9, 0.1, 0.5], 1):
+            checkpoints.save(RunState(step=step, metrics={metric: value}), shards)
+        assert checkpoints.steps() == [best, 3]
 
 
 def test_save_leaves_a_whole_checkpoint_when_power_is_lost_at_any_moment(tmp_path, monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from gdpo_nemo.observe.log import RunLog
@@ -16,16 +19,22 @@ def follow(config, run_dir, capsys):
     """Plays a component's values, [samples] a step, as a run would; returns what the alerts file and the console
     have."""
 
-    def play(*steps: list[float]) -> tuple[list[tuple[int, str, str]], str]:
+    def play(*steps: list[float], weight: float = 1.0) -> tuple[list[tuple[int, str, str]], str]:
         log = RunLog(config, run_dir)
         alerts = ComponentAlerts(log)
         for step, values in enumerate(steps, 1):
             mean = sum(values) / len(values)
             varies = float(len(set(values)) > 1)
-            log.step(
-                {"step": step, "reward/one/mean": mean, "reward/one/std": varies, "reward/one/dead_groups": 1 - varies}
+            row = {"mean": mean, "std": varies, "dead_groups": 1 - varies, "weight": weight}
+            log.step({"step": step, **{f"reward/one/{key}": value for key, value in row.items()}})
+            alerts.update(
+                SimpleNamespace(
+                    alerts=[] if varies else [CONSTANT.format(mean)],
+                    names=("one",),
+                    low=np.array([min(values)]),
+                    high=np.array([max(values)]),
+                )
             )
-            alerts.update([] if varies else [CONSTANT.format(mean)], [{"one": value} for value in values])
         log.close("complete")
         return [(a["step"], a["level"], a["text"]) for a in read_alerts(run_dir)], capsys.readouterr().out
 
@@ -38,6 +47,12 @@ def test_a_component_that_is_solved_is_one_note_however_often_it_stumbles(follow
     told, shown = follow(nearly, *[solved] * 5, nearly, *[solved] * 5)
     assert told == [(4, "note", "component 'one' is solved: for 3 steps every sample has had the best value so far")]
     assert "note step 4: component 'one' is solved" in shown and "ALERT" not in shown
+
+
+def test_a_penalty_that_nobody_gets_any_more_is_solved_and_one_that_everybody_gets_is_an_alert(follow):
+    told, _ = follow([1.0, 0.0], *[[0.0] * 4] * 3, [1.0, 0.0], *[[1.0] * 4] * 3, weight=-0.5)
+    solved = (4, "note", "component 'one' is solved: for 3 steps every sample has had the best value so far")
+    assert told == [solved, (8, "ALERT", f"for 3 steps, {CONSTANT.format(1.0)}")]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import combinations, zip_longest
 from typing import Any, Mapping, Sequence
@@ -30,7 +30,7 @@ _FEW_VALUES = 8
 """Number of distinct values up to which a component is not graded."""
 _SHOWN_ROWS = 3
 _CAPTION = (
-    "A text wins a component if no text gets a larger reward. Hackability: share of the tested rows on which a text "
+    "A text wins a component if no text gets a better reward. Hackability: share of the tested rows on which a text "
     "wins that is not the right answer. ?: every text gets the same reward, so nothing was tested."
 )
 _GRADED = "graded: texts are compared within their row, and a wrong text wins if the right answer does not get more"
@@ -55,7 +55,7 @@ class ComponentTrial:
     """Result of the tests for one component."""
 
     best: float
-    """Largest value of any text."""
+    """Best value of any text: the largest, or the smallest of a component with a negative weight."""
     graded: bool = False
     """True if most texts have different values, and every attacked row another largest value, like the scores of a
     reward model. Texts are then compared within their row."""
@@ -109,6 +109,7 @@ def put_on_trial(
     workers: int = 1,
     timeout_s: float = 30.0,
     key: str | None = None,
+    directions: Mapping[str, int] | None = None,
 ) -> Trial:
     """Verify the right answers of all rows, and forms and attacks on ``attacked`` rows and on suspicious rows.
 
@@ -116,6 +117,7 @@ def put_on_trial(
         name, options, environment, workers, timeout_s, key: see ``check_environment``.
         rows: rows from ``load_rows``.
         attacked: number of rows to attack, spread over all rows.
+        directions: result of ``component_weights.directions``. None: larger rewards are better in all components.
 
     The environment's examples, the column ``answer`` and the expected answers of NeMo Gym's rows are candidates for the
     right answer of a row. The candidate with the largest rewards is used.
@@ -130,7 +132,8 @@ def put_on_trial(
         EnvironmentPools({name: options}, workers, timeout_s) as first,
         EnvironmentPools({name: options}, workers, timeout_s, seed=1) as second,
     ):
-        verify, again = (partial(_in_parts, environment, pool, workers) for pool in (first, second))
+        better = directions or {}
+        verify, again = (partial(_verify, environment, pool, workers, better) for pool in (first, second))
         answers = {
             str(row.get("id", i)): [*candidates(environment, row), *expected_answers(row.get(ROW, {}))]
             for i, row in enumerate(rows)
@@ -152,7 +155,23 @@ def put_on_trial(
         tried.append(Tried(sample.prompt.id, probe, verdict.rewards, other_verdict.rewards))
     failed = Counter(verdict.detail for verdict in [*verdicts, *results] if not verdict.rewards)
     failed += Counter(second.detail for first, second in zip(results, repeated) if first.rewards and not second.rewards)
-    return judge(tried, {row: rewards for row, (_, rewards) in gold.items()}, failed)
+    return judge(tried, {row: rewards for row, (_, rewards) in gold.items()}, failed, better)
+
+
+def _verify(
+    environment: Environment,
+    pool: EnvironmentPools,
+    workers: int,
+    directions: Mapping[str, int],
+    samples: Sequence[Trajectory],
+) -> list[Verdict]:
+    verdicts = _in_parts(environment, pool, workers, samples)
+    return [replace(verdict, rewards=oriented(verdict.rewards, directions)) for verdict in verdicts]
+
+
+def oriented(rewards: Rewards, directions: Mapping[str, int]) -> dict[str, float | None]:
+    """Return the rewards with the sign with which larger is better, so that penalties are negated."""
+    return {name: None if value is None else value * directions.get(name, 1) for name, value in rewards.items()}
 
 
 def _in_parts(
@@ -225,8 +244,13 @@ def _wins(rewards: Rewards, component: str, best: float) -> bool:
     return value is not None and value >= best - _EPSILON
 
 
-def judge(tried: Sequence[Tried], gold: Mapping[str, Rewards], failed: Counter[str] | None = None) -> Trial:
-    """Evaluate the verdicts.
+def judge(
+    tried: Sequence[Tried],
+    gold: Mapping[str, Rewards],
+    failed: Counter[str] | None = None,
+    directions: Mapping[str, int] | None = None,
+) -> Trial:
+    """Evaluate the verdicts, whose rewards are ``oriented``.
 
     A text wins a component if it has the largest value of any text on any row. If the component is graded, the right
     answer and its forms win if they get more than all wrong texts of the row, and a wrong text wins if it gets at least
@@ -236,6 +260,7 @@ def judge(tried: Sequence[Tried], gold: Mapping[str, Rewards], failed: Counter[s
         tried: verified texts of the attacked rows.
         gold: rewards of the right answer by row, also for rows that are not attacked.
         failed: number of texts whose verification failed, by reason.
+        directions: directions of the rewards, which restore their signs in the result.
     """
     best = _best([*(one.rewards for one in tried), *gold.values()])
     by_row: dict[str, list[Tried]] = {}
@@ -256,6 +281,11 @@ def judge(tried: Sequence[Tried], gold: Mapping[str, Rewards], failed: Counter[s
         (a, b): sum(_wins(rewards, a, best[a]) != _wins(rewards, b, best[b]) for rewards in gold.values())
         for a, b in exclusive
     }
+    for name, found in components.items():
+        found.best *= (directions or {}).get(name, 1)
+        found.gold_loses = {
+            row: oriented({name: value}, directions or {})[name] for row, value in found.gold_loses.items()
+        }
     return Trial(len(gold), list(by_row), len(tried), failed or Counter(), components, exclusive, split)
 
 

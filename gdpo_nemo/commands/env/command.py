@@ -20,7 +20,7 @@ from gdpo_nemo.utils.user_code import load_object
 
 if TYPE_CHECKING:
     from gdpo_nemo.commands.env.check import Check
-    from gdpo_nemo.config.schema import Config, RolloutConfig
+    from gdpo_nemo.config.schema import Config, GdpoConfig, RolloutConfig
     from gdpo_nemo.data.rows import Row
     from gdpo_nemo.environments.base import Environment
 
@@ -105,7 +105,7 @@ def check(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--rows: must be between 1 and {_MOST_ROWS:,}, got {arguments.rows}")
     if arguments.adversary:
         return _check_adversary(arguments)
-    options, environment, rows, key, rollout = _read_arguments(arguments, arguments.rows)
+    options, environment, rows, key, rollout, _ = _read_arguments(arguments, arguments.rows)
     found = check_environment(
         arguments.name,
         options,
@@ -122,11 +122,12 @@ def check(arguments: argparse.Namespace) -> int:
 
 def _check_adversary(arguments: argparse.Namespace) -> int:
     """Put the verifier on trial and print the result. The exit status is 1 if a verification fails."""
+    from gdpo_nemo.algorithms.component_weights import directions
     from gdpo_nemo.commands.env.adversary import findings, put_on_trial, table
 
     if arguments.completion:
         raise ConfigError("--completion: conflicts with --adversary, which makes its own completions")
-    options, environment, rows, key, rollout = _read_arguments(arguments, _GOLD_ROWS)
+    options, environment, rows, key, rollout, gdpo = _read_arguments(arguments, _GOLD_ROWS)
     trial = put_on_trial(
         arguments.name,
         options,
@@ -136,6 +137,7 @@ def _check_adversary(arguments: argparse.Namespace) -> int:
         workers=rollout.env_workers,
         timeout_s=rollout.env_timeout_s,
         key=key,
+        directions=directions(gdpo.rewards, gdpo.constraints, gdpo.schedules) if gdpo else None,
     )
     _print(table(arguments.name, trial), *findings(trial))
     return 1 if trial.failed else 0
@@ -152,8 +154,9 @@ def new(arguments: argparse.Namespace) -> int:
 
 def _read_arguments(
     arguments: argparse.Namespace, count: int
-) -> tuple[Mapping[str, Any], Environment, list[Row], str | None, RolloutConfig]:
-    """Return options, environment, at most ``count`` rows, prompt column and rollout settings for the check."""
+) -> tuple[Mapping[str, Any], Environment, list[Row], str | None, RolloutConfig, GdpoConfig | None]:
+    """Return options, environment, at most ``count`` rows, prompt column, rollout settings, and the section ``gdpo``
+    of the config, for the check."""
     from gdpo_nemo.config.load import load_config
     from gdpo_nemo.config.schema import DatasetConfig, RolloutConfig
     from gdpo_nemo.config.validate import check_ranges
@@ -169,7 +172,7 @@ def _read_arguments(
         if not environment.makes_rows:
             raise ConfigError(f"{name} does not provide prompts; specify a config that contains data with --config")
         dataset = DatasetConfig(environment=name, size=count)
-        return {}, environment, load_rows(dataset, {name: environment}, "train", 0), None, RolloutConfig()
+        return {}, environment, load_rows(dataset, {name: environment}, "train", 0), None, RolloutConfig(), None
     config = load_config(arguments.config, arguments.overrides)
     check_ranges(config)
     if name not in config.env:
@@ -188,11 +191,11 @@ def _read_arguments(
                     f"data.{split}.strided: requires the model's tokenizer to split rows into prompts, but this "
                     "check does not load a tokenizer"
                 )
-            return options, environment, rows, data.prompt_key, config.rollout
+            return options, environment, rows, data.prompt_key, config.rollout, config.gdpo
     if not environment.makes_rows:
         raise ConfigError(f"{name} does not provide prompts, and no row of data.train or data.validation uses it")
     rows = load_rows(DatasetConfig(environment=name, size=count), {name: environment}, "train", config.run.seed)
-    return options, environment, rows, None, config.rollout
+    return options, environment, rows, None, config.rollout, config.gdpo
 
 
 def _rows(config: Config, name: str, environment: Any, split: str, dataset: Any, count: int) -> list[dict[str, Any]]:

@@ -45,16 +45,13 @@ def _estimator(recipe: Recipe, findings: Findings) -> None:
             "gdpo.preset", "nemo_rl", "NeMo-RL's numerics; the batch's standard deviation includes zero-variance groups"
         )
         if not normalize:
-            if leave_one_out:
-                what = "leave_one_out always divides rewards by the standard deviation of the other samples"
-                findings.differs("grpo.adv_estimator.normalize_rewards", what)
-            else:
-                options = {"scale_rewards": "none"}
+            options["scale_rewards"] = "none"
     elif name == "reinforce_plus_plus":
         _reinforce_plus_plus(recipe, findings)
         return
     elif name == "grpo" and normalize:
         findings.set("gdpo.estimator", "grpo", "normalize_rewards")
+        options |= {"equal_peers": "raw"} if leave_one_out else {}
     elif name == "grpo":
         findings.set(
             "gdpo.estimator",
@@ -141,13 +138,19 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
             "gdpo.dynamic_sampling.batch_multiplier", multiple, "batch_multiplier; each round samples a whole batch"
         )
         if recipe.get("grpo.use_leave_one_out_baseline"):
-            findings.set(
-                "gdpo.dynamic_sampling.leave_one_out",
-                True,
-                "grpo.use_leave_one_out_baseline filters individual samples, not groups",
-            )
+            _partial_groups(findings)
     if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule or "truncated" in rule for rule in rules):
         findings.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL filters by unshaped_total_reward")
+
+
+def _partial_groups(findings: Findings) -> None:
+    """Reproduce NeMo-RL's filter of samples, if the estimator also reproduces its leave-one-out scores."""
+    what = "drops the only sample that differs from its group, and trains the others with advantage 0"
+    options, _ = findings.values.get("gdpo.options", ({}, ""))
+    if "gdpo.preset" in findings.values or "equal_peers" in options:
+        findings.set("gdpo.dynamic_sampling.leave_one_out", True, f"grpo.use_leave_one_out_baseline {what}")
+    else:
+        findings.differs("grpo.use_leave_one_out_baseline", f"whole groups are replaced; NeMo-RL {what}")
 
 
 def _no_environment(recipe: Recipe, findings: Findings) -> None:
