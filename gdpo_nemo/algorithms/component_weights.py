@@ -148,6 +148,42 @@ def describe_weights(rewards: Mapping[str, float], constraints: Mapping[str, Any
     return " + ".join(f"{weight:g} {name}{notes.get(name, '')}" for name, weight in rewards.items())
 
 
+def directions(
+    rewards: Mapping[str, float], constraints: Mapping[str, Any], schedules: Mapping[str, Any], step: int = 1
+) -> dict[str, int]:
+    """Return 1 for each component whose larger rewards are better, and -1 if smaller rewards are better (penalties).
+
+    The direction is the sign of the weight in ``step``. If this weight is 0, it is the sign of the next weight of the
+    schedule that is not 0, or of the last one if none follows. A constraint has the direction of its bound. A component
+    that never has a weight is only logged, and its larger rewards are considered better. This also applies to
+    components without an entry: read the result with ``.get(name, 1)``.
+
+    Args:
+        rewards, constraints, schedules: the keys of the section `gdpo`, valid by `check_component_weights`.
+        step: number of the step, counted from 1.
+    """
+    return {name: _direction(name, rewards, constraints, schedules, step) for name in rewards}
+
+
+def _direction(
+    name: str, rewards: Mapping[str, float], constraints: Mapping[str, Any], schedules: Mapping[str, Any], step: int
+) -> int:
+    if name in constraints:
+        return 1 if read_constraint(name, constraints[name]).kind == "at_least" else -1
+    points = [(1, rewards[name]), *read_schedule(name, schedules[name])] if name in schedules else [(1, rewards[name])]
+    later = [weight for at, weight in points if at > step]
+    earlier = [weight for at, weight in reversed(points) if at <= step]
+    for weight in (_interpolate(points, step), *later, *earlier):
+        if weight:
+            return 1 if weight > 0 else -1
+    return 1
+
+
+def _interpolate(points: Sequence[tuple[int, float]], step: int) -> float:
+    """Return the weight of a schedule in a step."""
+    return float(np.interp(step, [at for at, _ in points], [weight for _, weight in points]))
+
+
 class ComponentWeights:
     """Current weights of all components of a run.
 
@@ -189,7 +225,7 @@ class ComponentWeights:
             self.metrics[f"reward/{name}/{constraint.kind}"] = constraint.bound
             self.metrics[f"reward/{name}/samples"] = float(len(given))
         for name, points in self._schedules.items():
-            self.values[name] = float(np.interp(step, [at for at, _ in points], [weight for _, weight in points]))
+            self.values[name] = _interpolate(points, step)
 
     def state(self) -> dict[str, float]:
         """Return the weights of the constraints, for a checkpoint."""

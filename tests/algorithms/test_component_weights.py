@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.algorithms import compute_advantages
-from gdpo_nemo.algorithms.component_weights import ComponentWeights, describe_weights
+from gdpo_nemo.algorithms.component_weights import ComponentWeights, describe_weights, directions
 from gdpo_nemo.config.changes import find_changes
 from gdpo_nemo.config.load import load_config, recorded
 from gdpo_nemo.config.validate import validate
@@ -80,6 +80,24 @@ def test_a_schedule_is_linear_between_its_points_and_constant_after_them():
         weights.update(step, {})
         found.append(weights.changed["b"])
     assert found == [0.0, 0.0, 0.0, -0.5, -1.5, -2.0, -2.0] and weights.state() == {}
+
+
+def test_direction_of_a_component_is_the_sign_of_its_weight_in_the_step():
+    rewards = {"right": 1.0, "penalty": -0.5, "logged": 0.0, "later": 0.0, "turns": 1.0, "ends": -1.0, "cap": 0.0}
+    constraints = {"cap": {"at_most": 0.2}}
+    schedules = {"later": [[10, 0.0], [20, -1.0]], "turns": [[11, -1.0]], "ends": [[5, 0.0]]}
+
+    def at(step):
+        return directions(rewards, constraints, schedules, step)
+
+    assert at(1) == {"right": 1, "penalty": -1, "logged": 1, "later": -1, "turns": 1, "ends": -1, "cap": -1}
+    assert [at(step)["turns"] for step in (5, 6, 7, 12)] == [1, -1, -1, -1]  # step 6: 0 on the way to -1
+    assert at(50)["ends"] == -1
+    weights = ComponentWeights(rewards, constraints, schedules)
+    for step in range(1, 25):
+        weights.update(step, {})
+        found = at(step)
+        assert all(weight * found[name] >= 0 for name, weight in weights.values.items())
 
 
 def test_a_changed_limit_applies_to_the_weight_of_a_checkpoint():
