@@ -159,6 +159,41 @@ def test_changes_of_the_samples_and_invalid_objectives_are_refused(change, messa
         replay.plan_rerun(run, None, None, instead=[change])
 
 
+OWN = """
+from gdpo_nemo.training.gdpo import GDPO
+
+class Own(GDPO):
+    def _credit(self, batch):
+        return super()._credit(batch)
+
+class Logging(GDPO):
+    def metrics(self, prepared, results, version):
+        return super().metrics(prepared, results, version) | {"own": 1.0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["gdpo.kl_in_reward=0.1"], "gdpo.kl_in_reward: requires log-probs of the initial model"),
+        (["algorithm.type=ppo"], "algorithm.type: ppo's advantages come from a value head"),
+        (["algorithm.type=distillation"], "algorithm.type: distillation's advantages come from a teacher"),
+        (["algorithm.type=OWN:Own"], "because algorithm.type .*:Own computes its own; train again"),
+        (["algorithm.type=OWN:Logging"], None),
+    ],
+)
+def test_another_objective_is_refused_if_advantages_do_not_follow_from_the_record(overrides, message, run, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    overrides = [override.replace("OWN", f"{tmp_path}/own.py") for override in overrides]
+    record_config(config(tmp_path, *overrides), run, 0)
+    assert replay.plan_rerun(run, None, None).last == STEPS, "a replay of the same objective needs no comparison"
+    if message is None:
+        assert replay.plan_rerun(run, None, None, instead=["gdpo.estimator=grpo"]).last == STEPS
+        return
+    with pytest.raises(ConfigError, match=f"--instead: cannot compare advantages.*{message}"):
+        replay.plan_rerun(run, None, None, instead=["gdpo.epsilon=0.5"])
+
+
 @pytest.mark.parametrize("start, step", [(0, 0), (1, 0), (2, 2), (3, 2), (4, 2), (9, 2)])
 def test_a_replay_starts_from_the_newest_checkpoint_of_at_most_from(run, start, step):
     plan = replay.plan_rerun(run, 4, None, start)
