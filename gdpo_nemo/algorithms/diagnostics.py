@@ -365,8 +365,8 @@ def mean_pass_at_k(rows: Sequence[Sequence[float | None]], k: int) -> float | No
 def student_factor(count: int) -> float:
     """Return the number of standard errors from a mean to the ends of its 95 % confidence interval.
 
-    This is the quantile of Student's t distribution: 12.7 for two observations, 4.3 for three, and 2.0 from about 60 on.
-    The result is NaN for fewer than two observations.
+    This is the quantile of Student's t distribution: 12.7 for two observations, 4.3 for three, and 2.0 from about 60
+    on. The result is NaN for fewer than two observations.
     """
     import mpmath
 

@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Score:
-    """Statistics of one reward component over the held-out prompts. Each prompt with the component has the same weight."""
+    """Statistics of one reward component over the held-out prompts that have it. All prompts have the same weight."""
 
     mean: float
     """Mean over the prompts of the mean over the samples of a prompt."""

@@ -197,8 +197,8 @@ def _check_comparable(segment: Segment, kind: type[Algorithm[Any, Any]]) -> None
     prepare, credit = (inspect.unwrap(getattr(kind, name, Algorithm.prepare)) for name in ("prepare", "_credit"))
     if (prepare, credit) != (GDPO.prepare, GDPO._credit):
         raise ConfigError(
-            f"--instead: cannot compare advantages, because algorithm.type {segment.config.algorithm.type} computes its "
-            "own; train again"
+            f"--instead: cannot compare advantages, because algorithm.type {segment.config.algorithm.type} computes "
+            "its own; train again"
         )
 
 

@@ -112,22 +112,37 @@ def test_errors_of_effective_weights_are_those_of_leaving_out_one_group_at_a_tim
     assert [one.error for one in found.values()] == pytest.approx(jackknife, rel=0.06)
 
 
-def test_redundant_components_share_the_target_of_one():
+def test_proposed_weights_give_each_component_the_share_that_its_weight_promises():
+    """Redundant components divide one share, and noise and groups without a signal lower a share."""
+    rewards, noise = sound(1), np.random.default_rng(8).normal(size=(2, GROUPS * SIZE))
+    rewards |= {"against": -rewards["calls"], "noisy": rewards["brief"] + 0.2 * noise[0]}
+    weights = {"correct": 1.5, "calls": 1.0, "against": -1.0, "noisy": 1.0}
+    found = profile(rewards, {"noisy": rewards["brief"][None] + 0.2 * noise[1:]}, weights)
+    assert {finding.kind for finding in found.findings} == {"redundant", "noisy"}
+    assert 0.2 < found.components["noisy"].noise < 0.8
+    target = {
+        name: weight**2 * found.components[name].live.value * (1 - (found.components[name].noise or 0)) ** 2
+        / (2 if name in ("calls", "against") else 1)
+        for name, weight in weights.items()
+    }  # fmt: skip
+    proposed = {name: one.weight for name, one in found.proposals.items()}
+    shares = profile(rewards, weights=proposed).effective["config"]
+    for name, value in target.items():
+        assert shares[name].value == pytest.approx(value / sum(target.values()), abs=0.01)
+        assert np.sign(proposed[name]) == np.sign(weights[name])
+    assert sum(map(abs, proposed.values())) == pytest.approx(4.5, abs=0.01)
+
+
+def test_sign_of_a_weight_decides_between_redundant_and_opposed_components():
     rewards = sound(1)
     rewards |= {"again": 5 * rewards["calls"] + 2, "against": -rewards["calls"]}
-    names = ["correct", "calls", "again"]
-    found = profile(rewards, weights=dict.fromkeys(names, 1.0))
-    assert [finding.components for finding in found.findings] == [("calls", "again")]
-    weights = {name: one.weight for name, one in found.proposals.items()}
-    shares = profile(rewards, weights=weights).effective["config"]
-    live = {name: found.components[name].live.value for name in names}
-    total = live["correct"] + live["calls"]
-    for name in names:
-        assert shares[name].value == pytest.approx(live[name] / total / (1 if name == "correct" else 2), abs=0.01)
-    # The sign of a weight turns redundant components into opposed ones, and opposed ones into redundant ones.
-    for other, sign, kind in (("again", -1.0, "opposed"), ("against", 1.0, "opposed"), ("against", -1.0, "redundant")):
+    cases = [("again", 1.0, "redundant"), ("again", -1.0, "opposed"), ("against", 1.0, "opposed")]
+    for other, sign, kind in [*cases, ("against", -1.0, "redundant")]:
         (finding,) = profile(rewards, weights={"calls": 1.0, other: sign}).findings
         assert (finding.kind, finding.components) == (kind, ("calls", other))
+    # The correlation of the eight samples of a single group may be chance.
+    rewards = {name: np.where(IDS == 0, values, 0.0) for name, values in rewards.items()}
+    assert [finding.kind for finding in profile(rewards, weights={"calls": 1.0, "again": 1.0}).findings] == ["dead"] * 2
 
 
 def test_best_value_of_a_penalty_is_its_smallest():

@@ -21,10 +21,10 @@ _HEADS = (
     "component", "weight", "mean", "pass rate", "live groups", "saturation", "effective", "noise", "length", "ms",
 )  # fmt: skip
 _EXPLAINED = (
-    "pass rate: share of samples with the best reward, which is the smallest for a negative weight; live groups: groups whose samples have different rewards; "
-    "saturation: position of the mean between the worst and the best reward; effective: share of the variance of "
-    "the advantages; noise: share of the variance that changes when the same samples are verified again; length: "
-    "correlation with the number of tokens; ms: time to verify a sample"
+    "pass rate: share of samples with the best reward, which is the smallest for a negative weight; live groups: "
+    "groups whose samples have different rewards; saturation: position of the mean between the worst and the best "
+    "reward; effective: share of the variance of the advantages; noise: share of the variance that changes when the "
+    "same samples are verified again; length: correlation with the number of tokens; ms: time to verify a sample"
 )
 _LEGENDS = {
     "effective": "share of the variance of the advantages that each component has under each estimator. config: the "

@@ -178,9 +178,9 @@ def write(task: str, scale: str, out: Path, arms: Arms, recipe: str) -> Path:
 _NOT_COMPARED = ("run.", "logger.", "checkpointing.")
 _NOTE = (
     "Mean ± standard error over the seeds, on held-out rows after the last step. The difference is paired: both "
-    "estimators start from the same weights and see the same prompts. A verdict names an estimator if the difference is "
-    "significant at 5 % in Student's paired t-test, without a correction for the number of results. p is that of the "
-    "exact paired randomization test, which does not assume normal differences. The paper gives no errors."
+    "estimators start from the same weights and see the same prompts. A verdict names an estimator if the difference "
+    "is significant at 5 % in Student's paired t-test, without a correction for the number of results. p is that of "
+    "the exact paired randomization test, which does not assume normal differences. The paper gives no errors."
 )
 
 
