@@ -133,6 +133,13 @@ def test_every_step_is_trained_under_the_config_that_it_had(run):
     assert plan.original == run / "checkpoints" / "step_4" and plan.out == run / "replay_4"
 
 
+def test_moved_run_is_replayed_with_the_paths_of_its_new_folder(run):
+    moved = run.rename(run.parent / "archive")
+    plan = replay.plan_rerun(moved, None, None)
+    assert [segment.config.run.dir for segment in plan.segments] == [str(moved)] * 2
+    assert plan.out == moved / "replay_4"
+
+
 def test_another_objective_holds_at_every_step_and_changes_nothing_else(run):
     before = replay.plan_rerun(run, None, None).segments
     changes = ["gdpo.estimator=grpo", "gdpo.options={scale_rewards: none}", "loss_fn.ratio_clip_max=0.5"]
