@@ -10,7 +10,7 @@ from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.arguments import terminal
 from gdpo_nemo.commands.env.check import sample_of
 from gdpo_nemo.commands.profile.measure import profile_groups, verify_again, write
-from gdpo_nemo.commands.profile.page import _EXPLAINED, _LEGENDS, summary, write_page
+from gdpo_nemo.commands.profile.page import _EXPLAINED, _LEGENDS, heading, summary, write_page
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import DatasetConfig, DifficultyConfig
 from gdpo_nemo.data.records import Group
@@ -93,7 +93,9 @@ def test_repeated_verification_that_fails_is_not_an_agreement(tmp_path):
         sample.rewards = {"right": 1.0}
     again = verify_again(config, samples, 1, {"right": np.ones(len(samples))})
     assert again.verified.tolist() == [[text == "a" for text in SAMPLES["medium"]]] and again.failed == 2
-    np.testing.assert_array_equal(again.rewards["right"], np.where(again.verified, 1.0, np.nan))
+    found = profile_groups(config, [Group(samples[0].prompt, samples)], 1, 1.0)
+    assert found.failed == 2 and found.profile.components["right"].changed == 0
+    assert "2 further verifications failed; they are left out of the noise" in heading(found)
 
 
 def test_rows_of_a_profile_select_and_order_the_data(profile):

@@ -5,6 +5,7 @@ The run's engines sample, and the run's environments verify, with the settings o
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -143,7 +144,7 @@ class Repeated(NamedTuple):
     """Further verifications of the samples."""
 
     rewards: dict[str, np.ndarray]
-    """float64 [verifications, samples] by component."""
+    """float64 [verifications, samples] by component. Only those of verified samples count."""
     verified: np.ndarray
     """bool [verifications, samples]. False if the verification failed, or if the environment cannot verify again."""
     failed: int
@@ -163,7 +164,7 @@ def verify_again(
     """
     from gdpo_nemo.environments.execution.pools import EnvironmentPools
 
-    found: list[list[dict[str, float | None]]] = [[{} for _ in samples] for _ in range(repeat)]
+    found: list[list[dict[str, float | None]]] = [[dict(t.rewards) for t in samples] for _ in range(repeat)]
     verified = np.zeros((repeat, len(samples)), bool)
     failed = 0
     seconds: dict[str, float] = {}
@@ -176,6 +177,8 @@ def verify_again(
         chosen = [replace(samples[i], rewards={}, extra={}, metrics={}) for i in rows]
         measured |= {component for i in rows for component in samples[i].rewards}
         verified[:, rows] = True
+        for number, i in itertools.product(range(repeat), rows):
+            found[number][i] = {}
         first = [t for t in chosen if t.prompt.id == chosen[0].prompt.id]
         for part in _parts(environment, options or {}):
             for number in range(repeat):
@@ -191,7 +194,10 @@ def verify_again(
                 for i, verdict in zip(rows, verdicts):
                     found[number][i] |= verdict.rewards
                     verified[number, i] &= verdict.outcome is not Outcome.ENV_FAILED
-        failed += len(rows) * repeat - int(verified[:, rows].sum())
+        for number, i in itertools.product(range(repeat), rows):
+            if not verified[number, i]:  # the rules of gdpo.shaping need rewards, which do not count
+                found[number][i] = dict(samples[i].rewards)
+                failed += 1
     again = [reward_columns([replace(t, rewards=r) for t, r in zip(samples, rewards)], config) for rewards in found]
     created = columns.keys() - {name for t in samples for name in t.rewards}  # by rules of gdpo.shaping
     rewards = {name: np.stack([one[name] for one in again]) for name in columns if name in measured | created and again}
