@@ -38,6 +38,7 @@ from pathlib import Path
 import numpy as np
 
 from gdpo_nemo import read_metrics
+from gdpo_nemo.algorithms.diagnostics import student_factor
 
 HERE = Path(__file__).resolve().parent
 FLAGS = {"C": "correct", "F": "well-formed", "L": "short", "All": "all three at once"}
@@ -260,6 +261,13 @@ def differences_table(curves: Curves) -> str:
     return _table(["setting", "", *FLAGS], rows)
 
 
+def interval_note(complete: dict[str, list[int]]) -> str:
+    """Return a sentence about the confidence intervals of so few seeds."""
+    counts = sorted({len(seeds) for seeds in complete.values()} - {0, 1})
+    factors = " or ".join(f"{student_factor(count):.1f} (of {count} seeds)" for count in counts)
+    return f"A 95 % interval is ± {factors} standard errors." if factors else "One seed has no standard error."
+
+
 def headline(curves: Curves) -> str:
     """Return the main results as a Markdown list."""
     to_all = {m: _cells(steps_to(curves["scaled", m]), ".1f")[3] for m in ("gdpo", "grpo", "control")}
@@ -308,7 +316,7 @@ def report(curves: Curves, complete: dict[str, list[int]], command: str) -> str:
         f"Each run has {STEPS} steps of 16 prompts x 8 samples, learning rate 1.5e-4, one update per step and no KL.\n"
         "Values are the raw flags C, F and L of the training batches, independent of the rewards used for training.\n"
         f'"At the end" is the mean of the last {WINDOW} steps. {STEPS + 1} steps means "not within {STEPS} steps".\n'
-        "The number after ± is the standard error, which is uncertain with so few seeds.",
+        "The number after ± is the standard error.\n" + interval_note(complete),
         ends_table(curves),
         f"The table shows paired differences of the mean over all {STEPS} steps (same seed, model and prompts):",
         differences_table(curves),

@@ -1,7 +1,9 @@
-"""Diagnostics of a batch: the effect of each reward component on the advantages, and unbiased pass@k."""
+"""Diagnostics of a batch: the effect of each reward component on the advantages. Statistics of held-out prompts: pass@k
+and confidence intervals."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from math import comb
 from typing import Any, Sequence
@@ -350,13 +352,44 @@ def pass_at_k(values: Sequence[float], k: int, direction: int = 1) -> float:
     return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(ordered))
 
 
-def mean_pass_at_k(rows: Sequence[Sequence[float | None]], k: int, direction: int = 1) -> float | None:
-    """Return the mean of ``pass_at_k`` over the prompts with at least k values, or None if there are none.
+def present_values(rows: Sequence[Sequence[float | None]]) -> list[list[float]]:
+    """Return the values of each prompt's samples, without prompts of which no sample has a value.
+
+    Statistics of held-out prompts are means over these prompts. Prompts are independent samples and the samples of a
+    prompt are not, so every prompt has the same weight, regardless of the number of its samples with a value.
 
     Args:
         rows: values of the samples of each prompt; None for a sample without a value.
-        direction: see ``pass_at_k``.
     """
     present = [[value for value in row if value is not None] for row in rows]
-    found = [pass_at_k(values, k, direction) for values in present if len(values) >= k]
+    return [values for values in present if values]
+
+
+def mean_pass_at_k(rows: Sequence[Sequence[float | None]], k: int, direction: int = 1) -> float | None:
+    """Return the mean of ``pass_at_k`` over the prompts with at least k values, or None if there are none.
+
+    For k = 1, this is the mean over the prompts of the mean of their values. For ``rows`` see ``present_values``, and
+    for ``direction`` see ``pass_at_k``.
+    """
+    found = [pass_at_k(values, k, direction) for values in present_values(rows) if len(values) >= k]
     return float(np.mean(found)) if found else None
+
+
+@functools.cache
+def student_factor(count: int) -> float:
+    """Return the number of standard errors from a mean to the ends of its 95 % confidence interval.
+
+    This is the quantile of Student's t distribution: 12.7 for two observations, 4.3 for three, and 2.0 from about 60
+    on. The result is NaN for fewer than two observations.
+    """
+    import mpmath
+
+    if count < 2:
+        return float("nan")
+    degrees = count - 1
+
+    def excess(factor: float) -> float:
+        within = degrees / (degrees + factor * factor)
+        return float(mpmath.betainc(degrees / 2, 0.5, 0, within, regularized=True)) - 0.05
+
+    return float(mpmath.findroot(excess, (1.9, 13.0), solver="anderson"))

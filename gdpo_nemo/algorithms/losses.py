@@ -3,6 +3,7 @@ batch."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -261,10 +262,16 @@ def kl_penalty(
         raise ValueError(f"unknown kind of KL {kind!r}; known: {', '.join(KL_KINDS)}")
     free = logprobs - reference_logprobs
     d = free if input_clamp is None else free.clamp(-input_clamp, input_clamp)
-    kl = KL_KINDS[kind](d)
+    factor = 1.0 if weight is None else weight.where(d == free, weight.detach())
     if weight is not None:
-        kl = weight.where(d == free, weight.detach()) * kl
-    return kl if output_clamp is None else kl.clamp(-output_clamp, output_clamp)
+        d = d.where(weight != 0, 0.0)  # 0 * inf would be NaN
+    kl = factor * KL_KINDS[kind](d)
+    if output_clamp is None:
+        return kl
+    inside = kl.detach().abs() <= output_clamp
+    # Mask the input of exp: the gradient of a clamped result would be 0 * inf.
+    masked = factor * KL_KINDS[kind](d.where(inside, 0.0))
+    return masked.where(inside, kl.detach().clamp(-output_clamp, output_clamp))
 
 
 def score_weight(logprobs: Tensor, sampled_logprobs: Tensor | None = None) -> Tensor:
@@ -274,8 +281,10 @@ def score_weight(logprobs: Tensor, sampled_logprobs: Tensor | None = None) -> Te
     Args:
         sampled_logprobs: sampler's log-probs; None: those of pi, so that the weight is 1 and has only a gradient.
     """
-    weight = (logprobs - (logprobs.detach() if sampled_logprobs is None else sampled_logprobs)).exp()
-    return weight.where(weight.isfinite(), weight.new_zeros(len(weight)))
+    gap = logprobs - (logprobs.detach() if sampled_logprobs is None else sampled_logprobs)
+    finite = gap.detach().exp().isfinite()
+    # Mask the input of exp: the gradient of a masked result would be 0 * inf.
+    return gap.where(finite, -math.inf).exp()
 
 
 Reduce = Callable[["Tensor"], "Tensor"]

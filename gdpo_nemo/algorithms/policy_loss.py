@@ -287,7 +287,8 @@ def _parity(logprobs: Tensor, fields: TokenFields, settings: LossSettings) -> di
     before = None if settings.old_logprobs == "sampler" else fields.old_logprobs
     trainer = logprobs.detach() if before is None else before
     gap = torch.nan_to_num(fields.sampler_logprobs - trainer, nan=0.0)
-    difference = trainer.exp() * torch.expm1(gap)
+    # The larger of the two probabilities: a product with exp(gap) would be 0 * inf if the trainer's underflows.
+    difference = torch.where(gap > 0, fields.sampler_logprobs, trainer).exp() * torch.expm1(-gap.abs())
     return {
         "parity_abs": gap.abs(),
         "parity_prob": difference.abs(),

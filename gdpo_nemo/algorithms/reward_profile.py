@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gdpo_nemo.algorithms.advantages import Advantages, compute_advantages
+from gdpo_nemo.algorithms.component_weights import directions
+from gdpo_nemo.algorithms.diagnostics import student_factor
 from gdpo_nemo.algorithms.estimators import ESTIMATORS
 
 DEAD_SHARE = 0.05
@@ -45,11 +47,11 @@ class ComponentProfile:
     weight: float
     mean: float
     pass_rate: float
-    """Share of the samples that have the largest value. 0 for a component that is never above 0 and constant."""
+    """Share of the samples that have the best value. See `passes`."""
     live: Estimate
     """Share of the groups in which the component varies."""
     saturation: float
-    """Position of the mean between the smallest (0) and the largest (1) value."""
+    """Position of the mean between the worst (0) and the best (1) value."""
     missing: float
     """Share of the samples without this component."""
     length: float
@@ -57,7 +59,8 @@ class ComponentProfile:
     noise: float | None
     """Share of the z-scores' variance that changes when the same samples are verified again. None if not measured."""
     changed: float | None
-    """Share of the samples whose reward changes when they are verified again. None if not measured."""
+    """Share of the samples with the component whose reward changes when they are verified again. None if not
+    measured."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ def profile_rewards(
     valid: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
     repeats: Mapping[str, np.ndarray] | None = None,
+    repeated: np.ndarray | None = None,
+    better: Mapping[str, int] | None = None,
     rule: Mapping[str, Any] | None = None,
 ) -> RewardProfile:
     """Profile the rewards of one set of samples.
@@ -119,12 +124,16 @@ def profile_rewards(
         valid: bool [samples], False for samples that could not be verified.
         lengths: tokens [samples].
         repeats: rewards of the same samples in further verifications, float64 [verifications, samples] by component.
+        repeated: bool [verifications, samples], False for samples that a further verification could not verify. They
+            are left out of noise and changed rewards. None means that all could be verified.
+        better: 1 or -1 by component, see `component_weights.directions`. None means the signs of the weights.
         rule: arguments of `compute_advantages` for the configured rule: estimator, preset, epsilon and options.
 
     Raises:
         ValueError: if the rewards are invalid, or no sample has a reward.
     """
     names = list(rewards)
+    better = directions(weights, {}, {}) if better is None else better
     weight = {name: float(weights.get(name, 0.0)) for name in names}
     valid = np.ones(len(group_ids), bool) if valid is None else np.asarray(valid)
     lengths = np.ones(len(group_ids)) if lengths is None else np.asarray(lengths, np.float64)
@@ -141,14 +150,16 @@ def profile_rewards(
     groups = len(np.unique(group_ids[valid]))
     components = {}
     for k, name in enumerate(names):
-        noise, changed = _noise(name, rewards[name], (repeats or {}).get(name), z[:, k], compute)
+        noise, changed = _noise(rewards[name], (repeats or {}).get(name), valid, repeated, group_ids)
         having = len(np.unique(group_ids[present[:, k]]))
+        passed = passes(rewards[name][present[:, k]], better.get(name, 1))
+        saturation = float(diagnostics.saturation[k])
         components[name] = ComponentProfile(
             weight[name],
             float(diagnostics.mean[k]),
-            _pass_rate(rewards[name][present[:, k]]),
+            float(passed.mean()) if len(passed) else 0.0,
             _share(1.0 - float(diagnostics.dead_groups[k]), having),
-            float(diagnostics.saturation[k]),
+            saturation if better.get(name, 1) > 0 else 1.0 - saturation,
             float(diagnostics.missing[k]),
             float(_correlations(np.column_stack([z[:, k], length[:, 0]]), present[:, [k, k]])[0, 1]),
             noise,
@@ -164,6 +175,7 @@ def profile_rewards(
             undefined[estimator] = str(error)
     pairs = {"correlation": correlation, "conflicts": diagnostics.sign_conflicts}
     findings = _findings(components, correlation, z)
+    live = len(np.unique(group_ids[configured.has_signal.numpy()]))
     return RewardProfile(
         groups,
         int(valid.sum()),
@@ -177,6 +189,7 @@ def profile_rewards(
             components,
             findings,
             effective["config"],
+            student_factor(live),
             lambda weights: _effective(compute(weights, **(rule or {})), group_ids),
         ),
     )
@@ -187,10 +200,17 @@ def _share(value: float, count: int) -> Estimate:
     return Estimate(value, float(np.sqrt(value * (1.0 - value) / count)) if count else float("nan"))
 
 
-def _pass_rate(values: np.ndarray) -> float:
-    if not len(values) or values.max() == values.min() <= 0:
-        return 0.0
-    return float(np.mean(values == values.max()))
+def passes(values: np.ndarray, better: int) -> np.ndarray:
+    """Return which samples have the best observed value of a component: bool [samples].
+
+    The best value is the largest if `better` is 1, and the smallest if it is -1. If all values are equal, they pass if
+    a reward is above 0, or if a penalty is not.
+    """
+    if not len(values):
+        return np.zeros(0, bool)
+    best = values.max() if better > 0 else values.min()
+    constant = values.max() == values.min()
+    return np.asarray(values == best if not constant or (best > 0) == (better > 0) else np.zeros(len(values), bool))
 
 
 def _by_pair(names: list[str], matrix: np.ndarray) -> dict[str, dict[str, float]]:
@@ -208,22 +228,34 @@ def _correlations(z: np.ndarray, present: np.ndarray) -> np.ndarray:
 
 
 def _noise(
-    name: str, first: np.ndarray, repeats: np.ndarray | None, z: np.ndarray, compute: Any
+    first: np.ndarray, repeats: np.ndarray | None, valid: np.ndarray, repeated: np.ndarray | None, ids: np.ndarray
 ) -> tuple[float | None, float | None]:
     """Return (share of the z-scores' variance that does not repeat, share of changed rewards), None without repeats.
 
     The z-scores of two verifications correlate with 1 without noise, so the share is 1 minus their mean correlation.
+    Both verifications are compared on the samples that both could verify, and that have the component in either.
     """
-    if repeats is None or not len(repeats):
-        return None, None
     agreements, changes = [], []
-    for again in repeats:
-        repeated = np.zeros_like(z) if np.isnan(again).all() else compute({name: 1.0}, {name: again}).components.numpy()
-        other = repeated.reshape(len(z))
+    for number, again in enumerate(() if repeats is None else repeats):
+        both = valid if repeated is None else valid & repeated[number]
+        having = both & ~(np.isnan(first) & np.isnan(again))
+        if not having.any():
+            continue
+        z, other = (_scores(values, ids, both) for values in (first, again))
         power = float(np.sqrt((z @ z) * (other @ other)))
         agreements.append(float(z @ other) / power if power else float(not z.any() and not other.any()))
-        changes.append(float(np.mean(~((first == again) | (np.isnan(first) & np.isnan(again))))))
+        changes.append(float(np.mean(first[having] != again[having])))
+    if not changes:
+        return None, None
     return max(0.0, 1.0 - float(np.mean(agreements))), float(np.mean(changes))
+
+
+def _scores(values: np.ndarray, ids: np.ndarray, valid: np.ndarray) -> np.ndarray:
+    """Return the z-scores of one component within groups: float64 [samples]."""
+    if np.isnan(values[valid]).all():
+        return np.zeros(len(values))
+    scored = compute_advantages({"component": values}, ids, weights={"component": 1.0}, valid=valid)
+    return np.asarray(scored.components.numpy()[:, 0])
 
 
 def _effective(advantages: Advantages, group_ids: np.ndarray) -> dict[str, Estimate]:
@@ -286,7 +318,7 @@ def _without_signal(name: str, one: ComponentProfile) -> Finding | None:
     """Return the finding that a component is saturated or dead."""
     if one.missing == 1:
         return Finding("dead", (name,), f"{name} is dead: no sample has this component")
-    level = one.saturation if np.isfinite(one.saturation) else float(one.mean > 0)
+    level = one.saturation if np.isfinite(one.saturation) else one.pass_rate
     share = f"it varies in {one.live.value:.0%} of the groups"
     if level >= SATURATED:
         text = f"{name} is saturated: its mean {one.mean:.3g} is near the best value, and {share}"
@@ -298,12 +330,19 @@ def _without_signal(name: str, one: ComponentProfile) -> Finding | None:
 
 
 def _propose(
-    components: Mapping[str, ComponentProfile], findings: list[Finding], now: Mapping[str, Estimate], effective: Any
+    components: Mapping[str, ComponentProfile],
+    findings: list[Finding],
+    now: Mapping[str, Estimate],
+    factor: float,
+    effective: Any,
 ) -> dict[str, Proposal]:
     """Return weights that give each component the share that its weight promises, and the reasons.
 
     The target of component k is proportional to w_k^2 x live share x (1 - noise)^2 / number of redundant components,
     which is the share of independent components in GDPO. The weights are found by iteration and keep their sum.
+
+    Args:
+        factor: standard errors of a share up to which a difference from its target may be chance.
     """
     redundant = {name: _redundant_with(name, findings) for name in components}
     adapted = [
@@ -322,7 +361,7 @@ def _propose(
     off = [
         name
         for name, value in target.items()
-        if not abs(now[name].value - value) <= max(_IMBALANCE, 2 * now[name].error) and name not in opposed
+        if not abs(now[name].value - value) <= max(_IMBALANCE, factor * now[name].error) and name not in opposed
     ]
     weights = {name: one.weight for name, one in components.items()}
     if off and not opposed and len(target) > 1:
@@ -330,7 +369,7 @@ def _propose(
     proposals = {}
     for name, one in components.items():
         if one.weight:
-            reason = _reason(name, one, redundant[name], now[name], target.get(name), name in opposed)
+            reason = _reason(name, one, redundant[name], now[name], target.get(name), name in opposed, factor)
             same = weights[name] == one.weight
             proposals[name] = Proposal(weights[name], reason or ("keep" if same else "balances the other changes"))
     return proposals
@@ -359,7 +398,7 @@ def _balanced(weights: Mapping[str, float], target: Mapping[str, float], effecti
 
 
 def _reason(
-    name: str, one: ComponentProfile, same: set[str], now: Estimate, target: float | None, opposed: bool
+    name: str, one: ComponentProfile, same: set[str], now: Estimate, target: float | None, opposed: bool, factor: float
 ) -> str:
     """Describe why the weight of a component should change, or why a change would not help."""
     reasons = []
@@ -371,6 +410,6 @@ def _reason(
         return "no weight helps: it has almost no training signal"
     if opposed:
         return "no weight resolves the conflict: decide which component takes precedence, for example by a condition"
-    if abs(now.value - target) > max(_IMBALANCE, 2 * now.error):
+    if abs(now.value - target) > max(_IMBALANCE, factor * now.error):
         reasons.append(f"it has {now.value:.0%} of the variance of the advantages instead of {target:.0%}")
     return "; ".join(reasons)

@@ -20,9 +20,8 @@ from gdpo_nemo.algorithms import Advantages
 from gdpo_nemo.algorithms.loss_selection import is_import_path
 from gdpo_nemo.algorithms.rewards import rule_name
 from gdpo_nemo.algorithms.settings import PRESETS
-from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.config.objective_checks import kl_in_reward
+from gdpo_nemo.config.objective_checks import check_recorded_advantages, kl_in_reward
 from gdpo_nemo.config.rollout_checks import saves_all_groups
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
@@ -68,12 +67,7 @@ def explain_step(
         run_dir = real_path(path).parent.parent
         step = next((step for step, file in rollout_files(run_dir) if file.name == path.name), 0)
         config = with_weights_of(run_dir, step, config)
-    if kl_in_reward(config.gdpo):
-        raise ConfigError("gdpo.kl_in_reward: requires log-probs of the initial model, which rollouts do not record")
-    if spec_of(config).head == "value":
-        raise ConfigError(
-            f"algorithm.type: {config.algorithm.type}'s advantages come from a value head, which rollouts do not record"
-        )
+    check_recorded_advantages(config)
     return _explanation(path, groups, recorded, config, shown)
 
 

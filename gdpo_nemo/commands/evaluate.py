@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Iterator, Sequence
 import numpy as np
 
 from gdpo_nemo.algorithms.component_weights import directions
-from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k
+from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k, present_values
 from gdpo_nemo.commands.arguments import Commands, add_overrides, add_verbosity, terminal, verbosity
 from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.load import load_config
@@ -120,9 +120,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Score:
-    """Statistics of one reward component over the held-out prompts."""
+    """Statistics of one reward component over the held-out prompts that have it. All prompts have the same weight."""
 
     mean: float
+    """Mean over the prompts of the mean over the samples of a prompt."""
     error: float | None
     """Standard error of the mean, from the variance between prompts. None if there are fewer than two prompts."""
     best: float
@@ -366,13 +367,12 @@ def _score(rows: Sequence[Sequence[float | None]], pass_at: Sequence[int], direc
 
     Return None if no sample has the component.
     """
-    present = [[value for value in row if value is not None] for row in rows]
-    present = [values for values in present if values]
+    present = present_values(rows)
     if not present:
         return None
     means = np.array([np.mean(values) for values in present])
     return Score(
-        mean=float(np.mean(np.concatenate(present))),
+        mean=float(means.mean()),
         error=float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None,
         best=float(np.mean([max(values) if direction > 0 else min(values) for values in present])),
         judged=sum(map(len, present)),

@@ -129,6 +129,11 @@ def _print_other_objective(plan: Plan) -> int:
         path = plan.out / SIGN_CHANGES
         write_whole(path, "".join(json.dumps(change) + "\n" for change in changes).encode())
         say(f"{path} lists {len(changes)} samples whose advantages have another sign.")
+    if any(segment.config.gdpo.dynamic_sampling.enabled for segment in plan.segments):
+        say(
+            "gdpo.dynamic_sampling: a run with the other objective may train other groups, because the objective "
+            "decides which groups have a training signal."
+        )
     if plan.last > first:
         say(f"The samples of steps {first + 1} to {plan.last} come from the weights of the original run.")
     return 0

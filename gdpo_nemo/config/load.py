@@ -58,7 +58,8 @@ _LISTS = ("gdpo", "gdpo.rewards", "env")
 def load_config(config: ConfigSource = None, overrides: Overrides = ()) -> Config:
     """Read a config with its parents (``defaults:``), apply the overrides and return the typed config.
 
-    Files are searched in the working directory first, then in the package.
+    Files are searched in the working directory first, then in the package. In a config that a run has written,
+    ``run.dir`` is the folder that contains the file. See ``_in_its_folder``.
 
     Raises:
         ConfigError: if anything does not fit the schema. The message has one line.
@@ -80,7 +81,39 @@ def read_config(config: ConfigSource) -> Sources:
     if config is not None and not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config: expected a YAML file or a mapping, got {type(config).__name__}")
     path = DEMO if config is None else find_file(config) or Path(config)
-    return [(source, content, True) for source, content in _read_with_parents(path, (), count())]
+    *parents, (source, content) = _read_with_parents(path, (), count())
+    return [(name, content, True) for name, content in (*parents, (source, _in_its_folder(content, path)))]
+
+
+CONFIG = "config.yaml"
+"""Name of the config in a run folder."""
+CONFIG_HISTORY = "config_history"
+"""Folder in the run folder with all configs of the run."""
+
+
+def _in_its_folder(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the content of a config file. If a run wrote the file and its folder has been moved or copied since then,
+    replace the old folder in ``run.dir`` and in all paths, so that the run is continued in the folder of the file.
+    """
+    history = path.parent.name == CONFIG_HISTORY
+    folder = path.parent.parent if history else path.parent
+    run = content.get("run")
+    before = run.get("dir") if isinstance(run, dict) else None
+    if not isinstance(before, str) or "${" in before or not (history or path.name == CONFIG):
+        return content
+    if not (folder / CONFIG_HISTORY).is_dir() or os.path.realpath(before) == os.path.realpath(folder):
+        return content
+    return cast(dict[str, Any], _moved(content, before.rstrip("/"), os.path.abspath(folder)))
+
+
+def _moved(node: Any, before: str, now: str) -> Any:
+    """Return YAML data in which texts that are in the folder ``before`` are in the folder ``now``."""
+    if isinstance(node, dict):
+        return {key: _moved(value, before, now) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_moved(value, before, now) for value in node]
+    inside = isinstance(node, str) and (node.rstrip("/") == before or node.startswith(f"{before}/"))
+    return now + node[len(before) :] if inside else node
 
 
 def read_overrides(overrides: Overrides) -> Sources:

@@ -81,6 +81,21 @@ def kl_in_reward(gdpo: GdpoConfig) -> bool:
     return gdpo.kl_in_reward is not None
 
 
+def check_recorded_advantages(config: Config) -> None:
+    """Check that the advantages can be computed again from recorded samples.
+
+    Raises:
+        ConfigError: if they depend on a model.
+    """
+    if kl_in_reward(config.gdpo):
+        raise ConfigError("gdpo.kl_in_reward: requires log-probs of the initial model, which rollouts do not record")
+    source = {"ppo": "a value head", "distillation": "a teacher"}.get(config.algorithm.type)
+    if source:
+        raise ConfigError(
+            f"algorithm.type: {config.algorithm.type}'s advantages come from {source}, which rollouts do not record"
+        )
+
+
 def objective_notes(config: Config, algorithm: AlgorithmSpec) -> list[str]:
     """Return notes on valid settings that differ from the loss's paper or train stale samples without a correction."""
     return [*_loss_notes(config.loss_fn), *_stale_notes(config, algorithm)] if algorithm.samples else []

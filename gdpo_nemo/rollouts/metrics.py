@@ -84,7 +84,10 @@ METRICS = {
         "Largest number of weight versions between sampling and training of a trajectory",
         {"label": "staleness"},
     ),
-    "validation/NAME": ("reward", "Mean of component NAME on the held-out prompts, over the samples that have NAME"),
+    "validation/NAME": (
+        "reward",
+        "Mean of component NAME over the held-out prompts; a prompt has the mean of its samples that have NAME",
+    ),
     "validation/NAME/pass_at/NAME": (
         "reward",
         "Component NAME, unbiased pass@k (gdpo.val_pass_at_k): expected best reward of k samples of a held-out prompt",
@@ -292,7 +295,7 @@ def check_failures(trajectories: Sequence[Trajectory], limit: float) -> None:
 def _component_metrics(
     name: str, rewards: Sequence[Sequence[float | None]], pass_at: Sequence[int], direction: int
 ) -> dict[str, float]:
-    """Return mean and pass@k of one component, over the samples that have this component.
+    """Return mean and pass@k of one component over the prompts. See ``present_values``.
 
     Args:
         rewards: reward of each sample, by group. A reward is None if the component does not apply.
@@ -300,13 +303,10 @@ def _component_metrics(
         direction: 1 if larger rewards are better, otherwise -1.
     """
     row = {}
-    values = [value for group in rewards for value in group if value is not None]
-    if values:
-        row[f"validation/{name}"] = float(np.mean(values))
-    for k in pass_at:
+    for key, k in (("", 1), *((f"/pass_at/{k}", k) for k in pass_at)):
         best = mean_pass_at_k(rewards, k, direction)
         if best is not None:
-            row[f"validation/{name}/pass_at/{k}"] = best
+            row[f"validation/{name}{key}"] = best
     return row
 
 

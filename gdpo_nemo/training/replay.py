@@ -7,6 +7,7 @@ Neither engines nor environments are started. ``plan_rerun`` checks that all fil
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import shutil
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from gdpo_nemo.config.changes import load_saved_config
 from gdpo_nemo.config.layout import updates_per_step
 from gdpo_nemo.config.load import config_to_dict, load_config
 from gdpo_nemo.config.model_checks import check_creatable_folder, model_source, resolve
-from gdpo_nemo.config.objective_checks import check_learning
+from gdpo_nemo.config.objective_checks import check_learning, check_recorded_advantages
 from gdpo_nemo.config.rollout_checks import resolved_window, saves_all_groups
 from gdpo_nemo.config.schema import Config, LoggerConfig
 from gdpo_nemo.config.validate import check_ranges
@@ -30,7 +31,7 @@ from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.ownership import owned
 from gdpo_nemo.observe.samples import rollout_files
 from gdpo_nemo.rollouts.user_functions import check_own_functions
-from gdpo_nemo.training.algorithm import load_algorithm
+from gdpo_nemo.training.algorithm import Algorithm, load_algorithm
 from gdpo_nemo.training.checkpoints import (
     UPDATES_UNKNOWN,
     Checkpoints,
@@ -39,6 +40,7 @@ from gdpo_nemo.training.checkpoints import (
     model_fingerprint,
     read_state,
 )
+from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.training.inputs import model_folder, starting_adapter
 from gdpo_nemo.training.resume import config_files, record_config
 from gdpo_nemo.utils.errors import ConfigError
@@ -154,7 +156,8 @@ def plan_rerun(
         ]
     for segment in segments:
         check_own_functions(segment.config)
-        if not load_algorithm(segment.config, spec_of(segment.config)).samples:
+        kind = load_algorithm(segment.config, spec_of(segment.config))
+        if not kind.samples:
             raise ConfigError(
                 f"{run_dir}: algorithm.type {segment.config.algorithm.type} does not sample, so it "
                 "cannot be replayed; train again"
@@ -164,6 +167,8 @@ def plan_rerun(
                 f"{run_dir}: of the {segment.config.gdpo.num_prompts_per_step} groups of steps {segment.first} to "
                 f"{segment.last} the samples of {segment.config.rollout.save_groups} were written (rollout.save_groups)"
             )
+        if segment.recorded is not None:
+            _check_comparable(segment, kind)
     if state.updates == UPDATES_UNKNOWN:  # an older checkpoint
         state.updates = state.step * updates_per_step(segments[0].config, spec_of(segments[0].config))
     out = run_dir / f"replay_{last}" if out is None else out
@@ -176,6 +181,25 @@ def plan_rerun(
         raise ConfigError(f"--check: {run_dir} has no checkpoint of step {last}; there are: {steps}")
     model = _model(run_dir, segments[0].config)
     return Plan(run_dir, out, entries, segments, state, checkpoint, model, original)
+
+
+def _check_comparable(segment: Segment, kind: type[Algorithm[Any, Any]]) -> None:
+    """Check that the advantages of both objectives follow from the recorded samples, so that they can be compared.
+
+    Raises:
+        ConfigError: if they do not.
+    """
+    try:
+        check_recorded_advantages(segment.config)
+    except ConfigError as error:
+        raise ConfigError(f"--instead: cannot compare advantages; {error}") from None
+    # The methods of a custom class have a wrapper.
+    prepare, credit = (inspect.unwrap(getattr(kind, name, Algorithm.prepare)) for name in ("prepare", "_credit"))
+    if (prepare, credit) != (GDPO.prepare, GDPO._credit):
+        raise ConfigError(
+            f"--instead: cannot compare advantages, because algorithm.type {segment.config.algorithm.type} computes "
+            "its own; train again"
+        )
 
 
 def changed_objective(config: Config, instead: Sequence[str]) -> Config:

@@ -12,7 +12,7 @@ import yaml
 from gdpo_nemo.algorithms.component_weights import directions
 from gdpo_nemo.config.changes import Change, check_changes, find_changes
 from gdpo_nemo.config.layout import Resolved, prompt_limit, prompts_per_round
-from gdpo_nemo.config.load import save_config, to_yaml
+from gdpo_nemo.config.load import CONFIG, CONFIG_HISTORY, save_config, to_yaml
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.training.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunState, model_fingerprint
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
@@ -21,8 +21,6 @@ from gdpo_nemo.utils.files import parse_yaml, read_text
 if TYPE_CHECKING:  # This module imports torch, which a dry run does not need.
     from gdpo_nemo.training.inputs import Inputs
 
-CONFIG = "config.yaml"
-_HISTORY = "config_history"
 _NUMBERED = re.compile(r"(\d+)_from_step_(\d+)\.yaml")
 
 
@@ -170,7 +168,7 @@ def record_config(config: Config, run_dir: Path, step: int) -> None:
 
 def _record_config(config: Config, run_dir: Path, step: int) -> None:
     file = run_dir / CONFIG
-    history = run_dir / _HISTORY
+    history = run_dir / CONFIG_HISTORY
     before = file.read_text(encoding="utf-8") if file.is_file() else None
     if before is not None and not _numbered(run_dir):  # The run was started before config_history/ existed.
         history.mkdir(exist_ok=True)
@@ -183,7 +181,7 @@ def _record_config(config: Config, run_dir: Path, step: int) -> None:
 
 def _numbered(run_dir: Path) -> list[tuple[int, int, Path]]:
     """Return (number, first step, file) for each file in ``config_history/``, in order."""
-    files = [(_NUMBERED.fullmatch(path.name), path) for path in (run_dir / _HISTORY).glob("*.yaml")]
+    files = [(_NUMBERED.fullmatch(path.name), path) for path in (run_dir / CONFIG_HISTORY).glob("*.yaml")]
     return sorted((int(match[1]), int(match[2]), path) for match, path in files if match)
 
 

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.config.layout import Resolved, prompts_per_round
-from gdpo_nemo.config.load import save_config
+from gdpo_nemo.config.load import CONFIG, save_config
 from gdpo_nemo.data.records import Group, UpdateResult
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.observe.journal import TrainedBatch
-from gdpo_nemo.training.resume import CONFIG
 from gdpo_nemo.training.supervisor import current_attempt
 from gdpo_nemo.utils.errors import GdpoError, NumericsFailed
 from gdpo_nemo.utils.progress import frozen, phase

@@ -1,14 +1,15 @@
 """Losses of tokens: their values, and that no way of cutting a batch changes the gradient."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
 from gdpo_nemo.algorithms import LOSSES, LossSettings, OffPolicySettings, TokenFields, token_weights
-from gdpo_nemo.algorithms.losses import kl_penalty
-from gdpo_nemo.algorithms.offpolicy import LEVELS
+from gdpo_nemo.algorithms.losses import KL_KINDS, kl_penalty, score_weight
+from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS
 from gdpo_nemo.algorithms.policy_loss import policy_loss
 
 LENGTHS = [5, 0, 9, 3, 1, 7]
@@ -468,3 +469,79 @@ def test_gspo_refuses_corrections_that_would_make_it_another_loss(off_policy):
     settings = LossSettings.from_mapping({"type": "gspo", "off_policy": off_policy})
     with pytest.raises(ValueError, match="off_policy: per-token weights .* conflict with the sequence-level loss"):
         Batch("token_mean").loss(settings)
+
+
+def every_objective():
+    """Settings of every loss, correction, level and KL estimator. Losses and estimators are combined by turns."""
+    penalties = [
+        {"reference_policy_kl_type": kind, "reference_policy_kl_gradient": gradient, **clamps}
+        for kind, gradient, clamps in product(
+            KL_KINDS,
+            ("estimator", "score", "importance"),
+            ({}, {"kl_input_clamp_value": None, "kl_output_clamp_value": 10.0}),
+        )
+    ]
+    for number, (kind, mode, level) in enumerate(product(LOSSES, CORRECTIONS, LEVELS)):
+        settings = full_settings(kind, "token_mean", mode, level)
+        if kind == "gspo" and (mode == "icepop" or level == "token"):  # refused: unlike weights within a sequence
+            settings = replace(settings, off_policy=OffPolicySettings(mode="none"))
+        yield replace(settings, **penalties[number % len(penalties)])
+
+
+def extreme(values: torch.Tensor, by_token: dict[int, float]) -> torch.Tensor:
+    """The values, of which every tenth is replaced from each of these tokens on."""
+    changed = values.clone()
+    for first, value in by_token.items():
+        changed[first::10] = value
+    return changed
+
+
+def test_tokens_without_weight_change_nothing_whatever_their_log_probs():
+    batch = Batch()
+    shift = extreme(torch.zeros(len(batch.ids)), {0: -1e30, 1: -np.inf, 2: np.inf, 3: np.nan, 4: 1e4})
+    batch.fields = replace(batch.fields, weights=batch.fields.weights * (shift == 0))
+    names = ("old_logprobs", "sampler_logprobs", "reference_logprobs", "advantages")
+    far = replace(batch.fields, **{name: getattr(batch.fields, name) + shift for name in names})
+    for settings in every_objective():
+        found = []
+        for fields, change in ((batch.fields, 0.0), (far, shift)):
+            logprobs = batch.features @ batch.parameter - 1 + change
+            loss, metrics = policy_loss(logprobs, batch.entropy_features @ batch.parameter, fields, settings)
+            found.append((loss, batch.gradient([loss]), *metrics.sums.values(), *metrics.maxima.values()))
+        assert all(value.isfinite().all() for value in found[0]), settings
+        assert all(map(torch.equal, *found)), settings
+
+
+def test_extreme_log_probs_of_trained_tokens_leave_loss_gradient_and_metrics_finite():
+    batch = Batch()
+    fields = batch.fields
+    # NaN: the sampler's log-prob is not known.
+    batch.fields = replace(
+        fields,
+        old_logprobs=extreme(fields.old_logprobs, {0: -1e3, 1: -1e30}),
+        sampler_logprobs=extreme(fields.sampler_logprobs, {2: -1e3, 3: -1e30, 4: np.nan}),
+        reference_logprobs=extreme(fields.reference_logprobs, {5: -1e3, 6: -1e30}),
+    )
+    for settings in every_objective():
+        loss, metrics = batch.loss(settings)
+        values = [loss, batch.gradient([loss]), *metrics.sums.values(), *metrics.maxima.values()]
+        assert all(value.isfinite().all() for value in values), settings
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_importance_of_an_unlikely_sample_has_neither_value_nor_gradient_in_float32(kind):
+    """exp(-1 + 200) is infinite in float32. The second token has the weight exp(0.2), and d = 0.5."""
+    logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
+    sampler, reference = torch.tensor([-200.0, -1.2]), torch.tensor([-1.5, -1.5])
+    kl = kl_penalty(logprobs, reference, kind, weight=score_weight(logprobs, sampler))
+    alone = logprobs[1:].detach().requires_grad_()
+    expected = kl_penalty(alone, reference[1:], kind, weight=score_weight(alone, sampler[1:]))
+    (gradient,) = torch.autograd.grad(kl.sum(), logprobs)
+    assert kl.tolist() == [0, expected.item()]
+    assert gradient.tolist() == [0, torch.autograd.grad(expected.sum(), alone)[0].item()]
+    for penalty in (
+        score_weight(logprobs, sampler),
+        kl_penalty(logprobs, sampler, kind, input_clamp=None, output_clamp=1),
+    ):
+        (gradient,) = torch.autograd.grad(penalty[0], logprobs)
+        assert gradient.tolist() == [0, 0] and penalty[0] in (0, 1)

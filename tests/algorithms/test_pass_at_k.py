@@ -1,4 +1,4 @@
-"""pass@k against all draws, and against the formula of its paper."""
+"""pass@k against all draws, and against the formula of its paper. Confidence intervals against published quantiles."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k, pass_at_k
+from gdpo_nemo.algorithms.diagnostics import mean_pass_at_k, pass_at_k, student_factor
 
 
 @pytest.mark.parametrize("direction, best", [(1, max), (-1, min)])
@@ -38,3 +38,9 @@ def test_prompts_with_fewer_than_k_verdicts_are_left_out_of_the_mean():
 def test_a_k_that_there_are_no_samples_for_is_refused(k):
     with pytest.raises(ValueError, match="k must be between 1 and the number of values"):
         pass_at_k([0.0, 1.0, 1.0], k)
+
+
+def test_student_factor_is_the_published_quantile():
+    published = {2: 12.7062, 3: 4.3027, 4: 3.1824, 6: 2.5706, 11: 2.2281, 31: 2.0423, 121: 1.9799}
+    assert {count: student_factor(count) for count in published} == pytest.approx(published, abs=5e-5)
+    assert np.isnan(student_factor(1))

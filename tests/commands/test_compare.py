@@ -154,6 +154,7 @@ def test_the_command_prints_tables_and_writes_picture_and_page(tmp_path, capsys)
         "After 12 optimizer steps",
         "After 12 seconds",
         "0.200 ± 0.058",
+        "A 95% interval is ± 4.3 (of 3 runs) standard errors.",
         "Differences from",
         "0.25",
     )

@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, strategies as st
 from rich.console import Console
 
+from gdpo_nemo.algorithms.component_weights import directions
 from gdpo_nemo.commands.evaluate import SUITES, evaluate, find_subject, scored, table, without_policy
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import GdpoConfig
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.rollouts.metrics import validation_metrics
 from gdpo_nemo.training.checkpoints import Checkpoints, RunState
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
@@ -141,18 +143,21 @@ values = st.one_of(st.none(), st.floats(-10, 10))
     st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(values, min_size=n, max_size=n), min_size=1, max_size=6)),
     st.sampled_from([1.0, 0.0, -0.5]),
 )
-def test_scores_are_plain_statistics_of_the_values_that_are_there(rows, weight):
+def test_scores_and_validation_metrics_give_each_prompt_the_same_weight(rows, weight):
     best = min if weight < 0 else max
-    found = scored(judged(rows), GdpoConfig(rewards={"it": weight}, val_pass_at_k=[1]), "m", 3)
+    gdpo = GdpoConfig(rewards={"it": weight}, val_pass_at_k=[1])
+    found = scored(judged(rows), gdpo, "m", 3)
+    validated = validation_metrics(judged(rows), [1], directions(gdpo.rewards, {}, {}))
     present = [[v for v in row if v is not None] for row in rows if any(v is not None for v in row)]
     if not present:
-        assert found.scores == {}
+        assert found.scores == {} and "validation/it" not in validated
         return
     score = found.scores["it"]
-    every = [v for row in present for v in row]
-    assert score.judged == len(every) and score.mean == pytest.approx(sum(every) / len(every), abs=1e-9)
+    assert score.judged == sum(map(len, present))
     assert score.best == pytest.approx(np.mean([best(row) for row in present]), abs=1e-9)
     means = [sum(row) / len(row) for row in present]
+    for value in (score.mean, score.pass_at[1], validated["validation/it"], validated["validation/it/pass_at/1"]):
+        assert value == pytest.approx(sum(means) / len(means), abs=1e-9)
     if len(means) < 2:
         assert score.error is None
     else:

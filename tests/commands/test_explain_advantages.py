@@ -105,6 +105,20 @@ def test_overrides_answer_what_if_and_say_that_the_run_did_otherwise(tmp_path, c
     assert "prompt first" in shown(capsys, path, conditioned, "--groups", "1")
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("gdpo.kl_in_reward=0.1", "gdpo.kl_in_reward: requires log-probs of the initial model"),
+        ("algorithm.type=ppo", "algorithm.type: ppo's advantages come from a value head, which rollouts do not record"),
+        ("algorithm.type=distillation", "algorithm.type: distillation's advantages come from a teacher"),
+    ],
+)
+def test_advantages_of_a_model_are_refused_because_rollouts_do_not_record_them(tmp_path, capsys, override, expected):
+    assert cli.main(["explain-advantages", str(recorded(tmp_path, two_groups())), override]) == 2
+    error = capsys.readouterr().err
+    assert expected in error and len(error.splitlines()) == 1
+
+
 def test_a_missing_reward_is_shown_as_missing_and_not_as_0(tmp_path, capsys):
     missing = [group("a", (1, 1, 1), (0, 0, 0), (1, 1, 1), (0, 0, None))]
     out = shown(capsys, recorded(tmp_path, missing))
@@ -192,6 +206,9 @@ def test_a_replay_with_another_objective_compares_the_advantages_of_each_step(tm
     assert 0.1 < changed < 1 and cosine < 0.999
     assert row.replace("│", " ").split() == ["7", f"{cosine:.3f}", f"{changed:.1%}", "0.25", "0.5"]
     assert "at the weights before step 7 have the cosine -0.800" in " ".join(told.split())
+    assert "may train other groups" not in told
+    other.gdpo.dynamic_sampling.enabled = True
+    assert _print_other_objective(plan) == 0 and "may train other groups" in capsys.readouterr().out
     plan.gradients[1, 1] = 0.3  # not the square of the replay's grad_norm
     with pytest.raises(RunError, match=r"norms 0.25 and 0.5477, but the updates had grad_norm 0.25 and 0.5"):
         _print_other_objective(plan)

@@ -3,13 +3,14 @@
 import html
 import json
 
+import numpy as np
 import pytest
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.commands.arguments import terminal
 from gdpo_nemo.commands.env.check import sample_of
-from gdpo_nemo.commands.profile.measure import profile_groups, write
-from gdpo_nemo.commands.profile.page import _EXPLAINED, _LEGENDS, summary, write_page
+from gdpo_nemo.commands.profile.measure import profile_groups, verify_again, write
+from gdpo_nemo.commands.profile.page import _EXPLAINED, _LEGENDS, heading, summary, write_page
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import DatasetConfig, DifficultyConfig
 from gdpo_nemo.data.records import Group
@@ -68,6 +69,33 @@ def test_profile_names_a_random_function_and_times_each_function(profile):
     page = (folder / "out" / "profile.html").read_text()
     assert "drawn is noisy" in page and "drawn is noisy" in shown and "rloo" in page
     assert all(html.escape(legend) in page for legend in (_EXPLAINED, *_LEGENDS.values()))
+
+
+FLAKY = """
+from gdpo_nemo.data.records import Outcome, Verdict
+from gdpo_nemo.environments.base import Environment
+
+class Flaky(Environment):
+    reward_names = ("right",)
+
+    def verify(self, trajectories):
+        return [Verdict({}, Outcome.ENV_FAILED) if t.text == "b" else Verdict({"right": 1.0}) for t in trajectories]
+"""
+
+
+def test_repeated_verification_that_fails_is_not_an_agreement(tmp_path):
+    (tmp_path / "flaky.py").write_text(FLAKY)
+    config = load_config("configs/gdpo_tiny_cpu.yaml")
+    config.env = {"flaky": {"plugin": f"{tmp_path}/flaky.py:Flaky"}}
+    config.gdpo.rewards = {"right": 1.0}
+    samples = [sample_of(ROWS[1], text, "flaky", index) for index, text in enumerate(SAMPLES["medium"])]
+    for sample in samples:
+        sample.rewards = {"right": 1.0}
+    again = verify_again(config, samples, 1, {"right": np.ones(len(samples))})
+    assert again.verified.tolist() == [[text == "a" for text in SAMPLES["medium"]]] and again.failed == 2
+    found = profile_groups(config, [Group(samples[0].prompt, samples)], 1, 1.0)
+    assert found.failed == 2 and found.profile.components["right"].changed == 0
+    assert "2 further verifications failed; they are left out of the noise" in heading(found)
 
 
 def test_rows_of_a_profile_select_and_order_the_data(profile):

@@ -82,8 +82,9 @@ def arms(folder: Path, ends: dict[str, list[float]], metric: str = "format") -> 
     "grpo, gdpo, sentence",
     [
         ([0.1, 0.2, 0.3], [0.2, 0.31, 0.39], "GDPO minus GRPO is +10.00 ± 0.58 (published: +4.33). GDPO is better"),
-        ([0.2, 0.31, 0.39], [0.1, 0.2, 0.3], "GRPO is better by more than two standard errors. Unlike the published"),
+        ([0.2, 0.31, 0.39], [0.1, 0.2, 0.3], "GRPO is better by more than 4.3 standard errors. Unlike the published"),
         ([0.1, 0.4, 0.3], [0.3, 0.1, 0.5], "Undecided: 3 seeds do not distinguish the estimators."),
+        ([0.1, 0.4, 0.3], [0.15, 0.52, 0.44], "± 2.73 (published: +4.33). Undecided: 3 seeds do not distinguish"),
         ([0.1], [0.9], "GDPO minus GRPO is +80.00 (published: +4.33). One seed has no error, so nothing follows"),
     ],
 )
@@ -97,7 +98,15 @@ def test_less_of_what_is_unwanted_is_better():
     exceed = page.PUBLISHED["math_length"][1]
     values = np.array([5.0, 6.0, 7.0])
     (sentence,) = page.verdicts([page.Result(exceed, values, values, values - np.array([2.0, 2.1, 1.9]))])
-    assert "GDPO is better by more than two standard errors. As published." in sentence
+    assert "GDPO is better by more than 4.3 standard errors. As published." in sentence
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5, 10])
+def test_verdict_names_a_winner_in_5_percent_of_experiments_without_a_difference(seeds):
+    values = np.random.default_rng(seeds).normal(size=(4000, 2, seeds))
+    results = [page.Result(page.PUBLISHED["gsm8k"][0], grpo, grpo, gdpo) for grpo, gdpo in values]
+    named = sum("is better" in sentence for sentence in page.verdicts(results))
+    assert named / len(results) == pytest.approx(0.05, abs=0.011)  # three standard errors
 
 
 def test_page_has_both_tables_the_weaknesses_and_the_settings_of_another_size(tmp_path):

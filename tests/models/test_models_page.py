@@ -25,6 +25,13 @@ def test_the_table_of_models_is_that_of_the_declarations():
     assert f"\n\n{table()}\n\n" in page, f"put this table into docs/models.md:\n{table()}"
 
 
+def test_readme_names_every_family_and_the_comparison_their_number():
+    readme = (REPOSITORY / "README.md").read_text().partition("## Models")[2].partition("All families")[0]
+    named = set(re.findall(r"`(\w+)`", readme))
+    assert named == {family.model_type for family in FAMILIES.values()}
+    assert f"text, {len(named)} families" in (REPOSITORY / "docs" / "comparison.md").read_text()
+
+
 @pytest.mark.parametrize("what", TESTS)
 def test_what_the_page_calls_tested_takes_every_tiny_model(what):
     page = (REPOSITORY / "docs" / "models.md").read_text()

@@ -331,8 +331,22 @@ ALGORITHMS = (
         "algorithms/reward_profile.py",
         "/ squares.sum()\n",
         "/ squares.sum() / 3\n",
-        "algorithms/test_reward_profile.py::test_effective_weights_of_a_sample_contain_those_of_the_population",
+        "algorithms/test_reward_profile.py::test_errors_of_effective_weights_are_those_of_leaving_out_one_group_at_a_time",
         "standard error of an effective weight",
+    ),
+    mutant(
+        "algorithms/reward_profile.py",
+        "        / len(redundant[name])\n",
+        "",
+        "algorithms/test_reward_profile.py::test_proposed_weights_give_each_component_the_share_that_its_weight_promises",
+        "redundant components divide one share",
+    ),
+    mutant(
+        "algorithms/diagnostics.py",
+        "0.5, 0, within, regularized=True)) - 0.05",
+        "0.5, 0, within, regularized=True)) - 0.1",
+        "commands/test_reproduce.py::test_verdict_names_a_winner_in_5_percent_of_experiments_without_a_difference",
+        "an estimator is named by chance in 5 % of the experiments",
     ),
     mutant(
         "algorithms/advantages.py",

@@ -70,8 +70,8 @@ LOSSES = (
     ),
     mutant(
         "algorithms/losses.py",
-        "weight.where(d == free, weight.detach()) * kl",
-        "weight * kl",
+        "else weight.where(d == free, weight.detach())",
+        "else weight",
         "algorithms/test_losses.py::test_the_input_clamp_takes_the_gradient_of_estimate_and_weight",
         "a clamped KL has no gradient",
     ),

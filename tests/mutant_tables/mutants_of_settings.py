@@ -14,10 +14,10 @@ SETTINGS = (
     ),
     mutant(
         "commands/reproduce/page.py",
-        "abs(gap.mean()) <= 2 * error or error == 0",
+        "abs(gap.mean()) <= factor * error or error == 0",
         "error == 0",
         "commands/test_reproduce.py::test_verdict_compares_the_paired_difference_with_its_error",
-        "a difference within two standard errors is undecided",
+        "a difference within its confidence interval is undecided",
     ),
     mutant(
         "commands/reproduce/command.py",

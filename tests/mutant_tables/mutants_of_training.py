@@ -148,6 +148,13 @@ TRAINING = (
     ),
     mutant(
         "training/component_gradients.py",
+        "share = (1.0 - beta) / (1.0 - beta ** (found.earlier + 1))",
+        "share = 1.0",
+        "training/test_component_gradients.py::test_changes_have_the_share_of_the_gradient_in_the_update_of_adam",
+        "momentum adds a part of the gradient to later updates",
+    ),
+    mutant(
+        "training/component_gradients.py",
         "others = (sums[ids][used] - column[used]) / (count[ids][used] - 1)",
         "others = sums[ids][used] / count[ids][used]",
         "training/test_component_gradients.py::test_score_coefficients_have_the_mean_of_the_other_samples_as_baseline",

@@ -95,9 +95,12 @@ def rollout(seed: int = 0, groups: int = 6, size: int = 4) -> Rollout:
     return Rollout(made, next_position=0, version=0)
 
 
-def diagnosed(*overrides, loss=None, groups=6):
-    """The metrics of an update, the policy after it, and the step."""
+def diagnosed(*overrides, loss=None, groups=6, missing=(), earlier=FEWEST_UPDATES):
+    """The metrics of an update, the policy after it, and the step. Samples ``missing`` have no component ``low``."""
     settings, batch, policy = config(*overrides), rollout(groups=groups), Logits()
+    policy.earlier = earlier
+    for i in missing:
+        batch.trajectories[i].rewards["low"] = None
     loss = loss or LossSettings()
     advantages = advantages_of(batch.groups, settings)
     (update,) = updates_of(batch.trajectories, advantages.values.numpy(), settings)
@@ -121,16 +124,18 @@ def test_parts_of_the_gradient_sum_to_it_and_their_changes_to_that_of_the_update
     assert "gradient/same/norm" not in row, "a component without a weight has no part of the gradient"
 
 
-def test_changes_are_estimated_on_the_half_of_the_groups_that_the_gradient_does_not_read():
-    row, _, (settings, batch, update) = diagnosed()
-    columns = {name: np.array([t.rewards[name] for t in batch.trajectories]) for name in ("low", "high", "same")}
-    ids = np.repeat(np.arange(6), 4)
+@pytest.mark.parametrize("groups, missing", [(6, ()), (5, (1, 5, 6, 7, 13))])
+def test_changes_are_estimated_on_the_half_of_the_groups_that_the_gradient_does_not_read(groups, missing):
+    """The halves have equal sizes, or 11 and 3 samples with the component besides a lone one."""
+    row, _, (settings, batch, update) = diagnosed(groups=groups, missing=missing)
+    low = np.array([t.rewards["low"] for t in batch.trajectories], float)
+    ids = np.repeat(np.arange(groups), 4)
     start = Logits()
     expected = 0.0
     for half in (0, 1):
         own = [s for s in update if ids[s.trajectory] % 2 == half]
         other = [s for s in update if ids[s.trajectory] % 2 != half]
-        scores = score_coefficients(np.where(ids % 2 != half, columns["low"], np.nan)[:, None], ids)[0]
+        scores = score_coefficients(np.where(ids % 2 != half, low, np.nan)[:, None], ids)[0]
         scored = [replace(s, advantage=float(scores[s.trajectory, 0]), weight=1.0) for s in other]
         ascent = -start.gradient(scored, LossSettings(type="reinforce"))
         expected += float(ascent @ (-RATE * start.gradient(own, LossSettings())))
@@ -138,13 +143,36 @@ def test_changes_are_estimated_on_the_half_of_the_groups_that_the_gradient_does_
     assert sum(changes) == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("earlier", [FEWEST_UPDATES, 40])
+@pytest.mark.parametrize("beta", [0.0, 0.9])
+def test_changes_have_the_share_of_the_gradient_in_the_update_of_adam(earlier, beta):
+    loss = LossSettings(entropy_bonus=0.05)
+    plain, *_ = diagnosed("policy.megatron_cfg.optimizer.clip_grad=0", loss=loss)
+    found, *_ = diagnosed(
+        f"policy.megatron_cfg.optimizer.adam_beta1={beta}", "policy.megatron_cfg.optimizer.clip_grad=0.01",
+        loss=loss, earlier=earlier,
+    )  # fmt: skip
+    momentum = 0.0
+    for gradient in [0.0] * earlier + [1.0]:
+        momentum = beta * momentum + (1 - beta) * gradient
+    _, policy, (_, _, update) = diagnosed(loss=loss)
+    clip = 0.01 / (float(Logits().gradient(update, loss).norm()) + 1e-6)
+    assert clip < 1
+    factor = clip * momentum / (1 - beta ** (earlier + 1))
+    changes = [key for key in plain if "/change/" in key]
+    assert len(changes) == 9 and all(found[key] == pytest.approx(factor * plain[key], rel=1e-6) for key in changes)
+    unsettled, *_ = diagnosed(loss=loss, earlier=FEWEST_UPDATES - 1)
+    assert not any("/change/" in key for key in unsettled)
+
+
 def test_score_coefficients_have_the_mean_of_the_other_samples_as_baseline():
-    rewards = np.array([[1.0, 2.0], [0.0, np.nan], [5.0, 1.0], [3.0, np.nan], [4.0, np.nan]])
-    ids = np.array([0, 0, 0, 1, 1])
-    expected = np.array([[1 - 2.5, 2 - 1], [0 - 3, 0], [5 - 0.5, 1 - 2], [3 - 4, 0], [4 - 3, 0]]) / [5, 2]
+    """The last group has a single sample with the second component, which has no baseline."""
+    rewards = np.array([[1, 2], [0, np.nan], [5, 1], [3, np.nan], [4, np.nan], [2, 7], [2, np.nan]], float)
+    ids = np.array([0, 0, 0, 1, 1, 2, 2])
+    expected = np.array([[1 - 2.5, 2 - 1], [0 - 3, 0], [5 - 0.5, 1 - 2], [3 - 4, 0], [4 - 3, 0], [0, 0], [0, 0]])
     found, counted = score_coefficients(rewards, ids)
-    np.testing.assert_allclose(found, expected)
-    np.testing.assert_array_equal(counted, np.isfinite(rewards))
+    np.testing.assert_allclose(found, expected / [7, 2])
+    np.testing.assert_array_equal(counted, np.isfinite(rewards) & ((ids != 2)[:, None] | [True, False]))
 
 
 def test_gradients_are_computed_before_the_first_update_of_every_second_step():

@@ -133,6 +133,13 @@ def test_every_step_is_trained_under_the_config_that_it_had(run):
     assert plan.original == run / "checkpoints" / "step_4" and plan.out == run / "replay_4"
 
 
+def test_moved_run_is_replayed_with_the_paths_of_its_new_folder(run):
+    moved = run.rename(run.parent / "archive")
+    plan = replay.plan_rerun(moved, None, None)
+    assert [segment.config.run.dir for segment in plan.segments] == [str(moved)] * 2
+    assert plan.out == moved / "replay_4"
+
+
 def test_another_objective_holds_at_every_step_and_changes_nothing_else(run):
     before = replay.plan_rerun(run, None, None).segments
     changes = ["gdpo.estimator=grpo", "gdpo.options={scale_rewards: none}", "loss_fn.ratio_clip_max=0.5"]
@@ -157,6 +164,41 @@ def test_another_objective_holds_at_every_step_and_changes_nothing_else(run):
 def test_changes_of_the_samples_and_invalid_objectives_are_refused(change, message, run):
     with pytest.raises(ConfigError, match=message):
         replay.plan_rerun(run, None, None, instead=[change])
+
+
+OWN = """
+from gdpo_nemo.training.gdpo import GDPO
+
+class Own(GDPO):
+    def _credit(self, batch):
+        return super()._credit(batch)
+
+class Logging(GDPO):
+    def metrics(self, prepared, results, version):
+        return super().metrics(prepared, results, version) | {"own": 1.0}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["gdpo.kl_in_reward=0.1"], "gdpo.kl_in_reward: requires log-probs of the initial model"),
+        (["algorithm.type=ppo"], "algorithm.type: ppo's advantages come from a value head"),
+        (["algorithm.type=distillation"], "algorithm.type: distillation's advantages come from a teacher"),
+        (["algorithm.type=OWN:Own"], "because algorithm.type .*:Own computes its own; train again"),
+        (["algorithm.type=OWN:Logging"], None),
+    ],
+)
+def test_another_objective_is_refused_if_advantages_do_not_follow_from_the_record(overrides, message, run, tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    overrides = [override.replace("OWN", f"{tmp_path}/own.py") for override in overrides]
+    record_config(config(tmp_path, *overrides), run, 0)
+    assert replay.plan_rerun(run, None, None).last == STEPS, "a replay of the same objective needs no comparison"
+    if message is None:
+        assert replay.plan_rerun(run, None, None, instead=["gdpo.estimator=grpo"]).last == STEPS
+        return
+    with pytest.raises(ConfigError, match=f"--instead: cannot compare advantages.*{message}"):
+        replay.plan_rerun(run, None, None, instead=["gdpo.epsilon=0.5"])
 
 
 @pytest.mark.parametrize("start, step", [(0, 0), (1, 0), (2, 2), (3, 2), (4, 2), (9, 2)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -101,6 +102,33 @@ def test_a_change_is_announced_with_its_values_and_its_first_step(run, config_fi
     resuming, *announced = start.remarks
     assert resuming == f"resuming from {folder / 'checkpoints' / 'step_12'} after step 12"
     assert len(announced) == 1 and announced[0].startswith(ALLOWED[override])
+
+
+def test_moved_run_is_continued_where_its_config_is(run, config_file, tmp_path, monkeypatch):
+    """Also under a relative path, as a copy, and by a config of its history. An override of run.dir has priority."""
+    monkeypatch.chdir(tmp_path)
+    function = "env={functions: {functions: {correctness: 'run/functions.pkl:correctness', format: 'runs.py:format'}}}"
+    before = run(f"run.dir={tmp_path}/run/", function.replace("run/", f"{tmp_path}/run/"), "data.train.path=[run/a, b]")
+    assert load_config("run/config.yaml").run.dir == f"{tmp_path}/run/", "a run in its place has the config as written"
+    for moved in (before.rename(tmp_path / "archive"), shutil.copytree(tmp_path / "archive", tmp_path / "copy")):
+        for file in (
+            moved / "config.yaml",
+            moved.name + "/config.yaml",
+            moved / "config_history" / "0001_from_step_1.yaml",
+        ):
+            config = load_config(file)
+            assert Path(config.run.dir) == moved
+            functions = config.env["functions"]["functions"]
+            assert functions == {"correctness": f"{moved}/functions.pkl:correctness", "format": "runs.py:format"}
+        announced = planned_changes(config)
+        assert announced[0] == f"run.dir: {tmp_path}/run/ -> {moved}/ from step 13 on" and len(announced) == 2
+        assert load_config(moved / "config.yaml", ["run.dir=elsewhere"]).run.dir == "elsewhere"
+        record_config(config, moved, 12)
+        assert load_config(moved / "config.yaml") == config
+    shutil.copy(tmp_path / "copy" / "config_history" / "0001_from_step_1.yaml", tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml").run.dir == f"{tmp_path}/run/", (
+        "the file alone is a config of a new run"
+    )
 
 
 @pytest.mark.parametrize(
@@ -203,8 +231,8 @@ def test_a_checkpoint_without_a_config_is_compared_with_the_last_start(run, conf
 
 def test_the_config_file_keeps_a_history_of_every_start_that_differed(tmp_path, config_file):
     folder = tmp_path / "run"
-    first = load_config(config_file)
-    second = load_config(config_file, ["gdpo.estimator=grpo"])
+    first = load_config(config_file, [f"run.dir={folder}"])
+    second = load_config(config_file, [f"run.dir={folder}", "gdpo.estimator=grpo"])
     for config, step in ((first, 0), (first, 4), (second, 6), (first, 6)):
         record_config(config, folder, step)
     history = sorted(path.name for path in (folder / "config_history").iterdir())

@@ -9,6 +9,7 @@ from typing import Sequence
 
 import numpy as np
 
+from gdpo_nemo.algorithms.diagnostics import student_factor
 from gdpo_nemo.commands.compare.comparison import (
     AXES,
     Variant,
@@ -89,7 +90,7 @@ def _values_table(variants: Sequence[Variant], metrics: Sequence[str], axis: str
         cells = [_cell(values_at(variant, metric, axis, effort)) for metric in metrics]
         rows.append((variant.label, str(len(variant.runs)), *cells))
     title = f"After {effort:,.0f} {AXES[axis]}, reached by all runs"
-    return Table(title, ("", "runs", *map(short_title, metrics)), rows, "Mean ± standard error over the runs.")
+    return Table(title, ("", "runs", *map(short_title, metrics)), rows, _error_note(variants))
 
 
 def _goals_table(variants: Sequence[Variant], goals: Goals) -> Table:
@@ -99,7 +100,7 @@ def _goals_table(variants: Sequence[Variant], goals: Goals) -> Table:
         cells = [_cell(steps_to(variant, metric, goal, end), digits=1) for metric, goal in goals]
         rows.append((variant.label, str(len(variant.runs)), *cells))
     heads = [f"{short_title(metric)} ≥ {goal:g}" for metric, goal in goals]
-    note = f"Mean ± standard error over the runs. {end + 1:,.0f} means not reached by step {end:,.0f}."
+    note = f"{_error_note(variants)} {end + 1:,.0f} means not reached by step {end:,.0f}."
     return Table("Steps until the mean of five steps reaches", ("", "runs", *heads), rows, note)
 
 
@@ -118,6 +119,13 @@ def _gaps_table(variants: Sequence[Variant], metrics: Sequence[str]) -> Table:
         )
     title = f"Differences from {variants[0].label}"
     return Table(title, ("", "reward", "seeds", "at the end", "p", "over the run", "p"), rows, note)
+
+
+def _error_note(variants: Sequence[Variant]) -> str:
+    """Explain the errors of a table, and how wide the confidence intervals of so few runs are."""
+    counts = sorted({len(variant.runs) for variant in variants} - {1})
+    factors = " or ".join(f"{student_factor(count):.1f} (of {count} runs)" for count in counts)
+    return "Mean ± standard error over the runs." + (factors and f" A 95% interval is ± {factors} standard errors.")
 
 
 def _p(gap: np.ndarray) -> str:

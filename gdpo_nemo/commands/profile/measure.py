@@ -5,18 +5,20 @@ The run's engines sample, and the run's environments verify, with the settings o
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, NamedTuple, Sequence
 
 import numpy as np
 
+from gdpo_nemo.algorithms.component_weights import directions
 from gdpo_nemo.commands.evaluate import sampler, say, without_policy
 from gdpo_nemo.config.schema import Config, LoraConfig
-from gdpo_nemo.data.records import Group, Trajectory
+from gdpo_nemo.data.records import Group, Outcome, Trajectory
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.observe.installation import require_libraries
@@ -49,6 +51,8 @@ class Measured:
     seconds: dict[str, float]
     """Verification time in seconds per sample, by component. Components of one environment that is not ``functions``
     share its time."""
+    failed: int
+    """Number of further verifications of a sample that failed."""
     verifier_tokens: dict[str, float]
     """Means of the metrics of verifiers that count tokens, by metric."""
 
@@ -100,12 +104,13 @@ def profile_groups(config: Config, groups: Sequence[Group], repeat: int, samplin
     """
     from gdpo_nemo.algorithms.reward_profile import profile_rewards
 
+    gdpo = config.gdpo
+    better = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules)
     samples = [t for group in groups for t in group.trajectories]
     check_failures(samples, config.rollout.max_env_failure_share)
     columns = reward_columns(samples, config)
     with phase("repeats"):
-        repeats, seconds = verify_again(config, samples, repeat, columns)
-    gdpo = config.gdpo
+        again = verify_again(config, samples, repeat, columns)
     rule = {"estimator": load_estimator(gdpo) or gdpo.estimator, "preset": gdpo.preset, "epsilon": gdpo.epsilon}
     try:
         profile = profile_rewards(
@@ -114,7 +119,9 @@ def profile_groups(config: Config, groups: Sequence[Group], repeat: int, samplin
             weights=gdpo.rewards,
             valid=np.array([t.trains for t in samples]),
             lengths=np.array([t.num_policy_tokens for t in samples]),
-            repeats=repeats,
+            repeats=again.rewards,
+            repeated=again.verified,
+            better=better,
             rule={**rule, "batch_norm": gdpo.batch_norm, **gdpo.options},
         )
     except ValueError as error:
@@ -123,19 +130,33 @@ def profile_groups(config: Config, groups: Sequence[Group], repeat: int, samplin
     return Measured(
         config,
         profile,
-        row_records(groups, columns, gdpo.rewards),
+        row_records(groups, columns, gdpo.rewards, better),
         list(groups),
         float(np.mean([t.num_policy_tokens for t in samples])),
         sampling_s,
-        seconds,
+        again.seconds,
+        again.failed,
         {name: float(np.mean([t.metrics.get(name, 0.0) for t in samples])) for name in sorted(counted)},
     )
 
 
+class Repeated(NamedTuple):
+    """Further verifications of the samples."""
+
+    rewards: dict[str, np.ndarray]
+    """float64 [verifications, samples] by component. Only those of verified samples count."""
+    verified: np.ndarray
+    """bool [verifications, samples]. False if the verification failed, or if the environment cannot verify again."""
+    failed: int
+    """Number of verifications that failed."""
+    seconds: dict[str, float]
+    """Seconds per sample by component."""
+
+
 def verify_again(
     config: Config, samples: Sequence[Trajectory], repeat: int, columns: Mapping[str, np.ndarray]
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """Verify the samples again and return their rewards [verifications, samples] and seconds per sample by component.
+) -> Repeated:
+    """Verify the samples again.
 
     Each verification uses new environments with another seed, because the random generators of a worker are seeded
     with the run's seed, and because a judge may remember its replies. Each function of an environment ``functions`` is
@@ -144,6 +165,8 @@ def verify_again(
     from gdpo_nemo.environments.execution.pools import EnvironmentPools
 
     found: list[list[dict[str, float | None]]] = [[dict(t.rewards) for t in samples] for _ in range(repeat)]
+    verified = np.zeros((repeat, len(samples)), bool)
+    failed = 0
     seconds: dict[str, float] = {}
     measured: set[str] = set()
     for name, options in config.env.items():
@@ -152,6 +175,10 @@ def verify_again(
         if environment.has_turns or environment.plays_with_endpoint or not environment.verifies or not rows:
             continue
         chosen = [replace(samples[i], rewards={}, extra={}, metrics={}) for i in rows]
+        measured |= {component for i in rows for component in samples[i].rewards}
+        verified[:, rows] = True
+        for number, i in itertools.product(range(repeat), rows):
+            found[number][i] = {}
         first = [t for t in chosen if t.prompt.id == chosen[0].prompt.id]
         for part in _parts(environment, options or {}):
             for number in range(repeat):
@@ -166,11 +193,15 @@ def verify_again(
                 seconds |= {one: min(taken, seconds.get(one, math.inf)) for one in components}
                 for i, verdict in zip(rows, verdicts):
                     found[number][i] |= verdict.rewards
+                    verified[number, i] &= verdict.outcome is not Outcome.ENV_FAILED
+        for number, i in itertools.product(range(repeat), rows):
+            if not verified[number, i]:  # the rules of gdpo.shaping need rewards, which do not count
+                found[number][i] = dict(samples[i].rewards)
+                failed += 1
     again = [reward_columns([replace(t, rewards=r) for t, r in zip(samples, rewards)], config) for rewards in found]
     created = columns.keys() - {name for t in samples for name in t.rewards}  # by rules of gdpo.shaping
-    return {
-        name: np.stack([one[name] for one in again]) for name in columns if name in measured | created and again
-    }, seconds
+    rewards = {name: np.stack([one[name] for one in again]) for name in columns if name in measured | created and again}
+    return Repeated(rewards, verified, failed, seconds)
 
 
 def _parts(environment: Any, options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -181,26 +212,28 @@ def _parts(environment: Any, options: Mapping[str, Any]) -> list[Mapping[str, An
 
 
 def row_records(
-    groups: Sequence[Group], columns: Mapping[str, np.ndarray], weights: Mapping[str, float]
+    groups: Sequence[Group], columns: Mapping[str, np.ndarray], weights: Mapping[str, float], better: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return one record per group with pass rates. A sample passes a component if it has the largest observed value.
+    """Return one record per group with pass rates. A sample passes a component if it has the best observed value.
 
     The record has ``pass_rate`` (share of the samples that pass every weighted component that they have), and by
     component ``passes`` and ``rewards`` (mean). A component is absent if no sample has it. ``live`` lists the
     components that vary, and ``tokens`` is the mean length.
+
+    Args:
+        better: 1 or -1 by component. See ``passes``.
     """
+    from gdpo_nemo.algorithms.reward_profile import passes
+
     trained = np.array([t.trains for group in groups for t in group.trajectories])
     present = {name: ~np.isnan(column) & trained for name, column in columns.items()}
-    best = {name: columns[name][mask].max() for name, mask in present.items() if mask.any()}
-    # A component that is never above 0 and constant is not passed.
-    passed = {
-        name: (columns[name] == best[name]) & (best[name] > 0 or np.ptp(columns[name][present[name]]) > 0)
-        for name in best
-    }
+    passed = {name: np.zeros(len(trained), bool) for name, mask in present.items() if mask.any()}
+    for name, row in passed.items():
+        row[present[name]] = passes(columns[name][present[name]], better.get(name, 1))
     records, start = [], 0
     for group in groups:
         part = slice(start, start := start + len(group.trajectories))
-        having = {name: present[name][part] for name in best if present[name][part].any()}
+        having = {name: present[name][part] for name in passed if present[name][part].any()}
         every = np.ones(len(group.trajectories), bool)
         for name, mask in having.items():
             every &= passed[name][part] | ~mask if weights.get(name) else True
@@ -252,6 +285,7 @@ def content(measured: Measured) -> dict[str, Any]:
             "tokens_per_sample": measured.tokens,
             "sampling_s": measured.sampling_s,
             "verification_s_per_sample": measured.seconds,
+            "failed_verifications": measured.failed,
             "verifier_tokens_per_sample": measured.verifier_tokens,
         },
     }

@@ -21,10 +21,10 @@ _HEADS = (
     "component", "weight", "mean", "pass rate", "live groups", "saturation", "effective", "noise", "length", "ms",
 )  # fmt: skip
 _EXPLAINED = (
-    "pass rate: share of samples with the largest reward; live groups: groups whose samples have different rewards; "
-    "saturation: position of the mean between the smallest and the largest reward; effective: share of the variance of "
-    "the advantages; noise: share of the variance that changes when the same samples are verified again; length: "
-    "correlation with the number of tokens; ms: time to verify a sample"
+    "pass rate: share of samples with the best reward, which is the smallest for a negative weight; live groups: "
+    "groups whose samples have different rewards; saturation: position of the mean between the worst and the best "
+    "reward; effective: share of the variance of the advantages; noise: share of the variance that changes when the "
+    "same samples are verified again; length: correlation with the number of tokens; ms: time to verify a sample"
 )
 _LEGENDS = {
     "effective": "share of the variance of the advantages that each component has under each estimator. config: the "
@@ -33,7 +33,7 @@ _LEGENDS = {
     "each other, 0 if they are unrelated",
     "conflicts": "share of the samples with a z-score other than 0 in both components in which the two signs differ. "
     "Unrelated components have about 50%",
-    "rates": "number of rows by the share of their samples that get the largest reward in all weighted components",
+    "rates": "number of rows by the share of their samples that get the best reward in all weighted components",
 }
 _BINS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
@@ -62,6 +62,8 @@ def heading(measured: Measured) -> list[str]:
     lines = [f"{config.policy.model_name}: {len(measured.rows)} rows x {samples} samples; {config.gdpo.estimator}"]
     lines.append(f"{_percent(profile.live)} of the groups have a training signal")
     lines.append(f"{measured.tokens:.1f} tokens per sample; all samples took {measured.sampling_s:.1f} s")
+    if measured.failed:
+        lines.append(f"{measured.failed} further verifications failed; they are left out of the noise")
     lines += [f"{name}: {value:.1f} per sample" for name, value in measured.verifier_tokens.items()]
     return lines
 

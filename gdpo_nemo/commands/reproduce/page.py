@@ -9,6 +9,7 @@ from typing import Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.algorithms.diagnostics import student_factor
 from gdpo_nemo.commands.compare.comparison import RunRecord, components, sign_flip_p, standard_error, variants_of
 from gdpo_nemo.commands.compare.page import curves_png
 from gdpo_nemo.config.changes import find_changes
@@ -116,7 +117,11 @@ def _first_and_last(run: RunRecord, metric: str) -> tuple[float, float]:
 
 
 def verdicts(results: Sequence[Result]) -> list[str]:
-    """Return a sentence per published result that says whether the runs agree with it."""
+    """Return a sentence per published result that says whether the runs agree with it.
+
+    A verdict names an estimator if 0 is outside the 95 % confidence interval of the paired difference. Without a
+    difference, each sentence therefore names one in 5 % of the experiments.
+    """
     return [f"{result.published.name}: {_verdict(result)}" for result in results]
 
 
@@ -129,11 +134,12 @@ def _verdict(result: Result) -> str:
     if np.isnan(error):
         return f"{difference}{paper}. One seed has no error, so nothing follows from it."
     difference += f" ± {error:.2f}{paper}"
-    if abs(gap.mean()) <= 2 * error or error == 0:
+    factor = student_factor(len(gap))
+    if abs(gap.mean()) <= factor * error or error == 0:
         return f"{difference}. Undecided: {len(gap)} seeds do not distinguish the estimators."
     ahead = (gap.mean() > 0) != published.less_is_better
     agrees = "" if theirs is None else " As published." if gap.mean() * theirs > 0 else " Unlike the published result."
-    return f"{difference}. {'GDPO' if ahead else 'GRPO'} is better by more than two standard errors.{agrees}"
+    return f"{difference}. {'GDPO' if ahead else 'GRPO'} is better by more than {factor:.1f} standard errors.{agrees}"
 
 
 def write(task: str, scale: str, out: Path, arms: Arms, recipe: str) -> Path:
@@ -172,8 +178,9 @@ def write(task: str, scale: str, out: Path, arms: Arms, recipe: str) -> Path:
 _NOT_COMPARED = ("run.", "logger.", "checkpointing.")
 _NOTE = (
     "Mean ± standard error over the seeds, on held-out rows after the last step. The difference is paired: both "
-    "estimators start from the same weights and see the same prompts. p is that of the exact paired randomization "
-    "test. The paper gives no errors."
+    "estimators start from the same weights and see the same prompts. A verdict names an estimator if the difference "
+    "is significant at 5 % in Student's paired t-test, without a correction for the number of results. p is that of "
+    "the exact paired randomization test, which does not assume normal differences. The paper gives no errors."
 )
 
 
