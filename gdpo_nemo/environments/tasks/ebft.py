@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
+from gdpo_nemo.data.tokenizer import continued
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.answers import column
 from gdpo_nemo.utils.errors import ConfigError, first_line
@@ -135,7 +136,7 @@ class Ebft(Environment):
         """Return the tokens of the reference answer."""
         if prompt.answer_ids is not None:
             return prompt.answer_ids
-        return self.token_ids(column(prompt, self._gold_key))
+        return np.array(continued(self._tokenizer, prompt.text, column(prompt, self._gold_key)), np.int64)
 
     def _without_end(self, ids: np.ndarray) -> np.ndarray:
         """Return the tokens without a final end token, because reference answers rarely have an end token."""
