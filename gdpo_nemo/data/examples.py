@@ -1,7 +1,8 @@
 """Tokenized rows of supervised and preference training: prompts with the answers to train.
 
-A conversation is rendered turn by turn with the tokenizer's chat template, and each turn is tokenized separately. The
-tokens before an answer are therefore the same as in a prompt that an engine receives.
+A conversation is rendered with the tokenizer's chat template, and each turn is tokenized separately. The tokens before
+an answer are therefore the same as in a prompt that an engine receives, if the template renders the prompt of a turn
+and the conversation in the same way (``assistant_turns``).
 """
 
 from __future__ import annotations
@@ -233,7 +234,7 @@ class _Encoder:
     def _remedy(self, prompt: Prompt, answer: Sequence[Any], unknown: UnknownTurn) -> str:
         """Return what makes the row valid, which is tried before."""
         for key, value in _OPTIONS.items():
-            if self._context_of(prompt, answer, **{key: value}):
+            if self._context_of(prompt, answer, self._train_on, **{key: value}):
                 return f"set data.{self._split}.chat_template_kwargs: {{{key}: {str(value).lower()}}}"
         if not unknown.is_rewritten or not self._context_of(prompt, answer, "last"):
             return "change the row, or use another chat template"
@@ -253,15 +254,16 @@ class _Encoder:
         for value in (False, True):
             whole = self._rendered(prompt, prompt.messages or (), True, enable_thinking=value)
             answers = [answer for answer, _ in prompt.fields["answers"]]
-            if all(self._context_of(prompt, answer, enable_thinking=value) == whole for answer in answers):
+            contexts = [self._context_of(prompt, answer, self._train_on, enable_thinking=value) for answer in answers]
+            if contexts == [whole] * len(contexts):
                 option = f"{{enable_thinking: {str(value).lower()}}}"
                 return f"{note}; set data.{self._split}.chat_template_kwargs: {option} to keep the whole prompt"
         return note
 
-    def _context_of(self, prompt: Prompt, answer: Sequence[Any], train_on: str = "", **options: Any) -> str:
+    def _context_of(self, prompt: Prompt, answer: Sequence[Any], train_on: str, **options: Any) -> str:
         """Return the text before an answer with other settings, or an empty text if a turn cannot be identified."""
         try:
-            return self._found(prompt, answer, train_on or self._train_on, **options)[0]
+            return self._found(prompt, answer, train_on, **options)[0]
         except (UnknownTurn, ConfigError):
             return ""
 
