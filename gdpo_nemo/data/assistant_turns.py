@@ -20,7 +20,7 @@ _CONTENT = "GDPO0CONTENT0HERE"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of a message that templates render as reasoning."""
 _LOOKAHEAD = 64
-"""Number of characters after a border that may influence its tokens."""
+"""Number of characters before and after a border that may influence its tokens."""
 
 
 class UnknownTurn(Exception):
@@ -121,8 +121,9 @@ class TurnFinder:
         turn = _squeezed(self._text[start:end])
         for key, text in _texts(self._messages[index]):
             # A prompt may end with the beginning of the text, such as <think>.
-            begun = next((n for n in range(len(text), 0, -1) if before.endswith(text[:n])), 0)
-            if text not in turn and (begun == len(text) or text[begun:] not in turn):
+            longest = min(len(text) - 1, len(before))
+            begun = next((n for n in range(longest, 0, -1) if before.endswith(text[:n])), 0)
+            if text not in turn and text[begun:] not in turn:
                 what = f"the chat template does not write all of {key!r} of an assistant turn"
                 raise UnknownTurn(what, key != "tool_calls" and index < len(self._messages) - 1)
 
@@ -155,9 +156,10 @@ class TurnFinder:
     def _border(self, a: str, b: str) -> int:
         """Return the length of the longest common beginning that ends between two tokens of both texts."""
         length = _common(a, b)
-        tokens = [self._tokenize(text[: length + _LOOKAHEAD]) for text in (a, b)]
-        while length:
-            begun = self._tokenize(a[:length])
+        first = max(length - _LOOKAHEAD, 0)  # the beginning may contain a long message
+        tokens = [self._tokenize(text[first : length + _LOOKAHEAD]) for text in (a, b)]
+        while length > first:
+            begun = self._tokenize(a[first:length])
             if all(found[: len(begun)] == begun for found in tokens):
                 break
             length -= 1

@@ -388,8 +388,8 @@ ROLLOUTS = (
     ),
     mutant(
         "data/assistant_turns.py",
-        "if text not in turn and (",
-        "if False and (",
+        "if text not in turn and text[begun:] not in turn:",
+        "if False:",
         "data/test_official_templates.py::test_a_row_is_refused_if_the_template_drops_a_part_of_an_answer",
         "a turn contains the whole text of its message",
     ),
