@@ -10,6 +10,7 @@ import numpy as np
 
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.replies import Reply, ReplyParser, split_thought
+from gdpo_nemo.data.tokenizer import continued
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Conversation:
         if not self.chat:
             if not isinstance(observation, str):
                 raise RunError("an observation of chat messages requires a tokenizer with a chat template; use text")
-            return self._tokens(observation)
+            return self._continued(self.tokenizer.decode([last_token]), observation)
         before, after = list(history or _ANYTHING), self.messages(observation)
         if calls and (ids := self._after_calls(before, after, last_token, tools, calls)) is not None:
             return ids
@@ -89,7 +90,7 @@ class Conversation:
                 "the chat template must render an assistant's message once, but rendered "
                 f"it {text.count(PLACEHOLDER)} times"
             )
-        ids = self._tokens(text.partition(PLACEHOLDER)[2])
+        ids = self._continued(PLACEHOLDER, text.partition(PLACEHOLDER)[2])
         return ids[1:] if len(ids) and ids[0] == last_token else ids
 
     def _after_calls(
@@ -111,13 +112,13 @@ class Conversation:
         end, rest = (part.partition(PLACEHOLDER)[2] for part in (turn, text))
         if turn.count(PLACEHOLDER) != 1 or text.count(PLACEHOLDER) != 1 or not rest.startswith(end):
             return None
-        closing = self._tokens(end).tolist()
+        closing = self._continued(PLACEHOLDER, end).tolist()
         special = [index for index, token in enumerate(closing) if token in self.replies.special]
         if last_token in self.replies.special and last_token in closing:
             first = len(closing) - closing[::-1].index(last_token)
         else:  # a truncated turn
             first = special[-1] if special else len(closing)
-        ids = np.array([*closing[first:], *self._tokens(rest.removeprefix(end))], np.int32)
+        ids = np.array([*closing[first:], *self._continued(PLACEHOLDER + end, rest.removeprefix(end))], np.int32)
         return ids[1:] if len(ids) and ids[0] == last_token else ids
 
     def for_row(self, fields: Mapping[str, Any]) -> Conversation:
@@ -140,19 +141,35 @@ class Conversation:
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, prompts: bool = True
     ) -> str:
         extra = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
-        forms = [list(messages)]
-        if any(message.get("tool_calls") for message in messages):
-            forms.append(_with_text_arguments(messages))
-        failures: list[Exception] = []
-        for form in forms:
-            try:
-                return self.tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=prompts, **extra)
-            except Exception as error:  # noqa: BLE001 - templates may raise any exception
-                failures.append(error)
-        raise RunError(f"the chat template rejected a conversation: {first_line(failures[0])}") from failures[0]
+        return render_chat(self.tokenizer, messages, prompts, extra)
+
+    def _continued(self, before: str, text: str) -> np.ndarray:
+        return np.array(continued(self.tokenizer, before, text), np.int32)
 
     def _tokens(self, text: str, special: bool = False) -> np.ndarray:
         return np.array(self.tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
+
+
+def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], prompts: bool, options: Mapping[str, Any]) -> str:
+    """Render messages with the tokenizer's chat template, with arguments of tool calls in the form that it accepts.
+
+    Args:
+        prompts: True to add the beginning of a reply.
+        options: additional arguments of the template.
+
+    Raises:
+        RunError: if the template refuses the messages.
+    """
+    forms = [list(messages)]
+    if any(message.get("tool_calls") for message in messages):
+        forms.append(_with_text_arguments(messages))
+    failures: list[Exception] = []
+    for form in forms:
+        try:
+            return tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=prompts, **options)
+        except Exception as error:  # noqa: BLE001 - templates may raise any exception
+            failures.append(error)
+    raise RunError(f"the chat template rejected a conversation: {first_line(failures[0])}") from failures[0]
 
 
 def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:

@@ -1,11 +1,13 @@
 """Tokenized rows of supervised and preference training: prompts with the answers to train.
 
-A conversation is rendered turn by turn with the tokenizer's chat template, and each turn is tokenized separately. The
-tokens before an answer are therefore the same as in a prompt that an engine receives.
+A conversation is rendered with the tokenizer's chat template, and each turn is tokenized separately. The tokens before
+an answer are therefore the same as in a prompt that an engine receives, if the template renders the prompt of a turn
+and the conversation in the same way (``assistant_turns``).
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Callable, Mapping, Sequence
@@ -15,13 +17,23 @@ import numpy as np
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.anchors import check_texts, prompts_of
+from gdpo_nemo.data.assistant_turns import Piece, UnknownTurn, find_turns
+from gdpo_nemo.data.conversation import render_chat
 from gdpo_nemo.data.end_tokens import turn_end
 from gdpo_nemo.data.example_rows import ExampleReader
 from gdpo_nemo.data.prompts import PromptSource, RefusedPrompt, check_prompts
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import Row, load_rows
-from gdpo_nemo.data.tokenizer import Tokenizer, special_tokens
-from gdpo_nemo.utils.errors import ConfigError, first_line
+from gdpo_nemo.data.tokenizer import Tokenizer, continued, special_tokens
+from gdpo_nemo.utils.errors import ConfigError, RunError
+
+_OPTIONS = {
+    "preserve_thinking": True,
+    "truncate_history_thinking": False,
+    "clear_thinking": False,
+    "enable_thinking": False,
+}
+"""Arguments of chat templates that keep earlier turns unchanged or begin replies without reasoning."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +94,7 @@ class ExampleSource(PromptSource):
             max_prompt_tokens=max_prompt_tokens,
             rows=examples,
         )
-        encode = _Encoder(tokenizer, split, dataset, keep_suffix=keep_suffix)
+        self._encode = encode = _Encoder(tokenizer, split, dataset, kind, keep_suffix=keep_suffix)
         limit = max_prompt_tokens + 1
         encoded = [encode(prompt) for prompt in self._prompts]
         lengths = [
@@ -96,6 +108,10 @@ class ExampleSource(PromptSource):
                 f"data.{split}: all {len(examples)} rows are longer than {limit} tokens with their answers "
                 f"(the shortest has {min(lengths)}); raise policy.max_total_sequence_length"
             )
+
+    def left_out(self) -> str:
+        """Return a message about skipped rows and shortened prompts. See ``PromptSource.left_out``."""
+        return "\n".join(message for message in (super().left_out(), self._encode.note()) if message)
 
 
 def source_of(algorithm: AlgorithmSpec) -> Callable[..., PromptSource]:
@@ -134,40 +150,59 @@ def _as_messages(row: Row, use_template: bool) -> Row:
 class _Encoder:
     """Tokenizes the answers of a prompt. For ``keep_suffix``, see ``ExampleSource``."""
 
-    def __init__(self, tokenizer: Tokenizer, split: str, dataset: DatasetConfig, *, keep_suffix: bool):
+    def __init__(self, tokenizer: Tokenizer, split: str, dataset: DatasetConfig, kind: str, *, keep_suffix: bool):
         self._tokenizer = tokenizer
+        self._kind = kind
         self._keep_suffix = keep_suffix
         self._split = split
         self._train_on = dataset.train_on
         self._template_kwargs = dict(dataset.chat_template_kwargs)
         self._ends = {tokenizer.eos_token_id, turn_end(tokenizer, dataset.chat_template_kwargs)}
+        self._shortened: list[tuple[Prompt, str]] = []
+        """Prompts that end before the beginning of a reply in the chat template, and the text that is left out."""
 
     def __call__(self, prompt: Prompt) -> Prompt:
-        fields = dict(prompt.fields)
-        answers = [self._answer(prompt, answer, sign) for answer, sign in fields["answers"]]
-        for answer in answers:
+        found = [self._pieces(prompt, answer) for answer, _ in prompt.fields["answers"]]
+        contexts = [self._context(prompt, before) for before, _ in found]
+        common = len(os.path.commonprefix([context.tolist() for context in contexts]))
+        if not common:
+            raise self._error(prompt, "the chat template renders a different prompt for each answer")
+        encoded = [
+            self._answer(context[common:], before, pieces, sign)
+            for context, (before, pieces), (_, sign) in zip(contexts, found, prompt.fields["answers"])
+        ]
+        text = min((before for before, _ in found), key=len)
+        if len(text) < len(prompt.text) and prompt.text.startswith(text):
+            self._shortened.append((prompt, prompt.text[len(text) :]))
+        prompt = replace(prompt, text=text, token_ids=contexts[0][:common])
+        for answer in encoded:
             if not len(answer.token_ids) or (answer.mask is not None and not answer.mask.any()):
                 raise self._error(prompt, "an answer has no tokens to train")
         if self._train_on != "all":
-            return replace(prompt, fields={**fields, "answers": tuple(answers)})
+            return replace(prompt, fields={**prompt.fields, "answers": tuple(encoded)})
         # The first token cannot be trained, because it has no context.
         first = prompt.token_ids[:1]
         rest = prompt.token_ids[1:]
-        whole = [Answer(np.concatenate((rest, answer.token_ids)), None, answer.sign) for answer in answers]
-        return replace(prompt, token_ids=first, fields={**fields, "answers": tuple(whole)})
+        whole = [Answer(np.concatenate((rest, answer.token_ids)), None, answer.sign) for answer in encoded]
+        return replace(prompt, token_ids=first, fields={**prompt.fields, "answers": tuple(whole)})
 
-    def _answer(self, prompt: Prompt, answer: Any, sign: int) -> Answer:
-        if isinstance(answer, str):
-            return Answer(self._with_end_token(self._tokens(answer)), None, sign)
-        if prompt.messages is None:
-            raise self._error(prompt, "the prompt is text and the answer is messages, which require a chat template")
-        pieces, trained = self._turns(prompt, answer)
-        if self._train_on == "last":
-            trained = [False] * (len(trained) - 1) + [True]
-        ids: list[int] = []
-        mask: list[bool] = []
-        for index, (text, is_trained) in enumerate(zip(pieces, trained)):
-            tokens = self._tokens(text)
+    def _context(self, prompt: Prompt, text: str) -> np.ndarray:
+        """Return the tokens of the text before an answer."""
+        return prompt.token_ids if text == prompt.text else np.array(self._tokens("", text), np.int32)
+
+    def _answer(self, context: np.ndarray, before: str, pieces: str | Sequence[Piece], sign: int) -> Answer:
+        """Tokenize an answer that follows the text ``before``.
+
+        Args:
+            context: last tokens of this text, which other answers to the prompt do not have.
+        """
+        if isinstance(pieces, str):
+            return Answer(self._with_end_token(self._tokens(before, pieces)), None, sign)
+        ids: list[int] = context.tolist()
+        mask = [False] * len(ids)
+        for index, (text, is_trained) in enumerate(pieces):
+            tokens = self._tokens(before, text)
+            before += text
             written = self._num_written(tokens)
             if index == len(pieces) - 1:
                 if not written:
@@ -179,52 +214,70 @@ class _Encoder:
             mask += [is_trained and n < (written or len(tokens)) for n in range(len(tokens))]
         return Answer(np.array(ids, np.int32), None if all(mask) else np.array(mask), sign)
 
-    def _turns(self, prompt: Prompt, answer: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[bool]]:
-        """Split the rendered text that follows the prompt. Return (pieces, True for each piece written by the
-        assistant)."""
+    def _pieces(self, prompt: Prompt, answer: Any) -> tuple[str, str | list[Piece]]:
+        """Return the text before an answer, and the answer as text or in pieces."""
+        if isinstance(answer, str):
+            return prompt.text, answer
+        if prompt.messages is None:
+            raise self._error(prompt, "the prompt is text and the answer is messages, which require a chat template")
+        try:
+            return self._found(prompt, answer, self._train_on)
+        except UnknownTurn as unknown:
+            raise self._error(prompt, f"{unknown}; {self._remedy(prompt, answer, unknown)}") from None
+
+    def _found(self, prompt: Prompt, answer: Sequence[Any], train_on: str, **options: Any) -> tuple[str, list[Piece]]:
         before = list(prompt.messages or ())
-        pieces: list[str] = []
-        trained: list[bool] = []
-        done = prompt.text
-        for index, message in enumerate(answer):
-            if message["role"] != "assistant":
-                continue
-            if index:
-                start = self._rendered(prompt, [*before, *answer[:index]], generation=True)
-                pieces.append(self._text_after(prompt, start, done))
-                trained.append(False)
-                done = start
-            end = self._rendered(prompt, [*before, *answer[: index + 1]], generation=False)
-            pieces.append(self._text_after(prompt, end, done))
-            trained.append(True)
-            done = end
-        return pieces, trained
+        render = partial(self._rendered, prompt, **options)
+        return find_turns(render, partial(self._tokens, ""), [*before, *answer], len(before), train_on != "assistant")
 
-    def _text_after(self, prompt: Prompt, text: str, begin: str) -> str:
-        if not text.startswith(begin):
-            raise self._error(
-                prompt,
-                "the chat template renders a turn differently if another turn follows, so the assistant's tokens "
-                "cannot be identified; keep only the assistant's last turn",
-            )
-        return text[len(begin) :]
+    def _remedy(self, prompt: Prompt, answer: Sequence[Any], unknown: UnknownTurn) -> str:
+        """Return what makes the row valid, which is tried before."""
+        for key, value in _OPTIONS.items():
+            if self._context_of(prompt, answer, self._train_on, **{key: value}):
+                return f"set data.{self._split}.chat_template_kwargs: {{{key}: {str(value).lower()}}}"
+        if not unknown.is_rewritten or not self._context_of(prompt, answer, "last"):
+            return "change the row, or use another chat template"
+        if self._kind == "sft":
+            return f"set data.{self._split}.train_on: last, or use a chat template that keeps earlier turns"
+        return "keep only the last turn in the answer, and move the turns before it into the prompt"
 
-    def _rendered(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], *, generation: bool) -> str:
+    def note(self) -> str:
+        """Return a message about shortened prompts, or an empty text."""
+        if not self._shortened:
+            return ""
+        prompt, text = self._shortened[0]
+        note = (
+            f"data.{self._split}: the prompts of {len(self._shortened)} rows end before {text!r}, which the chat "
+            f"template writes before a reply but not before these answers; the first is {prompt.id}"
+        )
+        for value in (False, True):
+            whole = self._rendered(prompt, prompt.messages or (), True, enable_thinking=value)
+            answers = [answer for answer, _ in prompt.fields["answers"]]
+            contexts = [self._context_of(prompt, answer, self._train_on, enable_thinking=value) for answer in answers]
+            if contexts == [whole] * len(contexts):
+                option = f"{{enable_thinking: {str(value).lower()}}}"
+                return f"{note}; set data.{self._split}.chat_template_kwargs: {option} to keep the whole prompt"
+        return note
+
+    def _context_of(self, prompt: Prompt, answer: Sequence[Any], train_on: str, **options: Any) -> str:
+        """Return the text before an answer with other settings, or an empty text if a turn cannot be identified."""
+        try:
+            return self._found(prompt, answer, train_on, **options)[0]
+        except (UnknownTurn, ConfigError):
+            return ""
+
+    def _rendered(self, prompt: Prompt, messages: Sequence[Mapping[str, Any]], generation: bool, **options: Any) -> str:
         tools = prompt.fields.get("tools")
-        template_kwargs = {**self._template_kwargs, **(prompt.fields.get("chat_template_kwargs") or {})}
+        template_kwargs = {**self._template_kwargs, **(prompt.fields.get("chat_template_kwargs") or {}), **options}
         if isinstance(tools, list) and tools:
             template_kwargs["tools"] = tools
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation, **template_kwargs
-            )
-            return text
-        except Exception as error:  # templates may raise any exception
-            raise self._error(prompt, f"the chat template rejected the row: {first_line(error)}") from error
+            return render_chat(self._tokenizer, messages, generation, template_kwargs)
+        except RunError as error:
+            raise self._error(prompt, str(error)) from error
 
-    def _tokens(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+    def _tokens(self, before: str, text: str) -> list[int]:
+        return continued(self._tokenizer, before, text)
 
     def _num_written(self, tokens: list[int]) -> int:
         """Return the number of tokens up to and including the first end token, or 0 without an end token.

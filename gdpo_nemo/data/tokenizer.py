@@ -122,6 +122,38 @@ def load_tokenizer(policy: PolicyConfig | None, folder: str | Path) -> Tokenizer
     return tokenizer
 
 
+_CONTEXT = 64
+"""Number of characters before a text that may influence how the text is tokenized."""
+_BORDERS = "\n.a0ex"
+"""Characters to tokenize a text after. At least one of them should not share a token with the text."""
+
+
+def continued(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
+    """Tokenize a text that continues ``before``, so that both token sequences together are one text.
+
+    Many tokenizers treat the beginning of a text differently from its continuation: with Metaspace, ``12345`` alone
+    begins with a space. The result therefore contains the tokens that follow ``before`` if both texts are tokenized
+    together. If one of these tokens contains the border, the text is tokenized after another text, which is selected so
+    that the decoded tokens are the same.
+    """
+    before = before[-_CONTEXT:]
+    first, whole = _plain_tokens(tokenizer, before), _plain_tokens(tokenizer, before + text)
+    if whole[: len(first)] == first:
+        return whole[len(first) :]
+    expected = tokenizer.decode(whole, clean_up_tokenization_spaces=False)
+    for border in _BORDERS:
+        start, both = _plain_tokens(tokenizer, border), _plain_tokens(tokenizer, border + text)
+        rest = both[len(start) :]
+        is_split = both[: len(start)] == start
+        if is_split and tokenizer.decode([*first, *rest], clean_up_tokenization_spaces=False) == expected:
+            return rest
+    return _plain_tokens(tokenizer, text)
+
+
+def _plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 _GREETING = [{"role": "user", "content": "a"}]
 
 

@@ -217,16 +217,28 @@ def test_a_wrong_row_is_refused_in_one_sentence_with_its_number(tmp_path, case):
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_unless_one_turn_is_trained(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"messages": DIALOGUE}) + "\n")
     forgetful = tokenizer()
-    forgetful.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else '...' }}")
+    rewritten = "{{ '...' if m.role == 'assistant' and not loop.last else m.content }}"
+    forgetful.chat_template = TEMPLATE.replace("{{ m.content }}", rewritten)
+    options = {
+        "split": "train",
+        "seed": 0,
+        "max_prompt_tokens": 99,
+        "kind": "sft",
+        "rows": [{"id": "train/0", "messages": DIALOGUE}],
+    }
+    path = str(tmp_path / "rows.jsonl")
     with pytest.raises(
-        ConfigError, match="row train/0: the chat template renders a turn differently if another turn follow"
+        ConfigError, match="row train/0: the chat template does not write.*; set data.train.train_on: last"
     ):
-        ExampleSource(
-            DatasetConfig(path=str(path)), {}, forgetful, split="train", seed=0, max_prompt_tokens=99, kind="sft"
-        )
+        ExampleSource(DatasetConfig(path=path), {}, forgetful, **options)
+    [prompt] = ExampleSource(DatasetConfig(path=path, train_on="last"), {}, forgetful, **options).head()
+    [answer] = prompt.fields["answers"]
+    written = "".join(forgetful.convert_ids_to_tokens(answer.token_ids.tolist()))
+    assert written == "...~\n[user]c?~\n[assistant]d~" and answer.mask.nonzero()[0].tolist() == [
+        len(written) - 2,
+        len(written) - 1,
+    ]
 
 
 @pytest.mark.parametrize("how, kind, sentence", [

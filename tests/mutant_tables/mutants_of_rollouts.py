@@ -380,6 +380,20 @@ ROLLOUTS = (
         "tokens share states only if their experts are equal in all layers",
     ),
     mutant(
+        "data/tokenizer.py",
+        "before = before[-_CONTEXT:]",
+        'before = ""',
+        "data/test_continued_text.py::test_an_answer_begins_without_a_space_that_the_text_does_not_have",
+        "a text that continues another one is tokenized as a part of the whole text",
+    ),
+    mutant(
+        "data/assistant_turns.py",
+        "if text not in turn and text[begun:] not in turn:",
+        "if False:",
+        "data/test_official_templates.py::test_a_row_is_refused_if_the_template_drops_a_part_of_an_answer",
+        "a turn contains the whole text of its message",
+    ),
+    mutant(
         "data/prompts.py",
         "PCG64([self._seed, epoch])",
         "PCG64([self._seed, 0])",

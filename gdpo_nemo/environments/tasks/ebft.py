@@ -20,6 +20,7 @@ import numpy as np
 
 from gdpo_nemo.data.end_tokens import turn_end
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
+from gdpo_nemo.data.tokenizer import continued
 from gdpo_nemo.environments.base import Environment, read_options
 from gdpo_nemo.environments.tasks.answers import column
 from gdpo_nemo.utils.errors import ConfigError, first_line
@@ -137,7 +138,7 @@ class Ebft(Environment):
         """Return the tokens of the reference answer."""
         if prompt.answer_ids is not None:
             return prompt.answer_ids
-        return self.token_ids(column(prompt, self._gold_key))
+        return np.array(continued(self._tokenizer, prompt.text, column(prompt, self._gold_key)), np.int64)
 
     def _without_end(self, ids: np.ndarray) -> np.ndarray:
         """Return the tokens without a final end token, because reference answers rarely have an end token."""

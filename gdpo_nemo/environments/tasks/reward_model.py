@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
-from gdpo_nemo.data.tokenizer import Tokenizer, special_tokens
+from gdpo_nemo.data.tokenizer import Tokenizer, continued, special_tokens
 from gdpo_nemo.environments.base import Environment, Failure, read_options
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import parse_json, read_text
@@ -124,7 +124,7 @@ class Scorer:
             closing = tuple(special_tokens(tokenizer).values())
             ended = str(tokenizer.eos_token) in after_answer or after_answer.rstrip().endswith(closing)
         elif isinstance(prompt, str) and isinstance(completion, str):
-            ids = [*tokenizer(prompt)["input_ids"], *tokenizer(completion, add_special_tokens=False)["input_ids"]]
+            ids = [*tokenizer(prompt)["input_ids"], *continued(tokenizer, prompt, completion)]
             ended = ids[-1:] == [end]
         else:
             raise RunError(f"{self._name} has no chat template, and the prompts are chat messages")
