@@ -16,6 +16,7 @@ from gdpo_nemo.config.algorithm_choice import AlgorithmSpec
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.anchors import check_texts, prompts_of
 from gdpo_nemo.data.example_rows import ExampleReader
+from gdpo_nemo.data.messages import lost_message, lost_text, rendered
 from gdpo_nemo.data.prompts import PromptSource, RefusedPrompt, check_prompts
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import Row, load_rows
@@ -215,12 +216,12 @@ class _Encoder:
         if isinstance(tools, list) and tools:
             template_kwargs["tools"] = tools
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation, **template_kwargs
-            )
-            return text
+            text = rendered(self._tokenizer, messages, generation, **template_kwargs)
         except Exception as error:  # templates may raise any exception
             raise self._error(prompt, f"the chat template rejected the row: {first_line(error)}") from error
+        if (lost := lost_message(messages, text)) is not None:
+            raise self._error(prompt, lost_text(messages, lost))
+        return text
 
     def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

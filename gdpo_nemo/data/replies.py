@@ -48,11 +48,18 @@ _FORMATS = (
 The first entry whose texts are all in the template selects the parser.
 """
 _MARKER = re.compile(
-    r"tool.?calls?\b|tool.?call.?(begin|end)|python_tag|function.?call|\[/?THINK\]|<\|(channel|message|constrain)\|>",
+    r"tool.?calls?\b|tool.?call.?(begin|end)|python_tag|function.?call|\[/?THINK\]|<\|(channel|message|constrain)\|>|<\|channel>|<channel\|>",
     re.IGNORECASE,
 )
 """Special tokens that mark tool calls and reasoning: [TOOL_CALLS] in Mistral, <|python_tag|> in Llama 3."""
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>", "<channel|>"),
+)
+"""Beginning and end of the reasoning in a turn, in the model families."""
 _TOOL = {
     "name": "f",
     "description": "f",
@@ -122,6 +129,21 @@ def split_thought(text: str) -> tuple[str, str]:
     """Return the content of a leading ``<think>...</think>`` block, or an empty text, and the remaining text."""
     thought = _THINK.match(text)
     return (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
+
+
+def answer_of(text: str) -> str:
+    """Return the text after the reasoning. Return an empty text if the reasoning has not ended.
+
+    The chat template may have begun the reasoning in the prompt, so the text before the first end of reasoning is
+    always reasoning.
+    """
+    for begin, end in _THOUGHTS:
+        _, mark, answer = text.partition(end)
+        if mark:
+            return answer
+        if text.lstrip().startswith(begin):
+            return ""
+    return text
 
 
 class ReplyParser:
@@ -280,6 +302,8 @@ class ReplyParser:
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
         """Split a turn into reasoning, content and, if there are tools, tool calls.
 
+        A call in the reasoning is not a call. Without a reasoning parser, the reasoning remains in the content.
+
         Args:
             text: result of ``text``.
             tools: tool definitions of the prompt, in chat format.
@@ -291,13 +315,17 @@ class ReplyParser:
         has_tools = bool(tools) and self.tool_call_parser != NO_PARSER
         if not has_tools and not self.splits_reasoning:
             return Reply(text)
-        found = self._split(text, tools if has_tools else None)
+        answer = text if self.splits_reasoning else answer_of(text)
+        if not answer:
+            return Reply(text)
+        found = self._split(answer, tools if has_tools else None)
         if found is None:
             return Reply(text, is_malformed=has_tools)
         reasoning, content, calls = found
-        is_malformed = has_tools and not calls and self.opening in text
+        is_malformed = has_tools and not calls and self.opening in answer
         if is_malformed or not (reasoning or content or calls):
-            content = text  # some parsers drop a text that does not have their format
+            content = answer  # some parsers drop a text that does not have their format
+        content = text.removesuffix(answer) + content
         return Reply(content.strip() if calls else content, reasoning, calls, is_malformed)
 
     def _split(
@@ -336,8 +364,7 @@ class ReplyParser:
         if self.splits_reasoning:
             found = self._split(text, None)
             return text if found is None else found[1]
-        _, mark, answer = text.partition("</think>")
-        return answer if mark else "" if text.lstrip().startswith("<think>") else text
+        return answer_of(text)
 
     @cached_property
     def _parser_class(self) -> Any:

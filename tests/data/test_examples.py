@@ -220,7 +220,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_unless_one_turn_is_tr
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"messages": DIALOGUE}) + "\n")
     forgetful = tokenizer()
-    forgetful.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last else '...' }}")
+    forgetful.chat_template = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ '' if loop.last else '...' }}")
     with pytest.raises(
         ConfigError, match="row train/0: the chat template renders a turn differently if another turn follow"
     ):
