@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime, timedelta
 
 import datasets
 import pyarrow as pa
 import pytest
+import transformers.utils.chat_template_utils as rendering
 from pyarrow import parquet
 from test_replies import FAMILIES, tokenizer_of
 
 from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.examples import ExampleSource
 from gdpo_nemo.data.messages import chat_messages, tool_schemas
 from gdpo_nemo.data.prompts import PromptSource, check_prompts
 from gdpo_nemo.data.rows import load_rows
+from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.environments.registry import load_environments
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -145,7 +149,11 @@ LOST = {
         r"message 1 \(assistant\), which begins with 'Let me look.'",
     ),
     "picture of a tool": ("qwen3", [user([{"type": "image", "url": "x"}])], "contains image, but only text"),
-    "number": ("qwen3", [user(), {"role": "assistant", "content": "no"}, user(3)], r"message 2 \(user\) has content other"),
+    "number": (
+        "qwen3",
+        [user(), {"role": "assistant", "content": "no"}, user(3)],
+        r"message 2 \(user\) has content other",
+    ),
     "call": ("qwen3", [{"role": "assistant", "tool_calls": ["x"]}, user()], r"message 0 \(assistant\) has a tool call"),
 }
 
@@ -198,3 +206,26 @@ def test_supervised_rows_have_the_same_forms(tmp_path):
     wanted, found = ExampleSource(dataset, {}, tokenizer_of("qwen2.5"), kind="sft", **limits).head()
     assert found.text == wanted.text and found.fields["tools"] == [WARM]
     assert found.fields["answers"][0].token_ids.tolist() == wanted.fields["answers"][0].token_ids.tolist()
+
+
+@pytest.mark.parametrize("family", ["llama3.2", "gpt-oss"])
+def test_prompts_and_their_fingerprint_do_not_depend_on_the_day(tmp_path, monkeypatch, family):
+    tokenizer_of(family).save_pretrained(tmp_path / "model")
+    dataset = DatasetConfig(path=str(write(tmp_path / "rows.jsonl", {"messages": [user()]})))
+
+    def read(days, date):
+        class Clock(datetime):
+            @classmethod
+            def now(cls, *_):
+                return datetime(2026, 11, 28, 23, 59) + timedelta(days)
+
+        monkeypatch.setattr(rendering, "datetime", Clock)
+        tokenizer = load_tokenizer(None, tmp_path / "model", date)
+        source = PromptSource(dataset, ENVIRONMENTS, tokenizer, split="train", seed=0, max_prompt_tokens=9999)
+        first, _ = Conversation(tokenizer, chat=True).prompt([user()])
+        return source.fingerprint, source.head()[0].text, first
+
+    today, tomorrow = read(0, "2026-11-28"), read(1, "2026-11-28")
+    assert today == tomorrow and today[1] == today[2]
+    assert "28 Nov 2026" in today[1] or "2026-11-28" in today[1]
+    assert today == read(0, None) != read(1, None)
