@@ -133,7 +133,7 @@ class Conversation:
         """Return an observation as a list of messages. Text becomes a user message.
 
         Raises:
-            RunError: if a message contains something else than text.
+            RunError: if a message contains content other than text.
         """
         if isinstance(observation, str):
             return [{"role": "user", "content": observation}]

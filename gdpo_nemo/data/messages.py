@@ -30,7 +30,7 @@ def chat_messages(messages: Sequence[Message], tools: Sequence[Tool] | None = No
         tools: result of ``tool_schemas``. A null argument remains if its schema accepts null.
 
     Raises:
-        ValueError: if a message contains something else. The error names the message.
+        ValueError: if a message contains content other than text, or an invalid tool call. The error names the message.
     """
     functions = [tool.get("function") or tool for tool in tools or ()]
     parameters = {function.get("name"): function.get("parameters") for function in functions}
@@ -129,10 +129,10 @@ def without_nulls(value: Any) -> Any:
 def tool_schemas(value: Any) -> list[dict[str, Any]] | None:
     """Return the schemas in a column ``tools`` without nulls: a list, a single schema, or JSON text of either.
 
-    Return None if there are no tools.
+    The result is None if the row has no tools.
 
     Raises:
-        ValueError: if the value is something else.
+        ValueError: if the value has another form.
     """
     given = parsed_arguments(value) or None
     tools = [given] if isinstance(given, Mapping) else given
