@@ -126,8 +126,9 @@ def load_tokenizer(policy: PolicyConfig | None, folder: str | Path, date: str | 
         raise ConfigError(f"policy.tokenizer_name: model_max_length in {name} must be a number, got {longest!r}")
     _check_template(tokenizer, name)
     if date is not None:  # an argument of the template replaces the function with this name in its environment
-        dated = partial(tokenizer.apply_chat_template, **{CURRENT_TIME: datetime.fromisoformat(date).strftime})
-        tokenizer.apply_chat_template = dated
+        dated: Any = tokenizer
+        arguments = {CURRENT_TIME: datetime.fromisoformat(date).strftime}
+        dated.apply_chat_template = partial(dated.apply_chat_template, **arguments)
     return tokenizer
 
 
