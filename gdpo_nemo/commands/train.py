@@ -85,9 +85,10 @@ def check_inputs(resolved: Resolved) -> list[tuple[str, str]]:
     """
 
     from gdpo_nemo.rollouts.user_functions import check_own_functions
-    from gdpo_nemo.training.resume import planned_changes
+    from gdpo_nemo.training.resume import planned_changes, run_date
 
     config = resolved.config
+    config.run.date = run_date(config, Path(config.run.dir))
     check_own_functions(config)
     if is_import_path(config.algorithm.type):
         from gdpo_nemo.training.algorithm import load_algorithm
@@ -198,7 +199,7 @@ def _local_tokenizer(resolved: Resolved) -> Tokenizer | None:
         return None
     from gdpo_nemo.data.tokenizer import load_tokenizer
 
-    return load_tokenizer(resolved.config.policy, folder)
+    return load_tokenizer(resolved.config.policy, folder, resolved.config.run.date)
 
 
 def _token_notes(resolved: Resolved, tokenizer: Tokenizer | None) -> list[str]:

@@ -47,6 +47,10 @@ class RunConfig:
     seed: Annotated[int, Range(0, 2**62)] = 42
     """Random seed for data order, sampling and initialization. Two runs with the same seed and layout are bitwise
     equal."""
+    date: Optional[str] = None
+    """Date that chat templates write into prompts (for example those of Llama 3.2 and gpt-oss), such as 2026-11-28.
+    Null: the day on which the run is started. `config.yaml` in the run folder records the date, so a resumed run has
+    the same prompts."""
     max_restarts: Annotated[int, Range(0, 10**6)] = 10
     """Maximum number of times that `gdpo-nemo train` restarts the run from its last checkpoint after a process, device
     or node failure. 0: never restart. Failures caused by the config, data, user code or numerics are never retried. A

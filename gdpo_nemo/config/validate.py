@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from datetime import datetime
 
 from gdpo_nemo.algorithms.ranges import check_numbers
 from gdpo_nemo.config.algorithm_choice import AlgorithmSpec, spec_of
@@ -109,6 +110,7 @@ def _check_names(config: Config) -> None:
             f"run.name: {config.run.name!r} must not lead outside the folder of runs; use run.dir for any other folder"
         )
     _check_run_dir(config.run.dir)
+    _check_date(config.run.date)
     for name in config.gdpo.rewards:
         if not name or "/" in name or name == "total":
             raise ConfigError(
@@ -119,6 +121,13 @@ def _check_names(config: Config) -> None:
 
 _SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run/systemd", "/sbin", "/sys", "/usr/bin",
            "/usr/lib", "/usr/sbin")  # fmt: skip
+
+
+def _check_date(date: str | None) -> None:
+    try:
+        datetime.fromisoformat(date or "2026-01-01")
+    except ValueError:
+        raise ConfigError(f"run.date: must be a date such as 2026-11-28, got {date!r}") from None
 
 
 def _check_run_dir(folder: str) -> None:

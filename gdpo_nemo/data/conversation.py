@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence
 
 import numpy as np
 
+from gdpo_nemo.data.messages import Message, plain_message, rendered
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.replies import Reply, ReplyParser, split_thought
 from gdpo_nemo.data.tokenizer import continued
@@ -15,9 +15,6 @@ from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 
 if TYPE_CHECKING:
     from gdpo_nemo.data.tokenizer import Tokenizer
-
-
-Message = Mapping[str, Any]
 
 PLACEHOLDER = "GDPO0TURN0ENDS0HERE"
 _ANYTHING = ({"role": "user", "content": "."},)
@@ -134,54 +131,32 @@ class Conversation:
 
     @staticmethod
     def messages(observation: str | Sequence[Message]) -> list[Message]:
-        """Return an observation as a list of messages. Text becomes a user message."""
-        return [{"role": "user", "content": observation}] if isinstance(observation, str) else list(observation)
+        """Return an observation as a list of messages. Text becomes a user message.
+
+        Raises:
+            RunError: if a message contains content other than text.
+        """
+        if isinstance(observation, str):
+            return [{"role": "user", "content": observation}]
+        try:
+            return [plain_message(message) for message in observation]
+        except ValueError as error:
+            raise RunError(f"a message of an observation {error}") from None
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, prompts: bool = True
     ) -> str:
         extra = {**self.template_kwargs, **({"tools": list(tools)} if tools else {})}
-        return render_chat(self.tokenizer, messages, prompts, extra)
+        try:
+            return rendered(self.tokenizer, messages, prompts, **extra)
+        except Exception as error:  # templates may raise any exception
+            raise RunError(f"the chat template rejected a conversation: {first_line(error)}") from error
 
     def _continued(self, before: str, text: str) -> np.ndarray:
         return np.array(continued(self.tokenizer, before, text), np.int32)
 
     def _tokens(self, text: str, special: bool = False) -> np.ndarray:
         return np.array(self.tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
-
-
-def render_chat(tokenizer: Tokenizer, messages: Sequence[Message], prompts: bool, options: Mapping[str, Any]) -> str:
-    """Render messages with the tokenizer's chat template, with arguments of tool calls in the form that it accepts.
-
-    Args:
-        prompts: True to add the beginning of a reply.
-        options: additional arguments of the template.
-
-    Raises:
-        RunError: if the template refuses the messages.
-    """
-    forms = [list(messages)]
-    if any(message.get("tool_calls") for message in messages):
-        forms.append(_with_text_arguments(messages))
-    failures: list[Exception] = []
-    for form in forms:
-        try:
-            return tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=prompts, **options)
-        except Exception as error:  # noqa: BLE001 - templates may raise any exception
-            failures.append(error)
-    raise RunError(f"the chat template rejected a conversation: {first_line(failures[0])}") from failures[0]
-
-
-def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose tool calls have arguments as JSON text, which DeepSeek's templates expect."""
-    changed: list[Message] = []
-    for message in messages:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments"))}}
-            for call in message.get("tool_calls") or ()
-        ]
-        changed.append({**message, "tool_calls": calls} if calls else message)
-    return changed
 
 
 @dataclass(frozen=True)

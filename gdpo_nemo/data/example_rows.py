@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Mapping
 
 from gdpo_nemo.config.algorithm_choice import FIELDS, FORMATS, PROMPT_COLUMNS, is_transform
+from gdpo_nemo.data.messages import chat_messages, clean_columns
 from gdpo_nemo.data.rows import Row
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -42,8 +43,21 @@ class RawExample:
     """(answer, sign) pairs. The sign is -1 for a rejected or undesirable answer, otherwise 1."""
 
 
-class _Wrong(Exception):
+class _Wrong(ValueError):
     """Raised if a row is invalid."""
+
+
+def _cleaned(row: Row) -> Row:
+    """Return a row with its conversations in the form that chat templates expect. Raises ValueError."""
+    clean = clean_columns(row)
+    for name, value in row.items():
+        is_conversation = isinstance(value, list) and value and all(isinstance(message, Mapping) for message in value)
+        if is_conversation and all(isinstance(message.get("role"), str) for message in value):
+            try:
+                clean[name] = chat_messages(value, clean.get("tools"))
+            except ValueError as error:
+                raise _Wrong(f"{name!r}: {error}") from None
+    return clean
 
 
 class ExampleReader:
@@ -64,8 +78,9 @@ class ExampleReader:
     def __call__(self, index: int, row: Row) -> list[Row]:
         """Return a row with ``prompt`` and ``answers`` for each example of this row. Raises ConfigError if invalid."""
         try:
+            row = _cleaned(row)
             found = self._read(row)
-        except _Wrong as wrong:
+        except ValueError as wrong:
             raise ConfigError(f"data.{self._split}: row {index}: {wrong}") from None
         rest: Row = {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
         examples: list[Row] = []

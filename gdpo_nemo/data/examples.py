@@ -18,14 +18,14 @@ from gdpo_nemo.config.algorithm_choice import AlgorithmSpec
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.anchors import check_texts, prompts_of
 from gdpo_nemo.data.assistant_turns import Piece, UnknownTurn, find_turns
-from gdpo_nemo.data.conversation import render_chat
 from gdpo_nemo.data.end_tokens import turn_end
 from gdpo_nemo.data.example_rows import ExampleReader
+from gdpo_nemo.data.messages import lost_message, lost_text, rendered
 from gdpo_nemo.data.prompts import PromptSource, RefusedPrompt, check_prompts
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import Row, load_rows
 from gdpo_nemo.data.tokenizer import Tokenizer, continued, special_tokens
-from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, first_line
 
 _OPTIONS = {
     "preserve_thinking": True,
@@ -221,9 +221,15 @@ class _Encoder:
         if prompt.messages is None:
             raise self._error(prompt, "the prompt is text and the answer is messages, which require a chat template")
         try:
-            return self._found(prompt, answer, self._train_on)
+            before, pieces = self._found(prompt, answer, self._train_on)
         except UnknownTurn as unknown:
             raise self._error(prompt, f"{unknown}; {self._remedy(prompt, answer, unknown)}") from None
+        # The prompt's messages are checked when it is read, and trained turns when they are identified.
+        others = [message for message in answer if message["role"] != "assistant"]
+        lost = lost_message(others, before + "".join(text for text, _ in pieces))
+        if lost is not None:
+            raise self._error(prompt, lost_text(answer, list(answer).index(others[lost])))
+        return before, pieces
 
     def _found(self, prompt: Prompt, answer: Sequence[Any], train_on: str, **options: Any) -> tuple[str, list[Piece]]:
         before = list(prompt.messages or ())
@@ -272,9 +278,9 @@ class _Encoder:
         if isinstance(tools, list) and tools:
             template_kwargs["tools"] = tools
         try:
-            return render_chat(self._tokenizer, messages, generation, template_kwargs)
-        except RunError as error:
-            raise self._error(prompt, str(error)) from error
+            return rendered(self._tokenizer, messages, generation, **template_kwargs)
+        except Exception as error:  # templates may raise any exception
+            raise self._error(prompt, f"the chat template rejected the row: {first_line(error)}") from error
 
     def _tokens(self, before: str, text: str) -> list[int]:
         return continued(self._tokenizer, before, text)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Mapping, Sequence
 import numpy as np
 
 from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.data.messages import chat_messages, clean_columns, lost_message, lost_text, rendered
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.rows import PROMPT_KEYS, Row, environment_of, environment_of_row, load_rows
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
@@ -88,11 +89,12 @@ class PromptSource:
         """Fill ``_prompts`` and ``refused``. Return the prompt text of every row, including skipped rows."""
         split = self._split
         render = _Renderer(dataset, self._environments, self._tokenizer, split)
+        rows = [_cleaned(row, split, index) for index, row in enumerate(rows)]
         prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
         texts = [text for text, _ in prompts]
-        rendered = [render.chat or messages is not None for _, messages in prompts]
+        from_template = [render.chat or messages is not None for _, messages in prompts]
         with uncollected():  # tokenization creates a few permanent objects per row
-            token_ids = tokenise(self._tokenizer, texts, rendered)
+            token_ids = tokenise(self._tokenizer, texts, from_template)
             if [] in token_ids:
                 raise ConfigError(f"data.{split}: row {token_ids.index([])}: the prompt has no tokens")
             self.refused = [
@@ -180,7 +182,14 @@ def check_prompts(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> No
     """Raise ConfigError if the prompt of a row is missing or malformed. This check does not need a tokenizer."""
     prompt = _PromptColumn(dataset, split)
     for index, row in enumerate(rows):
-        prompt(index, row)
+        prompt(index, _cleaned(row, split, index))
+
+
+def _cleaned(row: Row, split: str, index: int) -> Row:
+    try:
+        return clean_columns(row)
+    except ValueError as error:
+        raise ConfigError(f"data.{split}: row {index}: {error}") from None
 
 
 class _PromptColumn:
@@ -197,12 +206,14 @@ class _PromptColumn:
             return value
         if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
             raise self.error(index, f"{self.key!r} must be text or a list of messages, got {type(value).__name__}")
-        for message in value:
-            if not isinstance(message.get("role"), str) or "content" not in message:
-                raise self.error(index, f"a message in {self.key!r} has no role or no content")
+        if not all(isinstance(message.get("role"), str) for message in value):
+            raise self.error(index, f"a message in {self.key!r} has no role")
         if value[-1]["role"] == "assistant":
             raise self.error(index, f"{self.key!r} must not end with an assistant turn")
-        return value
+        try:
+            return chat_messages(value, row.get("tools"))
+        except ValueError as error:
+            raise self.error(index, f"{self.key!r}: {error}") from None
 
     def _value(self, index: int, row: Row) -> Any:
         if not self.key:
@@ -267,7 +278,8 @@ class _Renderer:
             self._environment_system.get(environment) if self._dataset_system is None else self._dataset_system
         )
         value = self._prompt(index, row)
-        if environment in self._offering and isinstance(value, str) and self.chat:
+        tools = row.get("tools")
+        if (tools or environment in self._offering) and isinstance(value, str) and self.chat:
             value = [{"role": "user", "content": value}]
         if isinstance(value, str):
             value = self._apply_template(value)
@@ -277,9 +289,7 @@ class _Renderer:
                 raise ConfigError(f"env.{environment}: tools require a chat template and data.{self._split}.chat")
             return (self._rendered(index, messages, row) if self.chat else plain), None
         conversation = self._messages(index, value)
-        tools = row.get("tools")
-        options = {"tools": tools} if isinstance(tools, list) and tools else {}
-        text = self._rendered(index, conversation, row, **options)
+        text = self._rendered(index, conversation, row, **({"tools": tools} if tools else {}))
         if environment in self._unchecked:
             self._unchecked.remove(environment)  # a check of one row is sufficient
             if text == self._rendered(index, conversation, row):
@@ -294,8 +304,6 @@ class _Renderer:
                 index, f"{self.key!r} contains messages, which require a chat template; the tokenizer has none"
             )
         if self._template is not None:
-            if not isinstance(value[-1]["content"], str):
-                raise self._prompt.error(index, f"prompt_template requires text in the last message of {self.key!r}")
             value = [*value[:-1], {**value[-1], "content": self._apply_template(value[-1]["content"])}]
         if value[0]["role"] != "system":
             return [*self._system_message(), *value]
@@ -309,17 +317,17 @@ class _Renderer:
 
     def _rendered(self, index: int, messages: Messages, row: Row, **options: Any) -> str:
         """Apply the chat template, with ``chat_template_kwargs`` of the config and the row, and ``options``."""
-        row_options = row.get("chat_template_kwargs")
-        if row_options is not None and not isinstance(row_options, Mapping):
-            raise self._prompt.error(index, f"chat_template_kwargs must be a mapping, got {row_options!r}")
-        options = {**self._template_kwargs, **(row_options or {}), **options}
+        options = {**self._template_kwargs, **(row.get("chat_template_kwargs") or {}), **options}
         try:
-            text: str = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True, **options
-            )
-            return text
+            text = rendered(self._tokenizer, messages, True, **options)
         except Exception as error:  # templates may raise any exception, for instance for unknown roles
             raise self._prompt.error(index, f"the chat template rejected the row: {first_line(error)}") from error
+        lost = lost_message(messages, text)
+        if lost is not None:
+            value = row[self.key]
+            inserted = len(messages) - (1 if isinstance(value, str) else len(value))
+            raise self._prompt.error(index, f"{self.key!r}: {lost_text(messages, lost, inserted)}")
+        return text
 
 
 def tokenise(tokenizer: Tokenizer, texts: list[str], rendered: list[bool]) -> list[list[int]]:

@@ -49,11 +49,20 @@ _FORMATS = (
 The first entry whose texts are all in the template selects the parser.
 """
 _MARKER = re.compile(
-    r"tool.?calls?\b|tool.?call.?(begin|end)|python_tag|function.?call|\[/?THINK\]|<\|(channel|message|constrain)\|>",
+    r"tool.?calls?\b|tool.?call.?(begin|end)|python_tag|function.?call|\[/?THINK\]|<\|(channel|message|constrain)\|>|<\|channel>|<channel\|>",
     re.IGNORECASE,
 )
 """Special tokens that mark tool calls and reasoning: [TOOL_CALLS] in Mistral, <|python_tag|> in Llama 3."""
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_THOUGHTS = (
+    ("<think>", "</think>"),
+    ("<seed:think>", "</seed:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<|channel>thought", "<channel|>"),
+)
+"""Beginning and end of the reasoning in a turn, in the model families."""
+_ANALYSIS = re.compile(r"<\|channel\|>analysis<\|message\|>.*?(<\|end\|>|\Z)", re.DOTALL)
+"""Reasoning in the turns of gpt-oss."""
 _TOOL = {
     "name": "f",
     "description": "f",
@@ -125,6 +134,27 @@ def split_thought(text: str) -> tuple[str, str]:
     return (thought[1].strip(), text[thought.end() :]) if thought else ("", text)
 
 
+def answer_of(text: str) -> str:
+    """Return the text after the reasoning. Return an empty text if the reasoning has not ended.
+
+    The chat template may have begun the reasoning in the prompt, so the text before the first end of reasoning is
+    always reasoning.
+    """
+    for begin, end in _THOUGHTS:
+        _, mark, answer = text.partition(end)
+        if mark:
+            return answer
+        if text.lstrip().startswith(begin):
+            return ""
+    return text
+
+
+def _without_marks(thought: str) -> str:
+    for begin, end in _THOUGHTS:
+        thought = thought.strip().removeprefix(begin).removesuffix(end)
+    return thought.strip()
+
+
 class ReplyParser:
     """Decodes and parses the policy's turns.
 
@@ -146,6 +176,8 @@ class ReplyParser:
         self.tool_call_parser = tool_call_parser or _parser_for(tokenizer)
         self._reasoning_parser = reasoning_parser
         self._template_kwargs = dict(template_kwargs or {})
+        self._classes: dict[str | None, Any] = {}
+        """vLLM's parser classes by the name of their reasoning parser."""
         self.counts_thinking = False
         """True if ``gdpo.shaping`` requires ``thinking_tokens``."""
         openings = (opening for _, parser, opening in _FORMATS if parser == self.tool_call_parser)
@@ -269,7 +301,7 @@ class ReplyParser:
         if self.tool_call_parser == NO_PARSER and self._reasoning_parser is None:
             return
         try:
-            self._parser_class(self._tokenizer, None)
+            self._parser_class(self._reasoning_parser)(self._tokenizer, None)
         except Exception as error:  # parsers raise any exception for missing tokens
             raise ConfigError(
                 f"policy.generation.tool_call_parser: {self.tool_call_parser} (reasoning_parser: "
@@ -279,6 +311,8 @@ class ReplyParser:
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> Reply:
         """Split a turn into reasoning, content and, if there are tools, tool calls.
+
+        A call in the reasoning is not a call. Without a reasoning parser, the reasoning remains in the content.
 
         Args:
             text: result of ``text``.
@@ -291,22 +325,43 @@ class ReplyParser:
         has_tools = bool(tools) and self.tool_call_parser != NO_PARSER
         if not has_tools and not self.splits_reasoning:
             return Reply(text)
-        found = self._split(text, tools if has_tools else None)
+        thought, answer = self._cut(text)
+        found = self._split(answer, tools if has_tools else None, is_answer=bool(thought)) if answer else ("", "", ())
         if found is None:
             return Reply(text, is_malformed=has_tools)
         reasoning, content, calls = found
-        is_malformed = has_tools and not calls and self.opening in text
+        is_malformed = has_tools and not calls and self.opening in _ANALYSIS.sub("", answer)
         if is_malformed or not (reasoning or content or calls):
-            content = text  # some parsers drop a text that does not have their format
+            content = answer  # some parsers drop a text that does not have their format
+        if thought and self.splits_reasoning:
+            reasoning = _without_marks(thought)
+        else:
+            content = thought + content
         return Reply(content.strip() if calls else content, reasoning, calls, is_malformed)
 
+    def _cut(self, text: str) -> tuple[str, str]:
+        """Split a turn into (reasoning with its marks, answer). The reasoning is empty if vLLM's parser can split it.
+
+        Many of vLLM's reasoning parsers end the reasoning at the first call in it.
+        """
+        answer = text if self.tool_call_parser == "openai" else answer_of(text)
+        thought = text.removesuffix(answer)
+        if self.splits_reasoning and self.opening not in thought:
+            return "", text
+        return thought, answer
+
     def _split(
-        self, text: str, tools: Sequence[Mapping[str, Any]] | None
+        self, text: str, tools: Sequence[Mapping[str, Any]] | None, is_answer: bool = False
     ) -> tuple[str, str, tuple[tuple[str, str], ...]] | None:
-        """Return reasoning, content and calls. Return None if the parser fails."""
+        """Return reasoning, content and calls. Return None if the parser fails.
+
+        Args:
+            is_answer: True if the text does not contain the reasoning of the turn.
+        """
         request = self._request(tools)
         try:
-            parser = self._parser_class(self._tokenizer, request.tools, chat_template_kwargs=self._template_kwargs)
+            kind = self._parser_class(None if is_answer else self._reasoning_parser)
+            parser = kind(self._tokenizer, request.tools, chat_template_kwargs=self._template_kwargs)
         except Exception as error:  # parsers raise any exception for missing tokens or unusual schemas
             self.load()
             raise RunError(f"the tools of a prompt are invalid for the parser: {first_line(error)}") from error
@@ -333,16 +388,20 @@ class ReplyParser:
 
     def _answer(self, text: str) -> str:
         """Return the text after the reasoning. Return an empty text if the reasoning has not ended."""
-        if self.splits_reasoning:
-            found = self._split(text, None)
-            return text if found is None else found[1]
-        _, mark, answer = text.partition("</think>")
-        return answer if mark else "" if text.lstrip().startswith("<think>") else text
+        thought, answer = self._cut(text)
+        if thought or not self.splits_reasoning:
+            return answer
+        found = self._split(text, None)
+        return text if found is None else found[1]
 
-    @cached_property
-    def _parser_class(self) -> Any:
+    def _parser_class(self, reasoning_parser: str | None) -> Any:
+        if reasoning_parser not in self._classes:
+            self._classes[reasoning_parser] = self._find_class(reasoning_parser)
+        return self._classes[reasoning_parser]
+
+    def _find_class(self, reasoning_parser: str | None) -> Any:
         module = _vllm_module("vllm.parser")
-        names = [self.tool_call_parser, self._reasoning_parser]
+        names = [self.tool_call_parser, reasoning_parser]
         tool, reasoning = (name if name != NO_PARSER else None for name in names)
         harmony = tool == "openai"
         found = module.ParserManager.get_parser(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from datetime import datetime
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -27,6 +29,8 @@ _CLASSES = {
 """(model_type, tokenizer_class) -> (module, class) that AutoTokenizer of transformers 5.19 selects."""
 
 
+CURRENT_TIME = "strftime_now"
+"""Function of chat templates that formats the current time."""
 _MOST_LINES = 100_000
 """Maximum number of lines of compiled template code that may run for one short message. Real templates run about 100
 lines."""
@@ -98,9 +102,12 @@ class Tokenizer(Protocol):
         """Return the vocabulary: token -> id."""
 
 
-def load_tokenizer(policy: PolicyConfig | None, folder: str | Path) -> Tokenizer:
+def load_tokenizer(policy: PolicyConfig | None, folder: str | Path, date: str | None = None) -> Tokenizer:
     """Load the tokenizer in ``policy.tokenizer_name``, or the tokenizer in the model's ``folder`` if that key is not
     set or ``policy`` is None.
+
+    Args:
+        date: date that the chat template writes (``run.date``). None means the time of each rendering.
 
     Raises:
         ConfigError: if a valid tokenizer is not found, or its chat template exceeds the limits.
@@ -119,6 +126,10 @@ def load_tokenizer(policy: PolicyConfig | None, folder: str | Path) -> Tokenizer
     if isinstance(longest, bool) or not isinstance(longest, (int, float)):
         raise ConfigError(f"policy.tokenizer_name: model_max_length in {name} must be a number, got {longest!r}")
     _check_template(tokenizer, name)
+    if date is not None:  # an argument of the template replaces the function with this name in its environment
+        dated: Any = tokenizer
+        arguments = {CURRENT_TIME: datetime.fromisoformat(date).strftime}
+        dated.apply_chat_template = partial(dated.apply_chat_template, **arguments)
     return tokenizer
 
 
@@ -152,6 +163,11 @@ def continued(tokenizer: Tokenizer, before: str, text: str) -> list[int]:
 
 def _plain_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def writes_date(tokenizer: Tokenizer) -> bool:
+    """Return whether the chat template writes the current date."""
+    return CURRENT_TIME in str(getattr(tokenizer, "chat_template", None))
 
 
 _GREETING = [{"role": "user", "content": "a"}]

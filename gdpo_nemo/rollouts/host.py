@@ -112,7 +112,8 @@ class RolloutHost:
         self._engines: dict[int, _Engine] = {}
         self._change = asyncio.Event()
         self._pool = EnvironmentPools(config.env, workers, rollout.env_timeout_s, config.run.seed)
-        self._maker = GroupMaker(config, cast(EngineFleet, self), self._pool, load_tokenizer(config.policy, model))
+        tokenizer = load_tokenizer(config.policy, model, config.run.date)
+        self._maker = GroupMaker(config, cast(EngineFleet, self), self._pool, tokenizer)
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="rollouts")
 
     # -- calls of the driver's link ------------------------------------------------------------------------------------

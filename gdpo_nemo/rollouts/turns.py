@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Awaitable, Callable, Sequence
 
-from gdpo_nemo.data.conversation import Conversation, Message
+from gdpo_nemo.data.conversation import Conversation
+from gdpo_nemo.data.messages import Message
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.data.replies import message_of
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep

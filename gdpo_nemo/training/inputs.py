@@ -90,7 +90,7 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
     with phase("model"):
         folder = model_folder(config, resolved.model.source)
     with phase("tokenizer"):
-        tokenizer = load_tokenizer(config.policy, folder)
+        tokenizer = load_tokenizer(config.policy, folder, config.run.date)
         found = check_tokens(config, tokenizer, folder)
         if config.teacher.model_name:
             check_same_tokens(tokenizer, teacher_folder(config.teacher), "teacher.model_name")

@@ -391,7 +391,7 @@ def _trainer(plan: Plan, segment: Segment, state: RunState, checkpoint: Path | N
         elif adapter := starting_adapter(config.policy, resolved.model.source):
             policy.load_adapter(adapter)
         parts.policy = policy
-        parts.algorithm = kind(config, policy, load_tokenizer(config.policy, plan.model), log)
+        parts.algorithm = kind(config, policy, load_tokenizer(config.policy, plan.model, config.run.date), log)
         parts.algorithm.load_state(state.algorithm)
         parts.stream = RecordedStream(plan.run_dir, plan.entries)
         yield Trainer(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from gdpo_nemo.config.changes import Change, check_changes, find_changes
 from gdpo_nemo.config.layout import Resolved, prompt_limit, prompts_per_round
 from gdpo_nemo.config.load import CONFIG, CONFIG_HISTORY, save_config, to_yaml
 from gdpo_nemo.config.schema import Config, GdpoConfig
+from gdpo_nemo.data.tokenizer import writes_date
 from gdpo_nemo.training.checkpoints import UPDATES_UNKNOWN, Checkpoints, RunState, model_fingerprint
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import parse_yaml, read_text
@@ -66,6 +68,7 @@ def find_start(resolved: Resolved, run_dir: Path, inputs: Inputs) -> Start:
         if then != now:
             raise ConfigError(
                 f"run.dir: {run_dir} was started with different {what}; use another run.name or the same {what}"
+                + (_DATE_UNKNOWN if what == "training data" and _is_undated(config, inputs) else "")
             )
     changes = _changes(config, path, run_dir)
     if state.updates == UPDATES_UNKNOWN:  # The checkpoint is older than this field.
@@ -75,6 +78,27 @@ def find_start(resolved: Resolved, run_dir: Path, inputs: Inputs) -> Start:
         *(change.sentence(state.step + 1) for change in changes),
     ]
     return Start(checkpoints, state, path, damaged, remarks, changes)
+
+
+_DATE_UNKNOWN = (
+    "; the prompts contain the date, which this run did not record: set run.date to the day on which it was started"
+)
+
+
+def _is_undated(config: Config, inputs: Inputs) -> bool:
+    return config.run.date is None and writes_date(inputs.tokenizer)
+
+
+def run_date(config: Config, run_dir: Path) -> str | None:
+    """Return the date that chat templates write: ``run.date``, the date in the run folder, or today for a new run.
+
+    Return None for a run that was started before runs recorded their date.
+    """
+    if config.run.date is not None:
+        return config.run.date
+    known = (_config_of(run_dir, run_dir).get("run") or {}).get("date")
+    is_new = not Checkpoints(run_dir / "checkpoints", 0, 0, None).steps()
+    return str(known) if known else date.today().isoformat() if is_new else None
 
 
 def _nothing_to_train(gdpo: GdpoConfig, state: RunState, prompts: int) -> str:

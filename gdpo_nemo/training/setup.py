@@ -60,7 +60,7 @@ from gdpo_nemo.rollouts.batches import PromptStream
 from gdpo_nemo.training.components import RunComponents, Stop
 from gdpo_nemo.training.inputs import Inputs, read_inputs
 from gdpo_nemo.training.recovery import Decision, RetainedSession
-from gdpo_nemo.training.resume import find_start, record_config, total_updates
+from gdpo_nemo.training.resume import find_start, record_config, run_date, total_updates
 from gdpo_nemo.training.supervisor import current_attempt, report
 from gdpo_nemo.utils.errors import START_AGAIN, GdpoError, InfrastructureFailed
 from gdpo_nemo.utils.progress import importing, phase
@@ -98,6 +98,7 @@ def run_context(
     require_libraries(config.cluster)
     with answered_by(stop, signal.SIGINT), contextlib.ExitStack() as stack:
         check_free(run_dir)
+        config.run.date = run_date(config, run_dir)
         stack.push(retained.end_session)
         if retained.placement is None:
             ahead = (RANK, ENGINE) if spec_of(config).samples else (RANK,)

@@ -58,6 +58,7 @@ def refused(path: Path, *overrides: str) -> str:
         (["logger.completions_period=0"], "logger.completions_period: must be at least 1"),
         (["logger.num_completions=-1"], "logger.num_completions: must be 0 or more"),
         (["gdpo.max_num_steps=0"], "gdpo.max_num_steps: must be at least 1"),
+        (["run.date=yesterday"], "run.date: must be a date such as 2026-11-28, got 'yesterday'"),
         *(
             (["gdpo.component_gradient_period=1", *why], f"gdpo.component_gradient_period: {message}")
             for why, message in (

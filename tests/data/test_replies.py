@@ -324,6 +324,59 @@ def test_reasoning_is_split_by_the_parser_that_the_config_names():
     assert harmony.parse(harmony.text(ids)) == Reply("21", "hm")
 
 
+MARKS = {
+    "seed-oss": ("<seed:think>", "</seed:think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "gemma4": ("<|channel>thought\n", "<channel|>"),
+}
+REASONING_PARSERS = {
+    "qwen3": "qwen3",
+    "qwen3.5": "qwen3",
+    "qwen3-2507": "deepseek_r1",
+    "seed-oss": "seed_oss",
+    "mistral": "mistral",
+    "gemma4": "gemma4",
+    "glm4.5": "glm45",
+    "kimi-k2": "kimi_k2",
+    "minimax-m2": "minimax_m2",
+}
+THINKING = [name for name in FAMILIES if name != "gpt-oss"]
+
+
+@pytest.mark.parametrize("parses_reasoning", [False, True])
+@pytest.mark.parametrize("name", THINKING)
+def test_a_call_in_the_reasoning_is_not_a_call(name, parses_reasoning):
+    begin, end = MARKS.get(name, ("<think>", "</think>"))
+    call = FAMILIES[name].call.replace("\n<think></think>", "")
+    parser = REASONING_PARSERS.get(name) if parses_reasoning else None
+    replies = ReplyParser(tokenizer_of(name), reasoning_parser=parser)
+    inner = f"I could write {call.replace('Oslo', 'Rome')} first."
+    thought = f"{begin}{inner}{end}"
+    for text in (thought + "\n\nIt is 21.", inner + end + "\n\nIt is 21."):  # the prompt may begin the reasoning
+        reply = replies.parse(text, TOOLS)
+        assert not reply.calls and not reply.is_malformed and reply.content.endswith("\n\nIt is 21.")
+        assert inner in (reply.reasoning if replies.splits_reasoning else reply.content)
+        assert replies.parse(text).content == (reply.content if replies.splits_reasoning else text)
+    asked = replies.parse(f"{thought}\n\n{call}", TOOLS)
+    assert [(called, json.loads(given)) for called, given in asked.calls] == [("warm", {"city": "Oslo"})]
+    unfinished = replies.parse(begin + inner, TOOLS)
+    assert not unfinished.calls and not unfinished.is_malformed
+    ids = replies._tokenizer(f"{thought}It is 21.", add_special_tokens=False)["input_ids"]
+    assert replies.text(ids[-len("It is 21.") :]) == "It is 21."
+    assert replies.thinking_tokens(ids) == len(ids) - len("It is 21.")
+
+
+def test_a_call_in_the_analysis_of_gpt_oss_is_not_a_call():
+    replies = ReplyParser(tokenizer_of("gpt-oss"))
+    analysis = "<|channel|>analysis<|message|>I could write to=functions.warm {}<|end|>"
+    again = "<|start|>assistant" + analysis
+    for thought in (analysis, analysis + again):
+        reply = replies.parse(f"{thought}<|start|>assistant<|channel|>final<|message|>21", TOOLS)
+        assert not reply.calls and not reply.is_malformed and reply.content == "21"
+    unfinished = replies.parse(analysis.removesuffix("<|end|>"), TOOLS)
+    assert not unfinished.calls and not unfinished.is_malformed
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_call_that_cannot_be_parsed_is_reported_and_stays_in_the_text(name):
     replies = ReplyParser(tokenizer_of(name))

@@ -52,6 +52,7 @@ def test_run_folder_holds_what_the_contract_names(undisturbed):
     model = ("model/model.safetensors", "model/README.md", "model/rewards.png")
     for name in ("config.yaml", "metrics.jsonl", "rewards.png", "report.html", "trace.json", *model):
         assert (run_dir / name).stat().st_size > 0, name
+    assert re.search(r"^  date: '\d{4}-\d\d-\d\d'$", (run_dir / "config.yaml").read_text(), re.MULTILINE)
     assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_10", "step_12"]
     samples = read_rollouts(rollout_path(run_dir, STEPS))
     assert len(samples) == 4 * 8 and {"rewards", "advantage", "policy_version"} <= samples[0].keys()

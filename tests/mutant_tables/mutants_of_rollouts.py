@@ -423,10 +423,24 @@ ROLLOUTS = (
     ),
     mutant(
         "data/replies.py",
-        "is_malformed = has_tools and not calls and self.opening in text",
+        'is_malformed = has_tools and not calls and self.opening in _ANALYSIS.sub("", answer)',
         "is_malformed = False",
         "data/test_replies.py::test_a_call_that_cannot_be_parsed_is_reported_and_stays_in_the_text",
         "a call that cannot be parsed is answered with an error",
+    ),
+    mutant(
+        "data/replies.py",
+        "if self.splits_reasoning and self.opening not in thought:",
+        "if self.splits_reasoning:",
+        "data/test_replies.py::test_a_call_in_the_reasoning_is_not_a_call",
+        "vLLM's reasoning parsers do not end the reasoning at a call in it",
+    ),
+    mutant(
+        "data/messages.py",
+        "if part is not None or _accepts_null(properties.get(key))",
+        "if part is not None",
+        "data/test_messages.py::test_nulls_that_a_schema_accepts_remain",
+        "an argument that may be null is not padding",
     ),
     mutant(
         "data/conversation.py",

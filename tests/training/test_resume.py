@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from power_loss import SyncedDisk
 from gdpo_nemo.config.load import load_config, save_config, to_yaml
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.training.checkpoints import Checkpoints, RunState, model_fingerprint
-from gdpo_nemo.training.resume import find_start, planned_changes, record_config, total_updates
+from gdpo_nemo.training.resume import find_start, planned_changes, record_config, run_date, total_updates
 from gdpo_nemo.utils.errors import ConfigError
 
 YAML = """
@@ -43,7 +44,8 @@ def inputs(tmp_path):
     """What the start of a run is compared with: the data's fingerprint and a model folder."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    return SimpleNamespace(prompts=Rows(range(100)), folder=tmp_path / "model")
+    tokenizer = SimpleNamespace(chat_template=None)
+    return SimpleNamespace(prompts=Rows(range(100)), folder=tmp_path / "model", tokenizer=tokenizer)
 
 
 @pytest.fixture
@@ -212,6 +214,25 @@ def test_a_damaged_config_of_the_run_is_named(run, config_file, inputs, content)
 def test_another_model_and_other_data_are_refused(run, config_file, inputs, state):
     with pytest.raises(ConfigError, match="was started with different (training data|model)"):
         find_start(resolve(load_config(config_file)), run(**state), inputs)
+
+
+def test_a_run_keeps_the_date_of_its_first_start(tmp_path, run, config_file, inputs):
+    fresh = load_config(config_file)
+    assert run_date(fresh, tmp_path / "run") == date.today().isoformat()
+    folder = run("run.date=2026-11-28")
+    assert run_date(fresh, folder) == "2026-11-28"  # it was not given again
+    fresh.run.date = run_date(fresh, folder)
+    assert find_start(resolve(fresh), folder, inputs).changes == []
+    assert run_date(load_config(config_file, ["run.date=2026-12-24"]), folder) == "2026-12-24"
+
+
+def test_a_run_from_before_dates_were_kept_says_how_to_resume_it(run, config_file, inputs):
+    folder = run(data="rows of another day")
+    older = load_config(config_file)
+    assert run_date(older, folder) is None
+    inputs.tokenizer = SimpleNamespace(chat_template="{{ strftime_now('%d') }}")
+    with pytest.raises(ConfigError, match="different training data.*set run.date to the day on which it was started"):
+        find_start(resolve(older), folder, inputs)
 
 
 def test_changes_are_held_against_the_checkpoint_not_against_a_start_that_failed(run, config_file, inputs):

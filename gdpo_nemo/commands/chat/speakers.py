@@ -92,7 +92,7 @@ def read_source(source: Path, config_file: str | None, step: int | None, overrid
         model=subject.model,
         checkpoint=subject.checkpoint,
         base=base,
-        tokenizer=load_tokenizer(config.policy, base),
+        tokenizer=load_tokenizer(config.policy, base, config.run.date),
         of_a_run=not outside,
     )
 

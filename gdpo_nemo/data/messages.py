@@ -1,0 +1,226 @@
+"""Chat messages and tool schemas of rows, in the form that chat templates expect, and their rendering.
+
+Rows contain the same content in several forms. OpenAI's format has lists of parts as content, the role ``developer``,
+and arguments as JSON text. Parquet gives each row the nested keys of all rows, with null as value. Templates render
+such values as Python's text, or drop them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Mapping, Sequence
+
+from gdpo_nemo.data.replies import answer_of, parsed_arguments
+
+if TYPE_CHECKING:
+    from gdpo_nemo.data.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of content parts that contain text."""
+
+
+def chat_messages(messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> list[dict[str, Any]]:
+    """Return the messages with text as content, objects as arguments of tool calls, and without nulls.
+
+    The role ``developer`` becomes ``system``. Content of a tool that is not text becomes JSON text.
+
+    Args:
+        tools: result of ``tool_schemas``. A null argument remains if its schema accepts null.
+
+    Raises:
+        ValueError: if a message contains content other than text, or an invalid tool call. The error names the message.
+    """
+    functions = [tool.get("function") or tool for tool in tools or ()]
+    parameters = {function.get("name"): function.get("parameters") for function in functions}
+    found = []
+    for index, message in enumerate(messages):
+        try:
+            plain = plain_message(message)
+            if calls := plain.get("tool_calls"):
+                plain["tool_calls"] = [_call(call, parameters) for call in calls]
+        except ValueError as error:
+            raise ValueError(f"message {index} ({message.get('role')}) {error}") from None
+        found.append(plain)
+    return found
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """Return a message as ``chat_messages`` does, but with its tool calls unchanged. Raises ValueError."""
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain["content"] = _text(message)
+    if plain.get("role") == "developer":
+        plain["role"] = "system"
+    if not plain.get("tool_calls", True):
+        del plain["tool_calls"]
+    return plain
+
+
+def _text(message: Message) -> str:
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and (role == "tool" or message.get("tool_calls")):
+        return ""
+    if isinstance(content, (list, tuple)) and all(_is_text(part) for part in content):
+        return "".join(part["text"] for part in content)
+    if role == "tool":
+        return json.dumps(without_nulls(content), ensure_ascii=False)
+    raise ValueError("has no text" if content is None else "has content other than text")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
+
+
+def _call(call: Any, parameters: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as an object."""
+    function = call.get("function") or call if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise ValueError("has a tool call that is not an object with a function")
+    arguments = parsed_arguments(function.get("arguments"))
+    given = {} if arguments is None else _without_padding(arguments, parameters.get(function.get("name")))
+    plain = {key: value for key, value in call.items() if value is not None}
+    named = {**{key: value for key, value in function.items() if value is not None}, "arguments": given}
+    return {**plain, "function": named} if function is not call else named
+
+
+def _without_padding(value: Any, schema: Any) -> Any:
+    """Remove null arguments, except arguments whose schema accepts null."""
+    schema = schema if isinstance(schema, Mapping) else {}
+    if isinstance(value, (list, tuple)):
+        return [_without_padding(part, schema.get("items")) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    properties = schema.get("properties") or {}
+    return {
+        key: _without_padding(part, properties.get(key))
+        for key, part in value.items()
+        if part is not None or _accepts_null(properties.get(key))
+    }
+
+
+def _accepts_null(schema: Any) -> bool:
+    """Return whether null is valid for a JSON schema."""
+    if not isinstance(schema, Mapping):
+        return False
+    kinds = schema.get("type")
+    if "null" in ([kinds] if isinstance(kinds, str) else kinds or ()) or schema.get("nullable") is True:
+        return True
+    if None in (schema.get("enum") or ()):
+        return True
+    return any(_accepts_null(choice) for key in ("anyOf", "oneOf") for choice in schema.get(key) or ())
+
+
+def without_nulls(value: Any) -> Any:
+    """Remove the keys of nested mappings whose value is null. ``default`` remains in a schema that accepts null."""
+    if isinstance(value, (list, tuple)):
+        return [without_nulls(part) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: without_nulls(part)
+        for key, part in value.items()
+        if part is not None or (key == "default" and _accepts_null(value))
+    }
+
+
+def tool_schemas(value: Any) -> list[dict[str, Any]] | None:
+    """Return the schemas in a column ``tools`` without nulls: a list, a single schema, or JSON text of either.
+
+    The result is None if the row has no tools.
+
+    Raises:
+        ValueError: if the value has another form.
+    """
+    given = parsed_arguments(value) or None
+    tools = [given] if isinstance(given, Mapping) else given
+    if tools is None:
+        return None
+    tools = [parsed_arguments(tool) for tool in tools] if isinstance(tools, (list, tuple)) else [tools]
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError(
+            f"tools must be a list of JSON schemas or its JSON text, got {str(value)[:40]!r}; rename another column"
+        )
+    return [without_nulls(tool) for tool in tools]
+
+
+def clean_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its columns ``tools`` and ``chat_template_kwargs`` in the form that templates expect.
+
+    Raises:
+        ValueError: if a column has another form.
+    """
+    clean = dict(row)
+    if "tools" in row:
+        clean["tools"] = tool_schemas(row["tools"])
+    options = row.get("chat_template_kwargs")
+    if options is not None:
+        if not isinstance(options, Mapping):
+            raise ValueError(f"chat_template_kwargs must be a mapping, got {options!r}")
+        clean["chat_template_kwargs"] = without_nulls(options)
+    return clean
+
+
+def rendered(tokenizer: Tokenizer, messages: Sequence[Message], prompts: bool, **options: Any) -> str:
+    """Apply the chat template. A template that refuses objects as arguments of tool calls gets JSON text (DeepSeek).
+
+    Args:
+        prompts: True to add the beginning of the assistant's next turn.
+        options: arguments of the template.
+
+    Raises any exception, because a template may raise any exception.
+    """
+    forms = [list(messages)]
+    if any(message.get("tool_calls") for message in messages):
+        forms.append(_with_text_arguments(messages))
+    failures: list[Exception] = []
+    for form in forms:
+        try:
+            return tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=prompts, **options)
+        except Exception as error:  # noqa: BLE001 - the caller reports the first failure
+            failures.append(error)
+    raise failures[0]
+
+
+def _with_text_arguments(messages: Sequence[Message]) -> list[Message]:
+    changed: list[Message] = []
+    for message in messages:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": json.dumps(call["function"].get("arguments"))}}
+            for call in message.get("tool_calls") or ()
+        ]
+        changed.append({**message, "tool_calls": calls} if calls else message)
+    return changed
+
+
+def lost_message(messages: Sequence[Message], text: str) -> int | None:
+    """Return the index of a message whose content is not in the rendered text, or None.
+
+    Templates may change white space, write content as a JSON string, and drop the reasoning of earlier turns.
+    """
+    for index, message in enumerate(messages):
+        content = message["content"].strip()
+        if content in text:
+            continue
+        if message["role"] == "assistant":
+            content = answer_of(content).strip()
+        forms = (content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1])
+        if content not in text and not any(_compact(form) in _compact(text) for form in forms):
+            return index
+    return None
+
+
+def lost_text(messages: Sequence[Message], lost: int, inserted: int = 0) -> str:
+    """Describe the result of ``lost_message``. ``inserted`` is the number of messages before those of the row."""
+    role, content = messages[lost]["role"], messages[lost]["content"].strip()[:40]
+    name = f"message {lost - inserted} ({role})" if lost >= inserted else "the system prompt"
+    return (
+        f"the chat template does not render the text of {name}, which begins with {content!r}; remove the text, or use "
+        "another chat template"
+    )
+
+
+def _compact(text: str) -> str:
+    return "".join(text.split())
