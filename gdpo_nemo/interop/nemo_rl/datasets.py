@@ -50,8 +50,8 @@ _PROCESSORS = ("", "default", "math_hf_data_processor", "math_gdpo_data_processo
 """Data processors whose prompts are the rows' problems with the recipe's prompt files."""
 _PUZZLE = "sliding_puzzle_game"
 """Environment of ``run_grpo_sliding_puzzle.py``, which generates its prompts and ignores the section ``data``."""
-ENVIRONMENTS = (*_MATH, "math_multi_reward", "code", "code_jaccard", "reward_model", "vlm", "clevr-cogent", "geometry3k",
-                "refcoco", "mmpr-tiny", "dapo", gym.NAME, _PUZZLE)  # fmt: skip
+ENVIRONMENTS = (*_MATH, "math_multi_reward", "code", "code_jaccard", "reward_model", "vlm", "clevr-cogent",
+                "geometry3k", "refcoco", "mmpr-tiny", "dapo", gym.NAME, _PUZZLE)  # fmt: skip
 """Sections of ``env`` in the recipes of NeMo-RL. Other sections configure custom environments."""
 _OF_DATA = ("data.default.*", "grpo.val_*generations_per_prompt", "grpo.val_batch_size", "grpo.max_val_samples",
             "policy.generation.val_temperature", "policy.generation.val_top_*")  # fmt: skip

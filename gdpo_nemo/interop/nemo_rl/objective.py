@@ -237,7 +237,10 @@ def _loss(recipe: Recipe, findings: Findings) -> None:
         if recipe.sampler in ("in_order", "weight_fifo"):
             findings.set("rollout.window", 1, "groups are trained in prompt order")
         findings.set("loss_fn.old_logprobs", "trainer", "the trainer computes the old log-probs, as in NeMo-RL")
+    _truncated_sampling(recipe, findings)
 
+
+def _truncated_sampling(recipe: Recipe, findings: Findings) -> None:
     what = "the trainer uses log-probs of the full distribution; NeMo-RL uses those of the truncated distribution"
     if recipe.before("0.6"):
         what = (
