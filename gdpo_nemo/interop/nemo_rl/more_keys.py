@@ -162,12 +162,11 @@ def _flat(act: Act, *names: str) -> list[tuple[str, Act]]:
 
 def _of_dataset(name: str, act: Act) -> list[tuple[str, Act]]:
     """Return the rules for a key of a dataset's section, which the dataset's class may ignore."""
-    train, validation = (
-        (f"data.{split}.{name}", where(lambda recipe, split=split: reads(recipe, split, name), act, _NOT_READ))
-        for split in ("train", "validation")
-    )
-    either = where(lambda recipe: reads(recipe, "train", name) or reads(recipe, "validation", name), act, _NOT_READ)
-    return [train, validation, (f"data.default.{name}", either)]
+
+    def rule(section: str, *splits: str) -> tuple[str, Act]:
+        return f"data.{section}.{name}", where(lambda r: any(reads(r, split, name) for split in splits), act, _NOT_READ)
+
+    return [rule("train", "train"), rule("validation", "validation"), rule("default", "train", "validation")]
 
 
 def _answer_column(value: Any, recipe: Recipe) -> RuleResult:
@@ -176,12 +175,12 @@ def _answer_column(value: Any, recipe: Recipe) -> RuleResult:
     return required("data.train.columns")(value, recipe)
 
 
-def _of_environment(name: str) -> Act:
-    return where(
-        lambda recipe: env_name(recipe) == name,
-        missing("options of this environment are not supported"),
-        idle("applies to an environment that the recipe does not use"),
-    )
+def _of_environment(name: str, act: Act) -> Act:
+    unused = idle("applies to an environment that the recipe does not use")
+    return where(lambda recipe: env_name(recipe) == name, act, unused)
+
+
+_VERIFIED = fixed("hf_math_verify", "math-verify compares answers with the reference answer")
 
 
 DATA = [
@@ -235,10 +234,7 @@ DATA = [
 
 REST = [
     ("env.*.num_workers", idle("rollout.env_workers sets the number of verification workers")),
-    *((f"env.{name}.math_verify_impl", where(
-        lambda r, name=name: env_name(r) == name,
-        fixed("hf_math_verify", "math-verify compares answers with the reference answer"),
-        idle("applies to an environment that the recipe does not use"))) for name in ("math", "math_default")),
+    *((f"env.{name}.math_verify_impl", _of_environment(name, _VERIFIED)) for name in ("math", "math_default")),
     ("env.*.math_verify_impl", idle("applies only to environments that are not used or that compare text")),
     ("env.*.stop_strings", missing("policy.generation.stop_strings apply to all prompts")),
     ("env.should_mask_flagged_samples", idle("samples that fail in the environment are always masked")),
@@ -251,7 +247,8 @@ REST = [
     ("env.nemo_gym.skip_venv_if_present", idle("gdpo-nemo gym up reuses environments")),
     ("env.nemo_gym.*chat_template_kwargs*", required("data.train.chat_template_kwargs")),
     ("env.nemo_gym*", where(uses_gym, required("env"), idle("the recipe does not use NeMo Gym"))),
-    *((f"env.{name}.*", _of_environment(name)) for name in ENVIRONMENTS),
+    *((f"env.{name}.*", _of_environment(name, missing("options of this environment are not supported")))
+      for name in ENVIRONMENTS),
     ("env.*.*", required("env")),
     ("env", required("env")),
     ("logger.tensorboard_enabled", to("logger.tensorboard.enabled")),

@@ -11,7 +11,7 @@ from typing import Any, Mapping
 
 MAIN = "main"
 RELEASES = ("0.4", "0.5", "0.6", "0.7", MAIN)
-"""Releases that differ for the translation, in order. ``0.4`` also stands for older releases."""
+"""Releases that differ for the translation, in order. ``0.4`` includes older releases."""
 
 _FLAT = ("data.dataset_name", "data.train_data_path", "data.train_jsonl_fpath")
 """Keys that define the training data before 0.6. Later releases do not read them."""
@@ -21,7 +21,7 @@ _SINCE_0_7 = {"grpo.advantage_clip_low", "grpo.invalid_tool_call_advantage", "lo
 _SINCE_MAIN = {"grpo.val_start_at", "policy.generation.val_temperature"}
 _OF_FLAT_DATA = ("env_name", "processor", "prompt_file", "system_prompt_file")
 
-_VALIDATION = {"DeepScaler": {"dataset_name": "AIME2024", "repeat": 16},
+_VALIDATION: dict[str, dict[str, Any]] = {"DeepScaler": {"dataset_name": "AIME2024", "repeat": 16},
                "DAPOMath17K": {"dataset_name": "DAPOMathAIME2024"}}  # fmt: skip
 """Training dataset before 0.6 -> validation dataset that its class also loads."""
 _READ_BY_CLASS = {
@@ -65,11 +65,11 @@ def data_settings(flat: Mapping[str, Any], release: str) -> dict[str, Any]:
 
 def _old_settings(old: Mapping[str, Any]) -> dict[str, Any]:
     """Return the current settings of a flat section ``data``, whose keys have no prefix in ``old``."""
-    name = old.get("dataset_name")
+    name = str(old.get("dataset_name") or "")
     shared = {key: old[key] for key in (*_OF_FLAT_DATA, *_READ_BY_CLASS.get(name, ())) if key in old}
-    train: dict[str, Any] = {"dataset_name": "OpenMathInstruct-2" if name == "openmathinstruct2" else name}
-    validation: dict[str, Any] = dict(_VALIDATION.get(name or "", {}))
-    if name in (None, "ResponseDataset"):
+    train: dict[str, Any] = {"dataset_name": "OpenMathInstruct-2" if name == "openmathinstruct2" else name or None}
+    validation: dict[str, Any] = {**_VALIDATION.get(name, {})}
+    if name in ("", "ResponseDataset"):
         train |= {
             "data_path": old.get("train_data_path", old.get("train_jsonl_fpath")),
             "split": old.get("train_split"),
@@ -84,7 +84,7 @@ def _old_settings(old: Mapping[str, Any]) -> dict[str, Any]:
 
 def keys_read(flat: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys of a flat section ``data`` that the class of its dataset reads."""
-    name = flat.get("data.dataset_name")
+    name = str(flat.get("data.dataset_name") or "")
     own = ("dataset_name", *_OF_FLAT_DATA, *_READ_BY_CLASS.get(name, ()))
     files = (
         "train_data_path",
@@ -94,4 +94,4 @@ def keys_read(flat: Mapping[str, Any]) -> frozenset[str]:
         "train_jsonl_fpath",
         "validation_jsonl_fpath",
     )
-    return frozenset(f"data.{key}" for key in (*own, *(files if name in (None, "ResponseDataset") else ())))
+    return frozenset(f"data.{key}" for key in (*own, *(files if name in ("", "ResponseDataset") else ())))
