@@ -7,6 +7,7 @@ import shlex
 from typing import TYPE_CHECKING, Sequence
 
 from gdpo_nemo.commands.arguments import Commands, Parser, say
+from gdpo_nemo.interop.nemo_rl.releases import RELEASES
 
 if TYPE_CHECKING:
     from gdpo_nemo.interop.translation import Translation
@@ -47,6 +48,11 @@ def add(commands: Commands) -> None:
         metavar="DIR",
         help="checkout of NeMo Gym, or the site-packages folder that contains it; required for recipes with NeMo Gym "
         "(default: the submodule of the NeMo-RL checkout)",
+    )
+    command.add_argument(
+        "--release",
+        choices=RELEASES,
+        help="release of NeMo-RL that the recipe belongs to (default: determined by the recipe's keys)",
     )
     _add_outcome(command)
     command.set_defaults(command=run)
@@ -107,7 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from gdpo_nemo.interop.nemo_rl.translate import translate
 
-    return _deliver(translate(arguments.recipe, arguments.gym_checkout), arguments.recipe, arguments)
+    found = translate(arguments.recipe, arguments.gym_checkout, arguments.release)
+    return _deliver(found, arguments.recipe, arguments)
 
 
 def run_from_trl(arguments: argparse.Namespace) -> int:

@@ -73,6 +73,8 @@ class Translation:
     """Files that must exist in the working directory of the run."""
     program: str = "NeMo-RL"
     command: str = "from-nemo-rl"
+    source: str = ""
+    """Line of the summary on the version of the original config (empty for no line)."""
 
     @property
     def status(self) -> str:
@@ -91,6 +93,8 @@ class Translation:
             CANNOT_RUN: "cannot run:",
         }
         lines = [heads[self.status], *(f"  {name}: {why}" for name, why in reasons.items())]
+        if self.source:
+            lines.append(self.source)
         if self.blockers and self.differences:
             lines += [
                 f"and would differ in {ways}:",

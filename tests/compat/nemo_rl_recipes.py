@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterator
 
 from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.recipe import open_recipe
 from gdpo_nemo.interop.nemo_rl.translate import translate
-from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, SAME, Translation
+from gdpo_nemo.interop.translation import ADDED, CANNOT_RUN, DIFFERS, SAME, Translation
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -33,6 +33,9 @@ class Row:
     """True if the model's family and the sampling engine are supported."""
     gym: bool = False
     """True if the recipe uses NeMo Gym."""
+    keys: Counter = field(default_factory=Counter)
+    """Number of the recipe's keys by status in the report, and of keys without a line (``dropped``)."""
+    release: str = ""
 
 
 def rows(folder: Path, gym: Path | None = None) -> Iterator[Row]:
@@ -52,7 +55,10 @@ def rows(folder: Path, gym: Path | None = None) -> Iterator[Row]:
 
 def _row(name: str, translation: Translation, recipe) -> Row:
     exists = recipe.model.model_type in FAMILIES and recipe.get("policy.generation.backend", "vllm") == "vllm"
-    return Row(name, translation.status, translation.blockers or translation.differences, exists, uses_gym(recipe))
+    keys = Counter(line.status for line in translation.lines if line.status != ADDED)
+    keys["dropped"] = len(recipe.flat.keys() - {line.key for line in translation.lines})
+    reasons = translation.blockers or translation.differences
+    return Row(name, translation.status, reasons, exists, uses_gym(recipe), keys, recipe.release)
 
 
 def report(found: list[Row], reasons: bool) -> str:
@@ -66,6 +72,12 @@ def report(found: list[Row], reasons: bool) -> str:
         chosen = [row for row in found if status in (row.status, "together")]
         counts = len(chosen), sum(row.family for row in chosen), sum(row.gym for row in chosen)
         lines.append(f"{status:<34}{counts[0]:>3}  {counts[1]:>29}  {counts[2]:>13}")
+    keys = sum((row.keys for row in found), Counter())
+    lines += [
+        "",
+        f"releases: {dict(Counter(row.release for row in found))}",
+        f"keys: {sum(keys.values())} {dict(keys)}",
+    ]
     for status in (DIFFERS, CANNOT_RUN):
         counts = Counter(_short(*reason) for row in found if row.status == status for reason in row.reasons.items())
         lines += ["", f"{status}, by reason:", *(f"{count:>4}  {key}" for key, count in counts.most_common())]

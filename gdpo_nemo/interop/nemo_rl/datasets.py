@@ -27,37 +27,61 @@ class _Dataset(NamedTuple):
     """Column of the reference answer."""
     rows: int | None = None
     """Number of rows in the split (None if unknown)."""
+    reads: tuple[str, ...] = ()
+    """Keys of the dataset's section that its class reads."""
 
 
 _DATASETS = {
-    "OpenMathInstruct-2": _Dataset("nvidia/OpenMathInstruct-2", "train_1M", "problem", "expected_answer", 1_000_000),
+    "OpenMathInstruct-2": _Dataset(
+        "nvidia/OpenMathInstruct-2", "train_1M", "problem", "expected_answer", 1_000_000, ("split", "output_key")
+    ),
     "DeepScaler": _Dataset("agentica-org/DeepScaleR-Preview-Dataset", "train", "problem", rows=40_315),
     "DAPOMath17K": _Dataset(
         "BytedTsinghua-SIA/DAPO-Math-17k", "train", "prompt", "reward_model.ground_truth", 1_791_700
     ),
     "DAPOMathAIME2024": _Dataset("BytedTsinghua-SIA/AIME-2024", "train", "prompt", "reward_model.ground_truth"),
-    "AIME2024": _Dataset("HuggingFaceH4/aime_2024", "train", "problem"),
-    "gsm8k": _Dataset("openai/gsm8k:main", "train", "question", rows=7_473),
+    "AIME2024": _Dataset("HuggingFaceH4/aime_2024", "train", "problem", reads=("repeat",)),
+    "gsm8k": _Dataset("openai/gsm8k:main", "train", "question", rows=7_473, reads=("split", "subset")),
 }
 """NeMo-RL's name of a dataset -> its name on the Hub and its columns."""
 
 _MATH = ("math", "math_default")
+_PROCESSORS = ("", "default", "math_hf_data_processor", "math_gdpo_data_processor")
+"""Data processors whose prompts are the rows' problems with the recipe's prompt files."""
 _PUZZLE = "sliding_puzzle_game"
 """Environment of ``run_grpo_sliding_puzzle.py``, which generates its prompts and ignores the section ``data``."""
+ENVIRONMENTS = (*_MATH, "math_multi_reward", "code", "code_jaccard", "reward_model", "vlm", "clevr-cogent",
+                "geometry3k", "refcoco", "mmpr-tiny", "dapo", gym.NAME, _PUZZLE)  # fmt: skip
+"""Sections of ``env`` in the recipes of NeMo-RL. Other sections configure custom environments."""
 _OF_DATA = ("data.default.*", "grpo.val_*generations_per_prompt", "grpo.val_batch_size", "grpo.max_val_samples",
             "policy.generation.val_temperature", "policy.generation.val_top_*")  # fmt: skip
 """Recipe keys that are not translated if the dataset cannot be translated."""
 
 
 def env_name(recipe: Recipe) -> str:
-    """Return NeMo-RL's name of the environment that verifies the samples."""
-    named = recipe.get("data.train.env_name") or recipe.get("data.default.env_name") or recipe.get("data.env_name")
+    """Return NeMo-RL's name of the environment that verifies the samples.
+
+    The programs of custom environments inherit NeMo-RL's sections and ``env_name``, and do not use them. A custom
+    section therefore takes precedence. Recipes before 0.5 have no ``env_name``: the program selects the environment.
+    """
     if gym.uses_gym(recipe):
         return gym.NAME
-    sections = {key.split(".")[1] for key in recipe.flat if key.startswith("env.") and key.count(".") > 1}
+    sections = {
+        key.split(".")[1] for key, value in recipe.flat.items() if key.startswith("env.") and _is_section(key, value)
+    }
+    named = recipe.get("data.train.env_name")
+    custom = sorted(sections - set(ENVIRONMENTS))
+    if custom and named not in custom:
+        return custom[0]
     if _PUZZLE in sections:
         return _PUZZLE
-    return named or next(iter(sorted(sections)), "math")
+    dataset = recipe.get("data.train.dataset_name")
+    usual = next((name for name in ("reward_model", "math") if name in sections), min(sections, default="math"))
+    return named or (dataset if dataset in sections else usual)
+
+
+def _is_section(key: str, value: Any) -> bool:
+    return key.count(".") > 1 or value == {}
 
 
 def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | None:
@@ -72,7 +96,7 @@ def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | 
         except Unknown:
             return None
         return gym.NAME, gym.environment(recipe, found), found.names
-    processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
+    processor = str(recipe.get("data.train.processor", ""))
     if name == "math_multi_reward" or (name in _MATH and "gdpo" in processor):
         return "gsm8k", {"strict": True}, ("correctness", "format", "integer")
     if name not in _MATH:
@@ -86,11 +110,14 @@ def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | 
 def data(recipe: Recipe, findings: Findings) -> None:
     """Add the settings for datasets, prompts, folders and the length of the run to the findings."""
     found = components(recipe)
-    processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
+    processor = str(recipe.get("data.train.processor", ""))
     if processor.startswith("vlm"):
         findings.blocks(
             "data.default.processor", f"{processor} processes prompts with images; only text models are supported"
         )
+    elif found and found[0] != gym.NAME and processor not in _PROCESSORS:
+        key = next(key for key in ("data.train", "data.default", "data") if recipe.flat.get(f"{key}.processor"))
+        findings.differs(f"{key}.processor", f"{processor} may use the rows in another way than math_hf_data_processor")
     for split in ("train", "validation"):
         _split(recipe, findings, split, found[0] if found else env_name(recipe))
     _held_out(recipe, findings)
@@ -109,8 +136,7 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
         )
         return
     name = recipe.get(f"{section}.dataset_name")
-    short = "val" if split == "validation" else split
-    path = recipe.get(f"{section}.data_path") or recipe.get(f"data.{short}_data_path")
+    path = recipe.get(f"{section}.data_path")
     if not (path or name):
         if split == "train":
             findings.set("data.train.environment", environment, "the recipe has no training data")
@@ -119,13 +145,13 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
     known = _DATASETS.get(name or "")
     if known is None and not path:
         findings.blocks(f"{section}.dataset_name", f"the dataset {name} is unknown; set its file or its Hub name")
-    subset = recipe.get(f"{section}.subset")
+    subset = setting(recipe, split, "subset")
     where = gym.rows_path(recipe, path) if path else known.path if known else f"unknown/{name}"
     if subset:
         where = f"{where.partition(':')[0]}:{subset}"
     findings.set(f"{section}.path", where, "the recipe's file" if path else f"Hub name of {name}")
     findings.set(f"{section}.environment", environment, "environment that verifies the samples")
-    wanted = recipe.get(f"{section}.split") or (known.split if known else None)
+    wanted = setting(recipe, split, "split") or (known.split if known else None)
     if wanted:
         findings.set(f"{section}.split", wanted, "split")
     _columns(recipe, findings, split, known, bool(path))
@@ -137,8 +163,8 @@ def _columns(recipe: Recipe, findings: Findings, split: str, known: _Dataset | N
     if env_name(recipe) == gym.NAME:  # its rows contain the prompts, and its servers read the other columns
         return
     section = f"data.{split}"
-    prompt = _data_setting(recipe, split, "input_key")
-    answer = _data_setting(recipe, split, "output_key")
+    prompt = setting(recipe, split, "input_key")
+    answer = setting(recipe, split, "output_key")
     if known:
         prompt = prompt or known.prompt
         answer = answer or known.answer
@@ -151,19 +177,23 @@ def _columns(recipe: Recipe, findings: Findings, split: str, known: _Dataset | N
         findings.set(f"{section}.columns", {"answer": answer}, "reference answer column")
 
 
-def _data_setting(recipe: Recipe, split: str, key: str) -> Any:
-    """Return the setting ``key`` of the split, of ``data.default`` or of ``data``, in this order (None if it is not
-    set)."""
-    names = (f"data.{split}.{key}", f"data.default.{key}", f"data.{key}")
-    return next((recipe.get(name) for name in names if recipe.get(name)), None)
+def reads(recipe: Recipe, split: str, key: str) -> bool:
+    """Return whether the class of a split's dataset reads ``key``. The class of files reads all keys but ``repeat``."""
+    known = _DATASETS.get(recipe.get(f"data.{split}.dataset_name") or "")
+    return key in known.reads if known else key != "repeat"
+
+
+def setting(recipe: Recipe, split: str, key: str) -> Any:
+    """Return a setting of a split's dataset (None if it is not set, or the dataset's class does not read it)."""
+    return recipe.get(f"data.{split}.{key}") if reads(recipe, split, key) else None
 
 
 def _prompts(recipe: Recipe, findings: Findings, split: str) -> None:
     """Set the system message and the prompt template. If the recipe has no system message, set an empty one."""
     if env_name(recipe) == gym.NAME:
         return
-    system, template_file = (_data_setting(recipe, split, key) for key in ("system_prompt_file", "prompt_file"))
-    text = _text(recipe, system) if system else ""
+    system, template_file = (recipe.get(f"data.{split}.{key}") for key in ("system_prompt_file", "prompt_file"))
+    text = _text(recipe, system) if system and not recipe.before("0.6") else ""
     if text is None:
         findings.differs(f"data.{split}.system_prompt_file", f"{system} was not found; prompts have no system message")
     findings.set(
@@ -258,7 +288,9 @@ def _folders(recipe: Recipe, findings: Findings) -> None:
 def _validation(recipe: Recipe, findings: Findings) -> None:
     if not any(key.startswith("data.validation.path") for key in findings.values):
         return
-    repeat = recipe.get("data.validation.repeat", 1)
+    repeat = setting(recipe, "validation", "repeat") or 1
+    if reads(recipe, "validation", "repeat") and recipe.get("data.validation.repeat") is None:
+        repeat = 16 if recipe.release in ("0.6", "0.7") else 1
     samples = recipe.get("grpo.val_num_generations_per_prompt", 1) * repeat
     findings.set("gdpo.val_generations_per_prompt", samples, "repeat x val_num_generations_per_prompt")
     most = recipe.get("grpo.max_val_samples")

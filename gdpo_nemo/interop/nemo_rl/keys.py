@@ -113,8 +113,9 @@ GRPO = [
     ("grpo.adv_estimator.name", required("gdpo.estimator")),
     ("grpo.adv_estimator.minus_baseline", where(
         _reads_groups, idle("applies only to the estimator reinforce_plus_plus"), required("gdpo.estimator"))),
-    ("grpo.adv_estimator.*", where(_reads_groups, required("gdpo.estimator"), idle(
-        "does not apply to the estimator reinforce_plus_plus"))),
+    *((f"grpo.adv_estimator.{name}", where(_reads_groups, required("gdpo.estimator"), idle(
+        "does not apply to the estimator reinforce_plus_plus")))
+      for name in ("normalize_rewards", "use_leave_one_out_baseline")),
     ("grpo.adv_estimator", required("gdpo.estimator")),
     ("grpo.val_period", _validation(to("gdpo.val_period", lambda steps: max(0, steps)))),
     ("grpo.val_at_start", _validation(to("gdpo.val_at_start"))),
@@ -142,14 +143,18 @@ GRPO = [
     ("grpo.zero_variance_prompt_filtering", missing("filtering prompts across epochs is not supported")),
     ("grpo.reward_shaping.enabled", required("gdpo.shaping")),
     ("grpo.reward_shaping.stop_properly_penalty_coef", _shaped(required("gdpo.shaping"))),
-    ("grpo.reward_shaping.*", _shaped(where(
+    *((f"grpo.reward_shaping.{name}", _shaped(where(
         lambda r: r.get("grpo.reward_shaping.stop_properly_penalty_coef") is None, required("gdpo.shaping"),
-        idle("NeMo-RL ignores this key if stop_properly_penalty_coef is set")))),
+        idle("NeMo-RL ignores this key if stop_properly_penalty_coef is set"))))
+      for name in ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")),
+    ("grpo.reward_shaping.*", _shaped(missing("not supported; define the penalty in gdpo.shaping"))),
     ("grpo.reward_shaping", required("gdpo.shaping")),
-    ("grpo.reward_scaling.*", gated("grpo.reward_scaling.enabled", required("gdpo.shaping"))),
+    *((f"grpo.reward_scaling.{name}", gated("grpo.reward_scaling.enabled", required("gdpo.shaping")))
+      for name in ("enabled", "source_min", "source_max", "target_min", "target_max")),
     ("grpo.reward_scaling", required("gdpo.shaping")),
     ("grpo.seq_logprob_error_threshold", missing(
         "masking by log-prob error is not supported; loss_fn.off_policy can mask by ratio")),
+    ("grpo.*length_penalty*", missing("length penalties are not supported; define one in gdpo.shaping")),
     ("grpo.*_tool_call*", missing("not translated; define an equivalent reward component")),
     ("grpo.*malformed_thinking*", missing("not translated; define an equivalent reward component")),
     ("grpo.*best_at_k*", missing("best-of-k objectives are not supported", 0, 1, 1.0)),
@@ -250,7 +255,8 @@ POLICY = [
     ("policy.tokenizer.name", _OTHER_TOKENIZER),
     ("policy.tokenizer.chat_template", missing("the tokenizer's chat template is used", "default")),
     ("policy.tokenizer.chat_template_kwargs*", missing("not translated; set data.<split>.chat_template_kwargs")),
-    ("policy.tokenizer.*", idle("affects only how texts are tokenized, not the resulting tokens")),
+    ("policy.tokenizer.use_fastokens", idle("does not affect the tokens of a text")),
+    ("policy.tokenizer.video*", idle("only text models are supported")),
     ("policy.hf_config_overrides*", missing("the model's config.json defines the architecture")),
     ("policy.train_global_batch_size", to("policy.train_global_batch_size")),
     ("policy.train_micro_batch_size", where(
@@ -294,6 +300,8 @@ POLICY = [
     ("policy.dtensor_cfg.expert_parallel_size",
     _of_dtensor(_of_mixture(to(f"{_MEGATRON}.expert_model_parallel_size")))),
     ("policy.dtensor_cfg.automodel_kwargs.force_hf", idle("selects the model implementation")),
+    ("policy.dtensor_cfg.automodel_kwargs.freeze_config.freeze_language_model",
+     _of_dtensor(missing("all layers are trained"))),
     *((pattern, _of_dtensor(act)) for pattern, act in variable_rules("policy.dtensor_cfg")),
     ("policy.dtensor_cfg.*", idle("configures DTensor sharding and computation")),
     ("policy.router_replay.enabled", _of_mixture(to("policy.router_replay", lambda on: "sampler" if on else False))),
@@ -388,7 +396,8 @@ MEGATRON = [
             "weight decay is constant; the optimizer settings define it"))),
     (f"{_MEGATRON}.scheduler.weight_decay_incr_style", _of_megatron(fixed("constant", "weight decay is constant"))),
     (f"{_MEGATRON}.scheduler.override_opt_param_scheduler", idle("a resumed run uses the schedule in the config")),
-    (f"{_MEGATRON}.scheduler.lr_*", _of_megatron(required(f"{_MEGATRON}.scheduler"))),
+    *((f"{_MEGATRON}.scheduler.lr_{name}", _of_megatron(required(f"{_MEGATRON}.scheduler")))
+      for name in ("decay_style", "decay_iters", "warmup_iters", "warmup_init")),
     (f"{_DDP}.overlap_grad_reduce", _of_megatron(required(f"{_MEGATRON}.overlap_grad_reduce"))),
     (f"{_DDP}.overlap_param_gather", _of_megatron(where(
         lambda r: r.gathers_ahead, required(f"{_MEGATRON}.overlap_param_gather"),

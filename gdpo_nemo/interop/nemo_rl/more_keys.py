@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gdpo_nemo.interop.nemo_rl.datasets import ENVIRONMENTS, env_name, reads
 from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.translation import Act, RuleResult, fixed, gated, idle, missing, required, to, where
@@ -46,13 +47,12 @@ def _sampler(value: Any, recipe: Recipe) -> RuleResult:
 
 def _verifies(recipe: Recipe) -> bool:
     """Return whether the environment ``math`` verifies the recipe's samples."""
-    return recipe.get("data.default.env_name", "math") in ("math", "math_default")
+    return env_name(recipe) in ("math", "math_default")
 
 
 def _decides(recipe: Recipe) -> bool:
     """Return whether the data processor affects the translation, which requires the environment ``math`` or images."""
-    processor = str(recipe.get("data.train.processor") or recipe.get("data.default.processor") or "")
-    return _verifies(recipe) or processor.startswith("vlm")
+    return _verifies(recipe) or str(recipe.get("data.train.processor", "")).startswith("vlm")
 
 
 def _versions(value: Any, recipe: Recipe) -> RuleResult:
@@ -120,7 +120,17 @@ GENERATION = [
     (f"{_VLLM}.kv_cache_dtype", missing("the KV cache is in policy.precision", "auto", "bfloat16")),
     (f"{_VLLM}.logprobs_mode", fixed("processed_logprobs", "log-probs are always those of the sampling distribution")),
     (f"{_VLLM}.load_format", idle("engines receive their weights from the policy")),
-    (f"{_VLLM}.*", idle("affects only speed, weight loading or logs of engines")),
+    (f"{_VLLM}.http_server_serving_chat_kwargs.default_chat_template_kwargs*", where(
+        uses_gym, required("data.train.chat_template_kwargs"), idle("the recipe does not sample over HTTP"))),
+    *((f"{_VLLM}.{name}", idle("affects only speed, weight loading or logs of engines")) for name in (
+        "async_engine", "cap_max_tokens_to_context", "enable_*", "enforce_monotonicity", "expose_http_server", "http_*",
+        "limit_mm_per_prompt*", "max_num_seqs", "*_parser_plugin", "reset_encoder_cache_after_weight_update",
+        "skip_tokenizer_init", "use_deep_gemm", "use_tqdm", "video*", "vllm_metrics_logger_interval",
+        "zmq_refit_server_port", "dbo*", "*_pre_init_*")),
+    *((f"{_VLLM}.{name}", where(
+        lambda r: r.get(f"{_VLLM}.precision") == "fp8", idle("applies to FP8, which is reported by precision"),
+        idle("applies only to FP8, which the engines do not use")))
+      for name in ("is_mx", "num_*_layers_in_bf16", "quantization_ignored_layer_kws")),
     ("policy.generation.vllm_kwargs.max_num_seqs", to(f"{_VLLM}.max_num_seqs")),
     ("policy.generation.vllm_kwargs.speculative_config*", idle(
         "speculative decoding changes only the speed, not the distribution")),
@@ -132,10 +142,56 @@ GENERATION = [
     ("policy.generation.colocated.*", idle("policy.generation.engines selects the GPUs for sampling")),
     ("policy.generation.quant_cfg", missing("engines use policy.precision")),
     ("policy.generation.real_quant", missing("engines use policy.precision")),
-    ("policy.generation.*", idle("configures another engine, ports or weight transport")),
+    ("policy.generation.bad_words", missing("all tokens can be sampled")),
+    *((f"policy.generation.{name}", idle("configures another engine, ports or weight transport")) for name in (
+        "mcore_generation_config*", "dynamo_cfg*", "sglang_*", "trtllm_*", "refit_*", "port_range_*", "real_quant_*",
+        "use_async_rollouts")),
 ]  # fmt: skip
 
+_NOT_READ = idle("NeMo-RL's release or dataset class does not read this key")
+
+
+def _flat(act: Act, *names: str) -> list[tuple[str, Act]]:
+    """Return the rules for keys of the flat section ``data`` before 0.6."""
+
+    def rule(key: str) -> tuple[str, Act]:
+        return key, where(lambda recipe: recipe.reads(key), act, _NOT_READ)
+
+    return [rule(f"data.{name}") for name in names]
+
+
+def _of_dataset(name: str, act: Act) -> list[tuple[str, Act]]:
+    """Return the rules for a key of a dataset's section, which the dataset's class may ignore."""
+
+    def rule(section: str, *splits: str) -> tuple[str, Act]:
+        return f"data.{section}.{name}", where(lambda r: any(reads(r, split, name) for split in splits), act, _NOT_READ)
+
+    return [rule("train", "train"), rule("validation", "validation"), rule("default", "train", "validation")]
+
+
+def _answer_column(value: Any, recipe: Recipe) -> RuleResult:
+    if value == "answer":
+        return fixed("answer", "the reference answer is in the column answer")(value, recipe)
+    return required("data.train.columns")(value, recipe)
+
+
+def _of_environment(name: str, act: Act) -> Act:
+    unused = idle("applies to an environment that the recipe does not use")
+    return where(lambda recipe: env_name(recipe) == name, act, unused)
+
+
+_VERIFIED = fixed("hf_math_verify", "math-verify compares answers with the reference answer")
+
+
 DATA = [
+    *_flat(required("data.train.path"), "dataset_name", "train_data_path", "train_jsonl_fpath"),
+    *_flat(required("data.validation.path"), "val_data_path", "validation_jsonl_fpath"),
+    *_flat(required("data.train.split"), "split", "train_split"),
+    *_flat(required("data.validation.split"), "val_split"),
+    *_flat(required("data.train.prompt_key"), "input_key"),
+    *_flat(_answer_column, "output_key"),
+    *_flat(required("data.train.prompt_template"), "prompt_file"),
+    ("data.system_prompt_file", idle("before 0.6, math_hf_data_processor does not use it")),
     ("data.max_input_seq_length", fixed(
         lambda r: r.get("policy.max_total_sequence_length"),
             "prompts may fill the context; NeMo-RL masks longer prompts")),
@@ -148,22 +204,21 @@ DATA = [
     ("data.*env_name", required("env")),
     ("data.validation.dataset_name", required("data.validation.path")),
     ("data.validation.data_path", required("data.validation.path")),
-    ("data.validation.split", required("data.validation.split")),
+    *_of_dataset("split", required("data.train.split")),
     ("data.default.dataset_name", where(
         lambda r: r.get("data.train.data_path"), idle("data.train.data_path provides the rows"),
         required("data.train.path"))),
     ("data.*dataset_name", required("data.train.path")),
     ("data.*data_path", required("data.train.path")),
-    ("data.train.split_validation_size", where(
-        lambda r: r.held_out, required("data.validation.split"), idle("NeMo-RL's dataset class ignores this key"))),
+    *((f"data.{section}.split_validation_size", where(
+        lambda r: r.held_out, required("data.validation.split"), _NOT_READ)) for section in ("train", "default")),
     ("data.train.seed", idle(
         "applies to NeMo-RL's random split of rows; this project holds out the last rows")),
     ("data.*.split_validation_size", idle("no effect: this section does not define rows to split")),
-    ("data.*.repeat", required("gdpo.val_generations_per_prompt")),
-    ("data.*split", required("data.train.split")),
-    ("data.*subset", required("data.train.path")),
-    ("data.*input_key", required("data.train.prompt_key")),
-    ("data.*output_key", required("data.train.columns")),
+    *_of_dataset("repeat", required("gdpo.val_generations_per_prompt")),
+    *_of_dataset("subset", required("data.train.path")),
+    *_of_dataset("input_key", required("data.train.prompt_key")),
+    *_of_dataset("output_key", _answer_column),
     ("data.*extract_answer", fixed(True, "the reference answer is always the text after ####")),
     ("data.*allowed_problem_types", missing("rows are not filtered by problem type")),
     ("data.custom_dataloader", missing(
@@ -172,14 +227,15 @@ DATA = [
     ("data.use_multiple_dataloader", missing("there is only one data loader")),
     ("data.train", required("data.train.path")),
     ("data.validation", required("data.validation.path")),
-    ("data.*", idle("configures NeMo-RL's data loading")),
+    ("data.default", idle("the section is empty")),
+    *((f"data.{name}", idle("configures NeMo-RL's data loading")) for name in (
+        "num_workers", "*download_dir", "agent_name", "add_system_prompt", "*.video_*")),
 ]  # fmt: skip
 
 REST = [
     ("env.*.num_workers", idle("rollout.env_workers sets the number of verification workers")),
-    ("env.*.math_verify_impl", where(
-        _verifies, fixed("hf_math_verify", "math-verify compares answers with the reference answer"),
-        idle("applies only to environments that are not used or that compare text"))),
+    *((f"env.{name}.math_verify_impl", _of_environment(name, _VERIFIED)) for name in ("math", "math_default")),
+    ("env.*.math_verify_impl", idle("applies only to environments that are not used or that compare text")),
     ("env.*.stop_strings", missing("policy.generation.stop_strings apply to all prompts")),
     ("env.should_mask_flagged_samples", idle("samples that fail in the environment are always masked")),
     ("env.should_log_nemo_gym_responses", idle("all samples are written to rollouts/ in the run folder")),
@@ -191,9 +247,9 @@ REST = [
     ("env.nemo_gym.skip_venv_if_present", idle("gdpo-nemo gym up reuses environments")),
     ("env.nemo_gym.*chat_template_kwargs*", required("data.train.chat_template_kwargs")),
     ("env.nemo_gym*", where(uses_gym, required("env"), idle("the recipe does not use NeMo Gym"))),
-    ("env.math.*", where(_verifies, missing("options of this environment are not supported"), idle(
-        "applies to an environment that the recipe does not use"))),
-    ("env.*", idle("applies to an environment that is not used or that is reported as not supported")),
+    *((f"env.{name}.*", _of_environment(name, missing("options of this environment are not supported")))
+      for name in ENVIRONMENTS),
+    ("env.*.*", required("env")),
     ("env", required("env")),
     ("logger.tensorboard_enabled", to("logger.tensorboard.enabled")),
     ("logger.wandb_enabled", to("logger.wandb.enabled")),
@@ -211,7 +267,9 @@ REST = [
     ("checkpointing.ft_keep_latest_k", to("checkpointing.keep_last")),
     ("checkpointing.save_optimizer", idle("checkpoints always contain the optimizer")),
     ("checkpointing.pretrained_checkpoint", missing("training starts from policy.model_name")),
-    ("checkpointing.*", idle("controls when NeMo-RL saves; this project saves a checkpoint on SIGTERM and stops")),
+    ("checkpointing.checkpoint_dir", required("run.dir")),
+    *((f"checkpointing.{name}", idle("controls when and how NeMo-RL saves")) for name in (
+        "checkpoint_must_save_by", "ft_save_period", "model_save_format", "save_consolidated")),
     ("reward_penalties.token_ids*", idle("applies only to the reward penalties, which are reported separately")),
     ("reward_penalties.*", missing("define each penalty as a reward component")),
     ("on_policy_distillation.*", gated(

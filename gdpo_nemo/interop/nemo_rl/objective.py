@@ -6,7 +6,7 @@ from typing import Any
 
 from gdpo_nemo.environments.nemo_gym.checkout import Unknown
 from gdpo_nemo.interop.nemo_rl import gym
-from gdpo_nemo.interop.nemo_rl.datasets import components, env_name
+from gdpo_nemo.interop.nemo_rl.datasets import ENVIRONMENTS, components, env_name
 from gdpo_nemo.interop.nemo_rl.keys import adapted
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
 from gdpo_nemo.interop.translation import Findings
@@ -139,7 +139,8 @@ def _rewards(recipe: Recipe, findings: Findings) -> None:
         )
         if recipe.get("grpo.use_leave_one_out_baseline"):
             _partial_groups(findings)
-    if recipe.get("grpo.use_dynamic_sampling") and any("overlong" in rule or "truncated" in rule for rule in rules):
+    lengths = any("overlong" in rule or "truncated" in rule for rule in rules)
+    if recipe.get("grpo.use_dynamic_sampling") and lengths and not recipe.before("0.7"):
         findings.set("gdpo.dynamic_sampling.before_shaping", True, "NeMo-RL filters by unshaped_total_reward")
 
 
@@ -155,13 +156,14 @@ def _partial_groups(findings: Findings) -> None:
 
 def _no_environment(recipe: Recipe, findings: Findings) -> None:
     name = env_name(recipe)
-    why = f"environment {name!r} is not supported; set a custom environment in env and its components in gdpo.rewards"
+    what = "is not supported" if name in ENVIRONMENTS else "is custom code of the program that the recipe is for"
+    why = f"environment {name!r} {what}; set a custom environment in env and its components in gdpo.rewards"
     if name == gym.NAME:
         why = f"the NeMo Gym agents and their rewards are unknown: {_unknown(recipe)}"
         weights = recipe.get("grpo.adv_estimator.reward_weights")
         if weights:
             why += f"; reward_weights {weights} belong to the components sorted by name, and are not translated"
-    keys = ("data.*env_name", "data.*processor", "env.should_use_nemo_gym", "env.nemo_gym*",
+    keys = ("data.*env_name", "data.*processor", "env.should_use_nemo_gym", "env.nemo_gym*", f"env.{name}.*",
             "grpo.adv_estimator.reward_weights")  # fmt: skip
     findings.blocks(f"env.{name}", why, *keys)
 
@@ -231,26 +233,41 @@ def _loss(recipe: Recipe, findings: Findings) -> None:
             "loss_fn.reference_policy_kl_penalty", 0.0, "use_kl_in_reward removes the KL penalty from the loss"
         )
     if recipe.kl_in_loss:
-        on_policy = recipe.get("loss_fn.use_on_policy_kl_approximation")
-        why = (
-            "use_on_policy_kl_approximation"
-            if on_policy
-            else "NeMo-RL's KL estimates include the score-function gradient"
-        )
-        findings.set("loss_fn.reference_policy_kl_gradient", "importance" if on_policy else "score", why)
+        _kl_gradient(recipe, findings)
     if recipe.stale:
         findings.set("rollout.max_staleness", recipe.staleness, "maximum age of a trajectory in steps")
         findings.set("rollout.kv", recipe.kv, _KV[recipe.kv])
         if recipe.sampler in ("in_order", "weight_fifo"):
             findings.set("rollout.window", 1, "groups are trained in prompt order")
         findings.set("loss_fn.old_logprobs", "trainer", "the trainer computes the old log-probs, as in NeMo-RL")
+    _truncated_sampling(recipe, findings)
 
+
+def _truncated_sampling(recipe: Recipe, findings: Findings) -> None:
+    what = "the trainer uses log-probs of the full distribution; NeMo-RL uses those of the truncated distribution"
+    if recipe.before("0.6"):
+        what = (
+            "the sampler reports log-probs of the truncated distribution; NeMo-RL uses those of the full distribution"
+        )
+        if not recipe.get("loss_fn.use_importance_sampling_correction"):
+            return
     for name, all_tokens in (("top_p", 1.0), ("top_k", -1)):
         if recipe.get(f"policy.generation.{name}", all_tokens) != all_tokens:
-            what = (
-                "the trainer uses log-probs of the full distribution; NeMo-RL uses those of the truncated distribution"
-            )
             findings.differs(f"policy.generation.{name}", what)
+
+
+def _kl_gradient(recipe: Recipe, findings: Findings) -> None:
+    on_policy = recipe.get("loss_fn.use_on_policy_kl_approximation")
+    key = "loss_fn.reference_policy_kl_gradient"
+    if recipe.before("0.7"):
+        findings.set(key, "estimator", "before 0.7, KL estimates do not include the score-function gradient")
+        if on_policy:
+            what = "KL estimates are not weighted by the ratio of the policy and the sampler"
+            findings.differs("loss_fn.use_on_policy_kl_approximation", what)
+    elif on_policy:
+        findings.set(key, "importance", "use_on_policy_kl_approximation")
+    else:
+        findings.set(key, "score", "NeMo-RL's KL estimates include the score-function gradient")
 
 
 def _off_policy(recipe: Recipe, findings: Findings) -> None:
@@ -263,7 +280,7 @@ def _off_policy(recipe: Recipe, findings: Findings) -> None:
     prefix = "loss_fn.truncated_importance_sampling"
     sequences = recipe.get("loss_fn.sequence_level_importance_ratios")
     kind, high, low = (recipe.get(f"{prefix}_{name}") for name in ("type", "ratio", "ratio_min"))
-    kind = None if high is None else kind
+    kind = None if high is None else kind or "tis"  # before 0.6, weights are always truncated
     mode = "truncate"
     level = "sequence" if sequences else "token"
     if kind == "icepop":

@@ -6,9 +6,10 @@ import io
 import os
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any, Callable, Iterator, NamedTuple, cast
+from typing import Any, Callable, Iterator, Mapping, NamedTuple, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.load import MOST_FILES
 from gdpo_nemo.config.model_checks import read_model_config
+from gdpo_nemo.interop.nemo_rl.releases import MAIN, before, data_settings, keys_read, release_of
 from gdpo_nemo.models.architectures import has_optional_experts, num_experts
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.family_checks import check_model_content
@@ -70,11 +72,25 @@ class Recipe:
     path: Path
     gym_checkout: Path | None = None
     """Folder of NeMo Gym that the user specified, or None."""
+    release: str = MAIN
+    """NeMo-RL's release that the recipe belongs to."""
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value at ``key``, or ``default`` if it is absent, null or unset (``???``)."""
-        value = self.flat.get(key)
+        value = self.flat[key] if key in self.flat else self._data.get(key)
         return default if value is None or value == "???" else value
+
+    @cached_property
+    def _data(self) -> Mapping[str, Any]:
+        return data_settings(self.flat, self.release)
+
+    def before(self, release: str) -> bool:
+        """Return whether the recipe belongs to a release older than ``release``."""
+        return before(self.release, release)
+
+    def reads(self, key: str) -> bool:
+        """Return whether the recipe's release reads a key of the flat section ``data`` (before 0.6)."""
+        return self.before("0.6") and key in keys_read(self.flat)
 
     @property
     def megatron(self) -> bool:
@@ -192,7 +208,7 @@ class Recipe:
     @property
     def names_validation(self) -> bool:
         """True if the recipe specifies a validation dataset."""
-        names = ("data.validation.dataset_name", "data.validation.data_path", "data.val_data_path")
+        names = ("data.validation.dataset_name", "data.validation.data_path")
         return any(self.get(name) for name in names)
 
     @property
@@ -201,11 +217,12 @@ class Recipe:
         return self.names_validation or bool(self.cut)
 
 
-def open_recipe(path: str | Path, gym_checkout: Path | None = None) -> Recipe:
+def open_recipe(path: str | Path, gym_checkout: Path | None = None, release: str | None = None) -> Recipe:
     """Read the recipe at ``path``.
 
     Args:
         gym_checkout: folder of NeMo Gym whose files the recipe refers to, or None.
+        release: NeMo-RL's release that the recipe belongs to. None determines it from the recipe's keys.
 
     Raises:
         ConfigError: if the recipe or one of its parents cannot be read, or it is not a GRPO or GDPO recipe.
@@ -214,7 +231,9 @@ def open_recipe(path: str | Path, gym_checkout: Path | None = None) -> Recipe:
     flat = dict(_leaves(read_recipe(path)))
     if not any(key.startswith("grpo.") for key in flat):
         raise ConfigError(f"{path}: section grpo not found; only GRPO and GDPO recipes are supported")
-    return Recipe({**DEFAULTS, **flat}, path, gym_checkout)
+    release = release or release_of(flat)
+    defaults = DEFAULTS | ({"loss_fn.kl_output_clamp_value": None} if before(release, "0.5") else {})
+    return Recipe({**defaults, **flat}, path, gym_checkout, release)
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

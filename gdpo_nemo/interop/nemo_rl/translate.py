@@ -22,12 +22,13 @@ from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_text, real_path
 
 
-def translate(path: str | Path, gym_checkout: str | Path | None = None) -> Translation:
+def translate(path: str | Path, gym_checkout: str | Path | None = None, release: str | None = None) -> Translation:
     """Translate the recipe at ``path``.
 
     Args:
         gym_checkout: folder of NeMo Gym, which defines the agents and rewards of recipes that use it. None searches for
             the submodule of a NeMo-RL checkout.
+        release: NeMo-RL's release that the recipe belongs to. None determines it from the recipe's keys.
 
     Raises:
         ConfigError: if the recipe or one of its parents cannot be read, it is not a GRPO or GDPO recipe, or
@@ -36,9 +37,11 @@ def translate(path: str | Path, gym_checkout: str | Path | None = None) -> Trans
     checkout = None if gym_checkout is None else Path(gym_checkout).absolute()
     if checkout is not None and not (checkout / "resources_servers").is_dir():
         raise ConfigError(f"--gym-checkout: {gym_checkout} does not contain the folder resources_servers of NeMo Gym")
-    recipe = open_recipe(path, checkout)
+    recipe = open_recipe(path, checkout, release)
     translation = assemble(*apply_rules(recipe), "NeMo-RL", "from-nemo-rl")
     translation.variables = sorted(variables_of(translation.content))
+    how = "--release" if release else "by its keys"
+    translation.source = f"read as a recipe of NeMo-RL {recipe.release} ({how})"
     return translation
 
 
