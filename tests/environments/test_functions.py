@@ -54,6 +54,25 @@ def test_async_functions_run_concurrently():
     assert rewards(env, [trajectory("a")]) == [{"one": 2.0, "two": 2.0, "three": 2.0, "four": 3.0}]
 
 
+def test_all_coroutines_of_a_process_share_one_event_loop():
+    """Those of functions, of a method ``load``, and those that a function returns; other functions may get a loop."""
+    env = environment(where=None, returns_a_coroutine=None, gets_loop=None, loaded=f"{PLACE}:Loaded")
+    env.prepare()
+    found = [rewards(env, [trajectory("a")])[0] for _ in range(2)] + rewards(environment(where=None), [trajectory("a")])
+    assert (
+        len({reward for row in found for name, reward in row.items() if name in ("where", "returns_a_coroutine")}) == 1
+    )
+    assert [(row["gets_loop"], row["loaded"]) for row in found[:2]] == [(1.0, 1.0)] * 2
+
+
+def test_a_worker_has_one_event_loop_and_its_functions_may_start_processes():
+    names = ("where", "gets_loop", "pooled")
+    functions = {"plugin": "functions", "functions": {name: f"{PLACE}:{name}" for name in names}}
+    with EnvironmentPool({"mine": functions}, timeout_s=240) as pool:
+        found = [pool.verify([trajectory("abc", "mine")])[0] for _ in range(2)]
+    assert found[0].rewards == found[1].rewards and found[0].rewards["pooled"] == 1.5, found
+
+
 def test_a_function_cannot_alter_what_the_next_one_sees():
     samples = [trajectory("a", answer="a"), trajectory("b", answer="c")]
     assert rewards(environment(greedy=None, matches=None), samples) == rewards(

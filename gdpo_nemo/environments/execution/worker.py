@@ -24,6 +24,7 @@ from gdpo_nemo.environments.base import Environment, checked_verdicts
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, advance
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.utils.errors import GdpoError, first_line
+from gdpo_nemo.utils.user_code import exits_contained
 
 STARTUP_LIMIT_S = 300.0
 """Maximum time in seconds in which a worker must build its environments."""
@@ -67,7 +68,8 @@ def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
     for name, options in section.items():
         try:
             environment = load_environment(name, options)
-            environment.prepare()
+            with exits_contained():
+                environment.prepare()
             _environments[name] = environment
         except GdpoError as error:
             _environments[name] = Fault(str(error))
