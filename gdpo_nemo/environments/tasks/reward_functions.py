@@ -87,7 +87,7 @@ class Functions(Environment):
     dataset. Each argument is a list with one entry per completion. The function also gets ``trainer_state``,
     ``log_extra(column, values)`` and ``log_metric(name, value)``. Prompts and completions are lists of messages if the
     row contains chat messages, and text otherwise. Functions without ``**kwargs`` get only the arguments that they
-    declare. Async functions run concurrently.
+    declare. Async functions run concurrently, in one event loop for all calls (``user_loop``).
 
     A function may return a ``Failure`` instead of a reward, which masks the sample, or a ``SpanReward`` with the
     characters that the reward is about. Each call receives some of the

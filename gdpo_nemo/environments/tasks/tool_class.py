@@ -56,7 +56,8 @@ class ToolClass(Environment):
             rollout.turns.
 
     The objects are used in threads of the driver, because they may hold connections. Each object is reset and reused.
-    If a call raises, the model gets the error message as the result. If a reset raises, the trajectory is masked.
+    ``reset``, tools and reward functions may be async, and share one event loop (``user_loop``). If a call raises, the
+    model gets the error message as the result. If a reset raises, the trajectory is masked.
     """
 
     remote = True
