@@ -1,8 +1,8 @@
 """Package of the modules that are imported from user files.
 
 Each folder is a subpackage, whose name encodes the folder's path. For example, ``/home/me/rewards.py`` is the module
-``gdpo_nemo.utils.user_modules._2f_home_2f_me.rewards``. An ``import`` statement in such a module prefers modules of its
-own folder, as in a script. Two folders can therefore contain different modules with the same name.
+``gdpo_nemo.utils.user_modules._2f_home_2f_me.rewards``. An ``import`` statement in such a module prefers modules of the
+same folder, as in a script. Two folders can therefore contain different modules with the same name.
 
 Every process can import these modules by name, because importing this package adds the finder below to
 ``sys.meta_path``. For example, ``multiprocessing`` imports them in its child processes.

@@ -31,7 +31,7 @@ class Kept:
         async with self.lock:
             return await asyncio.get_running_loop().run_in_executor(self.pool, helper.value, text)
 """
-"""Reward that keeps a lock, which belongs to one event loop, and a process pool, and whose helper is beside its file."""
+"""Reward that keeps a lock, which belongs to one event loop, and a process pool. Its helper is in the same folder."""
 SCRIPT = REPOSITORY / "tests" / "interop" / "trl" / "stranger.py"
 
 
