@@ -8,6 +8,7 @@ import os
 import threading
 
 MADE: list[Counter] = []
+RESETS: list[int] = []
 RELEASE = threading.Event()
 
 
@@ -22,6 +23,7 @@ class Counter:
         if start < 0:
             raise ValueError("starts below zero")
         self.value = start
+        RESETS.append(start)
         return f" It is {start}." if start else None
 
     def add(self, amount: int) -> str:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from environment_samples import REPLIES
 
+from gdpo_nemo.commands.train import _check_one_row
+from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.registry import load_environment
@@ -170,6 +172,19 @@ def test_the_first_row_is_tried_before_the_run(environment):
     environment().preflight([prompt(start=1)])
     with pytest.raises(RunError, match="reset raised"):
         environment().preflight([prompt(start=-1)])
+
+
+@pytest.mark.parametrize("start, result", [(1, "verified 1 completions for row 0"), (-1, "starts below zero")])
+def test_a_dry_run_plays_two_episodes_with_the_first_row(environment, start, result):
+    config = load_config("configs/gdpo_turns_cpu.yaml", [])
+    config.env = {"counter": {"plugin": "tool_class", "make": f"{FILE}:Counter", "functions": FUNCTIONS}}
+    resets = len(load_module(environment()).RESETS)
+    row = {"id": "0", "prompt": [{"role": "user", "content": "Count."}], "start": start}
+    try:
+        found = _check_one_row(config, "counter", environment(), row, None)
+    except RunError as error:
+        found = str(error)
+    assert result in found and (start < 0 or len(load_module(environment()).RESETS) == resets + 3)
 
 
 @pytest.mark.parametrize(

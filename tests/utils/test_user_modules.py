@@ -63,6 +63,11 @@ def test_a_folders_name_is_decoded_from_the_name_of_its_package(text):
     assert f"x{encoded}".isidentifier() and user_modules._decoded(encoded) == text
 
 
+def test_a_module_of_the_folder_precedes_an_imported_package_with_its_name(tmp_path):
+    write(tmp_path, hypothesis="WHO = 1", rewards="import hypothesis\nWHO = hypothesis.WHO")
+    assert load_object(f"{tmp_path}/rewards.py:WHO") == 1
+
+
 def test_installed_packages_give_way_to_the_folder_and_the_standard_library_does_not(tmp_path):
     """A folder that is not a package hides no package, and this project is not imported a second time."""
     write(tmp_path, psutil="WHO = 1", statistics="raise OSError", gdpo_nemo____init__="raise OSError")
