@@ -189,6 +189,16 @@ def half(number):
     return number / 2
 
 
+_KEPT = []
+
+
+def pool_of_processes(completions, **_):
+    """Keep a process pool and return the process ids of one of its workers for each start method."""
+    if not _KEPT:
+        _KEPT.extend(ProcessPoolExecutor(1, multiprocessing.get_context(method)) for method in ("fork", "forkserver"))
+    return [_KEPT[len(completion) % 2].submit(os.getpid).result() for completion in completions]
+
+
 def pooled(completions, **_):
     """Halve lengths in processes of every start method."""
     lengths = [len(completion) for completion in completions]
