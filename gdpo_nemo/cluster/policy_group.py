@@ -41,7 +41,7 @@ from gdpo_nemo.data.prefixes import (
 from gdpo_nemo.data.records import GradientProducts, UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
 from gdpo_nemo.utils.progress import phase
-from gdpo_nemo.utils.user_code import import_path_of, load_functions
+from gdpo_nemo.utils.user_code import load_functions
 from gdpo_nemo.utils.waits import Patience
 
 if TYPE_CHECKING:
@@ -429,7 +429,7 @@ class PolicyGroup:
         num_returns: int = 1,
     ) -> list[Any]:
         """Call a method of a transport's sender on selected ranks. See ``PolicyRanks.start_sender``."""
-        import_path = import_path_of(sender)
+        import_path = f"{sender.__module__}:{sender.__qualname__}"
         actors = self.ranks if ranks is None else [self.ranks[rank] for rank in ranks]
         return [
             actor.run_sender.options(num_returns=num_returns).remote(import_path, method, *arguments)

@@ -264,15 +264,15 @@ def _prompts(
 def _check_one_row(config: Config, name: str, environment: Any, row: Row, key: str | None) -> str:
     """Verify completions for one row and describe the result. Environments that require servers are not checked."""
     from gdpo_nemo.commands.env.check import check_environment
+    from gdpo_nemo.environments.registry import plugin_of
 
-    if environment.plays_with_endpoint or environment.has_preflight:
+    needs_servers = environment.has_preflight and plugin_of(name, config.env[name]) != "tool_class"
+    if environment.plays_with_endpoint or needs_servers:
         return f"env.{name}: not checked, because it requires the servers of the run"
     options = config.env[name] or {}
     rollout = config.rollout
     try:
-        check = check_environment(
-            name, options, environment, [row], workers=1, timeout_s=rollout.env_timeout_s, key=key
-        )
+        check = check_environment(name, options, environment, [row], timeout_s=rollout.env_timeout_s, key=key)
     except ConfigError as error:
         raise ConfigError(f"env.{name}: {error}") from None
     details = "; ".join(dict.fromkeys(verdict.detail for verdict in check.verdicts if verdict.detail))

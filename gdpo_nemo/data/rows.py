@@ -14,7 +14,7 @@ from gdpo_nemo.config.data_files import DATA_SUFFIXES, check_data_file, check_di
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
 from gdpo_nemo.utils.files import HalfPair, check_pairs, open_file, parse_json
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.user_code import exits_contained, load_object
 
 PROMPT_KEYS = ("messages", "prompt", "question", "problem")
 """Default prompt columns. The first of these columns that a row contains is used."""
@@ -156,10 +156,11 @@ def _rows_of_entry(entry: str, split: str, key: str, at_most: int | None) -> lis
 def _rows_of_function(import_path: str, key: str) -> list[Row]:
     """Call a user-defined function that returns a list of rows or a Hugging Face dataset, and return its rows."""
     try:
-        rows = [dict(row) for row in load_object(import_path)()]
+        with exits_contained():
+            rows = [dict(row) for row in load_object(import_path)()]
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
-    except (Exception, SystemExit) as error:  # user code may raise any exception
+    except Exception as error:  # user code may raise any exception
         raise ConfigError(f"{key}: {import_path} returned no rows: {first_line(error)}") from error
     _check_texts(rows, f"{key}: {import_path}")
     return rows
@@ -386,8 +387,9 @@ def transformed(rows: Sequence[Row], dataset: DatasetConfig, split: str) -> list
 def _columns(transform: Transform, row: Row, where: str) -> Row:
     """Return the columns that the transform returns for a row. Raises ConfigError if the transform fails."""
     try:
-        found = transform(dict(row))
-    except (Exception, SystemExit) as error:  # user code may raise any exception
+        with exits_contained():
+            found = transform(dict(row))
+    except Exception as error:  # user code may raise any exception
         raise ConfigError(f"{where}: {first_line(error)}") from error
     if not isinstance(found, Mapping) or not all(isinstance(name, str) for name in found):
         raise ConfigError(f"{where}: the function must return a mapping of columns, got {_short(found)}")
@@ -412,8 +414,9 @@ def _transform(dataset: DatasetConfig, split: str) -> tuple[Transform | None, li
     try:
         if next(iter(inspect.signature(function).parameters), None) != _FACTORY:
             return function, []
-        result = function(dataset)
-    except (Exception, SystemExit) as error:  # user code may raise any exception
+        with exits_contained():
+            result = function(dataset)
+    except Exception as error:  # user code may raise any exception
         raise ConfigError(f"{where}: {first_line(error)}") from error
     transform, options = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not callable(transform) or not isinstance(options, Mapping):

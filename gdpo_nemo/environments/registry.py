@@ -16,7 +16,7 @@ from gdpo_nemo.environments.base import Environment, adapted, declared
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
 from gdpo_nemo.utils.files import read_bytes
 from gdpo_nemo.utils.source import find_file
-from gdpo_nemo.utils.user_code import PICKLE, file_of_module, is_reference, load_object
+from gdpo_nemo.utils.user_code import PICKLE, exits_contained, file_of_module, is_reference, load_object
 
 ENTRY_POINT_GROUP = "gdpo_nemo.environments"
 
@@ -78,7 +78,8 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
         )
     options.pop("num_workers", None)
     try:
-        environment = adapted(make(options))
+        with exits_contained():
+            environment = adapted(make(options))
     except ConfigError as error:
         raise ConfigError(f"env.{name}: {error}") from error
     except Exception as error:  # the constructor may be user code

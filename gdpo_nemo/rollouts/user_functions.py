@@ -13,7 +13,7 @@ from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition
 from gdpo_nemo.config.objective_checks import check_estimator, check_skipping
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.user_code import load_functions
+from gdpo_nemo.utils.user_code import exits_contained, load_functions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,7 +32,7 @@ def load_estimator(gdpo: GdpoConfig) -> Callable[..., Terms] | None:
         ConfigError: if the function cannot be loaded.
     """
     name = gdpo.estimator
-    return load_functions("gdpo.estimator", [name])[name] if is_import_path(name) else None
+    return exits_contained()(load_functions("gdpo.estimator", [name])[name]) if is_import_path(name) else None
 
 
 def load_shaping_rules(gdpo: GdpoConfig) -> dict[str, Callable[..., np.ndarray]]:
@@ -41,7 +41,8 @@ def load_shaping_rules(gdpo: GdpoConfig) -> dict[str, Callable[..., np.ndarray]]
     Raises:
         ConfigError: if a function cannot be loaded.
     """
-    return load_functions("gdpo.shaping", filter(is_import_path, map(rule_name, gdpo.shaping)))
+    found = load_functions("gdpo.shaping", filter(is_import_path, map(rule_name, gdpo.shaping)))
+    return {name: exits_contained()(function) for name, function in found.items()}
 
 
 def check_own_functions(config: Config) -> None:

@@ -24,6 +24,7 @@ from gdpo_nemo.data.records import UpdateResult
 from gdpo_nemo.rollouts.metrics import update_metrics, validation_metrics
 from gdpo_nemo.utils.errors import ConfigError, GdpoError, UserCodeFailed, first_line
 from gdpo_nemo.utils.user_code import absolute_import_path, load_object
+from gdpo_nemo.utils.user_modules import is_built_in
 
 if TYPE_CHECKING:
     from gdpo_nemo.cluster.policy_group import PolicyGroup
@@ -64,7 +65,7 @@ class Algorithm(ABC, Generic[Batch, Prepared]):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if not cls.__module__.startswith("gdpo_nemo."):
+        if not is_built_in(cls):
             _name_errors(cls)
 
     @classmethod

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -35,9 +34,9 @@ from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import write_whole
 from gdpo_nemo.utils.progress import phase, quiet_torch
+from gdpo_nemo.utils.signals import STOPPED
 from gdpo_nemo.utils.user_code import PICKLE, imports_tried
 
-_STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 _one_at_a_time = threading.Lock()
 
 
@@ -127,7 +126,7 @@ def run(resolved: Resolved, begin: float | None = None) -> TrainResult:
 
             status = fit(resolved, begin)
     except SystemExit as end:  # The run received a signal before training had started, or a second signal.
-        if end.code not in _STOPPED:
+        if end.code not in STOPPED:
             raise RunError(f"the run was ended by sys.exit({end.code!r})") from end
         status = int(end.code)
     finally:

@@ -15,6 +15,9 @@ import threading
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
+STOPPED = (128 + signal.SIGHUP, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit statuses of a process that a signal has stopped. Signal handlers raise SystemExit with these statuses."""
+
 _terminal_streams: set[int] = set()
 """Duplicates of the terminal's descriptor, used while descriptor 2 is redirected to a file (``raw_lines_in``)."""
 

@@ -1,13 +1,12 @@
 """Child process of ``try_import``, which imports a user's module and writes to a pipe when the import has ended.
 
-The script is started by its path and uses only the standard library, so that it does not import anything else.
+The script is started by its path and uses only the standard library, so that it imports little else.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 import json
 import os
 import signal
@@ -33,23 +32,12 @@ def block_os_exit() -> None:
     os._exit = refuse
 
 
-def import_module(name: str, file: str | None) -> None:
-    """Import a module by its name, or from ``file`` under that name. Exceptions propagate."""
-    if file is None:
-        importlib.import_module(name)
-        return
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-
-
-def main(name: str, file: str | None, pipe: int) -> NoReturn:
+def main(name: str, pipe: int) -> NoReturn:
     """Try the import, write a byte to the descriptor ``pipe``, and exit with status 0."""
     real_exit = os._exit
     block_os_exit()
     try:
-        import_module(name, file)
+        importlib.import_module(name)
     except BaseException:  # the error is ignored, because the real import raises and reports it again
         pass
     os.write(pipe, b"1")
@@ -58,5 +46,5 @@ def main(name: str, file: str | None, pipe: int) -> NoReturn:
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    name, file, pipe, sys.path, sys.argv = json.loads(sys.argv[1])
-    main(name, file, pipe)
+    name, pipe, sys.path, sys.argv = json.loads(sys.argv[1])
+    main(name, pipe)

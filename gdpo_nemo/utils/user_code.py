@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -19,11 +20,11 @@ from typing import Any, Callable, Iterable, Iterator, Mapping, NoReturn, Sequenc
 
 from gdpo_nemo.utils.errors import ConfigError, first_line, nearest
 from gdpo_nemo.utils.files import real_path
+from gdpo_nemo.utils.signals import STOPPED
 from gdpo_nemo.utils.source import find_file
+from gdpo_nemo.utils.user_modules import module_of
 from gdpo_nemo.utils.waits import work_done
 
-PLUGIN_PREFIX = "gdpo_nemo_plugin_"
-"""Name prefix of modules that are loaded from files."""
 PICKLE = ".pkl"
 """Suffix of a file that contains a pickled dictionary of objects by name. The Python function ``train`` writes such a
 file for functions without an import path."""
@@ -40,7 +41,7 @@ def is_reference(text: str) -> bool:
 def load_object(reference: str) -> Any:
     """Return the object at ``file.py:name``, ``pkg.mod:name``, ``pkg.mod.name`` or ``file.pkl:name``.
 
-    A Python file (``find_file``) is imported with its folder on the search path, as if it were run as a script.
+    A Python file (``find_file``) is imported as a module of ``user_modules``.
 
     Raises:
         ConfigError: if the module or the name does not exist, or the import fails.
@@ -70,13 +71,6 @@ def file_of_module(module: str) -> str | None:
     if top in sys.modules or find_file(file) is None:
         return None
     return None if importlib.util.find_spec(top) else file
-
-
-def import_path_of(found: type) -> str:
-    """Return an import path by which ``load_object`` finds a class in other processes."""
-    module = sys.modules[found.__module__]
-    home = module.__file__ if module.__name__.startswith(PLUGIN_PREFIX) else module.__name__
-    return f"{home}:{found.__qualname__}"
 
 
 def _unpickled(file: str, name: str) -> Any:
@@ -130,25 +124,57 @@ def absolute_import_path(name: str) -> str:
     return f"{real_path(found)}{colon}{function}" if found else name
 
 
+_real_exit = os._exit
+_blocked = threading.local()
+
+
+def _exit(status: int) -> NoReturn:
+    if getattr(_blocked, "pid", None) == os.getpid():
+        raise SystemExit(f"it calls os._exit({status!r})")
+    _real_exit(status)
+
+
+os._exit = _exit
+
+
 @contextlib.contextmanager
 def os_exit_blocked() -> Iterator[None]:
-    """Make ``os._exit`` raise SystemExit in this block, so that user code cannot end the process silently.
+    """Make ``os._exit`` raise SystemExit in this block and thread, so that user code cannot end the process silently.
 
     Forked processes can still exit with ``os._exit``.
     """
-    real_exit = os._exit
-    own_pid = os.getpid()
-
-    def refuse(status: int) -> NoReturn:
-        if os.getpid() != own_pid:
-            real_exit(status)
-        raise SystemExit(f"it calls os._exit({status!r})")
-
-    os._exit = refuse
+    before = getattr(_blocked, "pid", None)
+    _blocked.pid = os.getpid()
     try:
         yield
     finally:
-        os._exit = real_exit
+        _blocked.pid = before
+
+
+class ExitRaised(Exception):
+    """Replaces SystemExit and other exceptions that are not subclasses of Exception. See ``exits_contained``."""
+
+
+@contextlib.contextmanager
+def exits_contained() -> Iterator[None]:
+    """Convert exceptions of user code that would end the process, or the event loop that waits for the user code.
+
+    Such exceptions are SystemExit and other exceptions that are not subclasses of Exception. ``os._exit`` raises
+    SystemExit. The exceptions of signal handlers, which run in the main thread, propagate.
+
+    Raises:
+        ExitRaised: in place of these exceptions.
+    """
+    try:
+        with os_exit_blocked():
+            yield
+    except Exception:
+        raise
+    except BaseException as error:
+        by_signal = isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in STOPPED)
+        if by_signal and threading.current_thread() is threading.main_thread():
+            raise
+        raise ExitRaised(first_line(error)) from error
 
 
 def _not_importable(module: str, error: BaseException) -> ConfigError:
@@ -172,32 +198,20 @@ def _load_file(file: str) -> ModuleType:
     path = find_file(file)
     if path is None:
         raise ConfigError(f"no such file: {file}")
-    path = real_path(path)
-    name = PLUGIN_PREFIX + "_".join(part.replace(".", "_") for part in path.parts[1:])
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"cannot import {file}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
+    name = module_of(real_path(path))
     try:
-        try_import(name, path)
-        sys.modules[name] = module
+        try_import(name)
         with os_exit_blocked():
             try:
-                spec.loader.exec_module(module)
+                return importlib.import_module(name)
             except ModuleNotFoundError as error:
                 if not provide_trl_module(error):
                     raise
-                spec.loader.exec_module(module)
+                return importlib.import_module(name)
     except BaseException as error:
-        sys.modules.pop(name, None)
         if isinstance(error, KeyboardInterrupt):
             raise
         raise _not_importable(file, error) from error
-    return module
 
 
 IDLE_S = 10.0
@@ -227,8 +241,8 @@ def imports_tried() -> Iterator[None]:
         _trials_enabled = before
 
 
-def try_import(name: str, file: Path | None = None) -> None:
-    """Import a module by its name, or from ``file`` under that name, in a child process.
+def try_import(name: str) -> None:
+    """Import a module in a child process.
 
     Has no effect unless ``imports_tried`` is active. Exceptions of the test import are ignored.
 
@@ -238,7 +252,7 @@ def try_import(name: str, file: Path | None = None) -> None:
     if not _trials_enabled or name in sys.modules:
         return
     reader, writer = os.pipe()
-    arguments = [name, file and str(file), writer, sys.path, sys.argv]
+    arguments = [name, writer, sys.path, sys.argv]
     process = subprocess.Popen(
         [sys.executable, "-P", str(_TRIAL), json.dumps(arguments)],
         stdin=subprocess.DEVNULL,

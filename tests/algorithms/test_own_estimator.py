@@ -190,6 +190,17 @@ def test_an_own_estimator_that_gives_nan_is_refused_before_any_process_starts(tm
         check_own_functions(config(f"{raising}:mine"))
 
 
+@pytest.mark.parametrize("exit_call", ["raise SystemExit(0)", "import os; os._exit(0)", "raise GeneratorExit"])
+def test_an_estimator_or_a_rule_that_ends_the_process_is_refused_by_name(exit_call, tmp_path):
+    file = tmp_path / "leaving.py"
+    file.write_text(f"def mine(first, second): {exit_call}")
+    with pytest.raises(ConfigError, match=r"gdpo.estimator: .*leaving.py:mine raised ExitRaised"):
+        check_own_functions(config(f"{file}:mine"))
+    rule = f"gdpo.shaping=[{{component: correct, '{file}:mine': {{}}}}]"
+    with pytest.raises(ConfigError, match=r"gdpo.shaping.*leaving.py:mine raised ExitRaised"):
+        check_own_functions(config("grpo", rule))
+
+
 def test_a_custom_estimator_that_returns_nan_ends_the_run_instead_of_masking(tmp_path):
     file = tmp_path / "broken.py"
     file.write_text(BROKEN_FOR_CONSTANT_GROUPS)

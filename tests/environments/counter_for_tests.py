@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import builtins
+import os
 import threading
 
 MADE: list[Counter] = []
+RESETS: list[int] = []
 RELEASE = threading.Event()
 
 
@@ -19,6 +23,7 @@ class Counter:
         if start < 0:
             raise ValueError("starts below zero")
         self.value = start
+        RESETS.append(start)
         return f" It is {start}." if start else None
 
     def add(self, amount: int) -> str:
@@ -36,6 +41,32 @@ class Counter:
         self.value += amount
         return str(self.value)
 
+    async def loop(self) -> str:
+        """
+        Names its event loop.
+        """
+        return str(id(asyncio.get_running_loop()))
+
+    def leave(self, how: str) -> str:
+        """
+        Ends the process.
+
+        Args:
+            how: os._exit, or the exception to raise.
+        """
+        if how == "os._exit":
+            os._exit(0)
+        raise getattr(builtins, how)(3)
+
+    def pour(self, characters: int) -> str:
+        """
+        Returns a long text.
+
+        Args:
+            characters: Its length.
+        """
+        return "x" * characters
+
     async def wait(self) -> str:
         """
         Waits until it is released.
@@ -44,6 +75,22 @@ class Counter:
         return "over"
 
     def _hidden(self) -> None: ...
+
+
+class AsyncCounter(Counter):
+    """Begins its episodes asynchronously."""
+
+    async def reset(self, start: int = 0, **columns) -> str | None:
+        """Note the event loop."""
+        return f"{super().reset(start)} {await self.loop()}"
+
+
+async def loop(environments, **columns):
+    return [float(id(asyncio.get_running_loop()))]
+
+
+def leaves(environments, **columns):
+    os._exit(0)
 
 
 def value(environments, **columns):

@@ -1,9 +1,11 @@
 """Reward functions that are right, wrong, asynchronous or greedy; for the tests."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import numpy as np
 
@@ -157,3 +159,50 @@ class Uncallable:
 
 def down(completions, **_):
     return [Failure("server is down")] * len(completions)
+
+
+async def where(completions, **_):
+    """Name the event loop. A client that is created once belongs to one loop."""
+    return [float(id(asyncio.get_running_loop()))] * len(completions)
+
+
+def returns_a_coroutine(completions, **_):
+    return where(completions)
+
+
+class Loaded:
+    """Has a client that ``load`` creates in the event loop."""
+
+    async def load(self):
+        self.client = asyncio.get_running_loop()
+
+    async def __call__(self, completions, **_):
+        return [float(asyncio.get_running_loop() is self.client)] * len(completions)
+
+
+def gets_loop(completions, **_):
+    """As written for TRL, which calls functions where a loop can be had."""
+    return [asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, 1.0))] * len(completions)
+
+
+def half(number):
+    return number / 2
+
+
+_KEPT = []
+
+
+def pool_of_processes(completions, **_):
+    """Keep a process pool and return the process ids of one of its workers for each start method."""
+    if not _KEPT:
+        _KEPT.extend(ProcessPoolExecutor(1, multiprocessing.get_context(method)) for method in ("fork", "forkserver"))
+    return [_KEPT[len(completion) % 2].submit(os.getpid).result() for completion in completions]
+
+
+def pooled(completions, **_):
+    """Halve lengths in processes of every start method."""
+    lengths = [len(completion) for completion in completions]
+    for method in ("fork", "spawn", "forkserver"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+            halves = list(pool.map(half, lengths))
+    return halves

@@ -2,6 +2,7 @@ import re
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from environment_samples import HOSTILE, trajectories, trajectory
 
@@ -52,6 +53,28 @@ def test_async_functions_run_concurrently():
         one=f"{PLACE}:meeting", two=f"{PLACE}:meeting", three=f"{PLACE}:meeting", four=f"{PLACE}:instance"
     )
     assert rewards(env, [trajectory("a")]) == [{"one": 2.0, "two": 2.0, "three": 2.0, "four": 3.0}]
+
+
+def test_all_coroutines_of_a_process_share_one_event_loop():
+    """Those of functions, of a method ``load``, and those that a function returns; other functions may get a loop."""
+    env = environment(where=None, returns_a_coroutine=None, gets_loop=None, loaded=f"{PLACE}:Loaded")
+    env.prepare()
+    found = [rewards(env, [trajectory("a")])[0] for _ in range(2)] + rewards(environment(where=None), [trajectory("a")])
+    assert (
+        len({reward for row in found for name, reward in row.items() if name in ("where", "returns_a_coroutine")}) == 1
+    )
+    assert [(row["gets_loop"], row["loaded"]) for row in found[:2]] == [(1.0, 1.0)] * 2
+
+
+def test_a_worker_has_one_event_loop_and_ends_with_the_processes_of_its_functions():
+    names = ("where", "gets_loop", "pooled", "pool_of_processes")
+    functions = {"plugin": "functions", "functions": {name: f"{PLACE}:{name}" for name in names}}
+    with EnvironmentPool({"mine": functions}, timeout_s=240) as pool:
+        found = [pool.verify(trajectories(["abc", "ab"], "mine")) for _ in range(2)]
+        children = [psutil.Process(int(verdict.rewards["pool_of_processes"])) for verdict in found[0]]
+    assert [verdict.rewards for verdict in found[0]] == [verdict.rewards for verdict in found[1]]
+    assert [verdict.rewards["pooled"] for verdict in found[0]] == [1.5, 1.0]
+    assert psutil.wait_procs(children, timeout=60)[1] == [], "the processes end with the pool"
 
 
 def test_a_function_cannot_alter_what_the_next_one_sees():

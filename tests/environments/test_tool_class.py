@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from environment_samples import REPLIES
 
+from gdpo_nemo.commands.train import _check_one_row
+from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.registry import load_environment
@@ -88,7 +90,7 @@ def load_module(environment):
 
 def test_schemas_are_those_of_the_public_methods(environment):
     row = environment().read_row({"prompt": "Count."})
-    assert sorted(tool["function"]["name"] for tool in row["tools"]) == ["add", "wait"]
+    assert sorted(tool["function"]["name"] for tool in row["tools"]) == ["add", "leave", "loop", "pour", "wait"]
     with pytest.raises(ConfigError, match="has a column tools"):
         environment().read_row(row)
 
@@ -101,13 +103,39 @@ def test_schemas_are_those_of_the_public_methods(environment):
         ("add", "{}", "{'error': "),
         ("_hidden", "{}", "{'error': 'Tool _hidden not found.'}"),
         ("reset", "{}", "{'error': 'Tool reset not found.'}"),
+        ("leave", '{"how": "SystemExit"}', "{'error': 'SystemExit: 3'}"),
+        ("leave", '{"how": "KeyboardInterrupt"}', "{'error': 'KeyboardInterrupt: 3'}"),
+        ("leave", '{"how": "GeneratorExit"}', "{'error': 'GeneratorExit: 3'}"),
+        ("leave", '{"how": "os._exit"}', "{'error': 'SystemExit: it calls os._exit(0)'}"),
+        ("pour", '{"characters": 65537}', "{'error': 'The result has 65537 characters"),
     ],
 )
 def test_a_call_that_fails_is_text_for_the_model(environment, name, arguments, text):
     counter = environment()
     asked, reply = begin(counter, start=1)
-    answer = counter.start_step(EpisodeStep(asked, 0, 1, reply.state, call(name, arguments))).result()
+    answer = counter.start_step(EpisodeStep(asked, 0, 1, reply.state, call(name, arguments))).result(60)
     assert answer.outcome is Outcome.OK and answer.observation[0]["content"].startswith(text)
+    assert counter.start_step(EpisodeStep(asked, 0, 2, answer.state)).result(60).done, "the environment still answers"
+
+
+def test_resets_calls_and_rewards_of_all_episodes_share_one_event_loop(environment):
+    """Objects and functions may keep a client, which belongs to the loop that it was first used in."""
+    loops = set()
+    for counter in (environment(make=f"{FILE}:AsyncCounter", functions={"loop": f"{FILE}:loop"}) for _ in range(2)):
+        for start in (1, 2):
+            asked, reply = begin(counter, start=start)
+            answer = counter.start_step(EpisodeStep(asked, 0, 1, reply.state, call("loop", "{}"))).result(60)
+            ended = counter.start_step(EpisodeStep(asked, 0, 2, answer.state)).result(60)
+            loops |= {reply.observation[0]["content"].split()[-1], answer.observation[0]["content"]}
+            loops.add(str(int(ended.rewards["loop"])))
+    assert len(loops) == 1
+
+
+def test_a_reward_function_that_ends_the_process_is_named(environment):
+    counter = environment(functions={"leaves": f"{FILE}:leaves"})
+    asked, reply = begin(counter, start=1)
+    with pytest.raises(RunError, match="reward function 'leaves' raised ExitRaised: SystemExit: it calls os._exit.0."):
+        counter.start_step(EpisodeStep(asked, 0, 1, reply.state)).result(60)
 
 
 def test_a_reset_that_raises_and_a_call_that_hangs_mask_the_trajectory(environment):
@@ -144,6 +172,19 @@ def test_the_first_row_is_tried_before_the_run(environment):
     environment().preflight([prompt(start=1)])
     with pytest.raises(RunError, match="reset raised"):
         environment().preflight([prompt(start=-1)])
+
+
+@pytest.mark.parametrize("start, result", [(1, "verified 1 completions for row 0"), (-1, "starts below zero")])
+def test_a_dry_run_plays_two_episodes_with_the_first_row(environment, start, result):
+    config = load_config("configs/gdpo_turns_cpu.yaml", [])
+    config.env = {"counter": {"plugin": "tool_class", "make": f"{FILE}:Counter", "functions": FUNCTIONS}}
+    resets = len(load_module(environment()).RESETS)
+    row = {"id": "0", "prompt": [{"role": "user", "content": "Count."}], "start": start}
+    try:
+        found = _check_one_row(config, "counter", environment(), row, None)
+    except RunError as error:
+        found = str(error)
+    assert result in found and (start < 0 or len(load_module(environment()).RESETS) == resets + 3)
 
 
 @pytest.mark.parametrize(

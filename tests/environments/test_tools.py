@@ -172,6 +172,21 @@ def test_calls_end_at_their_time_limit_even_if_they_catch_exceptions():
     assert call_tools(tools, calls[1:], 5.0)[0]["content"] == "2"
 
 
+def test_calls_of_async_tools_share_one_event_loop_also_after_a_time_limit():
+    tools = load_tools([f"{PLACE}:{name}" for name in ("where", "later", "block")])
+    calls = [("where", "{}"), ("block", "{}"), ("later", "{}"), ("where", "{}")]
+    first, *_ = call_tools(tools, calls[:1], 5.0)
+    assert "exceeded the time limit" in call_tools(tools, calls[1:2], 0.05)[0]["content"]
+    assert [message["content"] for message in call_tools(tools, calls[2:], 5.0)] == [first["content"]] * 2
+
+
+@pytest.mark.parametrize("kind", ["KeyboardInterrupt", "GeneratorExit", "BaseException", "SystemExit"])
+def test_a_call_that_raises_what_is_not_an_exception_is_text_for_the_model(kind):
+    tools = load_tools([f"{PLACE}:interrupt"])
+    [message] = call_tools(tools, [("interrupt", f'{{"how": "{kind}"}}')], 5.0)
+    assert message["content"] == "{'error': 'over'}"
+
+
 def test_results_are_bounded_and_hold_whole_characters():
     tools = load_tools([f"{PLACE}:pour", f"{PLACE}:surrogate"])
     most = f'{{"characters": {MAX_RESULT_CHARACTERS}}}'

@@ -1,5 +1,7 @@
 """Tools and reward functions of the tests of the environment ``tools``."""
 
+import asyncio
+import builtins
 import threading
 
 
@@ -46,6 +48,47 @@ def leave(status: int) -> str:
         status: The status.
     """
     raise SystemExit(status)
+
+
+def interrupt(how: str) -> str:
+    """
+    Raises what is not an Exception.
+
+    Args:
+        how: The exception.
+    """
+    raise getattr(builtins, how)("over")
+
+
+async def where(nothing: str = "") -> int:
+    """
+    Names its event loop.
+
+    Args:
+        nothing: Ignored.
+    """
+    return id(asyncio.get_running_loop())
+
+
+async def block(nothing: str = "") -> str:
+    """
+    Blocks the event loop.
+
+    Args:
+        nothing: Ignored.
+    """
+    threading.Event().wait()
+    return "over"
+
+
+def later(nothing: str = "") -> object:
+    """
+    Returns a coroutine.
+
+    Args:
+        nothing: Ignored.
+    """
+    return where()
 
 
 def pour(characters: int) -> str:

@@ -111,6 +111,20 @@ ENVIRONMENTS = (
         "calls of earlier starts count against the budget",
     ),
     mutant(
+        "utils/user_modules.py",
+        "if level or not _is_in_folder(folder, top):",
+        "if level or top in sys.modules or not _is_in_folder(folder, top):",
+        "utils/test_user_modules.py::test_a_module_of_the_folder_precedes_an_imported_package_with_its_name",
+        "a file imports the modules of its folder",
+    ),
+    mutant(
+        "environments/tasks/reward_functions.py",
+        "returned.update(user_loop.run(_call_all(asynchronous, batch)))",
+        "import asyncio; returned.update(asyncio.run(_call_all(asynchronous, batch)))",
+        "environments/test_functions.py::test_all_coroutines_of_a_process_share_one_event_loop",
+        "a function may keep a client between calls",
+    ),
+    mutant(
         "environments/execution/worker.py",
         "return self._checks <= _CHECKS_AFTER_DEATH and not self._stopped",
         "return False",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from gdpo_nemo.environments.tasks.digit_turns import Sorting
 from gdpo_nemo.generation.requests import SampleRequest
 from gdpo_nemo.rollouts.context import Transcript
@@ -80,6 +82,10 @@ def masks_everything(prompts, context):
 
 def raises(prompts, context):
     return 1 / 0
+
+
+def leaves(prompts, context):
+    os._exit(0)
 
 
 def claims_other_spans(prompts, context):

@@ -74,6 +74,7 @@ def test_calls_of_several_threads_have_a_context_each_and_give_the_same(engines)
         ("claims_other_spans", "the version spans do not add up"),
         ("asks_for_nothing", "requested no completion"),
         ("raises", "raises raised ZeroDivisionError"),
+        ("leaves", "leaves raised ExitRaised: SystemExit: it calls os._exit.0."),
     ],
 )
 def test_what_breaks_the_contract_stops_the_run_with_a_sentence(engines, function, fault):

@@ -112,7 +112,6 @@ def check(arguments: argparse.Namespace) -> int:
         environment,
         rows,
         arguments.completion,
-        workers=rollout.env_workers,
         timeout_s=rollout.env_timeout_s,
         key=key,
     )

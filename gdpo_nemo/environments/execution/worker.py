@@ -24,6 +24,7 @@ from gdpo_nemo.environments.base import Environment, checked_verdicts
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep, advance
 from gdpo_nemo.environments.registry import load_environment
 from gdpo_nemo.utils.errors import GdpoError, first_line
+from gdpo_nemo.utils.user_code import exits_contained
 
 STARTUP_LIMIT_S = 300.0
 """Maximum time in seconds in which a worker must build its environments."""
@@ -59,6 +60,7 @@ def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
         section: options by environment name.
         driver: process id of the driver.
     """
+    os.setpgid(0, 0)  # processes that verifiers start are in this group, and end with this process
     threading.Thread(target=_exit_with_driver, args=(driver,), daemon=True).start()
     # A closing terminal sends SIGHUP to the whole process group. The driver handles this signal and stops the workers.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -67,7 +69,8 @@ def start(section: Mapping[str, Mapping[str, Any]], driver: int) -> None:
     for name, options in section.items():
         try:
             environment = load_environment(name, options)
-            environment.prepare()
+            with exits_contained():
+                environment.prepare()
             _environments[name] = environment
         except GdpoError as error:
             _environments[name] = Fault(str(error))
@@ -167,11 +170,11 @@ def _seed(seed: int, name: str, trajectories: Sequence[Trajectory | EpisodeStep]
 
 
 def _exit_with_driver(driver: int) -> None:
-    """Exit soon after the driver has ended, for any reason."""
+    """Exit soon after the driver has ended, for any reason, together with the processes that verifiers started."""
     # When the driver dies, even by SIGKILL, the parent of this process becomes init or a subreaper.
     while os.getppid() == driver:
         time.sleep(_POLL_S)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 _lock = threading.Lock()
@@ -214,6 +217,13 @@ class _Process(SpawnProcess):
         """Stop the process. pebble calls this for a worker that it has finished with, and then waits for its end."""
         self._stopped = True
         super().terminate()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the process, and kill the processes that it has left running."""
+        super().join(timeout)
+        if self.pid is not None and self.exitcode is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     @staticmethod
     def _Popen(process_obj: BaseProcess) -> Popen:

@@ -12,8 +12,9 @@ from typing import Any, Callable, Mapping, Sequence
 
 from gdpo_nemo.data.records import Outcome, TrainerState, Trajectory, Verdict
 from gdpo_nemo.environments.base import Environment, Failure, SpanReward, read_options, reward_value
+from gdpo_nemo.utils import user_loop
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line, nearest
-from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.user_code import exits_contained, load_object
 
 BUILT_IN = {
     "regex": "gdpo_nemo.environments.tasks.answers:regex",
@@ -86,7 +87,7 @@ class Functions(Environment):
     dataset. Each argument is a list with one entry per completion. The function also gets ``trainer_state``,
     ``log_extra(column, values)`` and ``log_metric(name, value)``. Prompts and completions are lists of messages if the
     row contains chat messages, and text otherwise. Functions without ``**kwargs`` get only the arguments that they
-    declare. Async functions run concurrently.
+    declare. Async functions run concurrently, in one event loop for all calls (``user_loop``).
 
     A function may return a ``Failure`` instead of a reward, which masks the sample, or a ``SpanReward`` with the
     characters that the reward is about. Each call receives some of the
@@ -107,8 +108,8 @@ class Functions(Environment):
     def prepare(self) -> None:
         """Call the method ``load`` of every reward function that defines this method."""
         for function in self._functions:
-            if callable(load := getattr(function.call, "load", None)):
-                load()
+            if callable(load := getattr(function.call, "load", None)) and inspect.isawaitable(loading := load()):
+                user_loop.run(loading)
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory.
@@ -119,7 +120,8 @@ class Functions(Environment):
         ids = [trajectory.prompt.id for trajectory in trajectories]
         batch = _Batch(_columns(trajectories), ids, trajectories[0].trainer_state if trajectories else None, log)
         returned = {f.name: _call(f, batch) for f in self._functions if not f.is_async}
-        returned.update(asyncio.run(_call_all([f for f in self._functions if f.is_async], batch)))
+        if asynchronous := [f for f in self._functions if f.is_async]:
+            returned.update(user_loop.run(_call_all(asynchronous, batch)))
         rewards = {f.name: _values(f, returned[f.name], trajectories) for f in self._functions}
         metrics = log.metrics()
         return [
@@ -183,7 +185,8 @@ def _check_arguments(name: str, reference: str, arguments: Mapping[str, Any], kn
 
 def _instantiate(name: str, reference: str, make: type, arguments: Mapping[str, Any]) -> Callable[..., Any]:
     try:
-        function: object = make(**arguments)
+        with exits_contained():
+            function: object = make(**arguments)
     except ConfigError as error:
         raise ConfigError(f"functions.{name}.{error}") from error
     except Exception as error:  # the constructor is user code
@@ -219,7 +222,8 @@ def _completion(trajectory: Trajectory) -> Any:
 
 def _call(function: _RewardFunction, batch: _Batch) -> Any:
     try:
-        return function.call(**function.keyword_arguments(batch))
+        found = function.call(**function.keyword_arguments(batch))
+        return user_loop.run(found) if inspect.isawaitable(found) else found
     except RunError:  # raised by log_extra or log_metric; it names the function
         raise
     except (Exception, SystemExit) as error:

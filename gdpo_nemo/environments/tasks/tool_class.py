@@ -11,16 +11,17 @@ import json
 import secrets
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Awaitable, Callable, Mapping, Sequence, TypeVar
+from typing import Any, Callable, Mapping, Sequence, TypeVar
 
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.data.replies import Reply, message_of
 from gdpo_nemo.environments.base import Environment, read_options, reward_value
 from gdpo_nemo.environments.episodes import EpisodeReply, EpisodeStep
 from gdpo_nemo.environments.http_client import LoopThread
-from gdpo_nemo.environments.tasks.tools import MALFORMED, error_text, tool_schemas
+from gdpo_nemo.environments.tasks.tools import MALFORMED, clean, error_message, error_text, tool_messages, tool_schemas
+from gdpo_nemo.utils import user_loop
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
-from gdpo_nemo.utils.user_code import is_reference, load_object
+from gdpo_nemo.utils.user_code import exits_contained, is_reference, load_object
 from gdpo_nemo.utils.waits import in_daemon_thread
 
 _THREADS = 512
@@ -55,7 +56,8 @@ class ToolClass(Environment):
             rollout.turns.
 
     The objects are used in threads of the driver, because they may hold connections. Each object is reset and reused.
-    If a call raises, the model gets the error message as the result. If a reset raises, the trajectory is masked.
+    ``reset``, tools and reward functions may be async, and share one event loop (``user_loop``). If a call raises, the
+    model gets the error message as the result. If a reset raises, the trajectory is masked.
     """
 
     remote = True
@@ -148,7 +150,9 @@ class ToolClass(Environment):
 
     async def _step(self, state: bytes, reply: Reply) -> EpisodeReply:
         played = self._played[state]
-        answers = [] if played.turns_left == 0 else await self._run_in_thread(lambda: _turn(played.player, reply))
+        answers = (
+            [] if played.turns_left == 0 else await self._run_in_thread(lambda: _turn(played, reply, self._limit_s))
+        )
         played.messages += [message_of(reply), *(dict(answer) for answer in answers)]
         if not answers:
             return await self._end(state)
@@ -165,8 +169,10 @@ class ToolClass(Environment):
         """Reset an object. Return the object and the result of the reset. Raises _ResetFailed."""
         columns = {key: value for key, value in prompt.fields.items() if key != "tools"}
         try:
-            player = self._take_free_object() or self._make()
-            return player, player.reset(**{**columns, "prompt": prompt.messages or prompt.text})
+            with exits_contained():
+                player = self._take_free_object() or self._make()
+                found = player.reset(**{**columns, "prompt": prompt.messages or prompt.text})
+                return player, _awaited(found, self._limit_s)
         except Exception as error:
             raise _ResetFailed(f"reset raised {first_line(error)}") from error
 
@@ -181,7 +187,7 @@ class ToolClass(Environment):
         """Compute the rewards of an episode. Raises RunError if a function raises or returns an invalid value."""
         played = self._played[state]
         rewards = await self._run_in_thread(
-            lambda: {name: _reward(name, f, played) for name, f in self._functions.items()}
+            lambda: {name: _reward(name, f, played, self._limit_s) for name, f in self._functions.items()}
         )
         self.abandon(state)
         return EpisodeReply(rewards=rewards, done=True)
@@ -208,30 +214,31 @@ def _tools(player: Any) -> dict[str, Callable[..., Any]]:
     return {name: getattr(player, name) for name, _ in members if not name.startswith("_") and name not in _NOT_TOOLS}
 
 
-async def _awaited(found: Awaitable[Any]) -> Any:
-    return await found
+def _awaited(found: Any, limit_s: float) -> Any:
+    """Return a result of user code, which is awaited if it is awaitable. Raises TimeoutError after the time limit."""
+    return user_loop.run(found, limit_s) if inspect.isawaitable(found) else found
 
 
-def _turn(player: Any, reply: Reply) -> list[Mapping[str, Any]]:
+def _turn(played: _EpisodeState, reply: Reply, limit_s: float) -> list[Mapping[str, Any]]:
     """Execute the policy's calls. Return a message with the role tool for each call."""
-    tools = _tools(player)
+    tools = _tools(played.player)
     answers: list[Mapping[str, Any]] = [
-        {"role": "tool", "name": name, "content": _call_tool(tools, name, arguments)} for name, arguments in reply.calls
+        *tool_messages(reply.calls, lambda name, arguments: _call_tool(tools, name, arguments, limit_s))
     ]
     if reply.is_malformed:
         answers.append({"role": "tool", "name": "unknown", "content": MALFORMED})
     return answers
 
 
-def _call_tool(tools: Mapping[str, Callable[..., Any]], name: str, arguments: str) -> str:
+def _call_tool(tools: Mapping[str, Callable[..., Any]], name: str, arguments: str, limit_s: float) -> str:
     if name not in tools:
         return error_text(f"Tool {name} not found.")
     try:
-        found = tools[name](**json.loads(arguments))
-        text = str(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
+        with exits_contained():
+            text = str(_awaited(tools[name](**json.loads(arguments)), limit_s))
     except Exception as error:  # the model gets the error as text, as in TRL
-        text = error_text(str(error) or type(error).__name__)
-    return text.encode("utf-8", "replace").decode()
+        text = error_text(error_message(error))
+    return clean(text)
 
 
 def _prompt(prompt: Prompt, reset_text: Any) -> Any:
@@ -244,7 +251,7 @@ def _prompt(prompt: Prompt, reset_text: Any) -> Any:
     return [*before, {**last, "content": f"{last['content']}{reset_text}"}]
 
 
-def _reward(name: str, function: Callable[..., Any], played: _EpisodeState) -> float | None:
+def _reward(name: str, function: Callable[..., Any], played: _EpisodeState, limit_s: float) -> float | None:
     prompt = played.prompt
     arguments: dict[str, Any] = {key: [value] for key, value in prompt.fields.items() if key != "tools"}
     prompt_content = prompt.text if prompt.messages is None else [dict(message) for message in prompt.messages]
@@ -253,8 +260,8 @@ def _reward(name: str, function: Callable[..., Any], played: _EpisodeState) -> f
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         arguments = {key: value for key, value in arguments.items() if key in parameters}
     try:
-        found = function(**arguments)
-        [value] = asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found
+        with exits_contained():
+            [value] = _awaited(function(**arguments), limit_s)
     except Exception as error:
         raise RunError(f"reward function {name!r} raised {first_line(error)}") from error
     return reward_value(value, f"the value of reward function {name!r} for prompt {prompt.id}")

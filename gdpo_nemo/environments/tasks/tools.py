@@ -6,8 +6,8 @@ of transformers. The text of a result is ``str(result)``, and the text of an err
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import inspect
 import json
 import signal
 import time
@@ -18,7 +18,8 @@ from typing import Any, Callable, Iterator, Mapping, NoReturn, Sequence
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.data.replies import Reply, message_of
 from gdpo_nemo.environments.base import Environment, read_options
-from gdpo_nemo.environments.tasks.reward_functions import Functions, is_async
+from gdpo_nemo.environments.tasks.reward_functions import Functions
+from gdpo_nemo.utils import user_loop
 from gdpo_nemo.utils.errors import ConfigError, first_line
 from gdpo_nemo.utils.user_code import is_reference, load_object
 
@@ -110,10 +111,20 @@ def call_tools(tools: Mapping[str, Tool], calls: Sequence[tuple[str, str]], limi
         limit_s: total time limit in seconds of all calls.
     """
     deadline = time.monotonic() + limit_s
+    return tool_messages(calls, lambda name, arguments: _answer(tools, name, arguments, deadline, limit_s))
+
+
+def tool_messages(calls: Sequence[tuple[str, str]], answer: Callable[[str, str], str]) -> list[dict[str, str]]:
+    """Return a message with the role tool for each call of one turn. The total length of the results is limited.
+
+    Args:
+        calls: function name and JSON text of the arguments of each call.
+        answer: function that executes a call and returns the text of its result.
+    """
     characters_left = MAX_RESULT_CHARACTERS
     messages = []
     for name, arguments in calls:
-        text = _answer(tools, name, arguments, deadline, limit_s)
+        text = answer(name, arguments)
         if len(text) > characters_left:
             text = error_text(f"The result has {len(text)} characters, of which at most {characters_left} are shown.")
         characters_left -= min(characters_left, len(text))
@@ -132,18 +143,19 @@ def _answer(tools: Mapping[str, Tool], name: str, arguments: str, deadline: floa
         return error_text(f"The arguments of {name} must be a JSON object.")
     try:
         with _alarm(deadline - time.monotonic()):
-            return _clean(str(_result(tools[name], values)))
+            return clean(str(_result(tools[name], values)))
     except _TimeLimitReached:
         return error_text(f"{name} exceeded the time limit of {limit_s:g} s.")
-    except (Exception, SystemExit) as error:
-        return _clean(error_text(_error_message(error)))
+    except BaseException as error:  # code of the policy that a tool executes may raise any exception
+        return clean(error_text(error_message(error)))
 
 
 def _result(tool: Tool, arguments: Mapping[str, Any]) -> Any:
-    return asyncio.run(tool(**arguments)) if is_async(tool) else tool(**arguments)
+    found = tool(**arguments)
+    return user_loop.run(found) if inspect.isawaitable(found) else found
 
 
-def _error_message(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """Return the message of an exception, or the name of its class if the message is empty."""
     try:
         return str(error) or type(error).__name__
@@ -151,7 +163,7 @@ def _error_message(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _clean(text: str) -> str:
+def clean(text: str) -> str:
     """Return the text without lone surrogates, which no tokenizer accepts."""
     return text.encode("utf-8", "replace").decode()
 

@@ -13,13 +13,14 @@ import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Iterable, Iterator, Mapping, Protocol, Sequence, SupportsIndex
+from typing import Any, ClassVar, Iterable, Iterator, Mapping, Protocol, Sequence
 
 import torch
 
 from gdpo_nemo.config.transports import transport_import_path
 from gdpo_nemo.utils.errors import ConfigError, GdpoError, RunError, first_line
-from gdpo_nemo.utils.user_code import PLUGIN_PREFIX, import_path_of, load_object
+from gdpo_nemo.utils.user_code import load_object
+from gdpo_nemo.utils.user_modules import is_built_in
 from gdpo_nemo.weights.adapters import Adapters
 from gdpo_nemo.weights.manifest import Manifest, weight_metadata
 
@@ -165,18 +166,6 @@ class Receiver(ABC):
         transports do not need this method.
         """
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickle a user-defined class by import path, because an engine's process cannot import it by module name."""
-        if not type(self).__module__.startswith(PLUGIN_PREFIX):
-            return super().__reduce_ex__(protocol)
-        return _restored, (import_path_of(type(self)), vars(self))
-
-
-def _restored(import_path: str, state: dict[str, Any]) -> Receiver:
-    receiver: Receiver = object.__new__(load_object(import_path))
-    receiver.__dict__.update(state)
-    return receiver
-
 
 @dataclass(frozen=True)
 class TransportOptions:
@@ -299,7 +288,7 @@ def errors_named(transport_class: type, method: str) -> Iterator[None]:
     except GdpoError:
         raise
     except Exception as error:
-        if transport_class.__module__.startswith("gdpo_nemo."):
+        if is_built_in(transport_class):
             raise
         raise RunError(f"weights.transport: {transport_class.__name__}.{method}: {first_line(error)}") from error
 
