@@ -38,7 +38,7 @@ from gdpo_nemo.commands import (
     train,
     watch,
 )
-from gdpo_nemo.commands.arguments import Commands, Parser
+from gdpo_nemo.commands.arguments import Parser
 from gdpo_nemo.commands.chat import command as chat
 from gdpo_nemo.commands.compare import command as compare
 from gdpo_nemo.commands.drill import command as drill
@@ -178,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _group(title: str, commands: Commands, number: int) -> str:
+def _group(title: str, commands: argparse._SubParsersAction[Parser], number: int) -> str:
     """Return the help text of the last ``number`` commands. argparse itself cannot group subcommands."""
     lines = [f"{title}:"]
     for entry in commands._choices_actions[-number:]:

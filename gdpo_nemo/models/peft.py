@@ -108,11 +108,12 @@ def read_peft_adapter(folder: Path, key: str) -> PeftAdapter:
 
 
 def _number(content: dict[str, Any], name: str, folder: Path, key: str) -> float:
-    value = content.get(name, 8)  # PEFT's default for r and lora_alpha
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= _LARGEST_NUMBER
-    if not valid or (name == "r" and value % 1):
-        raise ConfigError(f"{key}: {folder / CONFIG} has {name} {value!r}, which must be a positive number")
-    return value
+    value: Any = content.get(name, 8)  # PEFT's default for r and lora_alpha
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        value = math.nan
+    if not 0 < value <= _LARGEST_NUMBER or (name == "r" and value % 1):
+        raise ConfigError(f"{key}: {folder / CONFIG} has {name} {content[name]!r}, which must be a positive number")
+    return float(value)
 
 
 PREFIX = "base_model.model."

@@ -146,7 +146,7 @@ def check_pickle(content: bytes) -> bytes:
         ValueError: if the content is not a pickle.
     """
     for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument) > len(content):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > len(content):
             raise pickle.UnpicklingError(f"an index in its memo is too large ({argument})")
     return content
 
