@@ -16,6 +16,9 @@ from gdpo_nemo.algorithms.table import CONSTANT_RANGE, RewardTable, moments
 
 SHRUNK_SHARE = 0.1
 """A component is reported as shrunk if epsilon reduces its z-scores by more than this fraction."""
+OPPOSED_ERRORS = 3.0
+"""Two components are reported as opposed if opposite signs are more frequent than for independent components by more
+than this number of standard errors. Unrelated components have opposite signs in about half of the samples."""
 IGNORED_SHARE = 0.1
 """A component is reported as ignored if its effective weight is below this fraction of its nominal weight."""
 
@@ -123,6 +126,9 @@ class Diagnostics:
     sign_conflicts: np.ndarray
     """[components, components], fraction of rows in which the terms have opposite signs, among rows with both terms
     non-zero."""
+    opposition: np.ndarray
+    """[components, components], sign_conflicts minus the expected fraction for independent signs with the same
+    frequencies, in standard errors."""
     correlation: np.ndarray
     """[components, components], correlation of the terms over rows with both terms non-zero."""
     shrinkage: np.ndarray
@@ -168,9 +174,9 @@ class Diagnostics:
         return "\n".join([*lines, *self._disagreements(), *self.alerts]).replace("nan%", "   -").replace("nan", "  -")
 
     def _disagreements(self) -> list[str]:
-        """Return a sentence for each pair of components whose terms have opposite signs in at least a third of the
-        samples."""
-        pairs = zip(*np.nonzero(np.triu(np.nan_to_num(self.sign_conflicts) >= 1 / 3, 1)), strict=True)
+        """Return a sentence for each pair of components whose terms have opposite signs more often than independent
+        terms."""
+        pairs = zip(*np.nonzero(np.triu(np.nan_to_num(self.opposition) > OPPOSED_ERRORS, 1)), strict=True)
         return [
             f"{self.names[k]!r} and {self.names[m]!r} pull in opposite directions in {self.sign_conflicts[k, m]:.0%}"
             f" of the samples in which both terms are non-zero (correlation {self.correlation[k, m]:+.2f})"
@@ -237,7 +243,7 @@ def diagnose(
     having = np.stack([table.groups.sum(row) > 0 for row in present], axis=1)
     inhabited = table.groups.sum(table.valid) > 0
     alive = table.groups.sum(has_advantage) > 0
-    correlation, conflicts = _pairs(terms)
+    correlation, conflicts, opposition = _pairs(terms)
     summed = grpo(table, Settings(batch_norm=False)).values
     with np.errstate(divide="ignore", invalid="ignore"):
         return Diagnostics(
@@ -250,6 +256,7 @@ def diagnose(
             weight=table.weights,
             effective_weight=_variance_shares(terms[:, has_signal]),
             sign_conflicts=conflicts,
+            opposition=opposition,
             correlation=correlation,
             shrinkage=_shrinkage(table, dead, epsilon),
             advantage_std=float(values[has_signal].std(ddof=1)) if has_signal.sum() > 1 else float("nan"),
@@ -319,8 +326,11 @@ def _variance_shares(terms: np.ndarray) -> np.ndarray:
     return np.asarray(centred @ total / variance)
 
 
-def _pairs(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return correlation and fraction of opposite signs for each pair of components, both [components, components].
+def _pairs(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return correlation, fraction of opposite signs, and its distance from independence in standard errors.
+
+    All three are [components, components], over the rows with both terms non-zero. The distance is that of a binomial
+    fraction whose expectation follows from the fraction of positive signs of each component in these rows.
 
     The terms are not centred, because their mean is 0 in each group. Matrix products keep the cost low.
     """
@@ -329,8 +339,13 @@ def _pairs(terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     both = (active @ active.T).astype(np.float64)
     agreement = (signs @ signs.T).astype(np.float64)
     power = (terms * terms) @ active.T.astype(np.float64)
+    positive = ((signs > 0).astype(np.float32) @ active.T).astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return terms @ terms.T / np.sqrt(power * power.T), (both - agreement) / (2 * both)
+        conflicts = (both - agreement) / (2 * both)
+        share = positive / both
+        expected = share * (1 - share.T) + (1 - share) * share.T
+        opposition = (conflicts - expected) / np.sqrt(expected * (1 - expected) / both)
+        return terms @ terms.T / np.sqrt(power * power.T), conflicts, opposition
 
 
 def pass_at_k(values: Sequence[float], k: int, direction: int = 1) -> float:

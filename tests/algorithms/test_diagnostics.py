@@ -136,8 +136,9 @@ def test_diagnosis_is_in_no_particular_row_order():
 
 
 def test_the_description_names_components_conflicts_and_alerts():
-    columns = {"a": [1, 0, 1, 0] * 2, "b": [0, 1, 0, 1] * 2, "dead": [1] * 8, "absent": [None] * 8}
-    lines = diagnose(columns, weights=[1, 2, 1, 1]).describe().splitlines()
+    ids = np.repeat(np.arange(3), 4)
+    columns = {"a": [1, 0, 1, 0] * 3, "b": [0, 1, 0, 1] * 3, "dead": [1] * 12, "absent": [None] * 12}
+    lines = diagnose(columns, ids, weights=[1, 2, 1, 1]).describe().splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["a", "b", "dead", "absent"]
     assert "100.0%" in lines[3] and "nan" not in "".join(lines)
     assert lines[5].startswith("2 distinct advantages, 2 if the rewards were summed; 0.0% of the groups")
@@ -146,7 +147,18 @@ def test_the_description_names_components_conflicts_and_alerts():
         "(correlation -1.00)"
     )
     assert lines[7] == "component 'a' is outvoted: the advantage moves against it (weight 20%)"
-    assert len(lines) == 10 and lines[8:] == diagnose(columns, weights=[1, 2, 1, 1]).alerts[1:]
+    assert len(lines) == 10 and lines[8:] == diagnose(columns, ids, weights=[1, 2, 1, 1]).alerts[1:]
+
+
+@pytest.mark.parametrize("groups, agree, reported", [(32, 0.5, 0.0), (32, 0.3, 1.0), (1, 0.0, 0.0)])
+def test_components_are_opposed_only_if_their_signs_differ_more_often_than_by_chance(groups, agree, reported):
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(40):
+        a = rng.integers(0, 2, 8 * groups)
+        b = np.where(rng.random(len(a)) < agree, a, 1 - a)
+        found.append("opposite" in diagnose({"a": a, "b": b}, np.repeat(np.arange(groups), 8)).describe())
+    assert np.mean(found) == pytest.approx(reported, abs=0.05)
 
 
 @pytest.mark.parametrize("estimator", ["gdpo", "mo_grpo"])
