@@ -13,7 +13,7 @@ from __future__ import annotations
 import builtins
 import re
 import sys
-from functools import partial
+from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
@@ -101,10 +101,23 @@ def _import(
         folder: subpackage of the folder that contains the user module.
     """
     top = name.partition(".")[0]
-    if level or not _is_in_folder(folder, top):
-        return __import__(name, globals, locals, fromlist or (), level)
-    found = __import__(f"{folder}.{name}", globals, locals, fromlist or ())
-    return found if fromlist else sys.modules[f"{folder}.{top}"]
+    for place in () if level else _searched(folder):
+        if _is_in_folder(place, top):
+            found = __import__(f"{place}.{name}", globals, locals, fromlist or ())
+            return found if fromlist else sys.modules[f"{place}.{top}"]
+    return __import__(name, globals, locals, fromlist or (), level)
+
+
+@cache
+def _searched(folder: str) -> list[str]:
+    """Return the subpackages of the folders in which a module looks for another one: its own folder, and, if this
+    folder is a package, the folder that contains the package."""
+    path = Path(_decoded(folder.removeprefix(PREFIX)))
+    places = [folder]
+    while (path / "__init__.py").is_file():
+        path = path.parent
+        places[1:] = [PREFIX + _encoded(str(path))]
+    return places
 
 
 def _is_in_folder(folder: str, top: str) -> bool:

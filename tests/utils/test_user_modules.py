@@ -49,6 +49,16 @@ def test_files_of_two_folders_import_the_modules_of_their_own_folder(tmp_path):
     assert {who: set(late()) for who, late in found.items()} == {"a": {"a"}, "b": {"b"}}
 
 
+def test_a_file_in_a_package_imports_modules_by_the_name_of_the_package(tmp_path):
+    """Also by relative names, and modules of its folder without the name of the package."""
+    write(tmp_path, package__sub__util="WHO = 1")
+    for folder in ("package", "package/sub"):
+        (tmp_path / folder / "__init__.py").touch()
+    imports = ("from package.sub.util import WHO", "from .util import WHO as relative", "import util")
+    write(tmp_path, package__sub__main="\n".join([*imports, "found = WHO, relative, util.WHO"]))
+    assert load_object(f"{tmp_path}/package/sub/main.py:found") == (1, 1, 1)
+
+
 def test_files_whose_paths_differ_only_in_separators_are_different_modules(tmp_path):
     write(tmp_path, a__b_c="WHO = 1", a_b__c="WHO = 2")
     (tmp_path / "a" / "c.d.py").write_text("WHO = 3")
