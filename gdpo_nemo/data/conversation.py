@@ -67,7 +67,7 @@ class Conversation:
         Args:
             history: messages before the policy's previous turn. None uses a placeholder.
             observation: messages after the policy's previous turn, or the text of a user message.
-            last_token: last token of the policy's previous turn.
+            last_token: last token of the policy's previous turn, or -1 if the turn is not part of the context.
             calls: tool calls of the policy's previous turn, in chat format. Some templates end a turn with calls in
                 another way, or require the call before its result.
 
@@ -77,11 +77,12 @@ class Conversation:
         if not self.chat:
             if not isinstance(observation, str):
                 raise RunError("an observation of chat messages requires a tokenizer with a chat template; use text")
-            return self._continued(self.tokenizer.decode([last_token]), observation)
-        before, after = list(history or _ANYTHING), self.messages(observation)
-        if calls and (ids := self._after_calls(before, after, last_token, tools, calls)) is not None:
+            before = "" if last_token < 0 else self.tokenizer.decode([last_token])
+            return self._continued(before, observation)
+        earlier, after = list(history or _ANYTHING), self.messages(observation)
+        if calls and (ids := self._after_calls(earlier, after, last_token, tools, calls)) is not None:
             return ids
-        text = self._rendered([*before, {"role": "assistant", "content": PLACEHOLDER}, *after], tools)
+        text = self._rendered([*earlier, {"role": "assistant", "content": PLACEHOLDER}, *after], tools)
         if text.count(PLACEHOLDER) != 1:
             raise RunError(
                 "the chat template must render an assistant's message once, but rendered "

@@ -93,3 +93,9 @@ def test_the_text_between_two_turns_is_tokenized_as_in_the_whole_conversation(ki
     ]
     whole = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"]
     assert [*ids.tolist(), *reply, *between.tolist()] == whole
+
+
+def test_an_observation_without_a_turn_before_it_begins_a_text():
+    tokenizer = tokenizer_of_kind("metaspace never")
+    ids = Conversation(tokenizer, chat=False).continuation(None, "12345", -1).tolist()
+    assert tokenizer.decode(ids) == "12345"
