@@ -12,6 +12,7 @@ from character_tokenizer import character_tokenizer
 from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.end_tokens import end_token_notes, turn_end
 from gdpo_nemo.data.examples import ExampleSource
+from gdpo_nemo.environments.tasks.reward_model import Scorer
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 FAMILIES = {
@@ -65,6 +66,15 @@ def test_training_ends_with_the_end_token_of_the_template(tmp_path, family, spec
     assert trained_text(tmp_path, tokenizer, DIALOGUE[:2]) == f"b{end}"
     if family != "phi3":  # its template writes the end of text only after the last turn
         assert trained_text(tmp_path, tokenizer, DIALOGUE) == f"b{end}d{end}"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reward_model_reads_no_end_token_after_that_of_the_template(family):
+    tokenizer = tokenizer_of(family)
+    scorer = object.__new__(Scorer)
+    scorer._tokenizer = tokenizer
+    written = tokenizer.apply_chat_template(DIALOGUE[:2], tokenize=False)
+    assert scorer._tokens("a?", "b") == tokenizer(written, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
