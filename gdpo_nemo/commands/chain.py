@@ -35,7 +35,7 @@ _OVERRIDE = re.compile(r"(?:(\d+):)?([\w.]*=.*)", re.DOTALL)
 """``section.key=value``, or ``2:section.key=value`` for stage 2. File paths with a slash before ``=`` do not match."""
 _MODEL = "policy.model_name"
 _LENGTH_KEYS = ("gdpo.max_num_steps", "gdpo.max_num_epochs")
-_WITHOUT_EFFECT = ("logger.", "checkpointing.", "health.", "cluster.", "run.max_restarts")
+_WITHOUT_EFFECT = ("logger.", "checkpointing.", "health.", "cluster.", "run.max_restarts", "run.date")
 """Keys that may change for a finished stage, because the stage's weights do not depend on these keys."""
 
 

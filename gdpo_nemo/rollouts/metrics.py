@@ -303,10 +303,13 @@ def _component_metrics(
         direction: 1 if larger rewards are better, otherwise -1.
     """
     row = {}
-    for key, k in (("", 1), *((f"/pass_at/{k}", k) for k in pass_at)):
+    mean = mean_pass_at_k(rewards, 1)
+    if mean is not None:
+        row[f"validation/{name}"] = mean
+    for k in pass_at:
         best = mean_pass_at_k(rewards, k, direction)
         if best is not None:
-            row[f"validation/{name}{key}"] = best
+            row[f"validation/{name}/pass_at/{k}"] = best
     return row
 
 

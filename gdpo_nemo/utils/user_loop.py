@@ -98,5 +98,15 @@ def run(awaitable: Awaitable[_T], limit_s: float | None = None) -> _T:
         raise
 
 
+def provide_loop() -> None:
+    """Give this thread an event loop for ``asyncio.get_event_loop()``, because ``asyncio.run`` of other code in the
+    process removes the one of the main thread."""
+    policy = asyncio.get_event_loop_policy()
+    try:
+        policy.get_event_loop()
+    except RuntimeError:
+        policy.set_event_loop(policy.new_event_loop())
+
+
 async def _awaited(found: Awaitable[Any]) -> Any:
     return await found

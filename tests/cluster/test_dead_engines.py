@@ -30,7 +30,9 @@ class Mortal:
     """An engine whose process ends, or fails for good without ending, at every call as long as the file of its number
     has a line to give that says which."""
 
-    def __init__(self, folder, vllm, precision, length, seed, on_cpu, sleeps, targets, replies, records_routing):
+    def __init__(
+        self, folder, vllm, precision, length, seed, on_cpu, sleeps, targets, replies, records_routing, tokenizer
+    ):
         self.file = Path(folder) / str(seed - SEED)
         self.version = -1
         self.asked = []

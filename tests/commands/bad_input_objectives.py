@@ -60,7 +60,7 @@ OBJECTIVES = [
     (CHECK, pair(chosen=None), "row 0: the column 'chosen' must be text or messages, got empty"),
     (CHECK, pair(rejected=""), "row 0: the column 'rejected' is empty"),
     (CHECK, pair(chosen=["a"]), "row 0: chosen and rejected must both be text or both be messages"),
-    (CHECK, pair(chosen=[{"role": "a"}], rejected=[{"role": "a"}]), "row 0: a message in 'chosen' has no text"),
+    (CHECK, pair(chosen=[{"role": "a"}], rejected=[{"role": "a"}]), "row 0: 'chosen': message 0 (a) has no text"),
     (CHECK, pair(prompt="a " * 500), "all 1 prompts are longer than 95 tokens (the shortest has 500)"),
     (
         CHECK + " algorithm.type=kto",

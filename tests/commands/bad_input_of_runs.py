@@ -207,7 +207,7 @@ RECIPES = [
     (SCRIPT, folder("trl.py"), "cannot be read"),
     (SCRIPT, text("trl.py", "GRPOTrainer(args=GRPOConfig(**f()))"), "with unknown arguments is not supported"),
     (SCRIPT + " {d}/recipe.yaml --num-processes 0", None, "--num-processes"),
-    ("config from-trl {d}/recipe.yaml", None, "grpo: not an option of GRPOConfig or"),
+    ("config from-trl {d}/recipe.yaml", None, "grpo, policy: not an option of GRPOConfig or"),
     ("config from-trl {d}/recipe.yaml", binary("recipe.yaml"), "is neither JSON nor YAML"),
     ("config from-axolotl", None, "CONFIG"),
     ("config from-axolotl {d}/recipe.yaml", None, "expected an axolotl config with the key base_model"),

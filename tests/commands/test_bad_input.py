@@ -192,7 +192,7 @@ ROWS = [
     (DRY, added("rows.jsonl", '{"question": null, "answer": "1"}\n'), "row 4: the column 'question' is empty"),
     (DRY, added("rows.jsonl", '{"question": 3, "answer": "1"}\n'), "row 4: 'question' must be text"),
     (DRY, text("rows.jsonl", '{"id": 1, "question": "a", "answer": "1"}\n' * 2), "the same id '1'"),
-    (DRY, text("rows.jsonl", '{"messages": [{"role": "user"}], "answer": "1"}\n'), "has no role or no content"),
+    (DRY, text("rows.jsonl", '{"messages": [{"role": "user"}], "answer": "1"}\n'), "message 0 (user) has no text"),
     (DRY, text("rows.jsonl", '{"question": "x"}\n'), "answer"),
     (DRY + " data.train.prompt_key=ask", None, "data.train.prompt_key: row 0: no column 'ask'"),
     (DRY + " 'data.train.columns={answer: anser}'", None, "did you mean 'answer'"),

@@ -143,7 +143,8 @@ def test_the_randomisation_test_of_known_differences():
     assert np.isnan(sign_flip_p(np.array([1.0])))
 
 
-def test_the_command_prints_tables_and_writes_picture_and_page(tmp_path, capsys):
+def test_the_command_prints_tables_and_writes_picture_and_page(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     for name, value in (("a", 1e-6), ("b", 0.5)):
         seeds(tmp_path, name, f"gdpo.epsilon={value}")
     runs = [str(folder) for folder in sorted(tmp_path.iterdir())]

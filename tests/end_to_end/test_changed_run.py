@@ -82,7 +82,9 @@ def test_the_reference_of_a_penalty_that_is_added_later_is_the_starting_model(ch
 def test_rewards_that_go_are_always_measured_and_weighed_while_they_count(changed):
     trained = [row for row in rows(changed[0]) if "loss" in row]
     means = [{name: row[f"reward/{name}/mean"] for name in ("correctness", "format", "length")} for row in trained]
-    weights = [dict.fromkeys(means[0], 1.0)] * STEPS + [{"correctness": 1.0, "length": 0.5}] * 2
+    weights = [{name: row[f"reward/{name}/weight"] for name in mean} for row, mean in zip(trained, means)]
+    assert weights[STEPS:] == [{"correctness": 1.0, "format": 0.0, "length": 0.5}] * 2
+    assert {(weight["correctness"], weight["format"]) for weight in weights[:STEPS]} == {(1.0, 1.0)}
     for row, mean, weight in zip(trained, means, weights):
         assert row["reward/total/mean"] == pytest.approx(sum(weight[name] * mean[name] for name in weight))
 

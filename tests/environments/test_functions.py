@@ -1,3 +1,4 @@
+import asyncio
 import re
 import threading
 from pathlib import Path
@@ -59,6 +60,7 @@ def test_all_coroutines_of_a_process_share_one_event_loop():
     """Those of functions, of a method ``load``, and those that a function returns; other functions may get a loop."""
     env = environment(where=None, returns_a_coroutine=None, gets_loop=None, loaded=f"{PLACE}:Loaded")
     env.prepare()
+    asyncio.run(asyncio.sleep(0))  # removes the main thread's loop, as code of other functions may
     found = [rewards(env, [trajectory("a")])[0] for _ in range(2)] + rewards(environment(where=None), [trajectory("a")])
     assert (
         len({reward for row in found for name, reward in row.items() if name in ("where", "returns_a_coroutine")}) == 1

@@ -39,26 +39,26 @@ async def _asked(timeout_s: float, then) -> object:
 
 def test_large_reply_is_parsed_while_the_loop_goes_on(monkeypatch):
     parsing, seen = threading.Event(), threading.Event()
-    parse = server_replies.json.loads
+    parse = server_replies.files.parse_json
 
-    def slow(body):
+    def slow(body, half_pairs):
         parsing.set()
         assert seen.wait(DEADLINE_S), "the loop waits for the parser"
-        return parse(body)
+        return parse(body, half_pairs)
 
     async def see():
         while not parsing.is_set():
             await asyncio.sleep(0.01)
         seen.set()
 
-    monkeypatch.setattr(server_replies.json, "loads", slow)
+    monkeypatch.setattr(server_replies.files, "parse_json", slow)
     assert len(asyncio.run(_asked(DEADLINE_S, see))) == 300_000
 
 
 def test_large_reply_that_is_parsed_for_too_long_is_a_timeout(monkeypatch):
     parsing, over = threading.Event(), threading.Event()
 
-    def slow(body):
+    def slow(body, half_pairs):
         parsing.set()
         over.wait(DEADLINE_S)
 
@@ -68,7 +68,7 @@ def test_large_reply_that_is_parsed_for_too_long_is_a_timeout(monkeypatch):
         over.set()
         return failed.value.kind
 
-    monkeypatch.setattr(server_replies.json, "loads", slow)
+    monkeypatch.setattr(server_replies.files, "parse_json", slow)
     assert asyncio.run(ask()) is FailureKind.TIMEOUT and parsing.is_set()
 
 

@@ -133,7 +133,8 @@ def renamed(row: dict) -> dict:
     return {key.replace("/format/", "/shape/"): value for key, value in row.items()}
 
 
-def test_the_command_exits_0_for_a_healthy_run_and_1_for_a_sick_one(tmp_path, capsys):
+def test_the_command_exits_0_for_a_healthy_run_and_1_for_a_sick_one(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     assert cli.main(["health", str(run_folder(tmp_path / "good"))]) == 0
     out = capsys.readouterr().out
     assert "healthy" in out and "health.checks" in out and out.count("reward/") == 18 and "19.5 to 21" in out

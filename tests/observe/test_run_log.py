@@ -178,7 +178,7 @@ def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir, p
         run.step(demo_row(step), demo_groups(step))
     assert run._redraw._process.wait() == 0
     assert (run_dir / "rewards.png").read_bytes().startswith(b"\x89PNG")
-    steps = re.search(r"<p class=dim>(\d) steps", (run_dir / "report.html").read_text())
+    steps = re.search(r"<p class=dim>not finished · (\d) steps", (run_dir / "report.html").read_text())
     assert steps and steps[1] in "23"
     run.close("stopped")
     assert "<p class=dim>3 steps" in (run_dir / "report.html").read_text()

@@ -27,6 +27,8 @@ SMALL = [
 
 class Tokenizer:
     chat_template = None
+    all_special_ids: tuple[int, ...] = ()
+    all_special_tokens: tuple[str, ...] = ()
 
     def batch_decode(self, ids, **_):
         return ["text"] * len(ids)

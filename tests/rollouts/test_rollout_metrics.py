@@ -44,7 +44,9 @@ def test_a_trajectory_carries_version_log_probs_and_end_of_its_own_completion():
         Completion(np.full(2, i, np.int32), np.full(2, -i, np.float32), ends[i], ((7, 1), (8, 1))) for i in range(4)
     ]
     tokenizer = SimpleNamespace(
-        batch_decode=lambda ids, skip_special_tokens: [f"{skip_special_tokens} {i[0]}" for i in ids]
+        all_special_ids=(),
+        all_special_tokens=(),
+        batch_decode=lambda ids, skip_special_tokens: [f"{skip_special_tokens} {i[0]}" for i in ids],
     )
     tokenizer.apply_chat_template = lambda *args, **kwargs: ""
     found = [sampled(sample().prompt, j, completion) for j, completion in enumerate(completions)]

@@ -222,6 +222,7 @@ def _completion(trajectory: Trajectory) -> Any:
 
 def _call(function: _RewardFunction, batch: _Batch) -> Any:
     try:
+        user_loop.provide_loop()
         found = function.call(**function.keyword_arguments(batch))
         return user_loop.run(found) if inspect.isawaitable(found) else found
     except RunError:  # raised by log_extra or log_metric; it names the function
