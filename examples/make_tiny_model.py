@@ -10,7 +10,8 @@ that reinforcement learning uses later. More than half of the texts are wrong on
 long. The model thus learns how digits are sorted and what a good completion looks like, but rarely does both at once.
 Reinforcement learning then selects these skills; it does not teach them.
 
-The same seed gives bitwise equal weights on the same machine with the same number of threads. The output folder is
+The warm-up trains on the first GPU if torch finds one, otherwise on the CPU, and prints the device. The same seed gives
+bitwise equal weights on the same device of the same machine with the same number of threads. The output folder is
 created atomically.
 """
 
@@ -414,6 +415,7 @@ def _warm_up(
     from gdpo_nemo.megatron import runtime
 
     process_runtime = runtime.prepare()
+    print(f"warm-up on the device {process_runtime.device}", flush=True)
     from gdpo_nemo.megatron.policy import Policy
     from gdpo_nemo.models.hf_folder import write_model
 

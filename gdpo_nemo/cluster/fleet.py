@@ -120,17 +120,19 @@ class EngineFleet:
         return answered({client.index: client.location for client in self.clients})
 
     def ready(self) -> None:
-        """Wait until every engine can sample or is asleep. Raises RunError if an engine dies or starts too slowly."""
-        refs = [client.actor.__ray_ready__.remote() for client in self.clients]
-        states = (EngineState.READY, EngineState.UPDATING, EngineState.ASLEEP)
+        """Wait until every engine can sample, is asleep or is abandoned. An engine that dies is replaced.
+
+        Raises:
+            RunError: if no engine is left, if an engine starts too slowly, or for an error other than a death.
+        """
+        states = (EngineState.READY, EngineState.UPDATING, EngineState.ASLEEP, *_UNAVAILABLE)
 
         def all_started() -> bool:
             for client in self.clients:
                 client.request_weights()  # a replacement may wait for its first request
-            return all(client.state in states for client in self.clients)
+            return self.failure is None and all(client.state in states for client in self.clients)
 
-        with phase("engines"):
-            gather(refs, "starting the vLLM engines", START_S, "engine")
+        with phase("engines"), waiting("starting the vLLM engines", "engine", START_S):
             self.spawn(self.until(all_started)).result()
 
     def generate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import threading
@@ -281,6 +282,8 @@ async def _answered_within(future: asyncio.Future[Any], timeout_s: float, interv
 
 
 _GONE = (ActorDiedError, ActorUnavailableError)
+_RAISED = re.compile(r"^(?:\w+\.)*(\w+): (.*)$", re.MULTILINE)
+"""Line of a traceback with the type of an exception and the first line of its message."""
 
 
 def one_has_ended(refs: Sequence[ray.ObjectRef], patience_s: float) -> bool:
@@ -304,6 +307,12 @@ def _is_own_error(error: RayError) -> bool:
 
 def _failure(error: RayError, what: str) -> GdpoError:
     """Return the exception to raise for a failed call: the worker's GdpoError, or an error with a one-line message."""
+    if isinstance(error, ActorDiedError) and error.actor_init_failed:
+        # Ray passes on only the text of the traceback.
+        kind, sentence = (_RAISED.findall(str(error)) or [("ActorDiedError", message_line(error))])[-1]
+        if kind == EngineFailed.__name__:
+            return WorkerDied(f"{what}: {sentence}")
+        return InfrastructureFailed(f"{what}: {kind}: {sentence}")
     if isinstance(error, _GONE):
         return WorkerDied(f"{what}: a worker process died ({message_line(error)})")
     if isinstance(error, RayTaskError):

@@ -167,7 +167,10 @@ def _is_read(key: str, reads: _Reads, config: Config, algorithm: AlgorithmSpec) 
 
 EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
     Effect(
-        (f"{_VLLM}.gpu_memory_utilization", f"{_VLLM}.enforce_eager", f"{_VLLM}.head_dtype"),
+        tuple(
+            f"{_VLLM}.{name}"
+            for name in ("gpu_memory_utilization", "gpu_kv_cache_memory_bytes", "enforce_eager", "head_dtype")
+        ),
         _gpu,
         "on CPU (cluster.gpus_per_node is 0)",
     ),
@@ -185,7 +188,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
     Effect(
         (f"{_VLLM}.kv_cache_memory_bytes",),
         lambda c: not _gpu(c),
-        "on GPUs, where gpu_memory_utilization sets the size",
+        "on GPUs, where gpu_memory_utilization or gpu_kv_cache_memory_bytes sets the size",
     ),
     AlgorithmEffect(
         (

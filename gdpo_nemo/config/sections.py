@@ -140,7 +140,11 @@ class VllmConfig:
     kv_cache_memory_bytes: Annotated[int, Range(1)] = 268435456
     """Size of the KV cache of one engine in bytes (CPU only)."""
     gpu_memory_utilization: Annotated[float, Range(above=0, most=1)] = 0.85
-    """Fraction of GPU memory that one engine may use (GPU only)."""
+    """Fraction of GPU memory that one engine may use (GPU only). It must be free when the engine starts."""
+    gpu_kv_cache_memory_bytes: Annotated[Optional[int], Range(1)] = None
+    """Size of the KV cache of one engine rank in bytes (GPU only). With a size, vLLM does not profile memory when it
+    starts, which other processes on the GPU may disturb, and does not limit the KV cache by gpu_memory_utilization.
+    Null: the memory that gpu_memory_utilization leaves. `plan` prints this size."""
     max_num_seqs: Annotated[int, Range(1)] = 256
     """Maximum number of sequences that one engine decodes concurrently."""
     enforce_eager: bool = False

@@ -5,11 +5,13 @@ A failed engine can be replaced by a new one. Other errors would also occur in t
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import stat
 import time
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING, Callable, Mapping, Sequence
 
 from gdpo_nemo.utils.errors import EngineFailed, GdpoError, first_line
 
@@ -21,9 +23,16 @@ _DEVICE_ERROR = re.compile(
     r"\b(CUDA|CUDART|HIP|NCCL|CUBLAS|CUDNN)( driver| runtime)? (error|out of memory)|error \[CUDA\]|device-side assert"
     r"|\b(CUBLAS|CUDNN|CUSOLVER)_STATUS_(?!SUCCESS)"
     # Other processes, such as the engine that is replaced, still hold memory.
-    r"|\bFree memory on device .* is less than",
+    r"|\bFree memory on device .* is less than|\bError in memory profiling",
     re.IGNORECASE,
 )
+_CORE_ENDED = "Engine core initialization failed"
+"""vLLM's message if a separate process ended while it started. Only the output of this process contains the cause."""
+_ERROR_LINE = re.compile(r"^(?:\([^)]*\) )?(?:ERROR .*?\] )?((?:\w+\.)*\w*(?:Error|Exception)\b: \S.*)$", re.MULTILINE)
+_TAIL_BYTES = 1 << 20
+_STEADY_BYTES = 64 << 20
+_STEADY_READINGS = 3
+_MOST_READINGS = 60
 _SEE_LOG = "(see its output in the engine's log)"
 
 
@@ -44,6 +53,75 @@ def engine_failure(error: BaseException) -> EngineFailed | None:
             return EngineFailed(f"vLLM failed: {first_line(link)}")
         link = link.__cause__ or link.__context__
     return None
+
+
+def output_sizes() -> dict[int, int]:
+    """Return the current size of this process's standard output and standard error, for those that are files."""
+    states = {descriptor: os.fstat(descriptor) for descriptor in (1, 2)}
+    return {descriptor: state.st_size for descriptor, state in states.items() if stat.S_ISREG(state.st_mode)}
+
+
+def start_failure(error: BaseException, sizes: Mapping[int, int]) -> BaseException:
+    """Return the failure for an error during the start of vLLM, or the error itself if it is not an engine failure.
+
+    Args:
+        error: exception that vLLM raised.
+        sizes: ``output_sizes`` before the start. The message quotes the last error in the later output, because the
+            error of a separate process does not reach this process.
+    """
+    failed = engine_failure(error)
+    if _CORE_ENDED in str(error):
+        failed = EngineFailed(f"vLLM did not start: {_last_error(sizes) or first_line(error)} {_SEE_LOG}")
+    return failed or error
+
+
+def _last_error(sizes: Mapping[int, int]) -> str:
+    """Return the last error line in the output since ``sizes`` that states a cause, or an empty string."""
+    found = ""
+    for descriptor, size in sizes.items():
+        with open(f"/proc/self/fd/{descriptor}", "rb") as file:
+            file.seek(max(size, os.fstat(descriptor).st_size - _TAIL_BYTES))
+            text = file.read(_TAIL_BYTES).decode(errors="replace")
+        lines = [line for line in _ERROR_LINE.findall(text) if "initialization failed" not in line]
+        found = lines[-1][:300] if lines else found
+    return found
+
+
+def wait_for_steady_memory(read: Callable[[], list[int]] | None = None, interval_s: float = 1.0) -> None:
+    """Wait until the free memory of this process's GPUs is steady, for at most a minute.
+
+    vLLM fails to start if another process, such as the engine that is replaced, releases memory in the meantime.
+
+    Args:
+        read: function that returns the free bytes of each GPU; None reads them through NVML.
+        interval_s: time between two readings in seconds.
+    """
+    read = read or _free_bytes
+    steady, last = 1, read()
+    for _ in range(_MOST_READINGS):
+        if steady == _STEADY_READINGS:
+            return
+        time.sleep(interval_s)
+        now = read()
+        moved = any(abs(one - other) > _STEADY_BYTES for one, other in zip(now, last, strict=True))
+        steady, last = 1 if moved else steady + 1, now
+
+
+def _free_bytes() -> list[int]:
+    # torch would create a CUDA context in this process, which takes memory and prevents vLLM from forking its process.
+    from vllm.third_party import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        names = visible.split(",") if visible else [str(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        handles = [
+            pynvml.nvmlDeviceGetHandleByIndex(int(name)) if name.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(name)
+            for name in names
+        ]
+        return [int(pynvml.nvmlDeviceGetMemoryInfo(handle).free) for handle in handles]
+    finally:
+        pynvml.nvmlShutdown()
 
 
 def death_of(processes: Sequence[BaseProcess], wait_s: float) -> EngineFailed | None:

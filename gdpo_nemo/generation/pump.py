@@ -39,7 +39,10 @@ from gdpo_nemo.generation.engine_failures import (
     Standstill,
     death_of,
     engine_failure,
+    output_sizes,
+    start_failure,
     stuck_failure,
+    wait_for_steady_memory,
 )
 from gdpo_nemo.generation.requests import EngineReport, FinishedRequest
 from gdpo_nemo.generation.vllm_core import EngineOptions, Load, VllmCore, completion_of
@@ -238,10 +241,13 @@ class Pump:
     # -- called by the thread "vllm" ----------------------------------------------------------------------------------
 
     def _run(self, options: EngineOptions, started: Future[None]) -> None:
+        sizes = output_sizes()
         try:
+            if not options.on_cpu:
+                wait_for_steady_memory()
             self.core = VllmCore(options)
         except BaseException as error:
-            started.set_exception(error)
+            started.set_exception(start_failure(error, sizes))
             return
         self._watch(self.core.processes)
         started.set_result(None)

@@ -381,6 +381,7 @@ def _device_arguments(options: EngineOptions) -> dict[str, Any]:
         arguments = dict(
             enforce_eager=config.enforce_eager,
             gpu_memory_utilization=config.gpu_memory_utilization,
+            kv_cache_memory_bytes=config.gpu_kv_cache_memory_bytes,
             enable_sleep_mode=options.sleeps,
             enable_return_routed_experts=options.records_routing,
         )

@@ -19,6 +19,7 @@ from gdpo_nemo.planning.memory import (
     engine_memory,
     policy_memory,
     resting_memory,
+    sampling_bytes,
     transport_memory,
 )
 from gdpo_nemo.planning.shape import Shape
@@ -117,7 +118,7 @@ def _colocated_shortage(resolved: Resolved, shape: Shape, device: Device, traini
     """
     config = resolved.config
     has = f"but {device.name} has {device.memory / 1e9:.3g} GB"
-    share = config.policy.generation.vllm_cfg.gpu_memory_utilization
+    vllm = config.policy.generation.vllm_cfg
     if training + GPU_RESERVE > device.memory:
         return (
             f"a policy rank needs {training / 1e9:.3g} GB during training and a sleeping engine keeps "
@@ -125,10 +126,15 @@ def _colocated_shortage(resolved: Resolved, shape: Shape, device: Device, traini
             f"{has}"
         )
     resting = resting_memory(resolved, shape)
-    if resting + share * device.memory > device.memory:
+    used = sampling_bytes(config, engine, device.memory)
+    if resting + used > device.memory:
+        cache = vllm.gpu_kv_cache_memory_bytes
+        key = (
+            f"gpu_kv_cache_memory_bytes {cache}" if cache else f"gpu_memory_utilization {vllm.gpu_memory_utilization:g}"
+        )
         return (
             f"during sampling, a policy rank keeps {resting / 1e9:.3g} GB in addition to the "
-            f"{share * device.memory / 1e9:.3g} GB of the engine (gpu_memory_utilization {share:g}), {has}"
+            f"{used / 1e9:.3g} GB of the engine ({key}), {has}"
         )
     if not engine.sequences(config.policy.max_total_sequence_length):
         return f"an engine rank has no memory left for one sequence after {engine.weights / 1e9:.3g} GB of weights"
@@ -195,7 +201,8 @@ def _memory_savers(resolved: Resolved, shape: Shape) -> Iterator[dict[str, Any]]
         if not megatron.optimizer.offload and policy.precision == "bfloat16":
             yield {"megatron_cfg__optimizer__offload": True}
         for share in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3):
-            if share < policy.generation.vllm_cfg.gpu_memory_utilization:
+            vllm = policy.generation.vllm_cfg
+            if share < vllm.gpu_memory_utilization and vllm.gpu_kv_cache_memory_bytes is None:
                 yield {"generation__vllm_cfg__gpu_memory_utilization": share}
     if not megatron.optimizer.use_precision_aware_optimizer and policy.precision == "bfloat16" and resolved.layout.gpus:
         half = {

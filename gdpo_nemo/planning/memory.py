@@ -89,6 +89,8 @@ class EngineMemory:
     kv_cache: int
     bytes_per_token: int
     """Bytes of one token's keys and values on this rank."""
+    states: int
+    """Bytes of the states of recurrent layers, which vLLM counts as part of the KV cache."""
 
     def sequences(self, tokens: int) -> int:
         """Return the number of sequences of ``tokens`` tokens that fit into the KV cache."""
@@ -483,8 +485,9 @@ def resting_memory(resolved: Resolved, shape: Shape) -> int:
 def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemory:
     """Return the memory of one engine rank.
 
-    On a GPU, the KV cache gets ``gpu_memory_utilization`` x ``device_bytes`` minus the weights and ``GPU_RESERVE``. On
-    a CPU, the KV cache has ``kv_cache_memory_bytes``. The states of recurrent layers are part of the KV cache.
+    On a GPU, the KV cache gets ``gpu_kv_cache_memory_bytes``, or ``gpu_memory_utilization`` x ``device_bytes`` minus
+    the weights and ``GPU_RESERVE``. On a CPU, it has ``kv_cache_memory_bytes``. The states of recurrent layers are part
+    of the KV cache.
     """
     vllm = config.policy.generation.vllm_cfg
     size = BYTES[config.policy.precision]
@@ -495,6 +498,15 @@ def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemo
         per_token = shape.count("*") * (shape.latent[1] + shape.latent[2]) * size
     states = vllm.max_num_seqs * shape.recurrent_state * size // tensor
     if not config.cluster.gpus_per_node:
-        return EngineMemory(weights, max(0, vllm.kv_cache_memory_bytes - states), per_token)
+        return EngineMemory(weights, max(0, vllm.kv_cache_memory_bytes - states), per_token, states)
     room = int(device_bytes * vllm.gpu_memory_utilization) - weights - GPU_RESERVE
-    return EngineMemory(weights, max(0, room - states), per_token)
+    cache = vllm.gpu_kv_cache_memory_bytes or room
+    return EngineMemory(weights, max(0, cache - states), per_token, states)
+
+
+def sampling_bytes(config: Config, engine: EngineMemory, device_bytes: float) -> float:
+    """Return the bytes that one engine rank uses on a GPU while it samples."""
+    vllm = config.policy.generation.vllm_cfg
+    if vllm.gpu_kv_cache_memory_bytes is None:
+        return vllm.gpu_memory_utilization * device_bytes
+    return engine.weights + vllm.gpu_kv_cache_memory_bytes + GPU_RESERVE

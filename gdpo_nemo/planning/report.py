@@ -34,6 +34,7 @@ from gdpo_nemo.planning.memory import (
     policy_memory,
     refit_bytes,
     resting_memory,
+    sampling_bytes,
     transport_memory,
 )
 from gdpo_nemo.planning.shape import Shape, expected_saving, groups_saved, model_shape, recorded_bytes
@@ -80,11 +81,13 @@ def dry_run_lines(resolved: Resolved) -> list[tuple[str, str]]:
         return [*lines, ("per rank", f"unknown until {config.policy.model_name} is available")]
     memory = policy_memory(resolved, shape)
     layout = resolved.layout
-    share = config.policy.generation.vllm_cfg.gpu_memory_utilization
+    vllm = config.policy.generation.vllm_cfg
+    engine = f"{vllm.gpu_memory_utilization:.0%} of the GPU for engines"
+    if vllm.gpu_kv_cache_memory_bytes:
+        engine = f"{size(sampling_bytes(config, engine_memory(config, shape, 0), 0))} of an engine rank"
     resting = (
         f"{size(resting_memory(resolved, shape))} per policy rank remain allocated during sampling, in addition to "
-        f"{share:.0%} of "
-        "the GPU for engines"
+        f"{engine}"
     )
     return [
         *lines,
@@ -115,7 +118,7 @@ def plan_lines(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -
         ("mesh", _mesh(config.cluster, layout)),
         ("arithmetic", batch_arithmetic(resolved)),
         ("per rank", _policy_line(policy, shape)),
-        ("per engine", _engine_line(config.policy, engine, lengths.total)),
+        ("per engine", _engine_line(config.policy, engine, lengths.total, bool(layout.gpus))),
         ("fits", "yes" if not shortage else f"no: {shortage}"),
     ]
     if shortage:
@@ -198,21 +201,23 @@ def _policy_line(memory: RankMemory, shape: Shape) -> str:
     )
 
 
-def _engine_line(policy: PolicyConfig, memory: EngineMemory, mean: float) -> str:
+def _engine_line(policy: PolicyConfig, memory: EngineMemory, mean: float, on_gpu: bool) -> str:
     longest = policy.max_total_sequence_length
+    key = f" (gpu_kv_cache_memory_bytes: {memory.kv_cache + memory.states})" if on_gpu else ""
     return (
-        f"{size(memory.weights)} weights + {size(memory.kv_cache)} KV cache per engine rank: "
+        f"{size(memory.weights)} weights + {size(memory.kv_cache)} KV cache{key} per engine rank: "
         f"{memory.sequences(longest)} sequences "
         f"of {longest} tokens, {memory.sequences(ceil(mean))} of the expected {mean:.0f}"
     )
 
 
 def _shared_line(resolved: Resolved, shape: Shape, device: Device) -> str:
+    config = resolved.config
     resting = resting_memory(resolved, shape)
-    share = resolved.config.policy.generation.vllm_cfg.gpu_memory_utilization
+    used = sampling_bytes(config, engine_memory(config, shape, int(device.memory)), device.memory)
     return (
-        f"during sampling, {size(resting)} of a policy rank remain, plus {size(share * device.memory)} of an engine "
-        f"rank = {size(resting + share * device.memory)} of {size(device.memory)}"
+        f"during sampling, {size(resting)} of a policy rank remain, plus {size(used)} of an engine "
+        f"rank = {size(resting + used)} of {size(device.memory)}"
     )
 
 

@@ -4,6 +4,7 @@ is."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
 import sys
@@ -37,6 +38,12 @@ class Mortal:
         self.version = -1
         self.asked = []
         self.failed = False
+        starts = self.file.with_suffix(".starts")
+        if starts.exists():
+            left = starts.read_text().splitlines()
+            starts.write_text("\n".join(left[1:]))
+            if left:
+                raise {"engine": EngineFailed, "other": ValueError}[left[0]]("vLLM did not start: the cause")
 
     def _live(self) -> None:
         left = self.file.read_text().splitlines() if self.file.exists() else []
@@ -265,6 +272,31 @@ def test_engines_without_a_policy_hold_no_version_and_take_any(fleet):
     with fleet.delivering():
         fleet.update(ToEveryone(), 7)
     assert drawn(fleet, 1)[0].version == 7
+
+
+def test_start_is_repeated_if_the_engine_fails_and_not_for_another_error(config, folder, monkeypatch):
+    monkeypatch.setattr(engine_actor, "EngineActor", Mortal)
+    for starts, error in (("engine\n" * 2, None), ("engine\n" * 5, r"it died 4 times in a row, last: .*: the cause"),
+                          ("engine\nother", "engine 0: ValueError: vLLM did not start: the cause")):  # fmt: skip
+        (folder / "0.starts").write_text(starts)
+        fleet = fleets.EngineFleet(one_engine(config), str(folder))
+        try:
+            if error is None:
+                fleet.ready()
+                assert fleet.clients[0].replaced == 2 and drawn(fleet, 0)[1] == 0
+                assert "starting engine 0: vLLM did not start: the cause; the engine" in fleet.take_events()[0]
+            else:
+                with pytest.raises(RunError, match=error):
+                    fleet.ready()
+        finally:
+            fleet.close()
+    (folder / "0.starts").unlink()
+
+
+def one_engine(config):
+    config = copy.deepcopy(config)
+    config.policy.generation.engines = 1
+    return config
 
 
 def test_an_engine_that_keeps_dying_is_given_up_and_the_other_draws_for_it(fleet, folder):

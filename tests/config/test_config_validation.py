@@ -139,6 +139,7 @@ def test_what_cannot_run_is_refused_by_name(minimal, overrides, expected):
     [
         ([], f"{VLLM}.gpu_memory_utilization=0.5"),
         (GPUS, f"{VLLM}.kv_cache_memory_bytes=1000000"),
+        ([], f"{VLLM}.gpu_kv_cache_memory_bytes=1000000"),
         ([], f"{VLLM}.head_dtype=model"),
         ([*GPUS, "policy.precision=float32"], f"{VLLM}.head_dtype=model"),
         (["loss_fn.type=target_po"], "loss_fn.ratio_clip_c=3.0"),

@@ -204,6 +204,7 @@ def test_the_same_seed_gives_the_same_files_bit_for_bit(warmed_up):
 
 
 def test_warm_up_lowers_the_loss_and_says_where_it_is(warmed_up):
+    assert "warm-up on the device cpu\n" in warmed_up[2] or torch.cuda.is_available()
     lines = re.findall(r"warm-up step +(\d+)/3 +loss ([\d.]+)", warmed_up[2])
     assert [step for step, _ in lines] == ["1", "3", "1", "3"]
     losses = [float(loss) for _, loss in lines]

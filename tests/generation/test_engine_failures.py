@@ -14,7 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from gdpo_nemo.generation.engine_failures import Standstill, death_of, engine_failure
+from gdpo_nemo.generation.engine_failures import (
+    Standstill,
+    death_of,
+    engine_failure,
+    start_failure,
+    wait_for_steady_memory,
+)
 from gdpo_nemo.utils.errors import EngineFailed, RunError
 from gdpo_nemo.weights.manifest import PeerLost
 
@@ -59,7 +65,11 @@ OF_VLLM = {
         "No available memory for the cache blocks. Try increasing `gpu_memory_utilization`": False,
         "To serve at least one request with the model's max seq len (1), (1 GiB KV cache is needed": False,
     },
-    "v1/worker/gpu_worker.py": {"start_weight_update must be called before update_weights.": False},
+    "v1/worker/gpu_worker.py": {
+        "Error in memory profiling. Initial free memory 1 GiB, current free memory 1 GiB.": True,
+        "start_weight_update must be called before update_weights.": False,
+    },
+    "v1/engine/utils.py": {"Engine core initialization failed. See root cause above.": False},
 }
 """Beginnings of messages in vLLM's source, with 1 for what is computed, by file; whether another engine may do
 better."""
@@ -67,8 +77,11 @@ better."""
 
 def raised_by(file: Path) -> list[str]:
     """The messages of all exceptions that a file raises with a text of its own."""
-    calls = [node.exc for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Raise)]
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    calls = [node.exc for node in nodes if isinstance(node, ast.Raise)]
     texts = [call.args[0] for call in calls if isinstance(call, ast.Call) and call.args]
+    texts += [node.msg for node in nodes if isinstance(node, ast.Assert)]
+    texts = [text.left if isinstance(text, ast.BinOp) else text for text in texts]
     return [
         "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in getattr(text, "values", [text]))
         for text in texts
@@ -84,6 +97,38 @@ def test_messages_in_vllms_source_are_told_apart(file):
         (text, *_) = [text for text in raised if text.startswith(beginning)] or [""]
         assert text, beginning
         assert isinstance(engine_failure(ValueError(text)), EngineFailed) == of_device, text
+
+
+CORE_ENDED = "Engine core initialization failed. See root cause above. Failed core proc(s): {'EngineCore': 1}"
+OUTPUT = """(EngineCore pid=7) Traceback (most recent call last):
+(EngineCore pid=7)   File "/vllm/v1/worker/gpu_worker.py", line 720, in determine_available_memory
+(EngineCore pid=7) AssertionError: Error in memory profiling. Initial free memory 94.81 GiB
+(EngineCore pid=7) RuntimeError: WorkerProc initialization failed due to an exception in a background process.
+[rank0]: a warning
+"""
+
+
+def test_failed_start_of_vllms_process_quotes_the_last_error_of_its_output(tmp_path):
+    """The error does not reach this process. What an earlier process wrote is not quoted."""
+    log = tmp_path / "worker.err"
+    earlier = "ValueError: of an earlier start\n"
+    log.write_text(earlier + OUTPUT)
+    with log.open() as file:
+        failed = start_failure(RuntimeError(CORE_ENDED), {file.fileno(): len(earlier)})
+        silent = start_failure(RuntimeError(CORE_ENDED), {file.fileno(): log.stat().st_size})
+    assert isinstance(failed, EngineFailed) and isinstance(silent, EngineFailed)
+    assert str(failed).startswith("vLLM did not start: AssertionError: Error in memory profiling. Initial free memory")
+    assert "Failed core proc(s): {'EngineCore': 1}" in str(silent)
+    other = ValueError("To serve at least one request with the model's max seq len")
+    assert start_failure(other, {}) is other
+
+
+def test_start_waits_until_the_free_memory_of_all_gpus_is_steady():
+    readings = iter([[0, 9 << 30], [0, 8 << 30], [1 << 30, 8 << 30], *[[1 << 30, 8 << 30]] * 5])
+    wait_for_steady_memory(lambda: next(readings), 0.0)
+    assert len(list(readings)) == 3
+    moving = iter(range(10**6))
+    wait_for_steady_memory(lambda: [next(moving) << 30], 0.0)  # does not wait forever
 
 
 def test_an_error_of_the_device_is_found_behind_one_of_its_cleanup():
@@ -177,6 +222,7 @@ class Options:
 
     def __init__(self, code):
         self.code = code
+        self.on_cpu = True
         self.never = threading.Event()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from engines import BF16, NEAR, precision, served_model
-from standing import ROOT, Stand, batch_of, record, scratch
+from standing import ROOT, Stand, batch_of, kept_on_failure, record
 
 RECIPE = "configs/gdpo_smoke_qwen2.5_0.5b_1gpu.yaml"
 STEPS = 3
@@ -73,9 +73,9 @@ def colocated(arguments: argparse.Namespace) -> None:
     from gdpo_nemo.commands.drill.faults import FAULTS
     from gdpo_nemo.commands.drill.run import trained
 
-    with scratch() as folder:
-        changes = overrides(arguments, Path(folder))
-        undisturbed, killed = (_drilled(Path(folder) / name, changes) for name in ("undisturbed", "killed"))
+    with kept_on_failure() as folder:
+        changes = overrides(arguments, folder)
+        undisturbed, killed = (_drilled(folder / name, changes) for name in ("undisturbed", "killed"))
         try:
             undisturbed.start()
             _ended(undisturbed)
@@ -92,7 +92,7 @@ def colocated(arguments: argparse.Namespace) -> None:
                     run.close()
         rows = [trained(run.run_dir) for run in (undisturbed, killed)]
         record("steps that a run lacks", sum(STEPS - len(found) for found in rows), "", 0)
-        _same_runs(Path(folder), rows, arguments)
+        _same_runs(folder, rows, arguments)
         row = rows[0][STEPS]
         record("a step", row["time/step"], "s", key=True)
         for name in ("time/sync", "time/sleep", "time/wake", "time/train", "parity/mean_abs", "parity/probe"):
@@ -136,10 +136,10 @@ def eight(arguments: argparse.Namespace) -> None:
     if not arguments.cpu and gpus < 2:
         record("skipped", f"needs 2 GPUs, and there is {gpus}")
         return
-    with scratch() as folder:
-        _layouts(Path(folder), arguments)
+    with kept_on_failure() as folder:
+        _layouts(folder, arguments)
         engines = 2 if arguments.cpu else min(4, gpus - 1)
-        _separate_engines(Path(folder), engines, arguments)
+        _separate_engines(folder, engines, arguments)
 
 
 def _layouts(folder: Path, arguments: argparse.Namespace) -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Sequence
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 
@@ -228,6 +230,20 @@ def timed(stand: Stand, work: Any, rounds: int) -> list[float]:
         stand.settle()
         seconds.append(time.perf_counter() - start)
     return seconds[1:]
+
+
+@contextlib.contextmanager
+def kept_on_failure() -> Iterator[Path]:
+    """A folder in ``--out`` with the name of the step, which goes with the block unless it fails or is killed."""
+    if "FINDINGS" not in os.environ:
+        with scratch() as folder:
+            yield Path(folder)
+        return
+    kept = Path(os.environ["FINDINGS"]).absolute().with_suffix("")
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir()
+    yield kept
+    shutil.rmtree(kept)
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:

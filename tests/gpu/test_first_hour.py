@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import os
 import subprocess
@@ -145,6 +146,29 @@ def test_steps_take_25_minutes_on_one_gpu_and_an_hour_with_all_of_them(capsys):
     for found in first_hour.steps(False):
         if found.command[0].endswith("measure.py"):
             assert f'"{found.command[1]}": ' in source
+
+
+def test_gpu_tests_step_names_every_marked_file_and_lists_what_it_needs(capsys):
+    marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text()}
+    assert {ROOT / name for name in first_hour.GPU_TESTS} == marked - {Path(__file__).resolve()}
+    (step,) = (step for step in first_hour.steps(False) if step.name == "gpu-tests")
+    assert set(first_hour.GPU_TESTS) < set(step.command) and "tests" not in step.command
+    assert first_hour.main(["--list", "--only", "gpu-tests"]) == 0
+    assert "needs pytest, pytest-xdist, hypothesis, filelock" in capsys.readouterr().out
+
+
+def test_run_folders_are_kept_in_the_output_folder_if_a_step_fails(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    standing = _module("standing")
+    monkeypatch.setenv("FINDINGS", str(tmp_path / "colocated.jsonl"))
+    with pytest.raises(SystemExit), standing.kept_on_failure() as folder:
+        (folder / "killed.log").write_text("the error")
+        raise SystemExit("the run ended with status 1")
+    assert (tmp_path / "colocated" / "killed.log").read_text() == "the error"
+    with standing.kept_on_failure() as folder:
+        assert list(folder.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+    assert "with kept_on_failure() as folder" in inspect.getsource(_module("runs").colocated)
 
 
 def test_the_driver_needs_the_standard_library_alone():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +28,14 @@ from gdpo_nemo.planning.fit import (
 )
 from gdpo_nemo.planning.hardware import CPU_RATES, Phase, Rates, device, host, load_rates, save_rates
 from gdpo_nemo.planning.known_models import KNOWN
-from gdpo_nemo.planning.memory import checkpoint_bytes, engine_memory, policy_memory, resting_memory
+from gdpo_nemo.planning.memory import (
+    GPU_RESERVE,
+    checkpoint_bytes,
+    engine_memory,
+    policy_memory,
+    resting_memory,
+    sampling_bytes,
+)
 from gdpo_nemo.planning.report import batch_arithmetic, dry_run_lines, plan_lines
 from gdpo_nemo.planning.shape import expected_saving, model_shape, shape_from
 from gdpo_nemo.planning.speed import PRODUCT_SHARE, Lengths, Work, refit_bytes, step_time, training_work
@@ -232,6 +240,26 @@ def test_generation_beside_training_hides_the_shorter_one():
     assert on_policy.step == pytest.approx(on_policy.generation + on_policy.training + on_policy.sync)
     assert stale.step == pytest.approx(max(stale.generation, stale.training) + stale.sync)
     assert on_policy.policy_idle == pytest.approx(on_policy.generation / on_policy.step)
+
+
+def test_plan_prints_the_cache_size_that_the_key_takes():
+    """The key with the printed value gives the same plan; a smaller value leaves the GPU's other memory free."""
+    shared = ("cluster.placement=colocated", "policy.generation.engines=8")
+    gpu = device("h100")
+
+    def lines(*overrides):
+        config = config_of(*shared, *overrides)
+        return dict(plan_lines(resolve(config), model_shape(resolve(config)), gpu, Rates()))
+
+    printed = lines()["per engine"]
+    (value,) = re.findall(r"gpu_kv_cache_memory_bytes: (\d+)", printed)
+    key = "policy.generation.vllm_cfg.gpu_kv_cache_memory_bytes"
+    assert lines(f"{key}={value}")["per engine"] == printed
+    small = config_of(*shared, f"{key}={10**9}")
+    shape = model_shape(resolve(small))
+    engine = engine_memory(small, shape, int(gpu.memory))
+    assert engine.kv_cache == 10**9
+    assert sampling_bytes(small, engine, gpu.memory) == engine.weights + 10**9 + GPU_RESERVE < 0.2 * gpu.memory
 
 
 def test_colocated_policy_and_engine_fill_one_gpu_in_turn():
