@@ -112,8 +112,8 @@ ENVIRONMENTS = (
     ),
     mutant(
         "utils/user_modules.py",
-        "if level or not _is_in_folder(folder, top):",
-        "if level or top in sys.modules or not _is_in_folder(folder, top):",
+        "if _is_in_folder(place, top):",
+        "if top not in sys.modules and _is_in_folder(place, top):",
         "utils/test_user_modules.py::test_a_module_of_the_folder_precedes_an_imported_package_with_its_name",
         "a file imports the modules of its folder",
     ),
