@@ -181,7 +181,7 @@ class Loaded:
 
 
 def gets_loop(completions, **_):
-    """As written for TRL, which calls functions where a loop can be had."""
+    """Return rewards as a function written for TRL, which calls functions in a thread with an event loop."""
     return [asyncio.get_event_loop().run_until_complete(asyncio.sleep(0, 1.0))] * len(completions)
 
 

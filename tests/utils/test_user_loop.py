@@ -1,4 +1,4 @@
-"""The event loop of user code: one for a process, whoever runs it."""
+"""The event loop of user code: one per process, regardless of the thread that runs it."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_module_that_the_main_program_has_imported_is_not_imported_again(tmp_p
 
 
 def test_another_process_imports_the_module_by_its_name(tmp_path):
-    """As the children of multiprocessing do, whatever starts them."""
+    """The children of multiprocessing do so with every start method."""
     write(tmp_path, helper="WHO = 3", rewards="from helper import WHO\nclass Mine: who = WHO")
     made = load_object(f"{tmp_path}/rewards.py:Mine")
     program = f"from {made.__module__} import Mine; print(Mine.who, Mine.__module__)"
