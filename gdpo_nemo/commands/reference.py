@@ -1,4 +1,4 @@
-"""``gdpo-nemo reference``: generate the documentation pages of config keys and metrics.
+"""``gdpo-nemo reference``: generate the pages of config keys and metrics, and the JSON Schema of a config.
 
 Descriptions of config keys come from the schema's docstrings, and descriptions of metrics from the registry.
 ``--check`` reports outdated pages.
@@ -7,11 +7,13 @@ Descriptions of config keys come from the schema's docstrings, and descriptions 
 from __future__ import annotations
 
 import argparse
+import json
 from itertools import groupby
 from pathlib import Path
 from typing import Iterable, Iterator, Sequence
 
 from gdpo_nemo.commands.arguments import Commands, say
+from gdpo_nemo.commands.config_schema import config_schema
 from gdpo_nemo.commands.explain import Key, keys_of
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.observe.health import DRIFTS
@@ -28,11 +30,17 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--check", action="store_true", help="write nothing; exit with status 1 if a page is not up to date"
     )
+    command.add_argument(
+        "--schema", action="store_true", help="print the JSON Schema of a config, for editors, and write nothing"
+    )
     command.set_defaults(command=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the pages or, with ``--check``, compare them with the existing pages."""
+    """Write the pages or, with ``--check``, compare them with the existing pages. ``--schema`` prints the schema."""
+    if arguments.schema:
+        print(schema_file(), end="")
+        return 0
     if not arguments.out.is_dir():
         raise ConfigError(f"--out: {arguments.out} is not a folder")
     if arguments.check:
@@ -64,8 +72,17 @@ def stale_pages(folder: Path) -> list[Path]:
 
 
 def pages() -> dict[str, str]:
-    """Return the content of each generated page by file name."""
-    return {"reference_config.md": config_page(), "reference_metrics.md": metrics_page()}
+    """Return the content of each generated file by its name."""
+    return {
+        "reference_config.md": config_page(),
+        "reference_metrics.md": metrics_page(),
+        "config_schema.json": schema_file(),
+    }
+
+
+def schema_file() -> str:
+    """Return the JSON Schema of a config as text."""
+    return json.dumps(config_schema(), indent=1) + "\n"
 
 
 def config_page() -> str:

@@ -25,10 +25,10 @@ import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from gdpo_nemo.config.algorithm_choice import spec_named
+from gdpo_nemo.config.algorithm_choice import ALGORITHMS, spec_named
 from gdpo_nemo.config.allowed_values import CHOICES, CUSTOM_FUNCTIONS, SECTIONS_OFF
 from gdpo_nemo.config.objective_checks import environment_weights
-from gdpo_nemo.config.schema import Config
+from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.utils.errors import (
     SHORTEST_SECRET,
     ConfigError,
@@ -51,7 +51,7 @@ Overrides = Union[Sequence[str], Mapping[str, Any]]
 Sources = list[tuple[str, dict[str, Any], bool]]
 """List of (name for messages, content, complete). If ``complete`` is True, a mapping of rewards or environments in the
 content replaces earlier entries. If it is False, the new entries are added to the earlier entries."""
-_LISTS = ("gdpo", "gdpo.rewards", "env")
+_LISTS = ("env", *ALGORITHMS, *(f"{name}.rewards" for name in ALGORITHMS))
 """Keys for which the value of an override is a complete mapping of rewards or environments."""
 
 
@@ -132,8 +132,12 @@ def merge_sources(sources: Sources, merged: DictConfig | None = None) -> DictCon
         merged: config to merge into, which is changed in place. None: a new config with the schema's defaults.
     """
     merged = pickle.loads(_merged()) if merged is None else merged
+    named: list[tuple[str, str]] = []
+    algorithms = {merged.algorithm.type}
     for source, raw, complete in sources:
-        content = _switch_off(raw, merged)
+        content, names = _with_shared_section(raw, source)
+        named += [(name, source) for name in names if name != "gdpo"]
+        content = _switch_off(content, merged)
         _check(content, Config, "", source)
         try:
             if complete:
@@ -141,7 +145,37 @@ def merge_sources(sources: Sources, merged: DictConfig | None = None) -> DictCon
             merged.merge_with(content)
         except OmegaConfBaseException as error:
             raise _translated(error, source) from None
+        algorithms.add(merged.algorithm.type)
+    for name, source in named:
+        if name not in algorithms:
+            raise ConfigError(
+                f"{name}: algorithm.type is {merged.algorithm.type}; name this section gdpo or set "
+                f"algorithm.type to {name}{_where(source)}"
+            )
     return merged
+
+
+def _with_shared_section(raw: dict[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
+    """Return ``raw`` with the section that all algorithms share under its name ``gdpo``, and its names in ``raw``.
+
+    As in NeMo-RL, a config may give this section the name of its algorithm: ``sft.max_num_steps``. The section ``ppo``
+    then contains keys of both ``gdpo`` and ``ppo``. Raises ConfigError if the section has two names or an unknown key.
+    """
+    content, names = dict(raw), ["gdpo"] * ("gdpo" in raw)
+    shared, sections = _field_types(GdpoConfig), _field_types(Config)
+    for name in [name for name in raw if name in ALGORITHMS and name != "gdpo"]:
+        own = _field_types(sections[name]) if name in sections else {}
+        found: dict[str, dict[str, Any]] = {"gdpo": {}, name: {}}
+        for key, value in _mapping(content.pop(name), name, source).items():
+            if key not in shared and key not in own:
+                hint = _nearest_key(name, str(key), {**own, **shared})
+                raise ConfigError(f"{name}.{key}: unknown key{_where(source)}{hint}")
+            found[name if key in own else "gdpo"][key] = value
+        if found["gdpo"] and names:
+            raise ConfigError(f"{name}: names the same section as {names[0]}; use one of the names{_where(source)}")
+        names += [name] * bool(found["gdpo"])
+        content |= {section: keys for section, keys in found.items() if keys}
+    return content, names
 
 
 @functools.lru_cache(maxsize=16)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from omegaconf import OmegaConf
 
+from gdpo_nemo.config.algorithm_choice import ALGORITHMS
 from gdpo_nemo.config.allowed_values import SECTIONS_OFF
 from gdpo_nemo.config.changes import load_saved_config
 from gdpo_nemo.config.load import all_keys, config_to_dict, load_config, save_config
@@ -48,6 +49,38 @@ def test_a_file_wins_over_its_parents_and_later_parents_over_earlier(minimal, tm
     gdpo = load_config(child).gdpo
     assert (gdpo.max_num_steps, gdpo.val_period, gdpo.num_prompts_per_step) == (1, 2, 3)
     assert gdpo.rewards == {"correctness": 1.0, "format": 0.5}
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "gdpo"])
+def test_shared_section_may_have_the_name_of_the_algorithm(minimal, tmp_path, name):
+    child = tmp_path / "child.yaml"
+    child.write_text(f"defaults: minimal.yaml\nalgorithm: {{type: {name}}}\n{name}: {{max_num_steps: 4}}\n")
+    assert load_config(child).gdpo == load_config(minimal, ["gdpo.max_num_steps=4"]).gdpo
+    assert load_config(child, [f"{name}.val_period=3", "algorithm.type=gdpo"]).gdpo.val_period == 3
+    assert load_config(child, [f"{name}.rewards={{format: 1}}"]).gdpo.rewards == {"format": 1.0}
+
+
+def test_section_ppo_contains_keys_of_both_sections(minimal):
+    config = load_config(minimal, ["algorithm.type=ppo", "ppo={lam: 0.5, max_num_steps: 4}"])
+    assert (config.ppo.lam, config.gdpo.max_num_steps) == (0.5, 4)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ("sft: {max_num_steps: 4}", "sft: algorithm.type is gdpo; name this section gdpo or set algorithm.type to sft"),
+        ("sft: {max_num_steps: 4}\ngdpo: {}", "sft: names the same section as gdpo; use one of the names"),
+        ("sft: {max_num_steps: 4}\ndpo: {seed: 1}", "dpo.seed: unknown key"),
+        ("sft: {max_num_steps: 4}\ndpo: {val_period: 1}", "dpo: names the same section as sft"),
+        ("sft: {max_steps: 4}", "sft.max_steps: unknown key"),
+        ("sft:", "sft: is empty"),
+        ("ppo: {lamb: 0.5}", "ppo.lamb: unknown key"),
+    ],
+)
+def test_other_names_of_the_shared_section_are_checked(minimal, tmp_path, content, said):
+    child = tmp_path / "child.yaml"
+    child.write_text(f"defaults: minimal.yaml\n{content}\n")
+    assert message(child).startswith(said)
 
 
 def test_a_mapping_of_rewards_replaces_all_and_a_dotted_override_changes_one(minimal, tmp_path):
