@@ -45,7 +45,7 @@ def test_schema_is_valid():
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configs_fit_the_schema_as_written_and_as_loaded(path):
-    assert path.read_text().startswith("# yaml-language-server: $schema=../docs/config_schema.json\n")
+    assert path.read_text().startswith("# yaml-language-server: $schema=schema.json\n")
     VALIDATOR.validate(OmegaConf.to_container(OmegaConf.load(path)))
     VALIDATOR.validate(config_to_dict(load_config(path)))
 

@@ -56,6 +56,14 @@ def test_stages_arguments_groups_and_packages_are_those_of_the_project():
     assert f">=3.{python}" in PROJECT["project"]["requires-python"]
 
 
+def test_version_and_linter_are_the_same_everywhere():
+    version, tested = PROJECT["project"]["version"], PROJECT["tool"]["uv"]["constraint-dependencies"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
+    [ruff] = re.findall(r"rev: v(\S+)", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert f"ruff=={ruff}" in tested
+
+
 @pytest.mark.parametrize("target", ["cpu", "gpu"])
 def test_images_run_as_a_user_that_may_write_only_its_folder(target):
     stage = STAGES[target]

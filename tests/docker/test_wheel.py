@@ -51,7 +51,7 @@ def test_the_package_is_the_installed_one_and_knows_its_version(away, installed)
     code = "import gdpo_nemo, sys; print(gdpo_nemo.__file__, gdpo_nemo.__version__, *sys.path, sep='\\n')"
     place, version, *path = away("python", "-c", code).splitlines()
     assert Path(place).is_relative_to(installed.parent) and (Path(place).parent / "py.typed").is_file()
-    assert (Path(place).parent / "bundled/docs/config_schema.json").is_file()
+    assert (Path(place).parent / "bundled/configs/schema.json").is_file()
     assert str(REPOSITORY) not in path
     assert away("gdpo-nemo", "--version").startswith(f"gdpo-nemo {version}\n")
     assert away("python", "-m", "gdpo_nemo", "--version").startswith(f"gdpo-nemo {version}\n")
