@@ -2,7 +2,23 @@
 
     advantages = compute_advantages({"correct": [1, 0, 0, 1], "short": [0, 1, None, 1]}, group_ids=[7, 7, 7, 7])
 
-The driver computes all advantages of the global batch at once, in float64 NumPy on the CPU, because batch statistics
+The default path of GDPO (arXiv 2601.05242, equations 4 to 7) is short if no reward is missing and no sequence failed::
+
+    terms = np.zeros_like(rewards)                        # rewards: float64 [sequences, components]
+    signal = np.zeros(len(rewards), dtype=bool)
+    for group in np.unique(group_ids):
+        rows = group_ids == group                         # the samples of one prompt
+        varies = np.ptp(rewards[rows], axis=0) > 0        # a constant reward ranks no sample
+        signal[rows] = (varies & (weights != 0)).any()
+        centred = rewards[rows] - rewards[rows].mean(axis=0)
+        deviation = rewards[rows].std(axis=0, ddof=1) + 1e-6
+        terms[rows] = np.where(varies, centred / deviation, 0)
+    advantages = terms @ weights
+    trained = advantages[signal]
+    advantages[signal] = (trained - trained.mean()) / (trained.std(ddof=1) + 1e-6)
+
+The rest of this module and ``estimators`` handle missing rewards, failed sequences, rounding, published variants and a
+KL penalty. The driver computes all advantages of the global batch at once, in float64 NumPy on the CPU, because batch statistics
 per rank or per micro-batch would differ.
 """
 

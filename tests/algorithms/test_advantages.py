@@ -1,11 +1,14 @@
 """Properties that every batch of rewards must satisfy, and the refusals."""
 
+import inspect
+import textwrap
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import assume, example, given, settings, strategies as st
 
-from gdpo_nemo.algorithms import ESTIMATORS, compute_advantages
+from gdpo_nemo.algorithms import ESTIMATORS, advantages as module, compute_advantages
 
 WEIGHTS = np.array([1.0, 0.5, 2.0])
 PLAIN = sorted(set(ESTIMATORS) - {"sa_mrpo"})
@@ -27,6 +30,18 @@ def values(rewards, ids, **options):
 
 seeds = st.integers(0, 10_000)
 few = settings(max_examples=25, deadline=None)
+
+
+@pytest.mark.filterwarnings("ignore:Degrees of freedom", "ignore:invalid value")  # groups of one sample
+@few
+@given(seeds)
+def test_default_path_in_the_docstring_equals_the_computation(seed):
+    code = textwrap.dedent(inspect.getdoc(module).partition("::\n\n")[2].partition("\n\nThe rest")[0])
+    rewards, ids = batch(seed)
+    rewards[:, 1:] = np.round(rewards[:, 1:])  # some samples equal their group's mean
+    names = {"np": np, "rewards": rewards, "group_ids": ids, "weights": WEIGHTS}
+    exec(code, names)
+    np.testing.assert_allclose(names["advantages"], values(rewards, ids), rtol=1e-9, atol=1e-9)
 
 
 @few
