@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import multiprocessing
 import os
+from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import islice
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping, Sequence
+
+from pebble import ProcessExpired, concurrent
 
 from gdpo_nemo.config.algorithm_choice import is_transform
 from gdpo_nemo.config.data_files import DATA_SUFFIXES, check_data_file, check_difficulty, data_paths, is_rows_function
@@ -144,7 +148,7 @@ def _rows_of_path(dataset: DatasetConfig, split: str, at_most: int | None) -> li
 def _rows_of_entry(entry: str, split: str, key: str, at_most: int | None) -> list[Row]:
     path = Path(os.path.expanduser(entry))
     if is_rows_function(entry):
-        return _rows_of_function(entry, key)[:at_most]
+        return _rows_of_function(entry, key) if at_most is None else _rows_in_time(entry, key, at_most)
     if not path.is_file():
         return _rows_of_hugging_face(entry, split, key, at_most)
     try:
@@ -164,6 +168,34 @@ def _rows_of_function(import_path: str, key: str) -> list[Row]:
         raise ConfigError(f"{key}: {import_path} returned no rows: {first_line(error)}") from error
     _check_texts(rows, f"{key}: {import_path}")
     return rows
+
+
+_CALL_S = 30.0
+"""Maximum time in seconds that a dry run waits for a function that returns rows."""
+
+
+class SlowRows(ConfigError):
+    """Raised if a function that returns rows takes longer than a dry run waits."""
+
+
+def _rows_in_time(import_path: str, key: str, at_most: int) -> list[Row]:
+    """Return the first rows of ``_rows_of_function``, called in a process of its own, which cannot block this one."""
+    spawn: Any = {"context": multiprocessing.get_context("spawn")}  # pebble's annotation has another name
+    call = concurrent.process(timeout=_CALL_S, **spawn)(_first_rows)
+    try:
+        return list(call(import_path, key, at_most).result())
+    except FutureTimeout:
+        raise SlowRows(f"{key}: {import_path} does not return within {_CALL_S:.3g} s") from None
+    except ProcessExpired as error:
+        raise ConfigError(f"{key}: {import_path} returned no rows: its process ended ({error.exitcode})") from None
+    except ConfigError:
+        raise
+    except Exception as error:  # pickling can raise anything
+        raise ConfigError(f"{key}: {import_path} returned rows that cannot be pickled: {first_line(error)}") from error
+
+
+def _first_rows(import_path: str, key: str, at_most: int) -> list[Row]:
+    return _rows_of_function(import_path, key)[:at_most]
 
 
 def _check_texts(rows: list[Row], where: str) -> None:

@@ -32,6 +32,16 @@ HALF_PAIRS = [
     (DRY, text("rows.jsonl", ROW + ROW.replace('"a"', '"a", "x": 1, "x": 2')), "it contains the key 'x' twice"),
     (DRY + " data.train.path={d}/x.json", text("x.json", '["%s"]' % r"\udc00"), "x.json: it contains half"),
     (
+        DRY + " data.train.path={d}/mine.py:rows",
+        text("mine.py", "def rows():\n    return [{'question': None, 'answer': 1}]"),
+        "row 0: the column 'question' is empty",
+    ),
+    (
+        "env check gsm8k --config {d}/good.yaml data.train.path={d}/x.jsonl",
+        text("x.jsonl", '{"question": 5, "answer": "1"}'),
+        "'question' must be text or a list of messages, got int",
+    ),
+    (
         "train --config {d}/good.yaml data.train.path={d}/mine.py:rows",
         text("mine.py", r"def rows(): return [{'question': 'a', 'answer': '#### 1'}, {'question': '\ud83d'}]"),
         "mine.py:rows: row 1: it contains " + HALF,

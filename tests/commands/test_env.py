@@ -123,6 +123,22 @@ def test_check_tells_a_reward_that_does_not_apply_from_one_that_failed(mine, cap
     assert "length: does not apply to 1 of 3 samples" in shown and "other: does not apply to 3 of 3 samples" in shown
 
 
+@pytest.mark.parametrize("component, said", [("steady", False), ("moving", True)])
+def test_only_what_trains_must_be_equal_in_two_verifications(component, said, mine, tmp_path, capsys):
+    (tmp_path / "logs_time.py").write_text(
+        "import time\n"
+        "def steady(completions, log_metric, log_extra, **_):\n"
+        "    log_metric('seconds', time.perf_counter())\n"
+        "    log_extra('at', [time.perf_counter() for _ in completions])\n"
+        "    return [None if len(completion) % 2 else 1.0 for completion in completions]\n"
+        "def moving(completions, **_):\n"
+        "    return [time.perf_counter() for _ in completions]\n"
+    )
+    functions = f"env.asking.functions={{{component}: '{tmp_path}/logs_time.py:{component}'}}"
+    assert cli.main(["env", "check", "asking", "--config", mine, functions]) == 0
+    assert ("verified twice with different results" in " ".join(capsys.readouterr().out.split())) == said
+
+
 def test_an_environment_with_turns_is_played_to_its_end(capsys):
     assert cli.main(["env", "check", "digit_turns", "--rows", "1", "--completion", "x"]) == 0
     lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "digits/" in line]

@@ -10,6 +10,7 @@ from character_tokenizer import character_tokenizer
 from hypothesis import given, settings, strategies as st
 
 from gdpo_nemo.config.schema import DatasetConfig
+from gdpo_nemo.data import rows as rows_module
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.prompts import PromptSource, check_prompts
 from gdpo_nemo.data.rows import load_rows
@@ -367,6 +368,22 @@ def test_a_function_gives_rows(tmp_path):
     assert [row["prompt"] for row in load_rows(dataset, load_environments(DIGITS), "train", 0)] == ["0", "1"]
     with pytest.raises(ConfigError, match="mine.py:broken returned no rows: ZeroDivisionError"):
         load_rows(DatasetConfig(path=f"{tmp_path}/mine.py:broken"), load_environments(DIGITS), "train", 0)
+
+
+@pytest.mark.parametrize(
+    "body, limit_s, message",
+    [
+        ("import os; os.kill(os.getpid(), 9)", 300.0, "mine.py:rows returned no rows: its process ended"),
+        ("import threading; threading.Event().wait()", 0.1, "mine.py:rows does not return within 0.1 s"),
+    ],
+)
+def test_function_that_ends_or_blocks_its_process_does_not_do_that_to_a_dry_run(
+    tmp_path, monkeypatch, body, limit_s, message
+):
+    monkeypatch.setattr(rows_module, "_CALL_S", limit_s)
+    (tmp_path / "mine.py").write_text(f"def rows():\n    {body}\n")
+    with pytest.raises(ConfigError, match=message):
+        load_rows(DatasetConfig(path=f"{tmp_path}/mine.py:rows"), load_environments(DIGITS), "train", 0, at_most=2)
 
 
 @pytest.mark.parametrize(

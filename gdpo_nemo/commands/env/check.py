@@ -144,8 +144,15 @@ def check_environment(
             check.verdicts += verify(group)
             check.samples += group
             check.latencies_s += [time.perf_counter() - begin] * len(group)
-    check.repeated = first == check.verdicts[: len(first)]
+    check.repeated = [_trained(v) for v in first] == [_trained(v) for v in check.verdicts[: len(first)]]
     return check
+
+
+def _trained(verdict: Verdict) -> str:
+    """Return what a run trains with, as text, in which NaN equals NaN. Metrics and saved columns may differ between two
+    verifications, for example the time of a call or the source of a judge's reply."""
+    rewards = [sorted(turn.items()) for turn in (verdict.rewards, *verdict.turn_rewards)]
+    return repr((verdict.outcome, rewards, sorted(verdict.reward_spans.items())))
 
 
 def verifier_of(environment: Environment, pool: EnvironmentPools) -> Callable[[Sequence[Trajectory]], list[Verdict]]:
