@@ -2,14 +2,18 @@
 
 import base64
 import functools
+import importlib
 import json
 import os
 import pickle
 import socket
+import subprocess
+import sys
 import zlib
 
 import pytest
 from environment_samples import trajectory
+from right_programs import cases
 
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution import sandbox
@@ -101,6 +105,33 @@ def test_program_is_scored_by_the_tests_of_common_rows(program, row, expected):
     assert rewards(program, row) == expected
 
 
+RIGHT = cases()
+
+
+def passes_in_plain_python(program, check, folder):
+    """Return whether a program passes a row's tests without a sandbox. At most two inputs are tried."""
+    for number, (given, expected) in enumerate(zip(check.get("inputs", ())[:2], check.get("outputs", ()))):
+        (folder / str(number)).mkdir()
+        command = [sys.executable, "-S", "-c", f"exit = quit = __import__('sys').exit\n{program}"]
+        done = subprocess.run(command, input=given, capture_output=True, text=True, cwd=folder / str(number))
+        if done.stdout.split() != expected.split():
+            return False
+    scope = {name: importlib.import_module(name) for name in ("collections", "datetime", "math")}
+    scope["__name__"] = "solution"
+    for code in (program, check.get("setup", ""), *check.get("tests", ())) if "tests" in check else ():
+        exec(code, scope)
+    return True
+
+
+@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_right_program_passes_as_in_plain_python(name, tmp_path):
+    program, row = RIGHT[name]
+    assert passes_in_plain_python(program, json.loads(Code().read_row(row)["code_check"]), tmp_path)
+    compiles, tests, _ = rewards(program, row, time_limit_s=20, sample_limit_s=120)
+    assert (compiles, tests) == (1, 1)
+
+
 def test_slow_program_gets_less_for_time_in_tenths():
     burn = "import time\nwhile time.process_time() < 1:\n    pass\n"
     compiles, tests, quick = rewards(burn + ADD, MBPP, time_limit_s=4, fast_s=0.01)
@@ -171,10 +202,13 @@ def test_hostile_program_scores_0_and_harms_nothing(name, neighbour):
     folder, server = neighbour
     program = HOSTILE[name].replace("PORT", str(server.getsockname()[1])).replace("OUTSIDE", str(folder))
     program = program.replace("CHECKOUT", os.getcwd()).replace("HOME", os.path.expanduser("~"))
-    limits = sandbox.Limits(cpu_s=1.0, wall_s=3.0 if name == "sleep" else 60.0)
-    run, passed = sandbox.run_tests(program, "", TESTS, None, limits)
-    assert passed == [False, False, False]
-    assert run.stopped == {"endless loop": "cpu time", "sleep": "wall time"}.get(name, "")
+    if name == "sleep":
+        with pytest.raises(sandbox.SandboxError, match="did not end within 2 s of wall time"):
+            sandbox.run_tests(program, "", TESTS, None, sandbox.Limits(cpu_s=1.0, wall_s=2.0))
+    else:
+        run, passed = sandbox.run_tests(program, "", TESTS, None, sandbox.Limits(cpu_s=1.0, wall_s=60.0))
+        assert passed == [False, False, False]
+        assert run.stopped == ("cpu time" if name == "endless loop" else "")
     assert not list(folder.iterdir())
     with pytest.raises(BlockingIOError):
         server.accept()
@@ -196,7 +230,7 @@ def sandboxes():
 
 
 def test_program_that_prints_gigabytes_is_stopped():
-    run = sandbox.run_program("while True: print('x' * 2**16)", "", sandbox.Limits(20.0, 120.0))
+    [run] = sandbox.run_inputs("while True: print('x' * 2**16)", ["", ""], sandbox.Limits(20.0, 120.0))
     assert run.stopped == "output" and len(run.output) <= 2**20 and not run.succeeded and run.compiled
 
 
@@ -211,7 +245,7 @@ def test_invalid_tests_of_a_row_mask_the_sample_instead_of_scoring_0():
 
 def test_program_runs_equally_twice_including_the_order_of_sets():
     program = "print({str(i) for i in range(50)}, open('/tmp/x', 'w').write('state'))\n"
-    first, second = (sandbox.run_program(program, "", sandbox.Limits()) for _ in range(2))
+    first, second = sandbox.run_inputs(program, ["", ""], sandbox.Limits(wall_s=60.0))
     assert first.output == second.output != b""
 
 
@@ -219,7 +253,7 @@ def test_program_runs_equally_twice_including_the_order_of_sets():
 def test_every_mechanism_hides_files_and_processes(mechanism, monkeypatch):
     monkeypatch.setattr(sandbox, "mechanism", lambda: mechanism)
     program = "import os\nprint(sorted(set(os.listdir('/')) - {'root', 'opt'}), os.listdir('/tmp'), os.getpid() < 9)"
-    run = sandbox.run_program(program, "", sandbox.Limits(5.0, 60.0))
+    [run] = sandbox.run_inputs(program, [""], sandbox.Limits(5.0, 60.0))
     assert run.output.decode().split("]")[1:] == [" [", " True\n"] and "home" not in run.output.decode()
 
 
@@ -239,7 +273,7 @@ def test_sandbox_that_cannot_start_is_a_failure_with_the_reason(monkeypatch):
         sandbox, "_python", functools.partial(list, ["/bin/sh", "-c", "echo no such machine >&2; exit 3"])
     )
     with pytest.raises(sandbox.SandboxError, match="no such machine"):
-        sandbox.run_program("", "", sandbox.Limits())
+        sandbox.run_inputs("", [""], sandbox.Limits())
 
 
 @pytest.mark.parametrize(

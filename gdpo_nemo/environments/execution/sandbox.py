@@ -14,11 +14,9 @@ Isolation of a program:
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
-import resource
 import selectors
 import shutil
 import signal
@@ -30,9 +28,13 @@ from functools import cache
 from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.environments.execution import sandbox_script
-from gdpo_nemo.environments.execution.sandbox_script import COMPILED, KILLED, NOBODY, READY, TMP_BYTES
+from gdpo_nemo.environments.execution.sandbox_script import NOBODY, TMP_BYTES
 
-_STATUS_BYTES = 4096
+_ERROR_BYTES = 4096
+_END_S = 10.0
+"""Maximum time in seconds that the kernel may need to end a killed sandbox."""
+_HEADER_BYTES = 1024
+"""More than the length of the line before the output of a run."""
 
 
 class SandboxError(Exception):
@@ -44,35 +46,45 @@ class Limits:
     """Limits of one program."""
 
     cpu_s: float = 2.0
-    """CPU time in seconds, including about 0.1 s to start Python."""
+    """CPU time of one run in seconds."""
     wall_s: float = 10.0
-    """Wall time in seconds."""
+    """Wall time of all runs in seconds."""
     memory_bytes: int = 2**30
     """Address space in bytes."""
     output_bytes: int = 2**20
-    """Length of standard output in bytes."""
+    """Length of standard output of one run in bytes."""
+    total_cpu_s: float = 5.0
+    """CPU time in seconds after which no further run is started."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a program."""
+    """Result of one run of a program."""
 
     compiled: bool
     """True if the source is valid Python. The program cannot influence this value."""
     succeeded: bool
     """True if the program exited by itself with status 0."""
     stopped: str
-    """Reason why the sandbox stopped the program, such as ``cpu time``. Empty if it was not stopped."""
+    """Reason why the sandbox stopped the program: ``cpu time`` or ``output``. Empty if it was not stopped."""
     output: bytes
     cpu_s: float
-    """CPU time in seconds, including the start of Python."""
+    """CPU time in seconds, without the start of Python."""
 
 
-def run_program(source: str, stdin: str, limits: Limits) -> Run:
-    """Run a program with the text ``stdin`` as standard input. Raises SandboxError."""
-    process = _Process({"mode": "run", "source": source}, limits, stdin=stdin)
+def run_inputs(source: str, inputs: Sequence[str], limits: Limits) -> list[Run]:
+    """Run a program once for each text as standard input, in a process and an empty ``/tmp`` of its own.
+
+    Returns:
+        The runs in order. There are fewer runs than inputs if a run was stopped, the source is not valid Python, or the
+        total CPU time was spent.
+
+    Raises:
+        SandboxError: also if the runs do not end within the wall time.
+    """
+    process = _Process({"mode": "run", "source": source, "inputs": list(inputs)}, limits)
     _wait([process], limits)
-    return process.result()
+    return process.runs()
 
 
 def run_tests(
@@ -85,7 +97,8 @@ def run_tests(
         names: names that the tests take from the program. If None, the tests take the names that they do not define.
 
     Raises:
-        SandboxError: also if the setup or a test is not valid Python, or the setup raises an exception.
+        SandboxError: also if the tests do not end within the wall time, if the setup or a test is not valid Python or
+            ends its process, or if the setup raises an exception without using the program.
     """
     (requests, to_program), (replies, to_tests) = os.pipe(), os.pipe()
     processes: list[_Process] = []
@@ -99,10 +112,13 @@ def run_tests(
         if len(processes) == 1:
             processes[0].kill()
     _wait(processes, limits)
-    program, tester = (process.result() for process in processes)
-    if tester.stopped or not tester.succeeded:
+    [program], [tester] = (process.runs() for process in processes)
+    if tester.stopped:
         return program, [False] * len(tests)
-    result = json.loads(tester.output)
+    try:
+        result = json.loads(tester.output)
+    except ValueError:
+        result = "the tests of the row end their process"
     if isinstance(result, str):
         raise SandboxError(result)
     return program, [passed is True for passed in result]
@@ -121,7 +137,7 @@ def mechanism() -> str:
         try:
             process = _Process({"mode": "run", "source": ""}, Limits(10.0, 60.0), mechanism=candidate)
             _wait([process], Limits(10.0, 60.0))
-            if process.result().succeeded:
+            if process.runs()[0].succeeded:
                 return candidate
             reasons.append(f"{candidate}: the probe did not end normally")
         except (SandboxError, OSError) as error:
@@ -142,20 +158,18 @@ class _Process:
         job: Mapping[str, Any],
         limits: Limits,
         pipes: tuple[int, int] | None = None,
-        stdin: str = "",
         mechanism: str | None = None,
     ):
-        self.limits = limits
-        self.output = b""
-        self.status = b""
-        self.stopped = ""
-        self._usage: resource.struct_rusage | None = None
-        job_file, stdin_file = _sealed(json.dumps(job).encode()), _sealed(stdin.encode("utf-8", "surrogatepass"))
+        self._output = b""
+        self._errors = b""
+        job_file = sandbox_script.sealed(json.dumps(job).encode())
         try:
             chosen = mechanism or globals()["mechanism"]()
             settings = {
                 "cpu_s": math.ceil(limits.cpu_s),
+                "total_cpu_s": limits.total_cpu_s,
                 "memory_bytes": limits.memory_bytes,
+                "output_bytes": limits.output_bytes,
                 "readable": _readable_paths() if chosen == "namespaces" else None,
                 "job": job_file,
                 "pipes": pipes,
@@ -163,7 +177,7 @@ class _Process:
             }
             self._popen = subprocess.Popen(
                 [*_prefix(chosen), *_python(), json.dumps(settings)],
-                stdin=stdin_file,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=(job_file, *(pipes or ())),
@@ -172,36 +186,41 @@ class _Process:
             )
         finally:
             os.close(job_file)
-            os.close(stdin_file)
         self._pidfd = os.pidfd_open(self._popen.pid)
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Wait for the output, the status and the end of the process."""
+        """Wait for the output, the errors and the end of the process."""
         assert self._popen.stdout and self._popen.stderr
         for stream in (self._popen.stdout, self._popen.stderr, self._pidfd):
             selector.register(stream, selectors.EVENT_READ, self)
 
     def read(self, stream: Any, selector: selectors.BaseSelector) -> None:
-        """Handle an event. A process that writes too much is killed."""
+        """Handle an event."""
         if stream == self._pidfd:
-            _, status, self._usage = os.wait4(self._popen.pid, 0)
-            self._popen.returncode = os.waitstatus_to_exitcode(status)
+            self._popen.wait()
             selector.unregister(stream)
             return
         chunk = os.read(stream.fileno(), 65536)
         if not chunk:
             selector.unregister(stream)
         elif stream is self._popen.stderr:
-            self.status = (self.status + chunk)[:_STATUS_BYTES]
-        elif len(self.output) + len(chunk) > self.limits.output_bytes:
-            self.kill("output")
+            self._errors = (self._errors + chunk)[:_ERROR_BYTES]
         else:
-            self.output += chunk
+            self._output += chunk
 
-    def kill(self, reason: str = "killed") -> None:
-        """Kill the process and all processes of its sandbox."""
-        self.stopped = self.stopped or reason
-        if self._popen.returncode is None:
+    def kill(self) -> None:
+        """Kill the sandbox. Its first process is killed if it exists: the kernel reports the end of this process only
+        after all other processes of the namespace have ended, and the process outside then exits."""
+        if self._popen.returncode is not None:
+            return
+        try:
+            with open(f"/proc/{self._popen.pid}/task/{self._popen.pid}/children", encoding="ascii") as file:
+                first = [int(pid) for pid in file.read().split()]
+            for pid in first:
+                os.kill(pid, signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+            first = []
+        if not first:
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
@@ -211,53 +230,56 @@ class _Process:
                 stream.close()
         os.close(self._pidfd)
 
-    def result(self) -> Run:
-        """Return the result of the ended process. Raises SandboxError if the program was not started."""
-        status = self.status.decode(errors="replace")
-        if not status.startswith(READY):
-            reason = status.strip().splitlines()[-1:] or [self.stopped or f"exit status {self._popen.returncode}"]
-            raise SandboxError(f"the sandbox could not be started ({reason[0][:300]})")
-        assert self._usage is not None
-        cpu_s = self._usage.ru_utime + self._usage.ru_stime
-        # The kernel may kill a program shortly before its measured CPU time reaches the limit.
-        killed = self._popen.returncode == KILLED and cpu_s > 0.9 * self.limits.cpu_s
-        stopped = self.stopped or ("cpu time" if killed or cpu_s > self.limits.cpu_s else "")
-        succeeded = not stopped and self._popen.returncode == 0
-        return Run(status == READY + COMPILED, succeeded, stopped, self.output, cpu_s)
+    def runs(self) -> list[Run]:
+        """Return the runs of the ended process, at least one. Raises SandboxError if the sandbox failed."""
+        runs = []
+        rest = memoryview(self._output)
+        while rest:
+            header, _, _ = bytes(rest[:_HEADER_BYTES]).partition(b"\n")
+            report = json.loads(header)
+            start = len(header) + 1
+            output, rest = bytes(rest[start : start + report["length"]]), rest[start + report["length"] :]
+            if "i" not in report["reached"]:
+                break
+            succeeded = not report["stopped"] and report["code"] == 0
+            runs.append(Run("c" in report["reached"], succeeded, report["stopped"], output, report["cpu_s"]))
+        if not runs or rest or self._popen.returncode:
+            lines = self._errors.decode(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else f"exit status {self._popen.returncode}"
+            raise SandboxError(f"the sandbox could not be started ({reason[:300]})")
+        return runs
 
 
 def _wait(processes: Sequence[_Process], limits: Limits) -> None:
-    """Wait until the processes have ended and closed their streams. At the limit of wall time, kill the processes."""
-    deadline = time.monotonic() + limits.wall_s
+    """Wait until the processes have ended and closed their streams.
+
+    Raises SandboxError at the limit of wall time, which says more about the machine than about the program, because a
+    program that computes reaches a limit of CPU time first.
+    """
+    deadline, late = time.monotonic() + limits.wall_s, False
     try:
         with selectors.DefaultSelector() as selector:
             for process in processes:
                 process.register(selector)
             while selector.get_map():
-                left = deadline - time.monotonic()
-                for key, _ in selector.select(max(0.0, left) if deadline < math.inf else None):
+                for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
                     key.data.read(key.fileobj, selector)
-                if left <= 0 and deadline < math.inf:
-                    deadline = math.inf
-                    for process in processes:
-                        process.kill("wall time")
-    except BaseException:
-        for process in processes:
-            process.kill()
-        raise
+                if time.monotonic() < deadline:
+                    continue
+                if late:
+                    break
+                for process in processes:
+                    process.kill()
+                deadline, late = deadline + _END_S, True
     finally:
         for process in processes:
+            process.kill()
             process.close()
-
-
-def _sealed(content: bytes) -> int:
-    """Return a file descriptor of a file in memory that cannot be changed."""
-    fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    with open(fd, "wb", closefd=False) as file:
-        file.write(content)
-    os.lseek(fd, 0, os.SEEK_SET)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
-    return fd
+    if late:
+        raise SandboxError(
+            f"the program did not end within {limits.wall_s:.3g} s of wall time: it waits without computing, or the "
+            "machine is too busy"
+        )
 
 
 def _environment() -> dict[str, str]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import builtins
 import ctypes
+import fcntl
+import importlib
 import json
 import operator
 import os
@@ -18,18 +20,15 @@ import selectors
 import signal
 import sys
 import types
+import warnings
 from typing import Any, Callable, Mapping, NoReturn, Sequence
 
 TMP_BYTES = 2**24
 """Size of ``/tmp`` and maximum size of a file, in bytes."""
 NOBODY = 65534
 """User and group id of programs, if the run's user may change ids."""
-KILLED = 128 + signal.SIGKILL
-"""Exit status of a sandbox whose program was killed."""
-READY = "ready\n"
-"""Status of a process that is isolated."""
-COMPILED = "compiled\n"
-"""Status of a program that is valid Python."""
+MAX_TOTAL_OUTPUT = 64
+"""Maximum output of all runs of a program, as a multiple of the limit of one run."""
 _MAX_MESSAGE_BYTES = 2**24
 _MAX_FILES = 64
 _MAX_THREADS = 64
@@ -44,13 +43,15 @@ def _main() -> None:
     null = os.open(os.devnull, os.O_RDWR) if os.path.exists(os.devnull) else os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
     if settings["readable"]:
         _isolate(settings["parent"], settings["readable"])
-    _confine(settings["cpu_s"], settings["memory_bytes"])
-    os.write(2, READY.encode())
     with open(settings["job"], encoding="utf-8") as file:
         job = json.load(file)
+    state = _start_runs(job, settings, null)
+    # From here on, this is the process of one run.
+    _confine(settings["cpu_s"], settings["memory_bytes"])
+    os.write(state, b"i")
     program = _compiled(job["source"]) if "source" in job else None
     if program is not None:
-        os.write(2, COMPILED.encode())
+        os.write(state, b"c")
     os.dup2(null, 2)
     reader, writer = settings["pipes"] or (-1, -1)
     _close_except(0, 1, 2, reader, writer)
@@ -70,11 +71,93 @@ def _main() -> None:
     exec(program, module.__dict__)
 
 
-def _compiled(source: str) -> types.CodeType | None:
+def _start_runs(job: Mapping[str, Any], settings: Mapping[str, Any], null: int) -> int:
+    """Start a process for each input, one after the other, and report each run to ``sandbox.py``.
+
+    The calling process is the first one of its process namespace and executes nothing of a program. The kernel ends all
+    processes of the namespace together with it, so no program outlives the sandbox, whatever it does with its signals.
+
+    Returns:
+        In the process of a run: the file descriptor to report the letters i (isolated) and c (compiled). The calling
+        process exits here.
+    """
+    spent_s, written, most = 0.0, 0, settings["output_bytes"]
+    for stdin in job.get("inputs", [""]):
+        state_reader, state = os.pipe()
+        output_reader, output_writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.dup2(sealed(stdin.encode("utf-8", "surrogatepass")), 0)
+            os.dup2(output_writer, 1)
+            return state
+        _close_except(0, 1, 2, null, state_reader, output_reader)
+        left = min(most, MAX_TOTAL_OUTPUT * most - written)
+        output = _read_at_most(output_reader, left + 1)
+        stopped = "output" if len(output) > left else ""
+        if stopped:
+            os.kill(child, signal.SIGKILL)
+        _, status, usage = os.wait4(child, 0)
+        cpu_s, code = usage.ru_utime + usage.ru_stime, os.waitstatus_to_exitcode(status)
+        # The kernel may kill a program shortly before its measured CPU time reaches the limit.
+        if cpu_s > settings["cpu_s"] or (code == -signal.SIGKILL and cpu_s > 0.9 * settings["cpu_s"]):
+            stopped = stopped or "cpu time"
+        reached, output = os.read(state_reader, 2).decode(), output[:left]
+        report = {"reached": reached, "code": code, "cpu_s": cpu_s, "stopped": stopped, "length": len(output)}
+        _write_all(1, json.dumps(report).encode() + b"\n" + output)
+        os.close(state_reader)
+        os.close(output_reader)
+        spent_s, written = spent_s + cpu_s, written + len(output)
+        if stopped or "c" not in reached or spent_s > settings["total_cpu_s"] or not _empty("/tmp"):
+            break
+    os._exit(0)
+
+
+def _read_at_most(fd: int, count: int) -> bytes:
+    """Read until the end of a pipe or until ``count`` bytes have been read."""
+    content = b""
+    while len(content) < count and (chunk := os.read(fd, count - len(content))):
+        content += chunk
+    return content
+
+
+def _write_all(fd: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(fd, content) :]
+
+
+def _empty(folder: str) -> bool:
+    """Remove everything in a folder, and return False if a program has made that impossible, such as by a very deep
+    tree."""
     try:
-        return compile(source, "program.py", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
-        return None
+        for entry in list(os.scandir(folder)):
+            if entry.is_dir(follow_symlinks=False):
+                os.chmod(entry.path, 0o700)
+                if not _empty(entry.path):
+                    return False
+                os.rmdir(entry.path)
+            else:
+                os.unlink(entry.path)
+    except (OSError, RecursionError):
+        return False
+    return True
+
+
+def sealed(content: bytes) -> int:
+    """Return a file descriptor of a file in memory that cannot be changed."""
+    fd = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    _write_all(fd, content)
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def _compiled(source: str) -> types.CodeType | None:
+    with warnings.catch_warnings():  # a warning, such as of an invalid escape sequence, is not an error
+        warnings.simplefilter("ignore")
+        try:
+            return compile(source, "program.py", "exec", dont_inherit=True)
+        except (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError):
+            return None
 
 
 def _close_except(*kept: int) -> None:
@@ -126,8 +209,7 @@ def _isolate(parent: int, readable: Sequence[str]) -> None:
     if child:
         os.close(alive_reader)
         _close_except(2, alive_writer)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        os._exit(128 - status if status < 0 else status)
+        os._exit(bool(os.waitpid(child, 0)[1]))
     os.close(alive_writer)
     os.setsid()  # kill(0, ...) must not reach the process outside
     _mount(readable)
@@ -248,14 +330,55 @@ def _seccomp_filter(machine: str) -> bytes:
     return b"".join(code)
 
 
-def _encode(value: Any, objects: list[Any] | None) -> Any:
-    """Convert a value to JSON. Objects other than plain data are stored in ``objects`` and replaced by their index."""
+_LIBRARY = (
+    "builtins.range",
+    "collections.deque",
+    "datetime.date",
+    "datetime.datetime",
+    "datetime.time",
+    "datetime.timedelta",
+    "datetime.timezone",
+    "decimal.Decimal",
+    "fractions.Fraction",
+)
+"""Classes of the standard library whose objects are passed by their arguments."""
+_VIEWS: dict[str, Callable[[list[Any]], Any]] = {
+    "dict_keys": lambda items: dict.fromkeys(items).keys(),
+    "dict_values": lambda items: dict(enumerate(items)).values(),
+    "dict_items": lambda items: dict(items).items(),
+}
+
+
+def _encode(value: Any, objects: dict[int, Any] | None) -> Any:
+    """Convert a value to JSON. Objects other than data are stored in ``objects`` and replaced by their id.
+
+    A number or text of a subclass is passed as a plain number or text, without a call of the subclass's methods.
+    """
     if value is None or type(value) in (bool, int, float, str):
         return value
+    for plain, convert in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
+        if isinstance(value, plain):
+            return convert(value)
     if isinstance(value, _Remote):
         return ["object", value._index]
+    data = _encode_data(value, objects)
+    if data is not None:
+        return data
+    if objects is None:
+        raise TypeError(f"{type(value).__name__} cannot be passed to the program")
+    objects[id(value)] = value
+    return ["object", id(value)]
+
+
+def _encode_data(value: Any, objects: dict[int, Any] | None) -> Any:
+    """Return a container or an object of the standard library as JSON, or None for any other object."""
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, dict):
         return ["dict", [[_encode(k, objects), _encode(v, objects)] for k, v in value.items()]]
+    if name.startswith("builtins.dict_"):
+        return [type(value).__name__, [_encode(item, objects) for item in value]]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return ["namedtuple", [type(value).__name__, list(value._fields), [_encode(item, objects) for item in value]]]
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
             return [kind.__name__, [_encode(item, objects) for item in value]]
@@ -263,10 +386,10 @@ def _encode(value: Any, objects: list[Any] | None) -> Any:
         return ["bytes", value.hex()]
     if isinstance(value, complex):
         return ["complex", [value.real, value.imag]]
-    if objects is None:
-        raise TypeError(f"{type(value).__name__} cannot be passed to the program")
-    objects.append(value)
-    return ["object", len(objects) - 1]
+    if name in _LIBRARY:
+        arguments = (list(value), value.maxlen) if name == "collections.deque" else value.__reduce__()[1]
+        return [name, [_encode(argument, objects) for argument in arguments]]
+    return None
 
 
 def _decode(value: Any, from_index: Callable[[int], Any]) -> Any:
@@ -281,7 +404,16 @@ def _decode(value: Any, from_index: Callable[[int], Any]) -> Any:
         return complex(*content)
     if kind == "dict":
         return {_decode(k, from_index): _decode(v, from_index) for k, v in content}
+    if kind == "namedtuple":
+        name, fields, content = content
+        collections = importlib.import_module("collections")
+        return collections.namedtuple(name, fields)(*(_decode(item, from_index) for item in content))
     items = [_decode(item, from_index) for item in content]
+    if kind in _VIEWS:
+        return _VIEWS[kind](items)
+    if kind in _LIBRARY:
+        module, _, name = kind.partition(".")
+        return getattr(importlib.import_module(module), name)(*items)
     return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](items)
 
 
@@ -303,7 +435,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def _serve(program: types.CodeType, module: types.ModuleType, reader: int, writer: int) -> NoReturn:
     """Load the program, and execute the requested operations until the tests end."""
-    objects: list[Any] = []
+    objects: dict[int, Any] = {}
     try:
         exec(program, module.__dict__)
         with os.fdopen(reader, "rb") as requests:
@@ -317,7 +449,8 @@ def _serve(program: types.CodeType, module: types.ModuleType, reader: int, write
                         result = _OPERATIONS[operation](*arguments, **_decode(named, objects.__getitem__))
                     reply = ["value", _encode(result, objects), _encode(arguments, objects)]
                 except Exception as error:
-                    reply = ["error", type(error).__name__, str(error)]
+                    built_in = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+                    reply = ["error", built_in.__name__, str(error)]
                 os.write(writer, json.dumps(reply).encode() + b"\n")
     except BaseException:  # the program may raise anything, such as SystemExit
         os._exit(1)
@@ -332,8 +465,8 @@ class _Peer:
         self._writer = writer
 
     def request(self, operation: str, *arguments: Any, **named: Any) -> Any:
-        """Execute an operation in the program's process. Raises the exception that the program raised, if it is a
-        built-in one, and otherwise RuntimeError."""
+        """Execute an operation in the program's process. Raises the exception that the program raised, or its nearest
+        built-in base class."""
         message = json.dumps([operation, _encode(list(arguments), None), _encode(named, None)])
         os.write(self._writer, message.encode() + b"\n")
         line = self._reader.readline(_MAX_MESSAGE_BYTES)
@@ -341,7 +474,7 @@ class _Peer:
             raise EOFError("the program has ended")
         kind, *content = json.loads(line)
         if kind == "error":
-            known = getattr(builtins, content[0], None)
+            known = getattr(builtins, str(content[0]), None)
             raise (known if isinstance(known, type) and issubclass(known, Exception) else RuntimeError)(content[1])
         result, changed = (_decode(value, lambda index: _Remote(self, index)) for value in content)
         for argument, new in zip(arguments[1:], changed[1:]):  # functions may sort or fill their arguments
@@ -386,24 +519,38 @@ for _operation in set(_OPERATIONS) - {"getattr"}:
 
 
 def _test(job: Mapping[str, Any], peer: _Peer) -> NoReturn:
-    """Execute the tests and write a JSON list of booleans, or a text if the tests are invalid."""
+    """Execute the tests and write a JSON list of booleans, or a text if the tests are invalid.
+
+    The setup may use the program's classes. It fails for a wrong program then, so the program does not pass the tests.
+    """
     output = os.dup(1)
     os.dup2(2, 1)
     result: list[bool] | str
     scope: dict[str, Any] = {"__name__": "tests"}
+    fetched: dict[str, Any] = {}
+    wanted: list[tuple[str, bool]] = []
     try:
-        exec(compile(job["setup"], "setup.py", "exec"), scope)
+        setup = compile(job["setup"], "setup.py", "exec")
         tests = [compile(test, "test.py", "exec") for test in job["tests"]]
-    except BaseException as error:  # the setup may raise anything
-        result = f"the tests of the row are invalid ({type(error).__name__}: {str(error)[:200]})"
-    else:
-        for name, is_module in _names_from_program(job, scope):
+        wanted = _names_from_program(job)
+        for name, is_module in wanted:
             try:
-                scope[name] = __import__(name) if is_module else peer.request("name", name)
+                fetched[name] = __import__(name) if is_module else peer.request("name", name)
             except Exception:  # tests that use the name fail with NameError
-                scope.pop(name, None)
+                continue
+        scope.update(fetched)
+        exec(setup, scope)
+    except BaseException as error:  # the setup may raise anything
+        from_program = {name for name, is_module in wanted if not is_module}
+        if from_program and from_program & _names(ast.parse(job["setup"])):
+            result = [False] * len(job["tests"])
+        else:
+            result = f"the tests of the row are invalid ({type(error).__name__}: {str(error)[:200]})"
+    else:
+        if job["names"] is not None:  # the setup of HumanEval defines an empty function of the same name
+            scope.update(fetched)
         result = [_passes(test, scope) for test in tests]
-    os.write(output, json.dumps(result).encode())
+    _write_all(output, json.dumps(result).encode())
     os._exit(0)
 
 
@@ -415,22 +562,38 @@ def _passes(test: types.CodeType, scope: dict[str, Any]) -> bool:
         return False
 
 
-def _names_from_program(job: Mapping[str, Any], scope: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """Return the names that the tests use without defining them, and whether a name is a module of Python's library.
+def _names_from_program(job: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    """Return the names that setup and tests use without defining them, and whether a name is a module of Python's
+    library.
 
     Names of built-ins and modules are not taken from the program, because it could replace them.
     """
     if job["names"] is not None:
         return [(name, False) for name in job["names"]]
-    nodes = [node for test in job["tests"] for node in ast.walk(ast.parse(test))]
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    defined = {node.id for node in names if not isinstance(node.ctx, ast.Load)}
-    defined |= {node.arg for node in nodes if isinstance(node, ast.arg)} | {*scope, *vars(builtins)}
-    modules = {
-        node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    } & sys.stdlib_module_names
-    free = dict.fromkeys(node.id for node in names if node.id not in defined)
+    trees = [ast.parse(text) for text in (job["setup"], *job["tests"])]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    defined = {*vars(builtins), "__name__"}
+    modules = set()
+    for node in nodes:
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            defined.add(node.id)
+        elif isinstance(node, ast.arg):
+            defined.add(node.arg)
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.alias):
+            defined.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            defined.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            modules.add(node.value.id)
+    modules &= sys.stdlib_module_names
+    free = dict.fromkeys(node.id for node in nodes if isinstance(node, ast.Name) and node.id not in defined)
     return [(name, name in modules) for name in free]
+
+
+def _names(tree: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 if __name__ == "__main__":

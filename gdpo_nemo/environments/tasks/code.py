@@ -8,9 +8,7 @@ import json
 import math
 import pickle
 import re
-import time
 import zlib
-from dataclasses import replace
 from typing import Any, Mapping, NoReturn, Sequence
 
 from gdpo_nemo.data.records import Outcome, Trajectory, Verdict
@@ -47,8 +45,10 @@ class Code(Environment):
 
     Options:
         time_limit_s (4): CPU time limit in seconds of a program, for all assertions of a row or for one input.
-        sample_limit_s (20): wall time limit in seconds of all tests of a sample. Tests that did not run by then are not
-            passed. The limit should be below rollout.env_timeout_s.
+        sample_limit_s (20): wall time limit in seconds of all tests of a sample, after which the verification has
+            failed: the machine is too busy, or the program waits without computing. The limit should be below
+            rollout.env_timeout_s. After half of this time as CPU time, but at least time_limit_s, no further input is
+            tried, and the remaining tests are not passed.
         memory_mb (1024): memory limit in MiB.
         fast_s (1): see ``time``.
 
@@ -74,7 +74,12 @@ class Code(Environment):
         if chosen.memory_mb < 64:
             raise ConfigError(f"memory_mb: must be at least 64 ({chosen.memory_mb})")
         self._fast_s = float(chosen.fast_s)
-        self._limits = sandbox.Limits(chosen.time_limit_s, chosen.sample_limit_s, chosen.memory_mb * 2**20)
+        self._limits = sandbox.Limits(
+            chosen.time_limit_s,
+            chosen.sample_limit_s,
+            chosen.memory_mb * 2**20,
+            total_cpu_s=max(chosen.time_limit_s, chosen.sample_limit_s / 2),
+        )
         try:
             sandbox.mechanism()
         except sandbox.SandboxError as error:
@@ -122,17 +127,13 @@ class Code(Environment):
         return [run], passed
 
     def _run_inputs(self, program: str, check: Mapping[str, Any]) -> tuple[list[sandbox.Run], list[bool]]:
-        """Run the program on each input. After a run that the sandbox stopped, the remaining tests are not passed."""
-        runs: list[sandbox.Run] = []
-        passed = [False] * len(check["inputs"])
-        deadline = time.monotonic() + self._limits.wall_s
-        for index, (given, expected) in enumerate(zip(check["inputs"], check["outputs"])):
-            run = sandbox.run_program(program, given, replace(self._limits, wall_s=deadline - time.monotonic()))
-            runs.append(run)
-            passed[index] = run.succeeded and _same_output(run.output.decode(errors="replace"), expected)
-            if run.stopped or not run.compiled or time.monotonic() >= deadline:
-                break
-        return runs, passed
+        """Run the program on each input. Tests whose input was not tried are not passed."""
+        runs = sandbox.run_inputs(program, check["inputs"], self._limits)
+        passed = [
+            run.succeeded and _same_output(run.output.decode(errors="replace"), expected)
+            for run, expected in zip(runs, check["outputs"])
+        ]
+        return runs, passed + [False] * (len(check["outputs"]) - len(runs))
 
     def _time(self, cpu_s: float) -> float:
         """Return the component ``time`` of a program that passed all tests."""
