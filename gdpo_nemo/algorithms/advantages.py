@@ -18,8 +18,8 @@ The default path of GDPO (arXiv 2601.05242, equations 4 to 7) is short if no rew
     advantages[signal] = (trained - trained.mean()) / (trained.std(ddof=1) + 1e-6)
 
 The rest of this module and ``estimators`` handle missing rewards, failed sequences, rounding, published variants and a
-KL penalty. The driver computes all advantages of the global batch at once, in float64 NumPy on the CPU, because batch statistics
-per rank or per micro-batch would differ.
+KL penalty. The driver computes all advantages of the global batch at once, in float64 NumPy on the CPU, because batch
+statistics per rank or per micro-batch would differ.
 """
 
 from __future__ import annotations
