@@ -185,7 +185,7 @@ def describe(outcome: Outcome) -> str:
 
 def compared(settings: Drill) -> list[str]:
     """Return sentences on lost or repeated prompts and, if they must be equal, on differences between the two runs."""
-    found = audit_run(settings.disturbed) if settings.samples else []
+    found = audit_run(settings.disturbed).found if settings.samples else []
     if not settings.exact:
         return found
     found += differing_steps(settings.undisturbed, settings.disturbed)[:_MAX_SENTENCES]

@@ -196,7 +196,7 @@ class DrilledRun:
             outcome.wrong = f"the run ended with exit status {status} instead of continuing; see {self.log}"
         elif outcome.starts > _STARTS:
             outcome.wrong = f"the run was started {_STARTS} times and ended with exit status {status}; see {self.log}"
-        elif self.step() and (self.run_dir / journal.FILE).exists() and (found := audit_run(self.run_dir)):
+        elif self.step() and (self.run_dir / journal.FILE).exists() and (found := audit_run(self.run_dir).found):
             outcome.wrong = "; ".join(found)
         else:
             self.start()
