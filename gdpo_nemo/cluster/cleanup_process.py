@@ -113,7 +113,7 @@ def remove_run(scratch: str) -> str:
     known = marked_tree(mark)
     ended = len(known)
     removed = _clean(mark, known, shared_memory(known), _GRACE_S, scratch)
-    return f"{scratch}: a killed run had left {ended} processes and {removed} segments of shared memory"
+    return f"removed {scratch}, {ended} processes and {removed} segments of shared memory of a killed run"
 
 
 def guard_children() -> None:
