@@ -27,12 +27,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
+from glob import glob
 from multiprocessing.process import current_process
 
 MARK = "GDPO_NEMO_RUN"
 """Environment variable that marks the processes of a run. Its value is the name of the run's temporary folder."""
 OWNER = ".owner"
 """Suffix of a file beside the temporary folder. The driver locks this file, so the lock shows whether it is alive."""
+_CLOSED = b"closed"
+"""Last input of the cleanup process if the driver closes it and may continue."""
 GUARD_MARK = "GDPO_NEMO_GUARDED"
 """Environment variable that marks the descendants of a guarded process."""
 _GRACE_S = 3.0
@@ -93,7 +96,7 @@ class CleanupProcess:
         with self._lock:
             self._closed = True
         while True:
-            self._process.communicate()
+            self._process.communicate(_CLOSED)
             if self._process.returncode != -signal.SIGKILL:
                 return
             self._process = self._start()
@@ -246,9 +249,17 @@ def _observe(mark: str, ended: Callable[[], bool]) -> tuple[dict[int, int], set[
 
 
 def _clean(
-    mark: str, known: dict[int, int], shared: set[tuple[str, int]], grace_s: float, scratch: str | None = None
+    mark: str,
+    known: dict[int, int],
+    shared: set[tuple[str, int]],
+    grace_s: float,
+    scratch: str | None = None,
+    dead: bool = True,
 ) -> int:
     """End the marked and the known processes, remove shared memory and the temporary folder.
+
+    Args:
+        dead: True if the process that set the mark has ended, so that it uses no semaphore with the mark in its name.
 
     Returns:
         Number of segments of shared memory that were removed.
@@ -256,29 +267,28 @@ def _clean(
     known.update(marked_tree(mark))
     shared |= shared_memory(known)
     _end(mark, known, grace_s)
-    value = mark.partition("=")[2]
-    paths = [f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if value in name]
-    shared |= {(path, inode) for path in paths if _SHARED.match(path.encode()) and (inode := inode_of(path))}
+    if dead:
+        named = glob(f"/dev/shm/*{mark.partition('=')[2]}*")
+        shared |= {(path, inode) for path in named if _SHARED.match(path.encode()) and (inode := inode_of(path))}
     removed = 0
     for path, inode in shared:
         if inode_of(path) == inode:  # still the same file, not a newer file with this name
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
                 removed += 1
-    if scratch is not None and os.path.lexists(scratch) and os.lstat(scratch).st_uid == os.geteuid():
-        shutil.rmtree(os.path.realpath(scratch), ignore_errors=True)
-        if os.path.islink(scratch):  # a short path to a folder in a long TMPDIR
-            os.unlink(scratch)
     if scratch is not None:
-        with contextlib.suppress(FileNotFoundError):  # last, because it leads to everything else
+        if os.path.lexists(scratch) and os.lstat(scratch).st_uid == os.geteuid():
+            shutil.rmtree(os.path.realpath(scratch), ignore_errors=True)
+            if os.path.islink(scratch):  # a short path to a folder in a long TMPDIR
+                os.unlink(scratch)
+        with contextlib.suppress(FileNotFoundError):  # last, because the next start finds everything else by this file
             os.unlink(scratch + OWNER)
     return removed
 
 
 def _watch(mark: str, scratch: str) -> None:
-    _clean(
-        mark, *_observe(mark, lambda: bool(select.select([sys.stdin], [], [], _SCAN_INTERVAL_S)[0])), _GRACE_S, scratch
-    )
+    seen = _observe(mark, lambda: bool(select.select([sys.stdin], [], [], _SCAN_INTERVAL_S)[0]))
+    _clean(mark, *seen, _GRACE_S, scratch, dead=sys.stdin.buffer.read() != _CLOSED)
 
 
 def _guard(mark: str, pid: int, start_time: int) -> None:

@@ -91,25 +91,32 @@ def _claim(parent: str) -> tuple[str, int]:
     """Return a path in ``parent`` for a temporary folder, and a file whose lock shows that this process is alive."""
     while True:
         (owner, path) = tempfile.mkstemp(prefix=_PREFIX, suffix=OWNER, dir=parent)
-        fcntl.lockf(owner, fcntl.LOCK_EX)  # a POSIX lock, which a forked process does not inherit
+        _lock(owner, fcntl.LOCK_EX)
         if inode_of(path):  # otherwise another process has removed the file before it was locked
             return path.removesuffix(OWNER), owner
         os.close(owner)
+
+
+def _lock(file: int, operation: int) -> bool:
+    """Lock a file for this process, but not for its forks. Return False if it is locked or does not support locks."""
+    try:
+        fcntl.lockf(file, operation)
+    except OSError:
+        return False
+    return True
 
 
 def remove_leftovers() -> list[str]:
     """Clean up after runs of this user whose driver and cleanup process were killed. Return a sentence for each run."""
     found = []
     for parent in {tempfile.gettempdir(), *SHORT_FOLDERS}:
-        for path in map(str, Path(parent).glob(f"{_PREFIX}*{OWNER}")):
-            with contextlib.suppress(OSError):  # the driver is alive, or the file belongs to another user
-                owner = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-                try:
-                    fcntl.lockf(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if os.fstat(owner).st_uid == os.geteuid() and inode_of(path):
+        for path in map(str, Path(parent).glob(f"{_PREFIX}{'?' * 8}{OWNER}")):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                if os.lstat(path).st_uid != os.geteuid():
+                    continue
+                with open(path, "r+b") as owner:
+                    if _lock(owner.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) and inode_of(path):
                         found.append(remove_run(path.removesuffix(OWNER)))
-                finally:
-                    os.close(owner)
     return found
 
 

@@ -36,7 +36,7 @@ _STARTS = 3
 """Maximum number of manual restarts after one fault."""
 _CLEANUP_S = 60.0
 """Seconds within which processes and files of an ended run must disappear. The cleanup process takes some seconds."""
-_REPORT_STEPS = 3
+REPORT_STEPS = 3
 """Number of steps within which a run must report a fault."""
 _TAIL = 1 << 18
 
@@ -155,7 +155,7 @@ class DrilledRun:
             self._until(lambda: False, f"the run to end after {fault.name}")
             self._start_again(fault, outcome)
         furthest = self._furthest = max(step, self._furthest, self.step())
-        later = furthest + (_REPORT_STEPS if fault.then is Then.ANY else 0)
+        later = furthest + (REPORT_STEPS if fault.then is Then.ANY else 0)
         while not outcome.wrong and not self._until(lambda: self.step() > later, f"a step after {later}"):
             outcome.said += self._reports(since, logged)
             self._start_again(fault, outcome)
@@ -175,8 +175,8 @@ class DrilledRun:
         return outcome
 
     def _is_reported(self, fault: Fault, since: float, logged: int, step: int) -> bool:
-        """Return whether the run has reported the fault, or has trained more than ``_REPORT_STEPS`` further steps."""
-        return bool(self._find_reports(fault, since, logged)) or self.step() > step + _REPORT_STEPS
+        """Return whether the run has reported the fault, or has trained more than ``REPORT_STEPS`` further steps."""
+        return bool(self._find_reports(fault, since, logged)) or self.step() > step + REPORT_STEPS
 
     def _find_reports(self, fault: Fault, since: float, logged: int) -> list[str]:
         """Return the alerts and error lines that match the fault's pattern."""
