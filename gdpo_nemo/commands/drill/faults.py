@@ -172,10 +172,14 @@ def _send_signal(role: str, number: int) -> Callable[[Target], str | None]:
 
 def kill_together(*roles: str) -> Fault:
     """Return a fault that kills a process of each role, if the run has one."""
-    kills = [_send_signal(role, signal.SIGKILL) for role in roles]
 
     def act(target: Target) -> str | None:
-        return ", ".join(victim for kill in kills if (victim := kill(target))) or None
+        # Find all before killing the first: other processes are found by their driver.
+        victims = {role: target.random.choice(found) for role in roles if (found := target.processes.of(role))}
+        for pid in victims.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return ", ".join(f"{role} {pid}" for role, pid in victims.items()) or None
 
     names = " and ".join(roles)
     return Fault(f"{names.replace(' ', '-')}-kill", f"kill {names} at the same time", act, None, Then.ANY)
