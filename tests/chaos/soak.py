@@ -123,7 +123,7 @@ def one_run(folder, name, number, overrides, per_run, seed, patience_s) -> list[
         what = replace(what, exact=is_exact(load_config(config, what.changes)))
         result = drill(what, lambda line: print(line, flush=True))
     about = {"run": number, "variant": name}
-    outcomes = [outcome for outcome in result.outcomes if outcome.victim]
+    outcomes = [outcome for outcome in result.outcomes if outcome.victim or outcome.wrong]
     if variant.spoilt:
         outcomes += verifier_faults(what.disturbed, variant.spoilt, variant.reasons)
     rows = [{**about, **outcome.record()} for outcome in outcomes]
