@@ -252,11 +252,12 @@ def audit(
     ]
     old = list(itertools.takewhile(lambda entry: set(_positions([entry])) == {-1}, entries))
     new = entries[len(old) :]
-    found += [f"step {entry.step}: a prompt index is missing (-1)" for entry in new if -1 in _positions([entry])]
+    unknown = [f"step {entry.step}: a prompt index is missing (-1)" for entry in new if -1 in _positions([entry])]
+    found += unknown
     found += _check_repeated(new, reuse)
     if old:
         return Audit(found, [f"order and number of prompts: steps 1 to {old[-1].step} did not record prompt indices"])
-    if window is not None:
+    if window is not None and not unknown:  # each later prompt would seem to be out of order
         found += _check_window(new, window)
     if ledger is not None:
         found += _check_checkpoint(new, ledger)
