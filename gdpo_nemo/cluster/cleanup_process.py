@@ -3,7 +3,8 @@
 The driver runs this file as a small separate process and holds the write end of its standard input. This pipe closes
 when the driver ends, even after kill -9. Every process with the run's mark in its environment then gets a few seconds
 to exit before it is killed. Ray's servers, agents, actors and the verifiers inherit the mark. Finally, the cleanup
-process removes the temporary folder and the named shared memory of these processes.
+process removes the temporary folder and the named shared memory of these processes. If the cleanup process is killed
+too, the next start of a run on this machine does all this (``worker_processes.remove_leftovers``).
 
 An engine's actor also runs this file, as a guard for vLLM's processes. Without the guard, vLLM's processes would
 outlive a killed actor, and the actor's replacement could not use their GPU memory. An actor with environment workers
@@ -25,10 +26,16 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from glob import glob
+from multiprocessing.process import current_process
 
 MARK = "GDPO_NEMO_RUN"
-"""Environment variable that marks the processes of a run."""
+"""Environment variable that marks the processes of a run. Its value is the name of the run's temporary folder."""
+OWNER = ".owner"
+"""Suffix of a file beside the temporary folder. The driver locks this file, so the lock shows whether it is alive."""
+_CLOSED = b"closed"
+"""Last input of the cleanup process if the driver closes it and may continue."""
 GUARD_MARK = "GDPO_NEMO_GUARDED"
 """Environment variable that marks the descendants of a guarded process."""
 _GRACE_S = 3.0
@@ -54,8 +61,9 @@ class CleanupProcess:
     """
 
     def __init__(self, scratch: str):
-        self.mark = uuid.uuid4().hex
+        self.mark = os.path.basename(scratch)
         os.environ[MARK] = self.mark
+        _name_semaphores(self.mark)
         self._scratch = scratch
         self._lock = threading.Lock()
         self._closed = False
@@ -87,10 +95,28 @@ class CleanupProcess:
         os.environ.pop(MARK, None)
         with self._lock:
             self._closed = True
-            process = self._process
-        if process.stdin is not None:
-            process.stdin.close()
-        process.wait()
+        while True:
+            self._process.communicate(_CLOSED)
+            if self._process.returncode != -signal.SIGKILL:
+                return
+            self._process = self._start()
+
+
+def _name_semaphores(mark: str) -> None:
+    """Put ``mark`` into the names of semaphores that this process and its children create with multiprocessing.
+
+    A semaphore whose process was killed before a scan of its memory can then still be found.
+    """
+    current_process()._config["semprefix"] = f"/mp-{mark}"  # type: ignore[attr-defined]
+
+
+def remove_run(scratch: str) -> str:
+    """Clean up after a run whose driver and cleanup process were killed, and return a sentence about it."""
+    mark = f"{MARK}={os.path.basename(scratch)}"
+    known = marked_tree(mark)
+    ended = len(known)
+    removed = _clean(mark, known, shared_memory(known), _GRACE_S, scratch)
+    return f"removed {scratch}, {ended} processes and {removed} segments of shared memory of a killed run"
 
 
 def guard_children() -> None:
@@ -101,9 +127,11 @@ def guard_children() -> None:
     Raises:
         CalledProcessError: if the guard could not be started.
     """
-    mark = f"{GUARD_MARK}={uuid.uuid4().hex}"
+    unique = f"{os.environ.get(MARK, '')}-{uuid.uuid4().hex}"
+    mark = f"{GUARD_MARK}={unique}"
     environment = {name: value for name, value in os.environ.items() if name != GUARD_MARK}
-    os.environ[GUARD_MARK] = mark.partition("=")[2]
+    os.environ[GUARD_MARK] = unique
+    _name_semaphores(unique)
     pid = os.getpid()
     subprocess.run(
         [*_COMMAND, "guard", mark, str(pid), str(_start_time(pid))],
@@ -200,41 +228,13 @@ def inode_of(path: str) -> int | None:
         return None
 
 
-def _remove(shared: set[tuple[str, int]]) -> None:
-    for path, inode in shared:
-        if inode_of(path) == inode:  # still the same file, not a newer file with this name
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-
-
-def _watch(mark: str, scratch: str) -> None:
-    known: dict[int, int] = {}
-    shared: set[tuple[str, int]] = set()
-    scans = 0
-    while not select.select([sys.stdin], [], [], _SCAN_INTERVAL_S)[0]:
-        known.update(marked_tree(mark))
-        scans += 1
-        if scans % _SCANS_PER_MEMORY_SCAN == 0:
-            shared |= shared_memory(known)
-    known.update(marked_tree(mark))
-    shared |= shared_memory(known)
-    _end(mark, known, _GRACE_S)
-    _remove(shared)
-    shutil.rmtree(os.path.realpath(scratch), ignore_errors=True)
-    if os.path.islink(scratch):  # a short path to a folder in a long TMPDIR
-        os.unlink(scratch)
-
-
-def _guard(mark: str, pid: int, start_time: int) -> None:
-    # When Ray ends an actor, it kills the actor's children. Fork and exit the parent, so that the guard is not a child
-    # of the actor.
-    if os.fork():
-        os._exit(0)
+def _observe(mark: str, ended: Callable[[], bool]) -> tuple[dict[int, int], set[tuple[str, int]]]:
+    """Return the processes with ``mark`` (start times by process id) and their shared memory, seen until ``ended``."""
     known: dict[int, int] = {}
     first_scan: dict[int, int] = {}
     shared: set[tuple[str, int]] = set()
     scans = 0
-    while _start_time(pid) == start_time:
+    while True:
         running = marked_tree(mark)
         for child in running:
             first_scan.setdefault(child, scans)
@@ -244,9 +244,64 @@ def _guard(mark: str, pid: int, start_time: int) -> None:
         shared |= shared_memory(running if scans % _SCANS_PER_MEMORY_SCAN == 0 else new)
         known.update(running)
         scans += 1
+        if ended():
+            return known, shared
+
+
+def _clean(
+    mark: str,
+    known: dict[int, int],
+    shared: set[tuple[str, int]],
+    grace_s: float,
+    scratch: str | None = None,
+    dead: bool = True,
+) -> int:
+    """End the marked and the known processes, remove shared memory and the temporary folder.
+
+    Args:
+        dead: True if the process that set the mark has ended, so that it uses no semaphore with the mark in its name.
+
+    Returns:
+        Number of segments of shared memory that were removed.
+    """
+    known.update(marked_tree(mark))
+    shared |= shared_memory(known)
+    _end(mark, known, grace_s)
+    if dead:
+        named = glob(f"/dev/shm/*{mark.partition('=')[2]}*")
+        shared |= {(path, inode) for path in named if _SHARED.match(path.encode()) and (inode := inode_of(path))}
+    removed = 0
+    for path, inode in shared:
+        if inode_of(path) == inode:  # still the same file, not a newer file with this name
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+                removed += 1
+    if scratch is not None:
+        if os.path.lexists(scratch) and os.lstat(scratch).st_uid == os.geteuid():
+            shutil.rmtree(os.path.realpath(scratch), ignore_errors=True)
+            if os.path.islink(scratch):  # a short path to a folder in a long TMPDIR
+                os.unlink(scratch)
+        with contextlib.suppress(FileNotFoundError):  # last, because the next start finds everything else by this file
+            os.unlink(scratch + OWNER)
+    return removed
+
+
+def _watch(mark: str, scratch: str) -> None:
+    seen = _observe(mark, lambda: bool(select.select([sys.stdin], [], [], _SCAN_INTERVAL_S)[0]))
+    _clean(mark, *seen, _GRACE_S, scratch, dead=sys.stdin.buffer.read() != _CLOSED)
+
+
+def _guard(mark: str, pid: int, start_time: int) -> None:
+    # When Ray ends an actor, it kills the actor's children. Fork and exit the parent, so that the guard is not a child
+    # of the actor.
+    if os.fork():
+        os._exit(0)
+
+    def ended() -> bool:
         time.sleep(_SCAN_INTERVAL_S)
-    _end(mark, known, 0.0)
-    _remove(shared)
+        return _start_time(pid) != start_time
+
+    _clean(mark, *_observe(mark, ended), 0.0)
 
 
 def _end(mark: str, known: dict[int, int], grace_s: float) -> None:

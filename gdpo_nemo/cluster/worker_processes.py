@@ -6,17 +6,18 @@ This module does not import Ray, so that a fork server can import its libraries 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
 from pathlib import Path
 from typing import Collection, Iterator
 
-from gdpo_nemo.cluster.cleanup_process import CleanupProcess
+from gdpo_nemo.cluster.cleanup_process import OWNER, CleanupProcess, inode_of, remove_run
 from gdpo_nemo.cluster.fork_server import fork_server
 from gdpo_nemo.cluster.worker_launcher import FOLDER
 from gdpo_nemo.config.placement import joined
 from gdpo_nemo.config.schema import ClusterConfig
-from gdpo_nemo.observe.installation import socket_folder, socket_folder_problem
+from gdpo_nemo.observe.installation import SHORT_FOLDERS, socket_folder, socket_folder_problem
 from gdpo_nemo.utils.errors import RunError
 
 _prepared = False
@@ -61,24 +62,62 @@ def _scratch() -> Iterator[str]:
     if problem := socket_folder_problem():
         raise RunError(problem)
     before = {name: os.environ.get(name) for name in ("TMPDIR", "RAY_TMPDIR", "HOME", "HF_HOME")}
-    folder = tempfile.mkdtemp(prefix="gdpo-")
+    remove_leftovers()
     sockets = socket_folder(tempfile.gettempdir())
-    if sockets != tempfile.gettempdir():
+    (folder, owner) = _claim(sockets)
+    target = os.path.join(tempfile.gettempdir(), os.path.basename(folder))
+    os.mkdir(target, 0o700)
+    if target != folder:
         # The files stay where TMPDIR is, and the processes reach them and their sockets by a short path.
-        link = os.path.join(sockets, os.path.basename(folder))
-        os.symlink(folder, link)
-        folder = link
+        os.symlink(target, folder)
     os.environ["RAY_TMPDIR"] = before["RAY_TMPDIR"] or sockets
     os.environ["TMPDIR"] = folder
     _set_home(folder)
     try:
         yield folder
     finally:
+        os.close(owner)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+_PREFIX = "gdpo-"
+
+
+def _claim(parent: str) -> tuple[str, int]:
+    """Return a path in ``parent`` for a temporary folder, and a file whose lock shows that this process is alive."""
+    while True:
+        (owner, path) = tempfile.mkstemp(prefix=_PREFIX, suffix=OWNER, dir=parent)
+        _lock(owner, fcntl.LOCK_EX)
+        if inode_of(path):  # otherwise another process has removed the file before it was locked
+            return path.removesuffix(OWNER), owner
+        os.close(owner)
+
+
+def _lock(file: int, operation: int) -> bool:
+    """Lock a file for this process, but not for its forks. Return False if it is locked or does not support locks."""
+    try:
+        fcntl.lockf(file, operation)
+    except OSError:
+        return False
+    return True
+
+
+def remove_leftovers() -> list[str]:
+    """Clean up after runs of this user whose driver and cleanup process were killed. Return a sentence for each run."""
+    found = []
+    for parent in {tempfile.gettempdir(), *SHORT_FOLDERS}:
+        for path in map(str, Path(parent).glob(f"{_PREFIX}{'?' * 8}{OWNER}")):
+            with contextlib.suppress(FileNotFoundError):  # another process has removed it
+                if os.lstat(path).st_uid != os.geteuid():
+                    continue
+                with open(path, "r+b") as owner:
+                    if _lock(owner.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB) and inode_of(path):
+                        found.append(remove_run(path.removesuffix(OWNER)))
+    return found
 
 
 def _set_home(folder: str) -> None:

@@ -18,6 +18,10 @@ def add(commands: Commands) -> None:
     command.add_argument(
         "--environment", action="store_true", help="check the machine and the installation instead of a run"
     )
+    command.add_argument(
+        "--clean", action="store_true",
+        help="remove processes, temporary files and shared memory of runs that were killed on this machine",
+    )  # fmt: skip
     command.set_defaults(command=run)
 
 
@@ -25,14 +29,24 @@ def run(arguments: argparse.Namespace) -> int:
     """Diagnose a live run or check the installation. The exit status is 1 if a process is lost, stopped or silent."""
     from gdpo_nemo.observe.diagnosis import examine
 
+    if arguments.clean:
+        return _clean()
     if arguments.environment:
         return _check_installation(arguments.run_dir or ".")
     if arguments.run_dir is None:
-        raise ConfigError("doctor: specify a run folder or --environment")
+        raise ConfigError("doctor: specify a run folder, --environment or --clean")
     found = examine(arguments.run_dir)
     say(found.sentence)
     say(f"stacks, waits, versions and logs: {found.folder}")
     return 1 if found.lost else 0
+
+
+def _clean() -> int:
+    from gdpo_nemo.cluster.worker_processes import remove_leftovers
+
+    for sentence in remove_leftovers() or ["no killed run has left processes or files"]:
+        say(sentence)
+    return 0
 
 
 def _check_installation(folder: str) -> int:

@@ -20,6 +20,7 @@ from gdpo_nemo.utils.progress import phase
 
 if TYPE_CHECKING:
     from gdpo_nemo.config.schema import Config
+    from gdpo_nemo.observe.journal import Audit
     from gdpo_nemo.training.replay import Plan
 
 
@@ -42,7 +43,9 @@ def add(commands: Commands) -> None:
         "advantages and gradients",
     )  # fmt: skip
     command.add_argument(
-        "--audit", action="store_true", help="do not train, but check that the journal accounts for every prompt"
+        "--audit",
+        action="store_true",
+        help="do not train, but check that the journal accounts for every prompt and sample",
     )
     add_verbosity(command)
     command.set_defaults(command=run)
@@ -56,8 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.audit:
         from gdpo_nemo.training.replay import audit_run
 
-        run_dir = Path(arguments.run_dir)
-        return _print_audit(run_dir, audit_run(run_dir))
+        return _print_audit(audit_run(Path(arguments.run_dir)))
     if arguments.check and arguments.instead:
         raise ConfigError("--check: compares equal weights, but --instead trains other weights; remove one of them")
     with shown(sys.stderr, verbosity(arguments)):
@@ -79,17 +81,17 @@ def _retrain(arguments: argparse.Namespace) -> Plan:
     return plan
 
 
-def _print_audit(run_dir: Path, found: list[str]) -> int:
-    from gdpo_nemo.observe.journal import has_positions, read_journal
-
-    if found:
-        result = "\n".join(found)
-    elif has_positions(read_journal(run_dir)):
-        result = "every prompt was trained or dropped once, and no sample is too old"
-    else:
-        result = "no step is missing and no sample is too old; this journal does not record prompt indices"
-    say(result)
-    return 1 if found else 0
+def _print_audit(result: Audit) -> int:
+    sound = (
+        f"every prompt was trained or dropped once, no sample is too old, and {result.compared} samples are as trained"
+    )
+    if result.unknown:
+        sound = f"no errors; {result.compared} samples are as trained"
+    for line in result.found or [sound]:
+        say(line)
+    for line in result.unknown:
+        say(f"not checked: {line}")
+    return 1 if result.found else 0
 
 
 SIGN_CHANGES = "sign_changes.jsonl"

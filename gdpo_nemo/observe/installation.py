@@ -262,7 +262,8 @@ def _ports() -> Check:
 
 _SOCKET_FOLDER_BYTES = 39
 """Longest path of a folder for sockets. The path of a Unix socket has at most 107 bytes, and Ray appends up to 68."""
-_SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+"""Folders for the sockets of a run, if the path of TMPDIR is too long for them."""
 
 
 def socket_folder(folder: str) -> str:
@@ -270,7 +271,7 @@ def socket_folder(folder: str) -> str:
     folder with a short path. Return an empty text if there is none."""
     if len(os.fsencode(folder)) <= _SOCKET_FOLDER_BYTES:
         return folder
-    return next((short for short in _SHORT_FOLDERS if os.access(short, os.W_OK | os.X_OK)), "")
+    return next((short for short in SHORT_FOLDERS if os.access(short, os.W_OK | os.X_OK)), "")
 
 
 def socket_folder_problem() -> str | None:
@@ -284,7 +285,7 @@ def socket_folder_problem() -> str | None:
     if not socket_folder(tempfile.gettempdir()):
         return (
             f"TMPDIR: paths of sockets would be too long ({tempfile.gettempdir()}), and none of "
-            f"{', '.join(_SHORT_FOLDERS)} is writable; use a folder of at most {_SOCKET_FOLDER_BYTES} characters"
+            f"{', '.join(SHORT_FOLDERS)} is writable; use a folder of at most {_SOCKET_FOLDER_BYTES} characters"
         )
     return None
 

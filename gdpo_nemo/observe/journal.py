@@ -1,11 +1,12 @@
 """Journal of trained groups (``journal.jsonl``), and an audit that each prompt is trained or dropped once.
 
 A line contains the fields of ``JournalEntry``. An entry of ``groups`` is [prompt index, prompt id, samples], and a
-sample is [sample index, [[weight version, tokens], ...], outcome].
+sample is [sample index, [[weight version, tokens], ...], outcome, hash]. Journals of old versions have no hashes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -13,6 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Protocol, Sequence, runtime_checkable
+
+import numpy as np
 
 from gdpo_nemo.data.records import Group, Trajectory
 from gdpo_nemo.observe.run_files import JOURNAL_MORE, JOURNAL_STEP, fault, read_lines
@@ -178,11 +181,38 @@ def _entry(line: bytes) -> JournalEntry:
 
 def _sample(trajectory: Trajectory) -> list[Any]:
     spans = trajectory.spans or ((trajectory.policy_version, trajectory.num_policy_tokens),)
-    return [trajectory.sample_index, [list(span) for span in spans], str(trajectory.outcome)]
+    return [trajectory.sample_index, [list(span) for span in spans], str(trajectory.outcome), sample_hash(trajectory)]
+
+
+def sample_hash(trajectory: Trajectory) -> str:
+    """Return a hash of the data that a sample trains: tokens, log-probs, mask and rewards, as 16 hexadecimal digits.
+
+    The hash of a trajectory that was read from a sample file is the same, because these files are lossless.
+    """
+    written = trajectory.where_written(trajectory.logprobs)  # NaN elsewhere
+    mask = b"" if trajectory.loss_mask is None else np.ascontiguousarray(trajectory.loss_mask, bool)
+    rewards = [(name, None if r is None or r != r else float(r)) for name, r in sorted(trajectory.rewards.items())]
+    ids = (trajectory.prompt.token_ids, trajectory.completion_ids)
+    digest = hashlib.blake2b(json.dumps([rewards, *map(len, ids)]).encode(), digest_size=8)
+    for part in (*(np.ascontiguousarray(i, np.int32) for i in ids), np.ascontiguousarray(written, np.float32), mask):
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _cannot_write(path: Path, error: OSError) -> RunError:
     return RunError(f"{path} cannot be written: {error.strerror or error}")
+
+
+@dataclass
+class Audit:
+    """Result of an audit."""
+
+    found: list[str]
+    """Inconsistencies, one sentence each. Empty for a consistent run."""
+    unknown: list[str] = field(default_factory=list)
+    """Checks that were not possible, with the reason, one sentence each."""
+    compared: int = 0
+    """Number of trained samples that were compared with the sample files."""
 
 
 _MOST = 1000
@@ -196,13 +226,11 @@ def audit(
     ledger: Mapping[str, Any] | None = None,
     reuse: int = 0,
     max_age: int | None = None,
-) -> list[str]:
-    """Return one sentence for each inconsistency in the journal of ``run_dir``.
+) -> Audit:
+    """Audit the journal of ``run_dir``.
 
-    The list is empty for a consistent journal.
-
-    Journals of old versions do not contain prompt indices (-1). In this case, only steps and ages of tokens are
-    checked.
+    Old versions did not record prompt indices (-1). If the first steps have no
+    indices, the order of prompts and missing prompts are not checked.
 
     Args:
         staleness: largest ``rollout.max_staleness`` (S) that the run used.
@@ -216,21 +244,24 @@ def audit(
     """
     entries = read_journal(run_dir)
     if not entries:
-        return ["journal.jsonl has no steps"]
-    found = [*_check_steps(entries), *_check_staleness(entries, staleness, staleness if max_age is None else max_age)]
-    if not has_positions(entries):
-        return found
-    found += _check_repeated(entries, reuse)
-    if window is not None:
-        found += _check_window(entries, window)
+        return Audit(["journal.jsonl has no steps"])
+    found = [
+        *_check_steps(entries),
+        *_check_members(entries),
+        *_check_staleness(entries, staleness, staleness if max_age is None else max_age),
+    ]
+    old = list(itertools.takewhile(lambda entry: set(_positions([entry])) == {-1}, entries))
+    new = entries[len(old) :]
+    unknown = [f"step {entry.step}: a prompt index is missing (-1)" for entry in new if -1 in _positions([entry])]
+    found += unknown
+    found += _check_repeated(new, reuse)
+    if old:
+        return Audit(found, [f"order and number of prompts: steps 1 to {old[-1].step} did not record prompt indices"])
+    if window is not None and not unknown:  # each later prompt would seem to be out of order
+        found += _check_window(new, window)
     if ledger is not None:
-        found += _check_checkpoint(entries, ledger)
-    return found
-
-
-def has_positions(entries: Iterable[JournalEntry]) -> bool:
-    """Return True if the journal records prompt indices."""
-    return all(index >= 0 for index in _positions(entries))
+        found += _check_checkpoint(new, ledger)
+    return Audit(found)
 
 
 def _positions(entries: Iterable[JournalEntry]) -> list[int]:
@@ -245,6 +276,19 @@ def _check_steps(entries: list[JournalEntry]) -> list[str]:
     ]
 
 
+def _check_members(entries: list[JournalEntry]) -> list[str]:
+    found = []
+    for entry in entries:
+        for _, prompt, members in entry.groups:
+            counts = Counter(sample for sample, *_ in members)
+            found += [
+                f"step {entry.step} trained sample {sample} of {prompt} {count} times in a group"
+                for sample, count in counts.items()
+                if count > 1
+            ]
+    return found
+
+
 def _check_staleness(entries: list[JournalEntry], staleness: int, max_age: int) -> list[str]:
     """Check the staleness of the tokens. Step k trains weights of version k - 1."""
     found = []
@@ -254,7 +298,7 @@ def _check_staleness(entries: list[JournalEntry], staleness: int, max_age: int) 
             most = max_age if prompt_index in trained else staleness
             if prompt_index >= 0:
                 trained.add(prompt_index)
-            for sample, spans, outcome in members:
+            for sample, spans, outcome, *_ in members:
                 oldest = min((version for version, tokens in spans if tokens), default=entry.step - 1)
                 age = entry.step - 1 - oldest
                 if outcome in ("ok", "truncated") and not 0 <= age <= most:
@@ -270,6 +314,8 @@ def _check_repeated(entries: list[JournalEntry], reuse: int) -> list[str]:
     for entry in entries:
         for what, rows in (("trained", entry.groups), ("dropped", entry.dropped)):
             for prompt_index, *_ in rows:
+                if prompt_index < 0:
+                    continue
                 now = f"{what} in step {entry.step}"
                 before = seen.get(prompt_index, "")
                 repetitions[prompt_index] += bool(before)

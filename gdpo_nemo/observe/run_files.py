@@ -116,10 +116,18 @@ def _are_counts(value: Any) -> bool:
     return isinstance(value, list) and all(map(is_count, value))
 
 
-_SAMPLES = _lists_of(is_count, _lists_of(is_count, is_count), _is_text)
+_SAMPLE = (is_count, _lists_of(is_count, is_count), _is_text)
+_SAMPLES_WITH_HASHES = _lists_of(*_SAMPLE, _is_text)
+_SAMPLES_OF_OLD_RUNS = _lists_of(*_SAMPLE)
+
+
+def _are_samples(value: Any) -> bool:
+    return _SAMPLES_WITH_HASHES(value) or _SAMPLES_OF_OLD_RUNS(value)
+
+
 JOURNAL_STEP: Mapping[str, Check] = {
     "step": is_step,
-    "groups": _lists_of(is_count, _is_text, _SAMPLES),
+    "groups": _lists_of(is_count, _is_text, _are_samples),
     "dropped": _lists_of(is_count, _is_text),
     "position": is_count,
     "published": _optional(is_count),

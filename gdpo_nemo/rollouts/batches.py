@@ -15,7 +15,7 @@ from gdpo_nemo.data.prompts import PromptSource, with_unique_ids
 from gdpo_nemo.data.records import Group, Outcome, Prompt, TrainerState, Trajectory
 from gdpo_nemo.environments.execution.pools import EnvironmentExecutor
 from gdpo_nemo.generation.requests import Completion
-from gdpo_nemo.observe.journal import JournalEntry, read_journal
+from gdpo_nemo.observe.journal import JournalEntry, read_journal, sample_hash
 from gdpo_nemo.observe.samples import read_rollouts, rollout_files
 from gdpo_nemo.utils.errors import RunError, first_line
 
@@ -286,11 +286,7 @@ class RecordedStream:
         """
         entry = self._entries[step + 1]
         file = self._files[step + 1]
-        try:
-            records = read_rollouts(file)
-        except (OSError, ValueError) as error:
-            raise RunError(f"{file}: cannot be read ({first_line(error)})") from None
-        groups = recorded_groups(entry, records, str(file))
+        groups = recorded_groups(entry, read_recorded(file), str(file))
         dropped = [(position, reason) for position, reason in entry.dropped]
         return Rollout(groups, entry.position, dropped=dropped, again=entry.again, version=step)
 
@@ -334,8 +330,20 @@ def read_trained_groups(run_dir: Path, step: int, positions: Sequence[int]) -> l
             f"{run_dir}: journal or samples of step {step} not found; rollout.replay_buffer requires them "
             "(save_samples)"
         )
-    groups = recorded_groups(entry, read_rollouts(file), str(file))
+    groups = recorded_groups(entry, read_recorded(file), str(file))
     return [group for group in groups if group.position in positions]
+
+
+def read_recorded(file: Path) -> list[dict[str, Any]]:
+    """Read the samples of one file as dictionaries.
+
+    Raises:
+        RunError: if the file cannot be read.
+    """
+    try:
+        return read_rollouts(file)
+    except (OSError, ValueError) as error:
+        raise RunError(f"{file}: cannot be read ({first_line(error)})") from None
 
 
 def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], name: str) -> list[Group]:
@@ -357,7 +365,7 @@ def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], n
     groups = []
     for position, _, members in entry.groups:
         made: list[Trajectory] = []
-        for sample, spans, outcome in members:
+        for sample, spans, *known in members:
             record = next(remaining)
             try:
                 # Agents choose the first prompt of each sample, so the prompts of a group may differ.
@@ -365,16 +373,26 @@ def recorded_groups(entry: JournalEntry, records: Sequence[Mapping[str, Any]], n
                 if made and np.array_equal(made[0].prompt.token_ids, prompt.token_ids):
                     prompt = made[0].prompt
                 made.append(_trajectory(prompt, record, [(version, tokens) for version, tokens in spans]))
+                problem = _difference(made[-1], *known)
             except (KeyError, TypeError, ValueError) as error:
                 reason = f"{type(error).__name__}: {error}"
                 raise RunError(f"{name}: sample {sample} of {record['prompt_id']} is damaged ({reason})") from None
-            if made[-1].outcome != outcome:
-                raise RunError(
-                    f"{name}: sample {sample} of {record['prompt_id']} is {made[-1].outcome}, but {outcome} in "
-                    "journal.jsonl"
-                )
+            if problem:
+                raise RunError(f"{name}: sample {sample} of {record['prompt_id']} {problem}")
         groups.append(Group(made[0].prompt, made, position))
     return groups
+
+
+def _difference(read: Trajectory, outcome: str, known_hash: str | None = None) -> str | None:
+    """Describe how a sample differs from the journal, or return None if it does not."""
+    tokens = sum(tokens for _, tokens in read.spans)
+    if read.outcome != outcome:
+        return f"is {read.outcome}, but {outcome} in journal.jsonl"
+    if read.num_policy_tokens != tokens:
+        return f"has {read.num_policy_tokens} tokens of the policy, but {tokens} in journal.jsonl"
+    if known_hash is not None and sample_hash(read) != known_hash:
+        return "has other tokens, log-probs or rewards than the trained sample in journal.jsonl"
+    return None
 
 
 def _prompt(record: Mapping[str, Any]) -> Prompt:

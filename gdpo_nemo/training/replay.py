@@ -25,11 +25,13 @@ from gdpo_nemo.config.schema import Config, LoggerConfig
 from gdpo_nemo.config.validate import check_ranges
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.observe.installation import require_libraries
-from gdpo_nemo.observe.journal import FILE, JournalEntry, audit, read_journal
+from gdpo_nemo.observe.journal import FILE, Audit, JournalEntry, audit, read_journal
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.ownership import owned
-from gdpo_nemo.observe.samples import rollout_files
+from gdpo_nemo.observe.run_files import status_if_whole
+from gdpo_nemo.observe.samples import FOLDER, rollout_files
+from gdpo_nemo.rollouts.batches import read_recorded, recorded_groups
 from gdpo_nemo.rollouts.user_functions import check_own_functions
 from gdpo_nemo.training.algorithm import Algorithm, load_algorithm
 from gdpo_nemo.training.checkpoints import (
@@ -43,7 +45,7 @@ from gdpo_nemo.training.checkpoints import (
 from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.training.inputs import model_folder, starting_adapter
 from gdpo_nemo.training.resume import config_files, record_config
-from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.errors import ConfigError, RunError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,14 +99,15 @@ class Plan:
         return self.segments[-1].last
 
 
-def audit_run(run_dir: Path) -> list[str]:
-    """Audit the journal and samples of a run (see ``audit``), with the run's configs and newest checkpoint.
+def audit_run(run_dir: Path) -> Audit:
+    """Audit the journal of a run (see ``audit``) and its samples, with the run's configs and newest checkpoint.
 
     Raises:
         ConfigError, RunError: if files are missing or damaged.
     """
-    _journal(run_dir)
-    configs = [load_saved_config(path) for _, path in config_files(run_dir)]
+    entries = _journal(run_dir)
+    files = [(first, load_saved_config(path)) for first, path in config_files(run_dir)]
+    configs = [config for _, config in files]
     window = max(resolved_window(config.rollout) for config in configs)
     ledger = None
     checkpoints = _checkpoints(run_dir)
@@ -114,7 +117,48 @@ def audit_run(run_dir: Path) -> list[str]:
     staleness = max(config.rollout.max_staleness for config in configs)
     buffers = [config.rollout.replay_buffer for config in configs]
     reuse = max(buffer.reuse if buffer.groups else 0 for buffer in buffers)
-    return audit(run_dir, staleness, window, ledger, reuse, max(buffer.max_age for buffer in buffers))
+    result = audit(run_dir, staleness, window, ledger, reuse, max(buffer.max_age for buffer in buffers))
+    # An unfinished run trains the steps after its newest checkpoint again, so their samples may not be written.
+    finished = status_if_whole(run_dir).get("outcome") == "complete"
+    _audit_samples(
+        run_dir, entries, files, entries[-1].step if finished else max(checkpoints.steps(), default=0), result
+    )
+    return result
+
+
+def _audit_samples(
+    run_dir: Path, entries: Sequence[JournalEntry], configs: Sequence[tuple[int, Config]], complete: int, result: Audit
+) -> None:
+    """Compare the sample files with the journal, and add to ``result`` what differs and what cannot be compared.
+
+    Args:
+        configs: (first step, config) in order.
+        complete: last step of which samples must exist.
+    """
+    paths = dict(rollout_files(run_dir))
+    result.found += [
+        f"{paths[step]}: journal.jsonl has no step {step}" for step in paths.keys() - {e.step for e in entries}
+    ]
+    trained = compared = hashed = 0
+    for entry in entries:
+        config = [config for first, config in configs if first <= entry.step][-1]
+        trained += len(entry.samples)
+        if entry.step not in paths:
+            if config.rollout.save_samples and entry.step <= complete:
+                result.found.append(f"step {entry.step}: the sample file in {run_dir / FOLDER} is missing")
+            continue
+        saved = replace(entry, groups=entry.groups[: config.rollout.save_groups])
+        try:
+            recorded_groups(saved, read_recorded(paths[entry.step]), str(paths[entry.step]))
+        except RunError as error:
+            result.found.append(str(error))
+        compared += len(saved.samples)
+        hashed += sum(len(sample) > 3 for _, _, members in saved.groups for sample in members)
+    if compared < trained:
+        result.unknown.append(f"{trained - compared} of {trained} samples: they were not saved")
+    if hashed < compared:
+        result.unknown.append(f"tokens and rewards of {compared - hashed} samples: their hashes were not recorded")
+    result.compared = compared
 
 
 def plan_rerun(

@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable
 
+from gdpo_nemo.cluster.worker_processes import remove_leftovers
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.run_files import RESTARTING, amend_status, status_if_whole, write_alert
@@ -313,6 +314,7 @@ def _ended_child() -> tuple[int, int] | None:
 
 def _settle() -> None:
     """Wait until all processes of the ended run have exited."""
+    remove_leftovers()  # in case the cleanup process was killed too
     deadline = time.monotonic() + _SETTLE_S
     with contextlib.suppress(ChildProcessError):  # all have exited
         while time.monotonic() < deadline:

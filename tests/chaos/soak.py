@@ -28,7 +28,7 @@ from hostile_verifier import DEEDS, deed_of
 from lying_server import LIES, lie_about, lying_server
 
 from gdpo_nemo.commands.drill.exercise import Drill, by_fault, drill, is_exact
-from gdpo_nemo.commands.drill.faults import FAULTS, SLOW
+from gdpo_nemo.commands.drill.faults import ENGINE_CORE, FAULTS, HOST, ROLES, SLOW, WRITER, kill_together
 from gdpo_nemo.commands.drill.run import Outcome, trained
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome as Verdicts
@@ -56,6 +56,8 @@ class Variant:
     """What the verifier did to a sample, from its record; None: nothing, or an honest verifier."""
     reasons: Mapping[str, str | None] = field(default_factory=dict)
     """A part of the reason for which such a sample is masked; None: it is not."""
+    killed: Sequence[str] = ()
+    """Roles of which processes are killed, alone or two at a moment; empty: the faults of a drill."""
 
 
 VARIANTS = {
@@ -73,6 +75,13 @@ VARIANTS = {
     ),
     "a lying server": Variant(
         ("gdpo.num_prompts_per_step=4",), "gdpo_nemo_gym_plugin.yaml", lying_server, lie_about, LIES
+    ),
+    "kills of any processes": Variant(
+        (*DEMO, "rollout.max_staleness=2"), killed=[r for r in ROLES if r not in (ENGINE_CORE, HOST, WRITER)]
+    ),
+    "kills beside rollout hosts": Variant(
+        (*DEMO, "rollout.max_staleness=2", "policy.generation.engines=9"),
+        killed=[role for role in ROLES if role != ENGINE_CORE],
     ),
 }
 RECORD = "soak.jsonl"
@@ -100,9 +109,11 @@ def one_run(folder, name, number, overrides, per_run, seed, patience_s) -> list[
     """A drill; a record for each fault, and one more for what was wrong in the end."""
     shutil.rmtree(folder, ignore_errors=True)  # of a soak that was stopped
     draw = random.Random(f"{seed}/{number}")
+    variant = VARIANTS[name]
     quick = [fault for name, fault in FAULTS.items() if name not in SLOW]
     kinds = [*draw.choices(quick, k=per_run - 1), FAULTS[draw.choice(SLOW[:2])]]
-    variant = VARIANTS[name]
+    if variant.killed:
+        kinds = [kill_together(*draw.sample(variant.killed, draw.choice((1, 2)))) for _ in range(per_run)]
     config = str(REPOSITORY / "configs" / variant.config)
     with variant.beside(folder.parent) as more:
         changes = [*variant.changes, *more, *overrides]
@@ -112,7 +123,7 @@ def one_run(folder, name, number, overrides, per_run, seed, patience_s) -> list[
         what = replace(what, exact=is_exact(load_config(config, what.changes)))
         result = drill(what, lambda line: print(line, flush=True))
     about = {"run": number, "variant": name}
-    outcomes = [outcome for outcome in result.outcomes if outcome.victim]
+    outcomes = [outcome for outcome in result.outcomes if outcome.victim or outcome.wrong]
     if variant.spoilt:
         outcomes += verifier_faults(what.disturbed, variant.spoilt, variant.reasons)
     rows = [{**about, **outcome.record()} for outcome in outcomes]

@@ -12,13 +12,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gdpo_nemo.cluster.cleanup_process import GUARD_MARK
+from gdpo_nemo.cluster.cleanup_process import GUARD_MARK, MARK, OWNER
+from gdpo_nemo.cluster.worker_launcher import FOLDER
+from gdpo_nemo.commands.cli import main
 
 DRIVER = """
-import multiprocessing, sys, tempfile, time
+import multiprocessing, os, sys, time
 from multiprocessing import resource_tracker, shared_memory
 
-from gdpo_nemo.cluster.cleanup_process import CleanupProcess
+from gdpo_nemo.cluster.worker_processes import worker_processes
+from gdpo_nemo.config.schema import ClusterConfig
 
 def hold(pipe):
     memory = shared_memory.SharedMemory(create=True, size=64)
@@ -27,12 +30,13 @@ def hold(pipe):
     time.sleep(600)
 
 if __name__ == "__main__":
-    scratch = tempfile.mkdtemp()
-    CleanupProcess(scratch)
-    ours, theirs = multiprocessing.Pipe()
-    multiprocessing.get_context("spawn").Process(target=hold, args=(theirs,)).start()
-    print(scratch, *ours.recv(), flush=True)
-    time.sleep(600)
+    with worker_processes(ClusterConfig()):
+        ours, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        context.Process(target=hold, args=(theirs,)).start()
+        semaphore = context.Lock()
+        print(os.environ["TMPDIR"], *ours.recv(), "/sem." + semaphore._semlock.name[1:], flush=True)
+        time.sleep(600)
 """
 
 
@@ -129,8 +133,8 @@ def _guards(process: psutil.Process, pid: int) -> bool:
     return "guard" in command and str(pid) in command and process.pid != pid
 
 
-def _marked(mark: str) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if _environment(process).get(GUARD_MARK) == mark]
+def _marked(mark: str, name: str = GUARD_MARK) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _environment(process).get(name) == mark]
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -161,8 +165,8 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-@pytest.mark.parametrize("watcher_dies", [False, True])
-def test_processes_temporary_files_and_shared_memory_of_a_killed_driver_are_gone(tmp_path, watcher_dies):
+@pytest.mark.parametrize("killed", ["driver", "watcher, driver", "all before a scan", "driver and watcher"])
+def test_processes_temporary_files_and_shared_memory_of_a_killed_driver_are_gone(tmp_path, killed, capsys):
     script = tmp_path / "driver.py"
     script.write_text(DRIVER)
     repository = Path(__file__).resolve().parents[2]
@@ -170,17 +174,34 @@ def test_processes_temporary_files_and_shared_memory_of_a_killed_driver_are_gone
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(repository)},
+        env={**os.environ, "PYTHONPATH": str(repository), FOLDER: "none"},
     )
-    scratch, pid, name = driver.stdout.readline().split()
-    things = [Path(scratch), Path("/proc", pid), Path("/dev/shm", name.lstrip("/"))]
+    scratch, pid, memory, semaphore = driver.stdout.readline().split()
+    things = [
+        Path(scratch),
+        Path(scratch + OWNER),
+        Path("/proc", pid),
+        *(Path(f"/dev/shm/{n}") for n in (memory, semaphore)),
+    ]
     assert all(thing.exists() for thing in things)
-    if watcher_dies:  # and another takes its place
-        watcher = _watcher(driver)
+    watcher = _watcher(driver)
+    if killed == "watcher, driver":  # and another takes its place
         os.kill(watcher, signal.SIGKILL)
         _watcher(driver, other_than=watcher)
+    elif killed != "driver":
+        os.kill(watcher, signal.SIGSTOP)
+    if killed == "all before a scan":
+        things = [thing for thing in things if memory[1:] not in thing.name]
+        Path(f"/dev/shm/{memory}").unlink()  # nothing but a scan finds this one
+        for process in _marked(Path(scratch).name, MARK):
+            process.kill()
     driver.send_signal(signal.SIGKILL)
     driver.wait()
+    if killed == "all before a scan":
+        os.kill(watcher, signal.SIGCONT)
+    if killed == "driver and watcher":
+        os.kill(watcher, signal.SIGKILL)
+        assert main(["doctor", "--clean"]) == 0 and f"removed {scratch}, " in capsys.readouterr().out
     deadline = time.monotonic() + 240
     while (left := [thing for thing in things if thing.exists()]) and time.monotonic() < deadline:
         time.sleep(0.1)

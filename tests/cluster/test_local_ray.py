@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from gdpo_nemo.cluster import idle_agent
+from gdpo_nemo.cluster.cleanup_process import remove_run
 from gdpo_nemo.cluster.local_ray import _free_port
 from gdpo_nemo.cluster.worker_processes import _scratch
 from gdpo_nemo.utils.errors import RunError
@@ -166,7 +167,7 @@ def test_session_gives_a_home_that_is_missing_to_its_processes_for_as_long_as_it
         monkeypatch.setattr(pwd, "getpwuid", unknown)
     with _scratch() as folder:
         assert os.environ["HOME"] == folder and Path.home().is_dir()
-        os.rmdir(folder)  # in a session, the cleanup process does so
+        remove_run(folder)  # in a session, the cleanup process does so
     assert os.environ.get("HOME") == home
 
 
@@ -182,7 +183,7 @@ def test_session_replaces_a_home_only_if_it_cannot_be_written_and_leaves_its_mod
     with _scratch() as folder:
         assert os.environ["HOME"] == (str(tmp_path) if writable else folder)
         assert os.environ.get("HF_HOME") == (None if writable else str(models))
-        os.rmdir(folder)
+        remove_run(folder)
     assert os.environ["HOME"] == str(tmp_path) and "HF_HOME" not in os.environ
 
 
@@ -194,8 +195,8 @@ def test_temporary_folder_of_a_long_tmpdir_has_a_short_path(monkeypatch, tmp_pat
     with _scratch() as folder:
         assert len(folder) < 40 and Path(folder).resolve().parent == long
         assert os.environ["RAY_TMPDIR"] == "/tmp"
-        Path(folder).resolve().rmdir()
-        os.unlink(folder)
+        remove_run(folder)
+        assert list(long.iterdir()) == [] and not list(Path(folder).parent.glob(f"{Path(folder).name}*"))
     monkeypatch.setenv("RAY_TMPDIR", str(long))
     with pytest.raises(RunError, match=f"RAY_TMPDIR: paths of sockets would be too long.* .{long}"), _scratch():
         pass

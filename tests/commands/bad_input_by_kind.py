@@ -195,7 +195,8 @@ JOURNALS = [
             ("step", -1), ("step", 1.5), ("step", True), ("step", 10**30), ("groups", {"a": 1}), ("groups", [3]),
             ("groups", [[0, "a"]]), ("groups", [["0", "a", []]]), ("groups", [[0, 3, []]]), ("groups", [[0, "a", [3]]]),
             ("groups", [[0, "a", [[0, [["x", 1]], "ok"]]]]), ("groups", [[0, "a", [[0, [[0, 1, 2]], "ok"]]]]),
-            ("groups", [[0, "a", [[0, [], 3]]]]), ("dropped", [3]), ("dropped", [["x", "a"]]), ("dropped", {}),
+            ("groups", [[0, "a", [[0, [], 3]]]]), ("groups", [[0, "a", [[0, [], "ok", 3]]]]),
+            ("dropped", [3]), ("dropped", [["x", "a"]]), ("dropped", {}),
             ("position", float("nan")), ("published", "x"), ("total_updates", []), ("again", [[]]), ("again", 3),
         )
     ),

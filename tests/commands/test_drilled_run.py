@@ -109,6 +109,16 @@ def test_a_run_that_ends_where_it_should_go_on_is_told(program):
     assert "ended with exit status 3 instead of continuing" in run.disturb(poke()).wrong
 
 
+@pytest.mark.parametrize(
+    "line, wrong", [("lost", "ended with exit status 3 and without a message"), ("error: lost", "")]
+)
+def test_run_that_may_end_after_a_kill_must_report_the_reason(program, line, wrong):
+    ends = f"signal.signal(signal.SIGUSR1, lambda *_: (print('{line}', flush=True), sys.exit(3)))\n"
+    run = program(ends + "steps(1, 60)")
+    outcome = run.disturb(poke(Then.ANY))
+    assert wrong in (outcome.wrong or "") and outcome.said == ["lost"] * (not wrong) and outcome.starts == 1
+
+
 def test_a_run_that_trains_no_further_step_is_given_up(program):
     run = program("steps(1, 1); time.sleep(600)", patience_s=2.0)
     with pytest.raises(RunError, match="timed out after 2 s waiting for a step after 1"):

@@ -173,7 +173,7 @@ def test_a_run_through_lost_processes_a_hang_up_and_a_flipped_bit_is_the_undistu
     assert [timeless(row) for row in rows(run_dir)] == straight
     weights = [d / "model" / "model.safetensors" for d in (undisturbed.run_dir, run_dir)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    assert audit_run(run_dir) == []
+    assert audit_run(run_dir).found == []
 
 
 def _kill_a_rank_in_a_save(target: Target) -> str:

@@ -9,7 +9,7 @@ import pytest
 from power_loss import SyncedDisk
 
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.observe.journal import FILE, Journal, audit, read_journal
+from gdpo_nemo.observe.journal import FILE, Journal, audit, read_journal, sample_hash
 from gdpo_nemo.utils.errors import RunError
 
 
@@ -41,11 +41,12 @@ def test_a_line_names_groups_in_order_spans_outcomes_drops_and_versions(tmp_path
     spans = ((3, 4), (4, 1))
     write(tmp_path, ([group(7, 3, spans), group(5, 4, outcome=Outcome.ABORTED, samples=1)], [(6, "timeout")]), first=5)
     (line,) = (tmp_path / FILE).read_text().splitlines()
+    known = sample_hash(group(7).trajectories[0])
     assert json.loads(line) == {
         "step": 5,
         "groups": [
-            [7, "row 7", [[0, [[3, 4], [4, 1]], "ok"], [1, [[3, 4], [4, 1]], "ok"]]],
-            [5, "row 5", [[0, [[4, 5]], "aborted"]]],
+            [7, "row 7", [[0, [[3, 4], [4, 1]], "ok", known], [1, [[3, 4], [4, 1]], "ok", known]]],
+            [5, "row 5", [[0, [[4, 5]], "aborted", known]]],
         ],
         "dropped": [[6, "timeout"]],
         "position": 10,
@@ -111,14 +112,14 @@ def test_a_journal_that_cannot_be_written_ends_the_run(tmp_path):
 
 
 def test_a_run_without_a_journal_has_none(tmp_path):
-    assert read_journal(tmp_path) == [] and audit(tmp_path, 0) == ["journal.jsonl has no steps"]
+    assert read_journal(tmp_path) == [] and audit(tmp_path, 0).found == ["journal.jsonl has no steps"]
     Journal(tmp_path).truncate_after(3)
     assert not (tmp_path / FILE).exists()
 
 
 def test_the_audit_finds_nothing_in_a_sound_run(tmp_path):
     write(tmp_path, [group(1), group(0)], ([group(2, 1), group(4, 0)], [(3, "timeout")]), [group(5, 1), group(7, 2)])
-    assert audit(tmp_path, staleness=1, window=2, ledger=ledger(6, [7])) == []
+    assert audit(tmp_path, staleness=1, window=2, ledger=ledger(6, [7])).found == []
 
 
 FAULTS = {
@@ -147,35 +148,47 @@ FAULTS = {
 @pytest.mark.parametrize("sentence", FAULTS)
 def test_the_audit_names_what_must_not_be(tmp_path, sentence):
     write(tmp_path, *FAULTS[sentence])
-    assert sentence in audit(tmp_path, staleness=1, window=3, ledger=ledger(3))
+    assert sentence in audit(tmp_path, staleness=1, window=3, ledger=ledger(3)).found
 
 
 def test_what_was_dropped_since_the_last_step_is_not_missing(tmp_path):
     write(tmp_path, [group(0)])
-    assert audit(tmp_path, 0, ledger=ledger(2, dropped=[(1, "late")])) == []
-    assert len(audit(tmp_path, 0, ledger=ledger(2))) == 1
+    assert audit(tmp_path, 0, ledger=ledger(2, dropped=[(1, "late")])).found == []
+    assert len(audit(tmp_path, 0, ledger=ledger(2)).found) == 1
 
 
 def test_groups_may_be_trained_again_as_often_and_as_old_as_the_run_allows(tmp_path):
     write(tmp_path, [group(0)], [group(1, 1), group(0)], [group(2, 2), group(0)])
-    assert audit(tmp_path, 0, window=1, ledger=ledger(3), reuse=2, max_age=2) == []
-    assert audit(tmp_path, 0, reuse=1, max_age=2) == ["prompt index 0 was trained in step 3 and trained in step 2"]
-    assert len(audit(tmp_path, 0, reuse=2, max_age=1)) == 2  # both samples of step 3
+    assert audit(tmp_path, 0, window=1, ledger=ledger(3), reuse=2, max_age=2).found == []
+    assert audit(tmp_path, 0, reuse=1, max_age=2).found == [
+        "prompt index 0 was trained in step 3 and trained in step 2"
+    ]
+    assert len(audit(tmp_path, 0, reuse=2, max_age=1).found) == 2  # both samples of step 3
     write(tmp_path, [group(3, 3), group(3, 3)], first=4)
-    assert audit(tmp_path, 0, reuse=9, max_age=2) == ["prompt index 3 was trained in step 4 and trained in step 4"]
+    assert audit(tmp_path, 0, reuse=9, max_age=2).found == [
+        "prompt index 3 was trained in step 4 and trained in step 4"
+    ]
 
 
 def test_the_audit_finds_a_step_that_is_missing(tmp_path):
     write(tmp_path, [group(0)])
     write(tmp_path, [group(1)], first=3)
-    assert "step 3 follows step 1" in audit(tmp_path, staleness=9)
+    assert "step 3 follows step 1" in audit(tmp_path, staleness=9).found
 
 
 def test_samples_that_are_masked_may_be_of_any_age(tmp_path):
     write(tmp_path, [group(0)], [group(1, 0, outcome=Outcome.ABORTED)])
-    assert audit(tmp_path, staleness=0) == []
+    assert audit(tmp_path, staleness=0).found == []
 
 
 def test_positions_of_runs_that_do_not_count_them_are_not_judged(tmp_path):
     write(tmp_path, [group(-1), group(-1)], [group(-1, 1)])
-    assert audit(tmp_path, staleness=0, window=1, ledger=ledger(3)) == []
+    result = audit(tmp_path, staleness=0, window=1, ledger=ledger(3))
+    assert result.found == [] and result.unknown == [
+        "order and number of prompts: steps 1 to 2 did not record prompt indices"
+    ]
+    write(tmp_path, [group(5, 2), group(-1, 2)], [group(5, 3)], first=3)
+    assert audit(tmp_path, staleness=0).found == [
+        "step 3: a prompt index is missing (-1)",
+        "prompt index 5 was trained in step 4 and trained in step 3",
+    ]

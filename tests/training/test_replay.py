@@ -4,8 +4,11 @@ was trained. Ranks train in tests/end_to_end."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
+import re
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +19,7 @@ from hypothesis import given, strategies as st
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
 from gdpo_nemo.models.hf_folder import differences, save_tensors
-from gdpo_nemo.observe.journal import Journal, read_journal
+from gdpo_nemo.observe.journal import Audit, Journal, read_journal
 from gdpo_nemo.observe.metrics import MetricsLog
 from gdpo_nemo.observe.samples import rollout_path, write_rollouts
 from gdpo_nemo.rollouts.batches import RecordedStream
@@ -104,7 +107,7 @@ def test_log_probs_and_rewards_keep_their_bits_on_the_way_through_the_record(tmp
     ids = np.arange(len(logprobs), dtype=np.int32)
     made.trajectories[0] = dataclasses.replace(
         made.trajectories[0], completion_ids=ids, logprobs=np.array(logprobs, np.float32), loss_mask=None,
-        rewards={"a": reward},
+        rewards={"a": reward}, spans=(),
     )  # fmt: skip
     Journal(folder).append(1, [made], [], position=1, published=0, total_updates=1)
     write_rollouts(folder, 1, [made])
@@ -298,25 +301,102 @@ def test_tensors_that_differ_in_one_bit_are_named_the_largest_first(tmp_path):
 
 
 def test_the_audit_of_a_run_goes_by_its_own_configs_and_checkpoint(run, tmp_path):
-    assert replay.audit_run(run) == []  # masked samples and those of the step's own version
+    assert replay.audit_run(run).found == []  # masked samples and those of the step's own version
     state = RunState(step=4, ledger={"position": 9, "retired": [], "dropped": []})
     Checkpoints(run / "checkpoints", 9, 0, None).save(state, lambda path: None)
     sentence = "prompt index 8 is missing in the journal, but the newest checkpoint lists it as done"
-    assert replay.audit_run(run) == [sentence]
+    assert replay.audit_run(run).found == [sentence]
+
+
+def _rewritten(run, step, change):
+    """Write the sample file of a step again, with changed groups."""
+    groups = RecordedStream(run, read_journal(run)).get_batch(step - 1).groups
+    write_rollouts(run, step, change(groups) or groups, None)
+
+
+def _first(field, value):
+    return lambda groups: setattr(groups[0].trajectories[0], field, value(groups[0].trajectories[0]))
+
+
+def _copied(run, source, target):
+    rollout_path(run, target).write_bytes(rollout_path(run, source).read_bytes())
+
+
+def _journal_edited(run, old, new):
+    file = run / "journal.jsonl"
+    assert old in file.read_text()
+    file.write_text(file.read_text().replace(old, new))
+
+
+OTHER = "sample 0 of train/5 has other tokens, log-probs or rewards than the trained sample"
+LISTED = "does not contain the samples that journal.jsonl lists for step 3"
+ALTERED = {
+    "sample twice in a group": (
+        lambda run: _journal_edited(run, "[1,[[2,1]]", "[0,[[2,1]]"), "trained sample 0 of train/5 2 times in a group"
+    ),
+    "index of -1": (lambda run: _journal_edited(run, "[[5,", "[[-1,"), "step 3: a prompt index is missing (-1)"),
+    "missing file": (lambda run: rollout_path(run, 3).unlink(), "step 3: the sample file in"),
+    "copied file": (lambda run: _copied(run, 2, 3), LISTED),
+    "file of an untrained step": (lambda run: _copied(run, 2, 9), "journal.jsonl has no step 9"),
+    "swapped groups": (lambda run: _rewritten(run, 3, lambda groups: groups[::-1]), LISTED),
+    "damaged file": (lambda run: rollout_path(run, 3).write_bytes(b"x"), "step_0003.parquet: cannot be read"),
+    "outcome": (lambda run: _rewritten(run, 3, _first("outcome", lambda t: Outcome.OK)), "is ok, but truncated in"),
+    "length": (
+        lambda run: _rewritten(run, 3, _first("loss_mask", lambda t: None)), "has 4 tokens of the policy, but 3 in"
+    ),
+    "mask": (lambda run: _rewritten(run, 3, _first("loss_mask", lambda t: t.loss_mask[::-1])), OTHER),
+    "tokens": (lambda run: _rewritten(run, 3, _first("completion_ids", lambda t: t.completion_ids + 1)), OTHER),
+    "log-probs": (lambda run: _rewritten(run, 3, _first("logprobs", lambda t: t.logprobs / 2)), OTHER),
+    "rewards": (lambda run: _rewritten(run, 3, _first("rewards", lambda t: {"a": 0.1, "b": 0.0})), OTHER),
+}  # fmt: skip
+
+
+def test_audit_fails_if_a_sample_is_not_the_trained_one(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(replay, "load_saved_config", functools.cache(replay.load_saved_config))
+    run.rename(tmp_path / "sound")
+    for kind, (alter, sentence) in ALTERED.items():
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(tmp_path / "sound", run)
+        alter(run)
+        found = replay.audit_run(run).found
+        assert sentence in "\n".join(found), (kind, found)
+
+
+def test_audit_accepts_unsaved_samples_only_where_the_run_may_lack_them(run, tmp_path):
+    rollout_path(run, 4).unlink()
+    (run / "checkpoints" / "step_4").rename(tmp_path / "step_4")  # step 4 would be trained again
+    unsaved = ["4 of 16 samples: they were not saved"]
+    assert replay.audit_run(run) == Audit([], unsaved, 12)
+    (run / "status.json").write_text('{"time": 1, "host": "a", "driver": 1, "waits": [], "outcome": "complete"}')
+    assert "step 4: the sample file in" in replay.audit_run(run).found[0]
+
+
+def test_audit_compares_only_the_groups_that_the_config_saves(run, tmp_path):
+    record_config(config(tmp_path, "rollout.save_groups=1"), run, 3)
+    write_rollouts(run, 4, [group(7, 3)], np.zeros(2))
+    assert replay.audit_run(run) == Audit([], ["2 of 16 samples: they were not saved"], 14)
 
 
 def test_an_audit_says_what_it_could_judge(run, capsys):
     from gdpo_nemo.commands.cli import main
 
-    assert main(["replay", str(run), "--audit"]) == 0
-    assert "every prompt was trained or dropped once" in capsys.readouterr().out
+    def audit() -> str:
+        assert main(["replay", str(run), "--audit"]) == 0
+        return capsys.readouterr().out
+
+    assert audit() == "every prompt was trained or dropped once, no sample is too old, and 16 samples are as trained\n"
     file = run / "journal.jsonl"
-    file.write_text(file.read_text().replace("[[7,", "[[-1,"))
-    assert main(["replay", str(run), "--audit"]) == 0
-    assert "this journal does not record prompt indices" in capsys.readouterr().out
+    file.write_text(re.sub(r',"[0-9a-f]{16}"', "", file.read_text()))
+    assert audit().splitlines() == [
+        "no errors; 16 samples are as trained",
+        "not checked: tokens and rewards of 16 samples: their hashes were not recorded",
+    ]
+    for index in range(8):
+        file.write_text(file.read_text().replace(f'[{index},"train', '[-1,"train'))
+    assert "not checked: order and number of prompts: steps 1 to 4 did not record prompt indices" in audit()
     file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[1:]))
     assert main(["replay", str(run), "--audit"]) == 1
-    assert capsys.readouterr().out == "step 2 follows step 0\n"
+    assert capsys.readouterr().out.startswith("step 2 follows step 0\n")
 
 
 @pytest.mark.parametrize("option, said", [("--verbose", "imports: "), ("--quiet", "")])

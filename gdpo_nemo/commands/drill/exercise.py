@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Iterable, Sequence
 
-from gdpo_nemo.commands.drill.faults import Fault
-from gdpo_nemo.commands.drill.run import DrilledRun, Outcome, trained
+from gdpo_nemo.commands.drill.faults import Fault, Then
+from gdpo_nemo.commands.drill.run import REPORT_STEPS, DrilledRun, Outcome, trained
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.models.hf_folder import differences
 from gdpo_nemo.training.replay import COMPARED, audit_run
@@ -64,7 +64,8 @@ class Drill:
         """Number of steps of both runs."""
         # Each fault takes up to two steps after the interval until injection, one disturbed step, and three steps until
         # it is reported.
-        return (self.between + _EXTRA_STEPS) * (len(self.faults) + 1)
+        reports = REPORT_STEPS * sum(fault.then is Then.ANY for fault in self.faults)  # all of them always follow
+        return (self.between + _EXTRA_STEPS) * (len(self.faults) + 1) + reports
 
     @property
     def changes(self) -> list[str]:
@@ -185,7 +186,7 @@ def describe(outcome: Outcome) -> str:
 
 def compared(settings: Drill) -> list[str]:
     """Return sentences on lost or repeated prompts and, if they must be equal, on differences between the two runs."""
-    found = audit_run(settings.disturbed) if settings.samples else []
+    found = audit_run(settings.disturbed).found if settings.samples else []
     if not settings.exact:
         return found
     found += differing_steps(settings.undisturbed, settings.disturbed)[:_MAX_SENTENCES]

@@ -24,8 +24,17 @@ from gdpo_nemo.training.checkpoints import Checkpoints
 DRIVER, RANK, ENGINE = "driver", "policy rank", "engine"
 ENGINE_CORE = "vLLM process"
 WORKER, RAYLET, GCS, CLEANUP = "environment worker", "raylet", "GCS", "cleanup process"
+HOST, FORK_SERVER, WRITER = "rollout host", "fork server", "sample writer"
 SUPERVISOR = "supervisor"
-ROLES = (SUPERVISOR, DRIVER, RANK, ENGINE, ENGINE_CORE, WORKER, RAYLET, GCS, CLEANUP)
+ROLES = (SUPERVISOR, DRIVER, RANK, ENGINE, ENGINE_CORE, WORKER, RAYLET, GCS, CLEANUP, HOST, FORK_SERVER, WRITER)
+_WORDS = {
+    WORKER: "multiprocessing.spawn",
+    CLEANUP: "cleanup_process.py run",
+    HOST: "ray::RolloutHost",
+    FORK_SERVER: "gdpo_nemo.cluster.fork_server",
+    WRITER: "gdpo_nemo.observe.sample_writer",
+}
+"""Part of a process's command line, by role."""
 
 
 class RunProcesses:
@@ -82,10 +91,8 @@ class RunProcesses:
 
 
 def _has_role(words: str, role: str) -> bool:
-    if role == WORKER:
-        return "multiprocessing.spawn" in words
-    if role == CLEANUP:
-        return "cleanup_process.py run" in words
+    if role in _WORDS:
+        return _WORDS[role] in words
     return words.split(" ", 1)[0].endswith({RAYLET: "/raylet", GCS: "/gcs_server"}[role])
 
 
@@ -129,6 +136,8 @@ class Then(StrEnum):
     """The supervisor restarts the run."""
     ENDS = "ends"
     """The run ends, and the user must restart it."""
+    ANY = "any"
+    """The run does any of these. If it ends, it must report the reason."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +168,21 @@ def _send_signal(role: str, number: int) -> Callable[[Target], str | None]:
         return None
 
     return act
+
+
+def kill_together(*roles: str) -> Fault:
+    """Return a fault that kills a process of each role, if the run has one."""
+
+    def act(target: Target) -> str | None:
+        # Find all before killing the first: other processes are found by their driver.
+        victims = {role: target.random.choice(found) for role in roles if (found := target.processes.of(role))}
+        for pid in victims.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return ", ".join(f"{role} {pid}" for role, pid in victims.items()) or None
+
+    names = " and ".join(roles)
+    return Fault(f"{names.replace(' ', '-')}-kill", f"kill {names} at the same time", act, None, Then.ANY)
 
 
 def _combine(*acts: Callable[[Target], str | None]) -> Callable[[Target], str | None]:
@@ -280,6 +304,10 @@ FAULTS = {
               Then.RESTARTS),
         Fault("rank-and-engine-kill", "kill a policy rank and an engine together",
               _combine(_send_signal(RANK, signal.SIGKILL), _send_signal(ENGINE, signal.SIGKILL)), _DIED, Then.REBUILDS),
+        kill_together(DRIVER, CLEANUP),
+        kill_together(HOST),
+        kill_together(FORK_SERVER),
+        kill_together(WRITER),
         Fault("lost-checkpoint", "kill the driver and delete the newest checkpoint",
               _kill_and_damage(_delete_checkpoint), _KILLED, Then.RESTARTS),
         Fault("torn-lines", "kill the driver and append incomplete lines", _kill_and_damage(_torn_lines), _KILLED,

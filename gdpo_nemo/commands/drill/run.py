@@ -36,7 +36,7 @@ _STARTS = 3
 """Maximum number of manual restarts after one fault."""
 _CLEANUP_S = 60.0
 """Seconds within which processes and files of an ended run must disappear. The cleanup process takes some seconds."""
-_REPORT_STEPS = 3
+REPORT_STEPS = 3
 """Number of steps within which a run must report a fault."""
 _TAIL = 1 << 18
 
@@ -155,12 +155,17 @@ class DrilledRun:
             self._until(lambda: False, f"the run to end after {fault.name}")
             self._start_again(fault, outcome)
         furthest = self._furthest = max(step, self._furthest, self.step())
-        while not outcome.wrong and not self._until(lambda: self.step() > furthest, f"a step after {furthest}"):
+        later = furthest + (REPORT_STEPS if fault.then is Then.ANY else 0)
+        while not outcome.wrong and not self._until(lambda: self.step() > later, f"a step after {later}"):
+            outcome.said += self._reports(since, logged)
             self._start_again(fault, outcome)
         if outcome.wrong:
             return outcome
         outcome.seconds = time.monotonic() - begin
-        if fault.says:
+        if fault.then is Then.ANY:
+            outcome.said = self._reports(since, logged)
+            outcome.wrong = "; ".join(f"left behind: {name}" for name in self.left_behind()) or None
+        elif fault.says:
             # The run reports a fault at the end of the step, or at the next use of a process that was idle.
             self._until(lambda: self._is_reported(fault, since, logged, furthest), "a report of the fault")
             outcome.said = self._find_reports(fault, since, logged)
@@ -170,8 +175,8 @@ class DrilledRun:
         return outcome
 
     def _is_reported(self, fault: Fault, since: float, logged: int, step: int) -> bool:
-        """Return whether the run has reported the fault, or has trained more than ``_REPORT_STEPS`` further steps."""
-        return bool(self._find_reports(fault, since, logged)) or self.step() > step + _REPORT_STEPS
+        """Return whether the run has reported the fault, or has trained more than ``REPORT_STEPS`` further steps."""
+        return bool(self._find_reports(fault, since, logged)) or self.step() > step + REPORT_STEPS
 
     def _find_reports(self, fault: Fault, since: float, logged: int) -> list[str]:
         """Return the alerts and error lines that match the fault's pattern."""
@@ -192,11 +197,13 @@ class DrilledRun:
         status = self.ended
         if status == 0:
             outcome.wrong = "the run ended before it trained another step"
-        elif fault.then is not Then.ENDS:
+        elif fault.then is Then.ANY and status != -signal.SIGKILL and not outcome.said:
+            outcome.wrong = f"the run ended with exit status {status} and without a message; see {self.log}"
+        elif fault.then not in (Then.ENDS, Then.ANY):
             outcome.wrong = f"the run ended with exit status {status} instead of continuing; see {self.log}"
         elif outcome.starts > _STARTS:
             outcome.wrong = f"the run was started {_STARTS} times and ended with exit status {status}; see {self.log}"
-        elif self.step() and (self.run_dir / journal.FILE).exists() and (found := audit_run(self.run_dir)):
+        elif self.step() and (self.run_dir / journal.FILE).exists() and (found := audit_run(self.run_dir).found):
             outcome.wrong = "; ".join(found)
         else:
             self.start()
@@ -221,7 +228,7 @@ class DrilledRun:
         return True
 
     def left_behind(self) -> list[str]:
-        """Wait until processes and files of the ended run have disappeared.
+        """Wait until processes and files of ended starts of the run have disappeared.
 
         Returns a description of each process, shared memory segment or temporary file that remains.
         """
@@ -231,10 +238,14 @@ class DrilledRun:
         return found
 
     def _find_left_behind(self) -> list[str]:
-        processes = [f"process {pid} ({name})" for pid, born in self._seen.items() if (name := _name(pid, born))]
+        running = {} if self.ended is not None else self._processes.all()
+        gone = [(pid, born) for pid, born in self._seen.items() if pid not in running]
+        processes = [f"process {pid} ({name})" for pid, born in gone if (name := _name(pid, born))]
         used = shared_memory(psutil.pids())
         memory = [path for path, inode in self._shared - used if inode_of(path) == inode]
-        return [*processes, *memory, *(str(path) for path in self._scratch.iterdir())]
+        # A running start has one temporary folder and the file beside it.
+        files = sorted(str(path) for path in self._scratch.iterdir())
+        return [*processes, *memory, *(files if not running else files[2:])]
 
     def close(self) -> None:
         """End the run and delete its temporary files."""

@@ -86,6 +86,8 @@ class MemoryReceiver(Receiver):
 
 def _shared_file(buffer: np.ndarray) -> str:
     folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.NamedTemporaryFile(prefix="gdpo_nemo_weights_", dir=folder, delete=False) as file:
+    # The run's cleanup finds the file by the name of the run's temporary folder.
+    prefix = f"gdpo_nemo_weights_{os.path.basename(tempfile.gettempdir())}_"
+    with tempfile.NamedTemporaryFile(prefix=prefix, dir=folder, delete=False) as file:
         file.write(memoryview(buffer))
     return file.name
