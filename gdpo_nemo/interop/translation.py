@@ -83,6 +83,15 @@ class Translation:
             return CANNOT_RUN
         return DIFFERS if self.differences else SAME
 
+    def rename(self, change: Callable[[str], str]) -> None:
+        """Apply a function to all keys and texts of the report."""
+        for line in self.lines:
+            line.key, line.text = change(line.key), change(line.text)
+        for reasons in (self.differences, self.blockers):
+            renamed = {change(key): change(text) for key, text in reasons.items()}
+            reasons.clear()
+            reasons.update(renamed)
+
     def summary(self) -> str:
         """Return the result of the translation and the reasons for it, one per line."""
         reasons = self.blockers or self.differences
@@ -200,11 +209,11 @@ def assemble(
     lines = [line_of(key, value, outcome, values, removed, findings) for key, (value, outcome) in results.items()]
     added = ((key, value, why) for key, (value, why) in findings.values.items() if key in values)
     translation.lines = [*lines, *(Line(key, ADDED, f"{short(value)}; {why}") for key, value, why in added)]
-    different = {
-        line.key: line.text
-        for line in lines
-        if line.status in (DIFFERENT, UNKNOWN) and not findings.blocker_of(line.key)
-    }
+    different = {}
+    for line, (_, outcome) in zip(lines, results.values()):
+        if line.status in (DIFFERENT, UNKNOWN) and not findings.blocker_of(line.key):
+            topic = outcome.topic if outcome else ""
+            different[topic or line.key] = outcome.text if outcome and topic else line.text
     translation.differences = different | findings.differences
     return translation
 
@@ -328,6 +337,8 @@ class RuleResult:
     """gdpo_nemo keys that the key determines together with other keys."""
     needed: bool = False
     """True if the key is reported as different when none of ``elsewhere`` is written."""
+    topic: str = ""
+    """Name of a difference that several keys describe, which is counted once (empty for the key)."""
 
 
 Act = Callable[[Any, Any], RuleResult]
@@ -403,6 +414,11 @@ def missing(why: str, *off: Any) -> Act:
         )
 
     return act
+
+
+def part_of(topic: str, why: str) -> Act:
+    """Return the rule for a key that describes a difference together with other keys. See ``RuleResult.topic``."""
+    return lambda value, recipe: RuleResult(text=why, matters=True, topic=topic)
 
 
 def where(condition: Callable[[Any], Any], act: Act, otherwise: Act) -> Act:

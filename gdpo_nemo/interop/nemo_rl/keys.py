@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from gdpo_nemo.config.allowed_values import OPTIMIZER_DTYPES
+from gdpo_nemo.interop.nemo_rl import algorithms
 from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
@@ -257,6 +259,7 @@ POLICY = [
     ("policy.tokenizer.chat_template_kwargs*", missing("not translated; set data.<split>.chat_template_kwargs")),
     ("policy.tokenizer.use_fastokens", idle("does not affect the tokens of a text")),
     ("policy.tokenizer.video*", idle("only text models are supported")),
+    ("policy.hf_config_overrides.router_aux_loss_coef", fixed(0, "a load-balancing loss is not supported")),
     ("policy.hf_config_overrides*", missing("the model's config.json defines the architecture")),
     ("policy.train_global_batch_size", to("policy.train_global_batch_size")),
     ("policy.train_micro_batch_size", where(
@@ -433,4 +436,5 @@ RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *
 
 def result_of(key: str, value: Any, recipe: Recipe) -> RuleResult | None:
     """Return the result of the first matching rule, or None if none matches."""
-    return next((act(value, recipe) for pattern, act in RULES if matches(key, pattern)), None)
+    rules = chain(algorithms.RULES[recipe.section], RULES)
+    return next((act(value, recipe) for pattern, act in rules if matches(key, pattern)), None)
