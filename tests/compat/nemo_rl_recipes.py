@@ -1,6 +1,6 @@
 """What NeMo-RL's own recipes come to here: ``python tests/compat/nemo_rl_recipes.py --recipes CHECKOUT [--reasons]``.
 
-Every YAML below the folder that has a section of an algorithm once its ``defaults`` are merged in; see ``docs/plan.md``.
+Every YAML below the folder that has an algorithm's section once its ``defaults`` are merged in; see ``docs/plan.md``.
 """
 
 from __future__ import annotations

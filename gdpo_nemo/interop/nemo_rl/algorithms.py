@@ -48,12 +48,13 @@ def from_teacher(recipe: Recipe, findings: Findings) -> None:
         )
     elif not recipe.get("teacher.model_name"):
         findings.blocks("teacher.model_name", "is not set")
-    group = recipe.get("grpo.num_generations_per_prompt")
-    findings.set("gdpo.num_generations_per_prompt", max(2, group), "num_generations_per_prompt, at least 2")
+    prompts, group = recipe.prompts, recipe.get("grpo.num_generations_per_prompt")
     if group < 2:
-        findings.differs(
-            "grpo.num_generations_per_prompt", "two answers per prompt, the smallest group, instead of one"
-        )
+        prompts, group = max(1, prompts // 2), 2
+        what = "two answers to half as many prompts, because 2 is the smallest supported group size"
+        findings.differs("grpo.num_generations_per_prompt", what)
+    findings.set("gdpo.num_prompts_per_step", prompts, "the number of samples in a step is that of NeMo-RL")
+    findings.set("gdpo.num_generations_per_prompt", group, "num_generations_per_prompt, at least 2")
 
 
 def from_rows(recipe: Recipe, findings: Findings) -> None:
@@ -69,11 +70,17 @@ def from_rows(recipe: Recipe, findings: Findings) -> None:
         for split in ("train", *(["validation"] if recipe.validates else [])):
             findings.set(f"data.{split}.train_on", "last", "only_unmask_final")
     # NeMo-RL masks by message, which includes the text that the template writes before and after the message.
-    if recipe.model.model_type in _CHATML and recipe.section == "sft":
-        findings.differs("data.add_eos", "the line break after the end token is not trained; NeMo-RL trains it")
+    if recipe.model.model_type in _CHATML and recipe.section != "rm" and _uses_own_template(recipe):
+        what = "the line break that its chat template writes after the end token is not trained; NeMo-RL trains it"
+        findings.differs("policy.tokenizer.name", what)
     if recipe.get("grpo.preference_average_log_probs"):
         what = "the mean is over the tokens of the answer; NeMo-RL includes the tokens that begin the reply"
         findings.differs("grpo.preference_average_log_probs", what)
+
+
+def _uses_own_template(recipe: Recipe) -> bool:
+    """Return whether NeMo-RL uses the chat template of the tokenizer."""
+    return bool(recipe.flat.get("policy.tokenizer.chat_template", "default") == "default")
 
 
 def _including_null(key: str) -> Act:
@@ -87,9 +94,20 @@ def _validation(act: Act) -> Act:
 
 def _begins_reply(value: Any, recipe: Recipe) -> RuleResult:
     """Translate add_generation_prompt, which leaves out the beginning of a reply from the trained text."""
-    if recipe.get("policy.tokenizer.chat_template", "default") != "default":
+    if not _uses_own_template(recipe):
         return idle("the chat template is reported by policy.tokenizer.chat_template")(value, recipe)
     return fixed(True, "the beginning of a reply in the chat template is not trained")(value, recipe)
+
+
+def _column(name: str) -> Act:
+    """Return the rule for the name of a column, which is ``name`` unless the config renames it."""
+
+    def act(value: Any, recipe: Recipe) -> RuleResult:
+        if value == name:
+            return fixed(name, f"the column {name} is read")(value, recipe)
+        return required("data.train.prompt_key" if name == "prompt" else "data.train.columns")(value, recipe)
+
+    return act
 
 
 _COUNT = _validation(where(
@@ -127,9 +145,7 @@ _ROWS: list[tuple[str, Act]] = [
     *((f"data.*{name}", missing("not translated; write a function for data.train.type (docs/trainers.md)"))
       for name in ("system_key", "system_prompt", "tool_key")),
     ("data.*use_preserving_dataset", idle("rows are always read without a common schema")),
-    ("data.*.prompt_key", required("data.train.prompt_key")),
-    ("data.*.chosen_key", required("data.train.columns")),
-    ("data.*.rejected_key", required("data.train.columns")),
+    *((f"data.*{name}_key", _column(name)) for name in ("prompt", "chosen", "rejected")),
     ("data.val_data_paths*", missing("only one validation dataset is supported")),
     ("checkpointing.metric_name", _UNRANKED),
     ("checkpointing.higher_is_better", _UNRANKED),
@@ -159,6 +175,7 @@ _DISTILLATION: list[tuple[str, Act]] = [
     ("teacher.hf_config_overrides.router_aux_loss_coef", idle(_TEACHER)),
     ("teacher.hf_config_overrides*", missing("the teacher's config.json defines the architecture")),
     ("teacher*", idle(_TEACHER)),
+    ("grpo.num_prompts_per_step", required("gdpo.num_prompts_per_step")),
     ("grpo.num_generations_per_prompt", required("gdpo.num_generations_per_prompt")),
     ("grpo.topk_logits_k", part_of("loss_fn", _DIVERGENCE)),
     ("loss_fn.*", part_of("loss_fn", _DIVERGENCE)),

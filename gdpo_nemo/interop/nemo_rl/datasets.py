@@ -289,21 +289,21 @@ def _held_out(recipe: Recipe, findings: Findings) -> None:
 
 
 def _length(recipe: Recipe, findings: Findings) -> None:
-    """Set max_num_steps, limited to the number of steps in max_num_epochs. If this number is unknown, set both keys."""
+    """Set max_num_steps, limited to the number of steps in max_num_epochs. If this number is unknown, set both keys.
+    Negative numbers are no limit."""
     steps = recipe.get("grpo.max_num_steps")
     steps = steps if steps > 0 else _ENDLESS
     epochs = recipe.get("grpo.max_num_epochs")
+    epochs = epochs if epochs > 0 else None
     known = _DATASETS.get(recipe.get("data.train.dataset_name") or "")
-    size = recipe.held_out
-    if known is None or known.rows is None:
+    is_whole = known and setting(recipe, "train", "split") in (None, known.split)
+    # With dynamic sampling, the number of batches per step is unknown.
+    if known is None or known.rows is None or epochs is None or not is_whole or recipe.get("grpo.use_dynamic_sampling"):
         findings.set("gdpo.max_num_steps", steps, "max_num_steps")
-        if not recipe.stale or steps >= 100_000:
+        if epochs is not None and (known and known.rows or not recipe.stale or steps >= 100_000):
             findings.set("gdpo.max_num_epochs", epochs, "max_num_epochs")
         return
-    if recipe.get("grpo.use_dynamic_sampling"):  # the number of batches per step is unknown
-        findings.set("gdpo.max_num_steps", steps, "max_num_steps")
-        findings.set("gdpo.max_num_epochs", epochs, "max_num_epochs")
-        return
+    size = recipe.held_out
     rows = known.rows - int(-(-known.rows * size // 1) if size < 1 else size)
     limit = epochs * (rows // recipe.prompts)
     why = f"max_num_epochs {epochs} with {rows} rows" if limit < steps else "max_num_steps"

@@ -255,7 +255,8 @@ _OTHER_TOKENIZER = where(
 POLICY = [
     ("policy.model_name", to("policy.model_name")),
     ("policy.tokenizer.name", _OTHER_TOKENIZER),
-    ("policy.tokenizer.chat_template", missing("the tokenizer's chat template is used", "default")),
+    ("policy.tokenizer.chat_template", lambda value, recipe: RuleResult(
+        text="the tokenizer's chat template is used", same=value == "default", matters=value != "default")),
     ("policy.tokenizer.chat_template_kwargs*", missing("not translated; set data.<split>.chat_template_kwargs")),
     ("policy.tokenizer.use_fastokens", idle("does not affect the tokens of a text")),
     ("policy.tokenizer.video*", idle("only text models are supported")),
@@ -374,6 +375,7 @@ MEGATRON = [
     (f"{_MEGATRON}.mtp_*", gated(f"{_MEGATRON}.mtp_num_layers", missing("multi-token prediction is not supported"))),
     (f"{_MEGATRON}.freeze_*", _of_megatron(missing("only text models are supported"))),
     (f"{_MEGATRON}.*_fusion", idle("selects a fused kernel with the same result")),
+    (f"{_MEGATRON}.*linear_ce_fusion*", idle("selects a fused kernel with the same result")),
     (f"{_MEGATRON}.use_fused_*", idle("selects a fused kernel with the same result")),
     (f"{_MEGATRON}.fused_*", idle("selects a fused kernel with the same result")),
     (f"{_MEGATRON}.defer_fp32_logits", idle("log-probs are always computed in float32, from chunks of logits")),
