@@ -12,6 +12,7 @@ from typing import Any, Callable, Mapping, Protocol
 import yaml
 
 from gdpo_nemo.config.algorithm_choice import spec_of
+from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.effects import keys_without_effect
 from gdpo_nemo.config.load import all_keys, load_config
 from gdpo_nemo.config.schema import Config
@@ -259,12 +260,13 @@ def _loaded(content: dict[str, Any]) -> Config:
 
 def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
     """Return a copy for the checks, in which missing files are replaced by Hub names and settings of NeMo Gym's servers
-    are absent."""
+    are absent. A model's name on the Hub remains, because its config.json may be in the local cache."""
     copy = deepcopy(content)
     sections = [copy.get("policy", {}), *(copy.get("data", {}).get(split) or {} for split in ("train", "validation"))]
     for section in sections:
         for key in ("model_name", "tokenizer_name", "path"):
-            if isinstance(section.get(key), str) and not Path(section[key]).exists():
+            name = section.get(key)
+            if isinstance(name, str) and not (Path(name).exists() or (key == "model_name" and may_be_on_the_hub(name))):
                 section[key] = "organisation/name"
     for section in sections[1:]:
         if _is_absent(section.get("type")):

@@ -16,7 +16,7 @@ from gdpo_nemo.config.schema import DatasetConfig
 from gdpo_nemo.data.example_rows import ExampleReader
 from gdpo_nemo.data.rows import load_rows
 from gdpo_nemo.interop.nemo_rl.translate import translate
-from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, UNKNOWN
+from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, SAME, UNKNOWN
 from gdpo_nemo.utils.user_code import load_object
 
 FOLDER = Path(__file__).with_name("nemo_rl")
@@ -37,6 +37,19 @@ def test_rope_scaling_is_one_difference_and_blocks_a_context_that_needs_it(tmp_p
     assert [line.key for line in translation.lines if line.key.startswith(key)] == [key]
     assert {name for name in {**translation.differences, **translation.blockers} if "rope" in name} == {key}
     assert ("the model has 2048 positions" in translation.summary()) == (status == CANNOT_RUN)
+
+
+def test_context_beyond_the_positions_of_a_cached_config_cannot_run(tmp_path, monkeypatch):
+    folder = tmp_path / "hub" / "models--Qwen--Qwen2.5-1.5B" / "snapshots" / "1"
+    folder.mkdir(parents=True)
+    content = dict(model_type="qwen2", vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                   num_key_value_heads=4, intermediate_size=128, max_position_embeddings=256)  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(content))
+    assert translate(FOLDER / "base.yaml").status == SAME
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    summary = translate(FOLDER / "base.yaml").summary()
+    assert "policy.max_total_sequence_length: 512 exceeds the 256 positions of the model" in summary
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ _ROWS: list[tuple[str, Act]] = [
 
 _PPO: list[tuple[str, Act]] = [
     ("grpo.ppo_epochs", where(
-        lambda r: r.get("grpo.ppo_epochs", 1) > 1, required("gdpo.num_iterations"), idle("one pass over a step"))),
+        lambda r: r.get("grpo.ppo_epochs", 1) > 1, required("gdpo.num_iterations"), idle("a step is trained once"))),
     ("grpo.policy_training_start_step", missing("the policy is trained from the first step", 0)),
     ("grpo.adv_estimator.name", fixed("gae", "advantages are estimated with GAE")),
     ("grpo.adv_estimator.gae_gamma", to("ppo.gamma", float)),

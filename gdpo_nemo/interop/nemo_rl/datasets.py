@@ -290,7 +290,7 @@ def _held_out(recipe: Recipe, findings: Findings) -> None:
 
 def _length(recipe: Recipe, findings: Findings) -> None:
     """Set max_num_steps, limited to the number of steps in max_num_epochs. If this number is unknown, set both keys.
-    Negative numbers are no limit."""
+    A negative number does not limit the run."""
     steps = recipe.get("grpo.max_num_steps")
     steps = steps if steps > 0 else _ENDLESS
     epochs = recipe.get("grpo.max_num_epochs")

@@ -192,7 +192,7 @@ class Recipe:
 
     @property
     def updates(self) -> int:
-        """Number of optimizer updates per step, or with PPO per pass over a step."""
+        """Number of optimizer updates per step. PPO may repeat them (``ppo_epochs``)."""
         if self.rows:
             return 1
         samples: int = self.get("grpo.num_prompts_per_step") * self.get("grpo.num_generations_per_prompt")
@@ -301,14 +301,11 @@ def _common_key(key: str, section: str) -> str:
 
 
 def _defaults(section: str, release: str) -> dict[str, Any]:
-    loss = section in ("grpo", "ppo")
-    defaults = {
-        key: value
-        for key, value in DEFAULTS.items()
-        if not key.startswith(("grpo.", "loss_fn.")) or (key.startswith("loss_fn.") and loss) or section == "grpo"
-    }
+    """Return NeMo-RL's default values for the algorithm of a section."""
+    sections = {"grpo": ("grpo", "loss_fn", "policy"), "ppo": ("loss_fn", "policy")}.get(section, ("policy",))
+    defaults = {key: value for key, value in DEFAULTS.items() if key.partition(".")[0] in sections}
     defaults |= {f"grpo.{key}": value for key, value in _OTHER_DEFAULTS.get(section, {}).items()}
-    if loss and before(release, "0.5"):
+    if "loss_fn" in sections and before(release, "0.5"):
         defaults["loss_fn.kl_output_clamp_value"] = None
     return defaults
 
