@@ -244,6 +244,14 @@ RECIPES = [
     (RECIPE, text("recipe.yaml", "words"), "recipe.yaml"),
     (RECIPE, text("recipe.yaml", "grpo: {a: [1\n"), "cannot be read as YAML"),
     (RECIPE, text("recipe.yaml", "eval: {a: 1}"), "expected one of the sections grpo, ppo"),
+    (RECIPE, text("recipe.yaml", "sft: {max_num_steps: x}"), "sft.max_num_steps: must be an integer ('x')"),
+    (RECIPE, text("recipe.yaml", "dpo: {val_batches: [1]}"), "dpo.val_batches: must be an integer ('[1]')"),
+    (RECIPE, text("recipe.yaml", "ppo: {num_generations_per_prompt: 1.5}"), "ppo.num_generations_per_prompt: must be"),
+    (
+        RECIPE,
+        text("recipe.yaml", "rm: {seed: 1}\npolicy: {train_global_batch_size: x}"),
+        "policy.train_global_batch_size",
+    ),
     (RECIPE, text("recipe.yaml", "defaults: absent.yaml\ngrpo: {a: 1}"), "recipe not found"),
     (RECIPE, text("recipe.yaml", "defaults: recipe.yaml\ngrpo: {a: 1}"), "inherits from itself"),
 ]

@@ -292,9 +292,9 @@ def _length(recipe: Recipe, findings: Findings) -> None:
     """Set max_num_steps, limited to the number of steps in max_num_epochs. If this number is unknown, set both keys.
     A negative number does not limit the run."""
     steps = recipe.get("grpo.max_num_steps")
-    steps = steps if steps > 0 else _ENDLESS
+    steps = _ENDLESS if isinstance(steps, int) and steps < 1 else steps
     epochs = recipe.get("grpo.max_num_epochs")
-    epochs = epochs if epochs > 0 else None
+    epochs = None if isinstance(epochs, int) and epochs < 1 else epochs
     known = _DATASETS.get(recipe.get("data.train.dataset_name") or "")
     is_whole = known and setting(recipe, "train", "split") in (None, known.split)
     # With dynamic sampling, the number of batches per step is unknown.

@@ -87,6 +87,16 @@ _OTHER_DEFAULTS: dict[str, dict[str, Any]] = {
     | {"max_num_epochs": 10, "val_batch_size": 64, "val_period": 20, "max_val_samples": 512, "seed": 42},
 }
 """Default values of NeMo-RL's other algorithms, by section."""
+_NUMBERS = (
+    *dict.fromkeys(
+        f"grpo.{name}" for section in _OTHER_DEFAULTS.values() for name, value in section.items() if type(value) is int
+    ),
+    "policy.train_global_batch_size",
+    "policy.train_micro_batch_size",
+    "policy.max_total_sequence_length",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters",
+)
+"""Keys whose values the translation of these algorithms uses in computations."""
 _HELD_OUT = {None: 0, "ResponseDataset": 0} | dict.fromkeys(
     ("OpenMathInstruct-2", "tulu3_sft_mixture", "Nemotron-Cascade-2-SFT-Math"), 0.05
 )
@@ -290,8 +300,13 @@ def open_recipe(path: str | Path, gym_checkout: Path | None = None, release: str
         raise ConfigError(f"{path}: expected one of the sections {', '.join(ALGORITHMS)}")
     flat = {_common_key(key, section): value for key, value in flat.items()}
     release = release or release_of(flat)
-    defaults = _defaults(section, release)
-    return Recipe({**defaults, **flat}, path, gym_checkout, release, section)
+    flat = {**_defaults(section, release), **flat}
+    recipe = Recipe(flat, path, gym_checkout, release, section)
+    for key in _NUMBERS if section != "grpo" else ():
+        value = recipe.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{path}: {recipe.as_written(key)}: must be an integer ({str(value)[:40]!r})")
+    return recipe
 
 
 def _common_key(key: str, section: str) -> str:
