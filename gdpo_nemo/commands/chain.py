@@ -84,13 +84,13 @@ def add(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Check all stages, then train the unfinished stages."""
     stages = read_stages(arguments.overrides)
-    checked = [_check_stage(stage, stages) for stage in stages]
+    checked = check_stages(stages)
     if arguments.dry_run:
-        for stage, resolved in zip(stages, checked):
+        for stage, resolved in checked:
             _show(stage, resolved)
         return 0
-    unfinished = [(stage, resolved) for stage, resolved in zip(stages, checked) if not stage.finished]
-    if len(unfinished) > 1 and (status := _in_subprocess(arguments, lambda: _check_inputs(unfinished))):
+    unfinished = [(stage, resolved) for stage, resolved in checked if not stage.finished]
+    if len(unfinished) > 1 and (status := _in_subprocess(arguments, lambda: check_stage_inputs(unfinished))):
         return status
     for stage in stages:
         if not arguments.quiet:
@@ -236,7 +236,12 @@ def _config_for_checks(stage: Stage, stages: Sequence[Stage]) -> Config:
     return load_config(stage.file, overrides)
 
 
-def _check_inputs(unfinished: Sequence[tuple[Stage, Resolved]]) -> int:
+def check_stages(stages: Sequence[Stage]) -> list[tuple[Stage, Resolved]]:
+    """Return the stages with their validated configs. Raises ConfigError."""
+    return [(stage, _check_stage(stage, stages)) for stage in stages]
+
+
+def check_stage_inputs(unfinished: Sequence[tuple[Stage, Resolved]]) -> int:
     """Read the data of the unfinished stages. Raises ConfigError if the data is invalid."""
     for stage, resolved in unfinished:
         _inputs(stage, resolved)

@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
     )
     command = configs.add_parser(
         "from-nemo-rl",
-        help="translate a NeMo-RL GRPO or GDPO recipe to a gdpo_nemo config, key by key",
+        help="translate a NeMo-RL recipe (GRPO, GDPO, PPO, distillation, SFT, DPO, reward model) to a gdpo_nemo config",
         epilog="Exit status: 0 if the config can run, 1 if it cannot run, 2 if the recipe is not readable, and 3 if "
         "the run differs and --strict is set.",
     )

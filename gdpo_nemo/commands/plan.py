@@ -6,7 +6,7 @@ import argparse
 
 from gdpo_nemo.commands.arguments import Commands, add_config, say
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.planning.hardware import CPU_RATES, Device, Rates, device, host, load_rates, save_rates
+from gdpo_nemo.planning.hardware import Device, assumed_rates, device, host, load_rates, save_rates
 from gdpo_nemo.planning.report import align_lines, describe, plan_lines
 from gdpo_nemo.planning.shape import model_shape
 from gdpo_nemo.training.validation import validate
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
             "its config.json, or create or download the model first"
         )
     target = _device(arguments, bool(config.cluster.gpus_per_node or arguments.sweep))
-    rates = load_rates(arguments.calibration) if arguments.calibration else _assumed_rates(target)
+    rates = load_rates(arguments.calibration) if arguments.calibration else assumed_rates(target)
     if arguments.sweep:
         from gdpo_nemo.planning.fit import draw, sweep, table
 
@@ -95,7 +95,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
     runs = [read_run(folder) for folder in arguments.calibrate]
     target = _device(arguments, bool(runs[0].resolved.config.cluster.gpus_per_node))
-    rates = calibrate(runs, target, _assumed_rates(target))
+    rates = calibrate(runs, target, assumed_rates(target))
     path = arguments.out or "calibration.json"
     save_rates(rates, path)
     say(f"{path}: {rates.describe()}")
@@ -104,7 +104,3 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 def _device(arguments: argparse.Namespace, gpu: bool) -> Device:
     return device(arguments.gpu, arguments.link and arguments.link * 1e9) if gpu else host()
-
-
-def _assumed_rates(target: Device) -> Rates:
-    return CPU_RATES if target.name == host().name else Rates()

@@ -14,7 +14,7 @@ from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.planning.fit import changed
-from gdpo_nemo.planning.hardware import CPU_RATES, Device, Rates, device, host, load_rates
+from gdpo_nemo.planning.hardware import Device, assumed_rates, device, host, load_rates
 from gdpo_nemo.planning.shape import Shape, model_shape
 from gdpo_nemo.planning.simulation.records import KV, SCHEDULERS, Distribution, Scenario
 from gdpo_nemo.planning.simulation.report import (
@@ -167,7 +167,7 @@ class _Source:
         self.resolved = self._check(load_config(arguments.config, arguments.overrides))
         self.shape = None if self.overrides.complete else self._shape()
         self.device = self._device()
-        assumed = CPU_RATES if self.device.name == host().name else Rates()
+        assumed = assumed_rates(self.device)
         self.rates = load_rates(arguments.calibration) if arguments.calibration else assumed
 
     def _load_run(self, folder: str) -> None:
@@ -179,7 +179,7 @@ class _Source:
         self.resolved = self._check(config)
         self.shape = run.shape
         self.device = self._device()
-        self.rates = calibrate([run], self.device, CPU_RATES if self.device.name == host().name else Rates())
+        self.rates = calibrate([run], self.device, assumed_rates(self.device))
         if self.overrides.median is None and self.overrides.mean is None:
             self.lengths = sampled_lengths(run)
 

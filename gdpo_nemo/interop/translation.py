@@ -12,6 +12,7 @@ from typing import Any, Callable, Mapping, Protocol
 import yaml
 
 from gdpo_nemo.config.algorithm_choice import spec_of
+from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.effects import keys_without_effect
 from gdpo_nemo.config.load import all_keys, load_config
 from gdpo_nemo.config.schema import Config
@@ -82,6 +83,15 @@ class Translation:
         if self.blockers:
             return CANNOT_RUN
         return DIFFERS if self.differences else SAME
+
+    def rename(self, change: Callable[[str], str]) -> None:
+        """Apply a function to all keys and texts of the report."""
+        for line in self.lines:
+            line.key, line.text = change(line.key), change(line.text)
+        for reasons in (self.differences, self.blockers):
+            renamed = {change(key): change(text) for key, text in reasons.items()}
+            reasons.clear()
+            reasons.update(renamed)
 
     def summary(self) -> str:
         """Return the result of the translation and the reasons for it, one per line."""
@@ -200,11 +210,11 @@ def assemble(
     lines = [line_of(key, value, outcome, values, removed, findings) for key, (value, outcome) in results.items()]
     added = ((key, value, why) for key, (value, why) in findings.values.items() if key in values)
     translation.lines = [*lines, *(Line(key, ADDED, f"{short(value)}; {why}") for key, value, why in added)]
-    different = {
-        line.key: line.text
-        for line in lines
-        if line.status in (DIFFERENT, UNKNOWN) and not findings.blocker_of(line.key)
-    }
+    different = {}
+    for line, (_, outcome) in zip(lines, results.values()):
+        if line.status in (DIFFERENT, UNKNOWN) and not findings.blocker_of(line.key):
+            topic = outcome.topic if outcome else ""
+            different[topic or line.key] = outcome.text if outcome and topic else line.text
     translation.differences = different | findings.differences
     return translation
 
@@ -250,12 +260,13 @@ def _loaded(content: dict[str, Any]) -> Config:
 
 def _as_on_the_hub(content: dict[str, Any]) -> dict[str, Any]:
     """Return a copy for the checks, in which missing files are replaced by Hub names and settings of NeMo Gym's servers
-    are absent."""
+    are absent. A model's name on the Hub remains, because its config.json may be in the local cache."""
     copy = deepcopy(content)
     sections = [copy.get("policy", {}), *(copy.get("data", {}).get(split) or {} for split in ("train", "validation"))]
     for section in sections:
         for key in ("model_name", "tokenizer_name", "path"):
-            if isinstance(section.get(key), str) and not Path(section[key]).exists():
+            name = section.get(key)
+            if isinstance(name, str) and not (Path(name).exists() or (key == "model_name" and may_be_on_the_hub(name))):
                 section[key] = "organisation/name"
     for section in sections[1:]:
         if _is_absent(section.get("type")):
@@ -328,6 +339,8 @@ class RuleResult:
     """gdpo_nemo keys that the key determines together with other keys."""
     needed: bool = False
     """True if the key is reported as different when none of ``elsewhere`` is written."""
+    topic: str = ""
+    """Name of a difference that several keys describe, which is counted once (empty for the key)."""
 
 
 Act = Callable[[Any, Any], RuleResult]
@@ -403,6 +416,11 @@ def missing(why: str, *off: Any) -> Act:
         )
 
     return act
+
+
+def part_of(topic: str, why: str) -> Act:
+    """Return the rule for a key that describes a difference together with other keys. See ``RuleResult.topic``."""
+    return lambda value, recipe: RuleResult(text=why, matters=True, topic=topic)
 
 
 def where(condition: Callable[[Any], Any], act: Act, otherwise: Act) -> Act:

@@ -122,6 +122,11 @@ CPU_RATES = Rates(generation=Phase(0.006, 3.0), training=Phase(0.03, 2.1), sync=
 """Assumed rates for a CPU."""
 
 
+def assumed_rates(target: Device) -> Rates:
+    """Return the assumed rates of a device, without measurements."""
+    return CPU_RATES if target.name == host().name else Rates()
+
+
 def save_rates(rates: Rates, path: str | Path) -> None:
     """Write a calibration file (JSON)."""
     Path(path).write_text(json.dumps(asdict(rates), indent=1) + "\n", encoding="utf-8")

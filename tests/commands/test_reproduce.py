@@ -49,10 +49,25 @@ def test_cpu_runs_share_the_warm_up_and_differ_only_in_estimator_and_seed(task, 
 
 def test_dry_run_plans_every_run_at_full_size(tmp_path, capsys):
     words = ["reproduce", "gsm8k", "--scale", "8gpu", "--seeds", "0,4", "--out", str(tmp_path / "out"), "--dry-run"]
-    assert cli.main(words) == 0
+    assert cli.main([*words, "--verbose"]) == 0
     shown = capsys.readouterr().out
     assert [shown.count(f"by {estimator}, ") for estimator in ("grpo", "gdpo")] == [2, 2]
     assert shown.count("seed: 4") == 2 and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scale, devices", [("8gpu", "8 x H100 SXM 80 GB"), ("cpu", "this machine's CPU")])
+def test_dry_run_prints_the_number_devices_and_total_time_of_the_runs(tmp_path, capsys, scale, devices):
+    words = ["reproduce", "gsm8k", "--scale", scale, "--seeds", "0,4", "--out", str(tmp_path / "out"), "--dry-run"]
+    assert cli.main(words) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    summary = dict(lines)
+    assert summary["runs"].startswith("4, 0 finished") and summary["devices"] == devices
+    assert ("warm-up" in summary["runs"]) == (scale == "cpu")
+    hours = {text.split(": ")[0]: float(text.split()[1]) for name, text in lines if name == "run"}
+    assert set(hours) == {"grpo_seed0", "gdpo_seed0", "grpo_seed4", "gdpo_seed4"}
+    assert float(summary["time"].split()[0]) == pytest.approx(sum(hours.values()), rel=0.01)
+    assert cli.main(["plan", "--config", command.recipe("gsm8k", scale)]) == 0
+    assert f"{hours['gdpo_seed0']:g} h for" in capsys.readouterr().out
 
 
 @cache

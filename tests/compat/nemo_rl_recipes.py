@@ -1,6 +1,6 @@
 """What NeMo-RL's own recipes come to here: ``python tests/compat/nemo_rl_recipes.py --recipes CHECKOUT [--reasons]``.
 
-Every YAML below the folder that has a section ``grpo`` once its ``defaults`` are merged in; see ``docs/plan.md``.
+Every YAML below the folder that has an algorithm's section once its ``defaults`` are merged in; see ``docs/plan.md``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Iterator
 
 from gdpo_nemo.interop.nemo_rl.gym import uses_gym
-from gdpo_nemo.interop.nemo_rl.recipe import open_recipe
+from gdpo_nemo.interop.nemo_rl.recipe import ALGORITHMS, open_recipe
 from gdpo_nemo.interop.nemo_rl.translate import translate
 from gdpo_nemo.interop.translation import ADDED, CANNOT_RUN, DIFFERS, SAME, Translation
 from gdpo_nemo.models.families import FAMILIES
@@ -36,29 +36,32 @@ class Row:
     keys: Counter = field(default_factory=Counter)
     """Number of the recipe's keys by status in the report, and of keys without a line (``dropped``)."""
     release: str = ""
+    section: str = ""
+    """Section of the recipe's algorithm."""
 
 
 def rows(folder: Path, gym: Path | None = None) -> Iterator[Row]:
     """The recipes below ``folder``, in order of their paths."""
     for path in sorted(folder.rglob("*.yaml")):
         text = path.read_text(encoding="utf-8", errors="replace")
-        if "grpo" not in text and "defaults" not in text:
+        if "defaults" not in text and not any(section in text for section in ALGORITHMS):
             continue
         name = str(path.relative_to(folder))
         try:
             recipe = open_recipe(path)
             yield _row(name, translate(path, gym), recipe)
         except ConfigError as error:
-            if text.startswith("grpo:") or "\ngrpo:" in text:
-                yield Row(name, UNREADABLE, {"recipe": str(error)})
+            section = next((section for section in ALGORITHMS if f"\n{section}:" in f"\n{text}"), "")
+            if section:
+                yield Row(name, UNREADABLE, {"recipe": str(error)}, section=section)
 
 
 def _row(name: str, translation: Translation, recipe) -> Row:
     exists = recipe.model.model_type in FAMILIES and recipe.get("policy.generation.backend", "vllm") == "vllm"
     keys = Counter(line.status for line in translation.lines if line.status != ADDED)
-    keys["dropped"] = len(recipe.flat.keys() - {line.key for line in translation.lines})
+    keys["dropped"] = len(set(map(recipe.as_written, recipe.flat)) - {line.key for line in translation.lines})
     reasons = translation.blockers or translation.differences
-    return Row(name, translation.status, reasons, exists, uses_gym(recipe), keys, recipe.release)
+    return Row(name, translation.status, reasons, exists, uses_gym(recipe), keys, recipe.release, recipe.section)
 
 
 def report(found: list[Row], reasons: bool) -> str:
@@ -67,11 +70,14 @@ def report(found: list[Row], reasons: bool) -> str:
     for row in found:
         lines.append(f"{row.status:<14} {len(row.reasons):>2}  {row.name}  {'; '.join(row.reasons)}")
         lines += [f"                    {key}: {why}" for key, why in row.reasons.items()] if reasons else []
-    lines += ["", f"{'':<34}all  family and engine exist here  with NeMo Gym"]
+    sections = [section for section in ALGORITHMS if any(row.section == section for row in found)]
+    heads = "".join(f"{section:>14}" for section in sections)
+    lines += ["", f"{'':<16}all  family and engine exist here  with NeMo Gym{heads}"]
     for status in (SAME, DIFFERS, CANNOT_RUN, UNREADABLE, "together"):
         chosen = [row for row in found if status in (row.status, "together")]
         counts = len(chosen), sum(row.family for row in chosen), sum(row.gym for row in chosen)
-        lines.append(f"{status:<34}{counts[0]:>3}  {counts[1]:>29}  {counts[2]:>13}")
+        by_section = "".join(f"{sum(row.section == section for row in chosen):>14}" for section in sections)
+        lines.append(f"{status:<16}{counts[0]:>3}  {counts[1]:>29}  {counts[2]:>13}{by_section}")
     keys = sum((row.keys for row in found), Counter())
     lines += [
         "",

@@ -337,7 +337,7 @@ def test_the_command_prints_a_config_and_says_what_is_missing(tmp_path, capsys):
     "text, named",
     [
         ("defaults: absent.yaml\n", "absent.yaml: recipe not found, which is listed under defaults in recipe.yaml"),
-        ("sft: {max_num_steps: 3}\n", "section grpo"),
+        ("eval: {seed: 3}\n", "expected one of the sections grpo, ppo, distillation, sft, dpo, rm"),
         ("defaults: recipe.yaml\n", "inherits from itself"),
         ("grpo: {seed: '${nowhere.at.all}'}\n", "nowhere"),
         ("grpo: {seed: '${div:1,0}'}\n", "by zero"),

@@ -128,8 +128,7 @@ def test_a_script_in_the_style_of_trls_documentation_means_the_same_here(folder)
     assert cli.main(["train", "--config", "ours.yaml", "--dry-run"]) == 0
 
 
-def test_a_script_that_trains_under_a_guard_or_in_a_function_is_named_itself(folder):
-    inside = """
+UNDER_A_GUARD = """
 def main():
     size = 2
     data = Dataset.from_dict({"prompt": ["a", "b", "c"]}).select(range(size))
@@ -139,12 +138,50 @@ def main():
 if __name__ == "__main__":
     main()
 """
-    (folder / "script.py").write_text(HEAD + inside)
+
+
+def test_functions_of_a_script_under_a_guard_are_copied_without_the_import_of_trl(folder):
+    (folder / "script.py").write_text(HEAD + UNDER_A_GUARD)
     translation = translate_trl(["script.py"], "ours.yaml")
-    assert translation.status == SAME and not (folder / "ours_rewards.py").exists()
-    assert translation.content["env"]["functions"]["functions"] == {"short": "script.py:short"}
+    assert translation.status == SAME and "import" not in (folder / "ours_rewards.py").read_text()
+    assert translation.content["env"]["functions"]["functions"] == {"short": "ours_rewards.py:short"}
     assert translation.content["gdpo"]["max_num_steps"] == 4
     assert (folder / "ours_train.jsonl").read_text().splitlines() == ['{"prompt": "a"}', '{"prompt": "b"}']
+
+
+@pytest.mark.parametrize(
+    "top, body",
+    [
+        ("", "[0.0 for _ in GRPOConfig.__mro__]"),
+        ("", "len(__file__)"),
+        ("import mine", "mine.beside(completions)"),
+        ("from settings import parse_args\nPARSED = parse_args()", "[PARSED]"),
+        ("HEAD", "[]"),
+    ],
+    ids=["needs trl", "needs its path", "imports a file beside it", "reads the command line", "does not import trl"],
+)
+def test_functions_that_a_copy_would_not_make_lighter_remain_in_the_script(folder, top, body):
+    head = HEAD.replace("from trl import GRPOConfig, GRPOTrainer", "") if top == "HEAD" else f"{HEAD}\n{top}\n"
+    late = "def main():\n    from trl import GRPOConfig, GRPOTrainer" if top == "HEAD" else "def main():"
+    (folder / "mine.py").write_text("def beside(texts):\n    return [1.0] * len(texts)\n")
+    function = f"def other(completions, **columns):\n    return {body}\n"
+    text = head + function + UNDER_A_GUARD.replace("def main():", late).replace("[short]", "[short, other]")
+    (folder / "script.py").write_text(text)
+    translation = translate_trl(["script.py"], "ours.yaml")
+    assert translation.status == SAME and not (folder / "ours_rewards.py").exists()
+    functions = translation.content["env"]["functions"]["functions"]
+    assert functions == {"short": "script.py:short", "other": "script.py:other"}
+
+
+def test_functions_remain_in_the_script_without_out(folder):
+    (folder / "script.py").write_text(
+        HEAD
+        + UNDER_A_GUARD.replace(
+            'Dataset.from_dict({"prompt": ["a", "b", "c"]}).select(range(size))', 'load_dataset("a/b")'
+        )
+    )
+    translation = translate_trl(["script.py"], None)
+    assert translation.content["env"]["functions"]["functions"] == {"short": "script.py:short"}
 
 
 def test_rows_that_code_makes_are_made_by_that_code_and_nothing_else_is_run(folder):

@@ -69,7 +69,7 @@ def test_tools_of_a_script_become_the_environment_tools(folder, config, turns):
     assert set(translation.differences) == {"max_completion_length"}, translation.summary()
     assert translation.content["rollout"]["turns"] == {"max_turns": turns, "max_tokens": 512}
     [options] = translation.content["env"].values()
-    assert options["tools"] == ["script.py:add"] and list(options["functions"]) == ["value"]
+    assert options["tools"] == ["ours_rewards.py:add"] and list(options["functions"]) == ["value"]
     assert options.get("max_tool_calling_iterations") == (3 if config else None)
 
 
@@ -82,26 +82,26 @@ def test_tools_beside_an_environment_factory_cannot_run(folder):
 
 
 @pytest.mark.parametrize(
-    "top, inside, place",
+    "top, inside",
     [
-        (COUNTER, "", "script.py:Counter"),
-        (COUNTER, "Counter.places = iter(args.places)", "ours_rewards.py:Counter"),
-        ("", COUNTER, "ours_rewards.py:Counter"),
+        (COUNTER, ""),
+        (COUNTER, "Counter.places = iter(args.places)"),
+        ("", COUNTER),
     ],
     ids=["at the top", "completed in main", "in main"],
 )
-def test_an_environment_factory_becomes_the_environment_tool_class(folder, top, inside, place):
+def test_an_environment_factory_becomes_the_environment_tool_class(folder, top, inside):
     indented = "".join(f"    {line}\n" for line in inside.splitlines())
     (folder / "script.py").write_text(PLAYING.replace("TOP", top).replace("INSIDE", indented))
     translation = translate_trl(["script.py"], "ours.yaml")
     assert set(translation.differences) == {"max_completion_length"}, translation.summary()
     options = translation.content["env"]["tool_class"]
-    assert options == {"make": place, "functions": {"value": "script.py:value"}}
+    assert options == {"make": "ours_rewards.py:Counter", "functions": {"value": "ours_rewards.py:value"}}
     environment = load_environment("tool_class", options)
     [tool] = environment.read_row({})["tools"]
     assert tool["function"]["parameters"]["properties"]["amount"]["type"] == "integer"
     if inside.startswith("Counter.places"):
-        assert next(load_object(place).places) == "here"
+        assert next(load_object("ours_rewards.py:Counter").places) == "here"
     environment.close()
 
 

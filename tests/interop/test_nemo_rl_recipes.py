@@ -40,6 +40,11 @@ STATUS = {
     "reinforce_without_baseline": SAME,
     "gdpo_without_deviation": SAME,
     "kernels": DIFFERS,
+    "sft": SAME,
+    "dpo": SAME,
+    "rm": SAME,
+    "ppo": DIFFERS,
+    "distillation": DIFFERS,
     "gym": CANNOT_RUN,
     "gym_weights": CANNOT_RUN,
     "puzzle": CANNOT_RUN,
@@ -50,6 +55,8 @@ DIFFERENCES = {
     "ready_first": {"async_rl.sampler.name"},
     "dapo": {"env.math.math_verify_impl"},
     "kernels": {"policy.generation.vllm_cfg.env_vars.VLLM_USE_FLASHINFER_MOE_FP16"},
+    "ppo": {"value", "ppo.adv_estimator.gae_lambda_value"},  # all keys of the value model are one difference
+    "distillation": {"loss_fn", "distillation.num_generations_per_prompt"},
 }
 
 BLOCKERS = {
@@ -202,6 +209,67 @@ VALUES = {
         },
     },
     "kernels": {},
+    "sft": {
+        "algorithm.type": "sft",
+        "gdpo.num_prompts_per_step": 128,
+        "gdpo.max_num_steps": 14842,  # two epochs of 95 % of a million rows, without the incomplete last batch
+        "gdpo.val_prompts": 128,  # val_batches of val_global_batch_size
+        "data.train.path": "nvidia/OpenMathInstruct-2",
+        "data.train.prompt_key": "problem",
+        "data.train.columns": {"completion": "generated_solution"},
+        "data.train.prompt_template": "Answer the question below, and box the result as \\boxed{}.\n{prompt}\n",
+        "data.train.train_on": "last",
+        "data.validation.split": "train_1M[95%:]",
+        "data.validation.columns": {"completion": "generated_solution"},
+        f"{M}.optimizer.lr": 2e-5,
+    },
+    "dpo": {
+        "algorithm.type": "dpo",
+        "gdpo.num_prompts_per_step": 64,  # of pairs (preference samples)
+        "gdpo.max_num_steps": 150,
+        "gdpo.max_num_epochs": 1,
+        "gdpo.val_prompts": None,  # val_batches -1
+        "preference.beta": 0.2,
+        "preference.rpo_alpha": 0.01,
+        "preference.length_normalize": False,
+        "policy.micro_batch_tokens": 4 * 1024,  # two pairs
+        "data.train.type": "gdpo_nemo.interop.nemo_rl.rows:helpsteer3",
+        "data.validation.split": "validation",
+        f"{S}.lr_warmup_steps": 10,
+    },
+    "rm": {
+        "algorithm.type": "reward_model",
+        "gdpo.max_num_steps": 1_000_000,  # -1
+        "gdpo.max_num_epochs": 1,
+        "gdpo.val_prompts": 64,
+        "data.train.columns": {"rejected": "worse"},
+        "data.validation.type": "gdpo_nemo.interop.nemo_rl.rows:preference",
+    },
+    "ppo": {
+        "algorithm.type": "ppo",
+        "gdpo.num_generations_per_prompt": 1,
+        "gdpo.num_iterations": 2,
+        "gdpo.max_num_epochs": None,  # -1
+        "ppo.gamma": 1.0,
+        "ppo.lam": 0.95,
+        "ppo.vf_coef": 0.5,
+        "ppo.cliprange_value": None,
+        "ppo.whiten_advantages": True,
+        "loss_fn.ratio_clip_max": 0.28,
+        "rollout.max_staleness": 1,
+        "rollout.kv": "drain",
+        "gdpo.rewards": {"correctness": 1.0},
+        "policy.generation.engines": 4,
+    },
+    "distillation": {
+        "algorithm.type": "distillation",
+        "teacher.model_name": "Qwen/Qwen3-4B",
+        "gdpo.num_prompts_per_step": 32,  # 32 x 2 samples instead of 64 x 1
+        "gdpo.num_generations_per_prompt": 2,
+        "policy.train_global_batch_size": 64,
+        "policy.megatron_cfg.tensor_model_parallel_size": 2,  # of the policy, not of the teacher
+        "gdpo.val_generations_per_prompt": 16,
+    },
     "gdpo_without_deviation": {"gdpo.preset": "nemo_rl", "gdpo.options": {"scale_rewards": "none"}},
 }
 

@@ -17,6 +17,7 @@ from gdpo_nemo.utils.source import find_file
 
 if TYPE_CHECKING:
     from gdpo_nemo.commands.reproduce.page import Arms
+    from gdpo_nemo.config.layout import Resolved
 
 MODELS = {
     "tool_calling": "tool_calling_qwen2.5_1.5b",
@@ -51,7 +52,9 @@ def add(commands: Commands) -> None:
     command.add_argument("--held-out", metavar="PATH", help="held-out rows: file or hub name (default: the recipe's)")
     command.add_argument("--out", metavar="DIR", help="folder for runs and page (default: results/TASK_SCALE)")
     command.add_argument(
-        "--dry-run", action="store_true", help="validate all runs, print their configs and plans, and exit"
+        "--dry-run",
+        action="store_true",
+        help="validate all runs, print their number and hours (with --verbose, their configs and plans), and exit",
     )
     add_verbosity(command)
     command.add_argument(
@@ -78,16 +81,60 @@ def run(arguments: argparse.Namespace) -> int:
     task, scale = arguments.task, arguments.scale
     out = Path(arguments.out or f"results/{task}_{scale}")
     arms: dict[str, list[Path]] = {"grpo": [], "gdpo": []}
+    planned = []
     for seed in arguments.seeds:
         for arm, folders in arms.items():
             folder = out / f"{arm}_seed{seed}"
             words = words_of(task, scale, arm, seed, out, arguments.train, arguments.held_out, arguments.overrides)
-            if status := chain.run(argparse.Namespace(**{**vars(arguments), "overrides": words})):
+            if arguments.dry_run and not arguments.verbose:
+                planned.append(chain.check_stages(chain.read_stages(words)))
+                chain.check_stage_inputs(planned[-1])
+            elif status := chain.run(argparse.Namespace(**{**vars(arguments), "overrides": words})):
                 return status
             folders.append(folder)
     if arguments.dry_run:
+        if planned:
+            say(_summary(planned))
         return 0
     return _write(task, scale, out, arms)
+
+
+def _summary(planned: Sequence[Sequence[tuple[chain.Stage, Resolved]]]) -> str:
+    """Return the number of runs, their devices, and the hours that ``gdpo-nemo plan`` estimates for them.
+
+    The warm-up is not included, because the plan estimates only runs that sample.
+    """
+    from gdpo_nemo.planning.fit import memory_shortage
+    from gdpo_nemo.planning.hardware import assumed_rates, device, host
+    from gdpo_nemo.planning.report import align_lines
+    from gdpo_nemo.planning.shape import model_shape
+    from gdpo_nemo.planning.speed import step_time
+
+    gpus = planned[0][-1][1].layout.gpus
+    target = device("h100") if gpus else host()
+    hours, shortage = {}, ""
+    for run in planned:
+        stage, resolved = run[-1]
+        shape = model_shape(resolved)
+        if shape is not None and not stage.finished:
+            seconds = step_time(resolved, shape, target, assumed_rates(target)).step
+            hours[stage.config.run.name] = seconds * resolved.config.gdpo.max_num_steps / 3600
+            shortage = shortage or memory_shortage(resolved, shape, target)
+    total = sum(hours.values())
+    finished = sum(run[-1][0].finished for run in planned)
+    time = f"{total:.3g} h = {total * (gpus or 1):.3g} {'GPU' if gpus else 'machine'} hours, at assumed speeds"
+    if len(hours) < len(planned) - finished:
+        time = "unknown, because the shape of the model is unknown"
+    warm_up = "" if len(planned[0]) == 1 else ", each after the same warm-up, whose time is not included"
+    lines = [
+        ("runs", f"{len(planned)}, {finished} finished, one after the other{warm_up}"),
+        ("devices", f"{gpus} x {target.name}" if gpus else target.name),
+        ("time", time),
+        ("fits", f"no: {shortage}" if shortage else "yes"),
+        *(("run", f"{name}: {each:.3g} h") for name, each in hours.items()),
+        ("details", "add --verbose for the config and plan of each run"),
+    ]
+    return align_lines(lines)
 
 
 def words_of(

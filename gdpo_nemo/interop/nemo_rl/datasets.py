@@ -29,6 +29,8 @@ class _Dataset(NamedTuple):
     """Number of rows in the split (None if unknown)."""
     reads: tuple[str, ...] = ()
     """Keys of the dataset's section that its class reads."""
+    convert: str = ""
+    """Name of the function in ``rows.py`` that converts a row (empty if the columns are sufficient)."""
 
 
 _DATASETS = {
@@ -42,12 +44,19 @@ _DATASETS = {
     "DAPOMathAIME2024": _Dataset("BytedTsinghua-SIA/AIME-2024", "train", "prompt", "reward_model.ground_truth"),
     "AIME2024": _Dataset("HuggingFaceH4/aime_2024", "train", "problem", reads=("repeat",)),
     "gsm8k": _Dataset("openai/gsm8k:main", "train", "question", rows=7_473, reads=("split", "subset")),
+    "squad": _Dataset("rajpurkar/squad", reads=("split",), convert="squad"),
+    "tulu3_sft_mixture": _Dataset("allenai/tulu-3-sft-mixture"),
+    "Nemotron-Cascade-2-SFT-Math": _Dataset("nvidia/Nemotron-Cascade-2-SFT-Data:math", reads=("split",)),
+    "HelpSteer3": _Dataset("nvidia/HelpSteer3:preference", reads=("split",), convert="helpsteer3"),
+    "Tulu3Preference": _Dataset("allenai/llama-3.1-tulu-3-8b-preference-mixture", convert="tulu3_preference"),
 }
 """NeMo-RL's name of a dataset -> its name on the Hub and its columns."""
 
 _MATH = ("math", "math_default")
 _PROCESSORS = ("", "default", "math_hf_data_processor", "math_gdpo_data_processor")
 """Data processors whose prompts are the rows' problems with the recipe's prompt files."""
+_ENDLESS = 1_000_000
+"""Maximum number of steps of a recipe whose epochs end the run."""
 _PUZZLE = "sliding_puzzle_game"
 """Environment of ``run_grpo_sliding_puzzle.py``, which generates its prompts and ignores the section ``data``."""
 ENVIRONMENTS = (*_MATH, "math_multi_reward", "code", "code_jaccard", "reward_model", "vlm", "clevr-cogent",
@@ -109,7 +118,7 @@ def components(recipe: Recipe) -> tuple[str, dict[str, Any], tuple[str, ...]] | 
 
 def data(recipe: Recipe, findings: Findings) -> None:
     """Add the settings for datasets, prompts, folders and the length of the run to the findings."""
-    found = components(recipe)
+    found = None if recipe.rows else components(recipe)
     processor = str(recipe.get("data.train.processor", ""))
     if processor.startswith("vlm"):
         findings.blocks(
@@ -139,7 +148,8 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
     path = recipe.get(f"{section}.data_path")
     if not (path or name):
         if split == "train":
-            findings.set("data.train.environment", environment, "the recipe has no training data")
+            if not recipe.rows:
+                findings.set("data.train.environment", environment, "the recipe has no training data")
             findings.blocks("data.train", "the recipe has no training data; set a data file", "data.default.*")
         return
     known = _DATASETS.get(name or "")
@@ -150,7 +160,11 @@ def _split(recipe: Recipe, findings: Findings, split: str, environment: str) -> 
     if subset:
         where = f"{where.partition(':')[0]}:{subset}"
     findings.set(f"{section}.path", where, "the recipe's file" if path else f"Hub name of {name}")
-    findings.set(f"{section}.environment", environment, "environment that verifies the samples")
+    if not recipe.rows:
+        findings.set(f"{section}.environment", environment, "environment that verifies the samples")
+    convert = known.convert if known else "preference" if name == "PreferenceDataset" else ""
+    if convert:
+        findings.set(f"{section}.type", f"{__package__}.rows:{convert}", f"converts the rows of {name}")
     wanted = setting(recipe, split, "split") or (known.split if known else None)
     if wanted:
         findings.set(f"{section}.split", wanted, "split")
@@ -163,6 +177,14 @@ def _columns(recipe: Recipe, findings: Findings, split: str, known: _Dataset | N
     if env_name(recipe) == gym.NAME:  # its rows contain the prompts, and its servers read the other columns
         return
     section = f"data.{split}"
+    if recipe.section in ("dpo", "rm"):
+        _pair_columns(recipe, findings, split)
+        return
+    messages = setting(recipe, split, "chat_key")
+    if messages or (recipe.rows and known and known.prompt is None):  # rows with conversations
+        if messages not in (None, "messages"):
+            findings.set(f"{section}.columns", {"messages": messages}, "chat_key")
+        return
     prompt = setting(recipe, split, "input_key")
     answer = setting(recipe, split, "output_key")
     if known:
@@ -173,8 +195,20 @@ def _columns(recipe: Recipe, findings: Findings, split: str, known: _Dataset | N
         answer = answer or "output"
     if prompt:
         findings.set(f"{section}.prompt_key", prompt, "prompt column")
-    if answer and answer != "answer":
-        findings.set(f"{section}.columns", {"answer": answer}, "reference answer column")
+    column = "completion" if recipe.rows else "answer"
+    if answer and answer != column:
+        findings.set(f"{section}.columns", {column: answer}, "answer column")
+
+
+def _pair_columns(recipe: Recipe, findings: Findings, split: str) -> None:
+    """Set the columns of NeMo-RL's ``BinaryPreferenceDataset``."""
+    prompt = setting(recipe, split, "prompt_key")
+    if prompt not in (None, "prompt"):
+        findings.set(f"data.{split}.prompt_key", prompt, "prompt_key")
+    keys = {name: setting(recipe, split, f"{name}_key") for name in ("chosen", "rejected")}
+    columns = {name: key for name, key in keys.items() if key not in (None, name)}
+    if columns:
+        findings.set(f"data.{split}.columns", columns, "chosen_key and rejected_key")
 
 
 def reads(recipe: Recipe, split: str, key: str) -> bool:
@@ -193,12 +227,13 @@ def _prompts(recipe: Recipe, findings: Findings, split: str) -> None:
     if env_name(recipe) == gym.NAME:
         return
     system, template_file = (recipe.get(f"data.{split}.{key}") for key in ("system_prompt_file", "prompt_file"))
-    text = _text(recipe, system) if system and not recipe.before("0.6") else ""
+    text = _text(recipe, system) if system and not (recipe.before("0.6") or recipe.rows) else ""
     if text is None:
         findings.differs(f"data.{split}.system_prompt_file", f"{system} was not found; prompts have no system message")
-    findings.set(
-        f"data.{split}.system_prompt", text or "", f"text of {system}" if text else "NeMo-RL uses no system message"
-    )
+    if not recipe.rows:
+        findings.set(
+            f"data.{split}.system_prompt", text or "", f"text of {system}" if text else "NeMo-RL uses no system message"
+        )
     if not template_file:
         return
     text = _text(recipe, template_file)
@@ -242,7 +277,7 @@ def _held_out(recipe: Recipe, findings: Findings) -> None:
         findings.differs("data.train.split_validation_size", what)
         return
     base = findings.values.get("data.train.split", ("train", ""))[0]
-    for key in ("path", "environment", "prompt_key", "columns", "system_prompt", "prompt_template"):
+    for key in ("path", "environment", "prompt_key", "columns", "system_prompt", "prompt_template", "type"):
         if f"data.train.{key}" in findings.values:
             findings.set(f"data.validation.{key}", findings.values[f"data.train.{key}"][0], "same as data.train")
     findings.set("data.train.split", f"{base}[:{cut}]", f"without the held-out rows (split_validation_size {size})")
@@ -254,22 +289,23 @@ def _held_out(recipe: Recipe, findings: Findings) -> None:
 
 
 def _length(recipe: Recipe, findings: Findings) -> None:
-    """Set max_num_steps, limited to the number of steps in max_num_epochs. If this number is unknown, set both keys."""
+    """Set max_num_steps, limited to the number of steps in max_num_epochs. If this number is unknown, set both keys.
+    A negative number does not limit the run."""
     steps = recipe.get("grpo.max_num_steps")
+    steps = _ENDLESS if isinstance(steps, int) and steps < 1 else steps
     epochs = recipe.get("grpo.max_num_epochs")
+    epochs = None if isinstance(epochs, int) and epochs < 1 else epochs
     known = _DATASETS.get(recipe.get("data.train.dataset_name") or "")
-    size = recipe.held_out
-    if known is None or known.rows is None:
+    is_whole = known and setting(recipe, "train", "split") in (None, known.split)
+    # With dynamic sampling, the number of batches per step is unknown.
+    if known is None or known.rows is None or epochs is None or not is_whole or recipe.get("grpo.use_dynamic_sampling"):
         findings.set("gdpo.max_num_steps", steps, "max_num_steps")
-        if not recipe.stale or steps >= 100_000:
+        if epochs is not None and (known and known.rows or not recipe.stale or steps >= 100_000):
             findings.set("gdpo.max_num_epochs", epochs, "max_num_epochs")
         return
-    if recipe.get("grpo.use_dynamic_sampling"):  # the number of batches per step is unknown
-        findings.set("gdpo.max_num_steps", steps, "max_num_steps")
-        findings.set("gdpo.max_num_epochs", epochs, "max_num_epochs")
-        return
+    size = recipe.held_out
     rows = known.rows - int(-(-known.rows * size // 1) if size < 1 else size)
-    limit = epochs * (rows // recipe.get("grpo.num_prompts_per_step"))
+    limit = epochs * (rows // recipe.prompts)
     why = f"max_num_epochs {epochs} with {rows} rows" if limit < steps else "max_num_steps"
     findings.set("gdpo.max_num_steps", min(steps, limit), why)
 
@@ -279,14 +315,14 @@ def _folders(recipe: Recipe, findings: Findings) -> None:
     if folder:
         findings.set("run.dir", folder, "checkpoint_dir; checkpoints are in its subfolder checkpoints")
         findings.set("run.name", Path(folder).name, "folder name from checkpoint_dir")
-    found = components(recipe)
+    found = None if recipe.rows else components(recipe)
     if recipe.get("checkpointing.metric_name") and found and recipe.validates:
         why = f"instead of {recipe.get('checkpointing.metric_name')}"
         findings.set("checkpointing.metric_name", f"validation/{found[2][0]}", why)
 
 
 def _validation(recipe: Recipe, findings: Findings) -> None:
-    if not any(key.startswith("data.validation.path") for key in findings.values):
+    if recipe.rows or not any(key.startswith("data.validation.path") for key in findings.values):
         return
     repeat = setting(recipe, "validation", "repeat") or 1
     if reads(recipe, "validation", "repeat") and recipe.get("data.validation.repeat") is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from gdpo_nemo.config.allowed_values import OPTIMIZER_DTYPES
+from gdpo_nemo.interop.nemo_rl import algorithms
 from gdpo_nemo.interop.nemo_rl.gym import uses_gym
 from gdpo_nemo.interop.nemo_rl.more_keys import DATA, GENERATION, REST, variable_rules
 from gdpo_nemo.interop.nemo_rl.recipe import Recipe
@@ -253,10 +255,12 @@ _OTHER_TOKENIZER = where(
 POLICY = [
     ("policy.model_name", to("policy.model_name")),
     ("policy.tokenizer.name", _OTHER_TOKENIZER),
-    ("policy.tokenizer.chat_template", missing("the tokenizer's chat template is used", "default")),
+    ("policy.tokenizer.chat_template", lambda value, recipe: RuleResult(
+        text="the tokenizer's chat template is used", same=value == "default", matters=value != "default")),
     ("policy.tokenizer.chat_template_kwargs*", missing("not translated; set data.<split>.chat_template_kwargs")),
     ("policy.tokenizer.use_fastokens", idle("does not affect the tokens of a text")),
     ("policy.tokenizer.video*", idle("only text models are supported")),
+    ("policy.hf_config_overrides.router_aux_loss_coef", fixed(0, "a load-balancing loss is not supported")),
     ("policy.hf_config_overrides*", missing("the model's config.json defines the architecture")),
     ("policy.train_global_batch_size", to("policy.train_global_batch_size")),
     ("policy.train_micro_batch_size", where(
@@ -371,6 +375,7 @@ MEGATRON = [
     (f"{_MEGATRON}.mtp_*", gated(f"{_MEGATRON}.mtp_num_layers", missing("multi-token prediction is not supported"))),
     (f"{_MEGATRON}.freeze_*", _of_megatron(missing("only text models are supported"))),
     (f"{_MEGATRON}.*_fusion", idle("selects a fused kernel with the same result")),
+    (f"{_MEGATRON}.*linear_ce_fusion*", idle("selects a fused kernel with the same result")),
     (f"{_MEGATRON}.use_fused_*", idle("selects a fused kernel with the same result")),
     (f"{_MEGATRON}.fused_*", idle("selects a fused kernel with the same result")),
     (f"{_MEGATRON}.defer_fp32_logits", idle("log-probs are always computed in float32, from chunks of logits")),
@@ -433,4 +438,5 @@ RULES: list[tuple[str, Act]] = [*GRPO, *LOSS, *MEGATRON, *GENERATION, *POLICY, *
 
 def result_of(key: str, value: Any, recipe: Recipe) -> RuleResult | None:
     """Return the result of the first matching rule, or None if none matches."""
-    return next((act(value, recipe) for pattern, act in RULES if matches(key, pattern)), None)
+    rules = chain(algorithms.RULES[recipe.section], RULES)
+    return next((act(value, recipe) for pattern, act in rules if matches(key, pattern)), None)

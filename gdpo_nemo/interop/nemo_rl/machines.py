@@ -13,8 +13,12 @@ def machines(recipe: Recipe, findings: Findings) -> None:
     run."""
     _model(recipe, findings)
     _batches(recipe, findings)
-    _lengths(recipe, findings)
     _switches(recipe, findings)
+    if recipe.rows:
+        for name in ("num_nodes", "gpus_per_node"):
+            findings.set(f"cluster.{name}", recipe.get(f"cluster.{name}", 1), name)
+        return
+    _lengths(recipe, findings)
     _cluster(recipe, findings)
 
 
@@ -26,6 +30,13 @@ def _model(recipe: Recipe, findings: Findings) -> None:
     positions = "policy.hf_config_overrides.max_position_embeddings"
     if (recipe.get(positions) or 0) >= recipe.get("policy.max_total_sequence_length", 1024):
         findings.blocks(positions, "the model's config.json defines the number of positions; change it there")
+    scaling = "policy.hf_config_overrides.rope_scaling"
+    longest = recipe.get("policy.max_total_sequence_length", 1024)
+    found = recipe.get(scaling)
+    original = found.get("original_max_position_embeddings") if isinstance(found, dict) else None
+    if isinstance(original, int) and original < longest:
+        why = f"without it, the model has {original} positions, but max_total_sequence_length is {longest}"
+        findings.blocks(scaling, f"{why}; set it in the model's config.json")
     backend = recipe.get("policy.generation.backend", "vllm")
     if backend != "vllm":
         findings.blocks("policy.generation.backend", f"{backend} is not supported; use vllm")
@@ -41,8 +52,8 @@ def _batches(recipe: Recipe, findings: Findings) -> None:
     if recipe.packed_tokens:
         findings.set("policy.micro_batch_tokens", max(recipe.packed_tokens, longest), "train_mb_tokens")
         return
-    size = recipe.get("policy.train_micro_batch_size", 1)
-    findings.set("policy.micro_batch_tokens", size * longest, f"train_micro_batch_size {size} x {longest} tokens")
+    size = recipe.get("policy.train_micro_batch_size", 1) * (2 if recipe.section in ("dpo", "rm") else 1)
+    findings.set("policy.micro_batch_tokens", size * longest, f"{size} sequences (train_micro_batch_size) of {longest}")
 
 
 def _lengths(recipe: Recipe, findings: Findings) -> None:

@@ -126,7 +126,7 @@ GENERATION = [
         "async_engine", "cap_max_tokens_to_context", "enable_*", "enforce_monotonicity", "expose_http_server", "http_*",
         "limit_mm_per_prompt*", "max_num_seqs", "*_parser_plugin", "reset_encoder_cache_after_weight_update",
         "skip_tokenizer_init", "use_deep_gemm", "use_tqdm", "video*", "vllm_metrics_logger_interval",
-        "zmq_refit_server_port", "dbo*", "*_pre_init_*")),
+        "zmq_refit_server_port", "dbo*", "*_pre_init_*", "distributed_executor_backend")),
     *((f"{_VLLM}.{name}", where(
         lambda r: r.get(f"{_VLLM}.precision") == "fp8", idle("applies to FP8, which is reported by precision"),
         idle("applies only to FP8, which the engines do not use")))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 from gdpo_nemo.environments.nemo_gym.checkout import Unknown
 from gdpo_nemo.interop.nemo_rl import gym
+from gdpo_nemo.interop.nemo_rl.algorithms import actor_critic, from_rows, from_teacher
 from gdpo_nemo.interop.nemo_rl.datasets import ENVIRONMENTS, components, env_name
 from gdpo_nemo.interop.nemo_rl.keys import adapted
-from gdpo_nemo.interop.nemo_rl.recipe import Recipe
+from gdpo_nemo.interop.nemo_rl.recipe import ALGORITHMS, Recipe
 from gdpo_nemo.interop.translation import Findings
 from gdpo_nemo.models.architectures import linear_layers
 from gdpo_nemo.models.families import FAMILIES
@@ -23,10 +24,10 @@ _KV = {
 
 def learning(recipe: Recipe, findings: Findings) -> None:
     """Add the settings that define the training result to the findings."""
-    _estimator(recipe, findings)
-    _rewards(recipe, findings)
-    _loss(recipe, findings)
-    _off_policy(recipe, findings)
+    if recipe.section != "grpo":
+        findings.set("algorithm.type", ALGORITHMS[recipe.section], f"the recipe has a section {recipe.section}")
+    for part in _PARTS.get(recipe.section, (from_rows,)):
+        part(recipe, findings)
     _schedule(recipe, findings)
     _lora(recipe, findings)
 
@@ -301,6 +302,14 @@ def _off_policy(recipe: Recipe, findings: Findings) -> None:
         findings.set("loss_fn.off_policy.ratio_min", float(low), "truncated_importance_sampling_ratio_min")
     if low and kind == "tis":
         findings.differs(f"{prefix}_ratio_min", "the mode truncate does not support a lower bound")
+
+
+_PARTS: dict[str, tuple[Callable[[Recipe, Findings], None], ...]] = {
+    "grpo": (_estimator, _rewards, _loss, _off_policy),
+    "ppo": (actor_critic, _rewards, _loss, _off_policy),
+    "distillation": (from_teacher, _rewards),
+}
+"""Section of an algorithm that samples -> translations of its keys."""
 
 
 # -- learning rate and adapters ---------------------------------------------------------------------------------

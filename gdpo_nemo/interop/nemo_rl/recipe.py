@@ -64,9 +64,53 @@ DEFAULTS: dict[str, Any] = {
 """Default values in NeMo-RL that differ from gdpo_nemo's."""
 
 
+ALGORITHMS = {
+    "grpo": "gdpo",
+    "ppo": "ppo",
+    "distillation": "distillation",
+    "sft": "sft",
+    "dpo": "dpo",
+    "rm": "reward_model",
+}
+"""Section of a recipe that selects NeMo-RL's algorithm -> ``algorithm.type``. The first section applies."""
+_OF_ROWS = {"max_num_epochs": 1, "val_at_start": True, "seed": 42}
+_OTHER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "sft": _OF_ROWS | {"max_num_steps": 60, "val_period": 10, "val_batches": 8, "val_global_batch_size": 32},
+    "dpo": _OF_ROWS
+    | {"max_num_steps": 150, "val_period": 25, "val_batches": 8, "val_global_batch_size": 8}
+    | {"reference_policy_kl_penalty": 0.05},
+    "rm": _OF_ROWS | {"max_num_steps": -1, "val_period": 16, "val_batches": -1, "val_at_start": False},
+    "ppo": {"num_prompts_per_step": 32, "num_generations_per_prompt": 16, "max_num_steps": 100000}
+    | {"max_num_epochs": 100000, "val_at_start": True, "val_period": 20, "max_val_samples": 256, "seed": 42}
+    | {"ppo_epochs": 4},
+    "distillation": {"num_prompts_per_step": 128, "num_generations_per_prompt": 1, "max_num_steps": 1000}
+    | {"max_num_epochs": 10, "val_batch_size": 64, "val_period": 20, "max_val_samples": 512, "seed": 42},
+}
+"""Default values of NeMo-RL's other algorithms, by section."""
+_NUMBERS = (
+    *dict.fromkeys(
+        f"grpo.{name}" for section in _OTHER_DEFAULTS.values() for name, value in section.items() if type(value) is int
+    ),
+    "policy.train_global_batch_size",
+    "policy.train_micro_batch_size",
+    "policy.max_total_sequence_length",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters",
+)
+"""Keys whose values the translation of these algorithms uses in computations."""
+_HELD_OUT = {None: 0, "ResponseDataset": 0} | dict.fromkeys(
+    ("OpenMathInstruct-2", "tulu3_sft_mixture", "Nemotron-Cascade-2-SFT-Math"), 0.05
+)
+"""Dataset whose class holds out training rows -> default of ``split_validation_size``."""
+_WHOLE = ("rope_scaling", "rope_parameters")
+"""Names of mappings that are one key of a recipe, because their entries have no meaning of their own."""
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """A resolved recipe: values by dotted key, and the path of its file."""
+    """A resolved recipe: values by dotted key, and the path of its file.
+
+    The keys of the algorithm's section begin with ``grpo.`` for all algorithms (see ``as_written``).
+    """
 
     flat: dict[str, Any]
     path: Path
@@ -74,6 +118,26 @@ class Recipe:
     """Folder of NeMo Gym that the user specified, or None."""
     release: str = MAIN
     """NeMo-RL's release that the recipe belongs to."""
+    section: str = "grpo"
+    """Section of the algorithm, a key of ``ALGORITHMS``."""
+
+    @property
+    def rows(self) -> bool:
+        """True if the algorithm trains on the answers in the data instead of samples."""
+        return self.section in ("sft", "dpo", "rm")
+
+    @property
+    def prompts(self) -> int:
+        """Number of prompts or rows in a step."""
+        key = "policy.train_global_batch_size" if self.rows else "grpo.num_prompts_per_step"
+        return int(self.get(key, 1))
+
+    def as_written(self, text: str) -> str:
+        """Return a key or a text with keys, with the name of the algorithm's section in the recipe."""
+        if self.section == "grpo":
+            return text
+        text = re.sub(r"\bgrpo\.(?=\w)", f"{self.section}.", text)
+        return text.replace(f"{self.section}.async_grpo", f"{self.section}.async_{self.section}")
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value at ``key``, or ``default`` if it is absent, null or unset (``???``)."""
@@ -138,7 +202,9 @@ class Recipe:
 
     @property
     def updates(self) -> int:
-        """Number of optimizer updates per step."""
+        """Number of optimizer updates per step. PPO may repeat them (``ppo_epochs``)."""
+        if self.rows:
+            return 1
         samples: int = self.get("grpo.num_prompts_per_step") * self.get("grpo.num_generations_per_prompt")
         size: int = self.get("policy.train_global_batch_size", samples)
         return max(1, round(samples / size))
@@ -182,13 +248,12 @@ class Recipe:
         """Fraction (below 1) or number of training rows that NeMo-RL's dataset class holds out (0 if no rows are held
         out).
 
-        Only ``OpenMathInstruct2Dataset`` and ``ResponseDataset`` hold out rows. Most other dataset classes ignore
-        ``split_validation_size``.
+        Most dataset classes ignore ``split_validation_size``.
         """
-        if self.get("data.train.dataset_name") not in (None, "OpenMathInstruct-2", "ResponseDataset"):
+        name = self.get("data.train.dataset_name")
+        if name not in _HELD_OUT:
             return 0
-        default = 0.05 if self.get("data.train.dataset_name") == "OpenMathInstruct-2" else 0
-        size: float | int = self.get("data.train.split_validation_size", default)
+        size: float | int = self.get("data.train.split_validation_size", _HELD_OUT[name])
         return size
 
     @property
@@ -225,15 +290,39 @@ def open_recipe(path: str | Path, gym_checkout: Path | None = None, release: str
         release: NeMo-RL's release that the recipe belongs to. None determines it from the recipe's keys.
 
     Raises:
-        ConfigError: if the recipe or one of its parents cannot be read, or it is not a GRPO or GDPO recipe.
+        ConfigError: if the recipe or one of its parents cannot be read, or it has no section of ``ALGORITHMS``.
     """
     path = Path(path)
     flat = dict(_leaves(read_recipe(path)))
-    if not any(key.startswith("grpo.") for key in flat):
-        raise ConfigError(f"{path}: section grpo not found; only GRPO and GDPO recipes are supported")
+    sections = {key.partition(".")[0] for key in flat}
+    section = next((name for name in ALGORITHMS if name in sections), None)
+    if section is None:
+        raise ConfigError(f"{path}: expected one of the sections {', '.join(ALGORITHMS)}")
+    flat = {_common_key(key, section): value for key, value in flat.items()}
     release = release or release_of(flat)
-    defaults = DEFAULTS | ({"loss_fn.kl_output_clamp_value": None} if before(release, "0.5") else {})
-    return Recipe({**defaults, **flat}, path, gym_checkout, release)
+    flat = {**_defaults(section, release), **flat}
+    recipe = Recipe(flat, path, gym_checkout, release, section)
+    for key in _NUMBERS if section != "grpo" else ():
+        value = recipe.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ConfigError(f"{path}: {recipe.as_written(key)}: must be an integer ({str(value)[:40]!r})")
+    return recipe
+
+
+def _common_key(key: str, section: str) -> str:
+    if not key.startswith(f"{section}."):
+        return key
+    return f"grpo.{key.partition('.')[2]}".replace(f"grpo.async_{section}", "grpo.async_grpo")
+
+
+def _defaults(section: str, release: str) -> dict[str, Any]:
+    """Return NeMo-RL's default values for the algorithm of a section."""
+    sections = {"grpo": ("grpo", "loss_fn", "policy"), "ppo": ("loss_fn", "policy")}.get(section, ("policy",))
+    defaults = {key: value for key, value in DEFAULTS.items() if key.partition(".")[0] in sections}
+    defaults |= {f"grpo.{key}": value for key, value in _OTHER_DEFAULTS.get(section, {}).items()}
+    if "loss_fn" in sections and before(release, "0.5"):
+        defaults["loss_fn.kl_output_clamp_value"] = None
+    return defaults
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -359,10 +448,10 @@ def _over(base: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for every leaf. Lists and empty mappings are leaves."""
+    """Yield (dotted key, value) for every leaf. Lists, empty mappings and the mappings in ``_WHOLE`` are leaves."""
     for name, value in node.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and name not in _WHOLE:
             yield from _leaves(value, key + ".")
         else:
             yield key, value

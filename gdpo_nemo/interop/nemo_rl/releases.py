@@ -22,11 +22,16 @@ _SINCE_MAIN = {"grpo.val_start_at", "policy.generation.val_temperature"}
 _OF_FLAT_DATA = ("env_name", "processor", "prompt_file", "system_prompt_file")
 
 _VALIDATION: dict[str, dict[str, Any]] = {"DeepScaler": {"dataset_name": "AIME2024", "repeat": 16},
-               "DAPOMath17K": {"dataset_name": "DAPOMathAIME2024"}}  # fmt: skip
+               "DAPOMath17K": {"dataset_name": "DAPOMathAIME2024"},
+               **{name: {"dataset_name": name, "split": "validation"} for name in ("squad", "HelpSteer3")}}  # fmt: skip
 """Training dataset before 0.6 -> validation dataset that its class also loads."""
+_OF_FILES = ("", "ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format")
+"""Datasets before 0.6 whose class reads files."""
 _READ_BY_CLASS = {
     "openmathinstruct2": ("split", "output_key"),
     "ResponseDataset": ("input_key", "output_key"),
+    "BinaryPreferenceDataset": ("prompt_key", "chosen_key", "rejected_key"),
+    "openai_format": ("chat_key",),
     "clevr-cogent": ("split",),
     "geometry3k": ("split",),
     "refcoco": ("split",),
@@ -69,7 +74,7 @@ def _old_settings(old: Mapping[str, Any]) -> dict[str, Any]:
     shared = {key: old[key] for key in (*_OF_FLAT_DATA, *_READ_BY_CLASS.get(name, ())) if key in old}
     train: dict[str, Any] = {"dataset_name": "OpenMathInstruct-2" if name == "openmathinstruct2" else name or None}
     validation: dict[str, Any] = {**_VALIDATION.get(name, {})}
-    if name in ("", "ResponseDataset"):
+    if name in _OF_FILES:
         train |= {
             "data_path": old.get("train_data_path", old.get("train_jsonl_fpath")),
             "split": old.get("train_split"),
@@ -94,4 +99,4 @@ def keys_read(flat: Mapping[str, Any]) -> frozenset[str]:
         "train_jsonl_fpath",
         "validation_jsonl_fpath",
     )
-    return frozenset(f"data.{key}" for key in (*own, *(files if name in ("", "ResponseDataset") else ())))
+    return frozenset(f"data.{key}" for key in (*own, *(files if name in _OF_FILES else ())))

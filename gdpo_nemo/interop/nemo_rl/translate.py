@@ -1,9 +1,10 @@
-"""Translation of NeMo-RL's GRPO and GDPO recipes to gdpo_nemo configs, with a report on every key.
+"""Translation of NeMo-RL's recipes to gdpo_nemo configs, with a report on every key.
 
 First, ``recipe.py`` resolves the recipe's parents (``defaults:``) and interpolations. Then the first matching rule in
 ``keys.py`` translates each key. Keys that depend on each other are translated in ``objective.py``, ``datasets.py`` and
-``machines.py``. The report states whether the translated run gives the same result, gives a different result, or cannot
-run. A key without a rule is reported as a difference.
+``machines.py``. ``algorithms.py`` adds the keys of algorithms other than GRPO and GDPO. The report states whether the
+translated run gives the same result, gives a different result, or cannot run. A key without a rule is reported as a
+difference.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def translate(path: str | Path, gym_checkout: str | Path | None = None, release:
         release: NeMo-RL's release that the recipe belongs to. None determines it from the recipe's keys.
 
     Raises:
-        ConfigError: if the recipe or one of its parents cannot be read, it is not a GRPO or GDPO recipe, or
+        ConfigError: if the recipe or one of its parents cannot be read, its algorithm is not supported, or
             ``gym_checkout`` is not a folder of NeMo Gym.
     """
     checkout = None if gym_checkout is None else Path(gym_checkout).absolute()
@@ -39,6 +40,7 @@ def translate(path: str | Path, gym_checkout: str | Path | None = None, release:
         raise ConfigError(f"--gym-checkout: {gym_checkout} does not contain the folder resources_servers of NeMo Gym")
     recipe = open_recipe(path, checkout, release)
     translation = assemble(*apply_rules(recipe), "NeMo-RL", "from-nemo-rl")
+    translation.rename(recipe.as_written)
     translation.variables = sorted(variables_of(translation.content))
     how = "--release" if release else "by its keys"
     translation.source = f"read as a recipe of NeMo-RL {recipe.release} ({how})"
@@ -53,12 +55,8 @@ def apply_rules(recipe: Recipe) -> tuple[dict[str, tuple[Any, RuleResult | None]
     return {key: (value, result_of(key, value, recipe)) for key, value in recipe.flat.items()}, findings
 
 
-_TRAINS_BY_GRPO = re.compile(r"\w*grpo_train\w*|SingleController\w*")
-"""Matches the names of NeMo-RL's functions and actors that train with GRPO."""
-
-
 def program(recipe: Recipe, findings: Findings) -> None:
-    """Record a blocker if the recipe belongs to a project whose programs do not train with GRPO.
+    """Record a blocker if the recipe belongs to a project whose programs do not train with the recipe's algorithm.
 
     The project is the nearest folder above the recipe with a ``pyproject.toml``. Recipes of NeMo-RL itself are
     accepted.
@@ -69,5 +67,8 @@ def program(recipe: Recipe, findings: Findings) -> None:
         return
     programs = {file.name: read_text(file) for file in sorted(project.glob("*.py")) if file.is_file()}
     using = [name for name, text in programs.items() if "nemo_rl" in text]
-    if using and not any(_TRAINS_BY_GRPO.search(programs[name]) for name in using):
-        findings.blocks("program", f"{', '.join(using)} in project {project.name} does not train with NeMo-RL's GRPO")
+    # names of NeMo-RL's functions and actors
+    trains = re.compile(rf"\w*{recipe.section}_train\w*|SingleController\w*")
+    if using and not any(trains.search(programs[name]) for name in using):
+        name = recipe.section.upper()
+        findings.blocks("program", f"{', '.join(using)} in project {project.name} does not train with NeMo-RL's {name}")

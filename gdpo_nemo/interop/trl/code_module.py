@@ -17,7 +17,7 @@ from gdpo_nemo.utils.errors import ConfigError
 
 TRAINING = (*TRAINERS, "parse_args_and_config", "parse_args_into_dataclasses", "parse_args")
 """Functions that extracted code must not call, because these functions train or read the command line."""
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass
@@ -41,7 +41,7 @@ class CodeModule:
     def add_name(self, name: str) -> None:
         """Add a module-level name of the script with its dependencies. Raises ConfigError if the code would start
         training or read the command line."""
-        self._check(self._slice({name}))
+        self.check(self.statements({name}))
         self._wanted.add(name)
 
     def add_value(self, name: str, expression: ast.expr) -> None:
@@ -61,7 +61,7 @@ class CodeModule:
 
     def text(self) -> str:
         """Return the source text of the module."""
-        kept = self._slice(self._wanted)
+        kept = self.statements(self._wanted)
         objects = [line for name in sorted(self._wanted) if (line := self._namespace(name))]
         if objects:
             objects.insert(0, "from types import SimpleNamespace")
@@ -71,7 +71,7 @@ class CodeModule:
         return "\n\n".join([heading, *parts, *self._added]) + "\n"
 
     def _add(self, lines: Sequence[str], outer: set[str]) -> None:
-        self._check(self._slice(outer))
+        self.check(self.statements(outer))
         self._wanted |= outer
         self._added.append("\n".join(lines))
 
@@ -83,16 +83,18 @@ class CodeModule:
         """
         inside = self.resolver.function
         body = (
-            [s for s in self.resolver.module.body if not isinstance(s, _DEFINITIONS)] if inside is None else inside.body
+            [s for s in self.resolver.module.body if not isinstance(s, (*DEFINITIONS, ast.Import, ast.ImportFrom))]
+            if inside is None
+            else inside.body
         )
         plain = [self.resolver.constants(s) for s in body]
         local = _dependencies(plain, used(expression), self._is_parsed, expression.lineno)
-        self._check(local)
+        self.check(local)
         outer = used(expression).union(*(used(statement) for statement in local))
         return local, outer - {name for statement in local for name in _bound(statement) if not _completes(statement)}
 
-    def _slice(self, names: set[str]) -> list[ast.stmt]:
-        """Return the module-level statements that bind the names, with their dependencies."""
+    def statements(self, names: set[str]) -> list[ast.stmt]:
+        """Return the script's module-level statements that bind the names, with their dependencies."""
         return _dependencies(self.resolver.module.body, names, self._is_parsed)
 
     def _is_parsed(self, name: str) -> bool:
@@ -107,10 +109,11 @@ class CodeModule:
         values = ", ".join(f"{field}={value!r}" for field, value in self.resolver.fields(owner).items())
         return f"{name} = SimpleNamespace({values})"
 
-    def _check(self, statements: Sequence[ast.stmt]) -> None:
+    def check(self, statements: Sequence[ast.stmt]) -> None:
+        """Raise ConfigError if the statements would start training or read the command line."""
         for statement in statements:
             called = {ast.unparse(n.func).rpartition(".")[2] for n in ast.walk(statement) if isinstance(n, ast.Call)}
-            is_definition = isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+            is_definition = isinstance(statement, DEFINITIONS)
             if called & set(TRAINING) and not is_definition:
                 raise ConfigError(f"the code depends on line {statement.lineno}, which {_reason(called)}")
 
@@ -158,7 +161,7 @@ def _completes(statement: ast.stmt) -> bool:
 
 
 def _bound(statement: ast.stmt) -> set[str]:
-    if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+    if isinstance(statement, DEFINITIONS):
         return {statement.name}
     if isinstance(statement, ast.ImportFrom) and statement.module == "__future__":
         return set()

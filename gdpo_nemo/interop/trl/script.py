@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import json
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.interop.trl.arguments import ARGPARSE, check_names, declared, options_of
-from gdpo_nemo.interop.trl.code_module import CodeModule
+from gdpo_nemo.interop.trl.code_module import DEFINITIONS, CodeModule
 from gdpo_nemo.interop.trl.defaults import MODEL_CONFIG, SCRIPT_ARGUMENTS
-from gdpo_nemo.interop.trl.names import Names, Parsed, Resolver, Unresolved, is_main_guard, settled
+from gdpo_nemo.interop.trl.names import Names, Parsed, Resolver, Unresolved, is_main_guard, settled, used
 from gdpo_nemo.interop.trl.releases import older_arguments, older_fields
 from gdpo_nemo.interop.trl.rows import rows_of
 from gdpo_nemo.interop.trl.run import Reward, Rows, TrlRun
@@ -20,16 +20,19 @@ from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_text
 
 _LOADERS = ("from_pretrained",)
+_FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func")
+"""Arguments of a trainer whose functions a run imports."""
 _SPECS = {"HarborSpec": "_outcome_reward_func", "OpenRewardSpec": "_outcome_only_reward_func"}
 """Class of ``trl.experimental`` that provides rows, a factory and one reward function -> name of this function."""
 
 
-def read_script(path: str | Path, arguments: Mapping[str, Any], stem: str) -> TrlRun:
+def read_script(path: str | Path, arguments: Mapping[str, Any], stem: str, writes: bool = True) -> TrlRun:
     """Read the run that a TRL script would start.
 
     Args:
         arguments: command-line arguments of the script.
         stem: path of the config without its suffix, which is the prefix of the generated files.
+        writes: True if the generated files are written. Otherwise, only required files are generated.
 
     Raises:
         ConfigError: if the file is not valid Python, or does not contain exactly one call of a trainer in ``TRAINERS``.
@@ -41,16 +44,16 @@ def read_script(path: str | Path, arguments: Mapping[str, Any], stem: str) -> Tr
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: is not valid Python ({error})") from None
-    return _Reader(str(path), source, tree, arguments, stem).run()
+    return _Reader(str(path), source, tree, arguments, stem, writes).run()
 
 
 class _Reader:
-    def __init__(self, path: str, source: str, tree: ast.Module, arguments: Mapping[str, Any], stem: str):
+    def __init__(self, path: str, source: str, tree: ast.Module, arguments: Mapping[str, Any], stem: str, writes: bool):
         self._path = path
         self._stem = stem
         self._call, around = _trainer(path, tree)
         functions = [node for node in around if isinstance(node, ast.FunctionDef)]
-        self._trains_on_import = not functions and not any(
+        trains_on_import = not functions and not any(
             isinstance(node, ast.If) and is_main_guard(node) for node in around
         )
         classes = classes_of(tree, Path(path))
@@ -63,6 +66,8 @@ class _Reader:
         self._row_code = f"{stem}_rows.py"
         self._kind = _class_name(self._call)
         self._check_arguments(tree, classes)
+        self._copies = trains_on_import
+        self._writes = writes
         self._run = TrlRun({}, trainer=self._kind, stem=stem, images=images_of(tree))
 
     def _check_arguments(self, tree: ast.Module, classes: Mapping[str, ast.ClassDef]) -> None:
@@ -83,6 +88,8 @@ class _Reader:
                     f"{self._path}:{self._call.lineno}: {self._kind}(**...) with unknown arguments is not supported"
                 )
             given[keyword.arg] = keyword.value
+        functions = [node for name, node in given.items() if name in _FUNCTIONS]
+        self._copies = self._copies or (self._writes and self._saves_imports(functions))
         run = self._run
         run.given = self._config(given.pop("args", None))
         run.model = self._model(given.pop("model", None))
@@ -247,6 +254,27 @@ class _Reader:
         self._run.notes["reward_funcs"] = f"{ast.unparse(call)} is assumed to return the functions in this order"
         return found
 
+    def _saves_imports(self, arguments: Sequence[ast.expr]) -> bool:
+        """Return whether a copy of the functions is preferable, because the script imports TRL and the copy does not.
+
+        Each verification worker imports the module of its functions, and TRL takes 10 s of CPU time and 1 GB, except
+        ``trl.rewards``. The copy must not depend on the location of the script.
+        """
+        names = set().union(*(used(self._followed(node) or node) for node in arguments))
+        copied = [s for s in self._module.statements(names) if getattr(s, "module", "") != "trl.rewards"]
+        try:
+            self._module.check(copied)
+        except ConfigError:
+            return False
+        packages = _imported(copied)
+        folder = Path(self._path).parent
+        bound = any("__file__" in used(statement) for statement in copied) or any(
+            (folder / name).exists() or (folder / f"{name}.py").exists() for name in packages
+        )
+        body = [s for s in self._names.module.body if not isinstance(s, DEFINITIONS)]
+        executed = [s for s in body if not (isinstance(s, ast.If) and is_main_guard(s))]
+        return not bound and "trl" in _imported(executed) - packages
+
     def _reward(self, node: ast.expr, number: int) -> Reward:
         if isinstance(node, ast.Name) and (definition := self._names.definition(node.id)) is not None:
             return self._defined(node.id, definition)
@@ -257,7 +285,7 @@ class _Reader:
         try:
             label = node.id if isinstance(node, ast.Name) else f"reward_{number + 1}"
             at_top = isinstance(node, ast.Name) and node.id in self._names.module.bindings
-            if at_top and not self._trains_on_import:
+            if at_top and not self._copies:
                 return Reward(name, f"{self._path}:{label}")
             self._module.add_value(label, self._followed(node) or node)
         except ConfigError as error:
@@ -271,7 +299,7 @@ class _Reader:
             return Reward(original, f"{beside}:{original}" if beside else f"{definition.module}.{original}")
         if self._names.function is not None and name in self._names.function.definitions:
             return Reward(name, problem="is defined inside a function; move it to the script's top level")
-        if not self._trains_on_import:
+        if not self._copies:
             return Reward(name, f"{self._path}:{name}")
         try:
             self._module.add_name(name)
@@ -324,6 +352,17 @@ class _Reader:
             self._run.files[file] = "".join(line + "\n" for line in lines)
             found.path = file
         return found
+
+
+def _imported(statements: Sequence[ast.stmt]) -> set[str]:
+    """Return the packages that statements import (an empty name for a relative import)."""
+    found: set[str] = set()
+    for node in (node for statement in statements for node in ast.walk(statement)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add("" if node.level else str(node.module).partition(".")[0])
+    return found
 
 
 def _class_name(call: ast.Call) -> str:

@@ -93,7 +93,11 @@ def translate_trl(
     if not scripts:
         _check_known("the command line", given, trainer)
     arguments |= given
-    run = read_script(scripts[0], arguments, stem) if scripts else _run_of_arguments(arguments, trainer, stem)
+    run = (
+        read_script(scripts[0], arguments, stem, out is not None)
+        if scripts
+        else _run_of_arguments(arguments, trainer, stem)
+    )
     run.processes = processes
     config = TRAINERS[run.trainer].config
     check_names(run.given, [*run.fields, *older_fields(config)], f"{config} does not have this field")
