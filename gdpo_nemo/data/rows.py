@@ -179,7 +179,7 @@ class SlowRows(ConfigError):
 
 
 def _rows_in_time(import_path: str, key: str, at_most: int) -> list[Row]:
-    """Return the first rows of ``_rows_of_function``, called in a process of its own, which cannot block this one."""
+    """Return the first rows of ``_rows_of_function``, called in a separate process, which cannot block this one."""
     spawn: Any = {"context": multiprocessing.get_context("spawn")}  # pebble's annotation has another name
     call = concurrent.process(timeout=_CALL_S, **spawn)(_first_rows)
     try:

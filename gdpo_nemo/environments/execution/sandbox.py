@@ -73,7 +73,7 @@ class Run:
 
 
 def run_inputs(source: str, inputs: Sequence[str], limits: Limits) -> list[Run]:
-    """Run a program once for each text as standard input, in a process and an empty ``/tmp`` of its own.
+    """Run a program once for each text as standard input, each time in a new process with an empty ``/tmp``.
 
     Returns:
         The runs in order. There are fewer runs than inputs if a run was stopped, the source is not valid Python, or the
