@@ -151,6 +151,12 @@ def check_terms(terms: Any, table: RewardTable, estimator: str | Callable[..., T
     rows = len(table.valid)
     if not isinstance(terms, Terms):
         raise ValueError(f"estimator {_name(estimator)} must return Terms, got {type(terms).__name__}")
+    for field in ("components", "has_signal", "total", "dropped"):
+        value = getattr(terms, field)
+        if not isinstance(value, np.ndarray | None):
+            raise ValueError(
+                f"estimator {_name(estimator)} returned a {type(value).__name__} in Terms.{field}; use NumPy arrays"
+            )
     shapes = np.shape(terms.components), np.shape(terms.has_signal)
     if shapes != ((len(table.names), rows), (rows,)):
         raise ValueError(

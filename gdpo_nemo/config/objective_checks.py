@@ -154,7 +154,7 @@ def _check_shaping_rules(gdpo: GdpoConfig) -> None:
 def _check_import_path(key: str, name: str) -> None:
     """Check that the file of an import path defines the function, without executing the file. Raises ConfigError."""
     if is_import_path(name) and name.rpartition(":")[0].endswith(".py"):
-        find_function(key, name)
+        find_function(key, name, classes=key.startswith("gdpo."))
 
 
 def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None) -> None:

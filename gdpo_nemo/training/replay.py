@@ -30,7 +30,7 @@ from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.ownership import owned
 from gdpo_nemo.observe.samples import rollout_files
-from gdpo_nemo.rollouts.user_functions import check_own_functions
+from gdpo_nemo.rollouts.user_functions import check_own_functions, load_estimator, load_shaping_rules
 from gdpo_nemo.training.algorithm import Algorithm, load_algorithm
 from gdpo_nemo.training.checkpoints import (
     UPDATES_UNKNOWN,
@@ -44,6 +44,7 @@ from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.training.inputs import model_folder, starting_adapter
 from gdpo_nemo.training.resume import config_files, record_config
 from gdpo_nemo.utils.errors import ConfigError
+from gdpo_nemo.utils.state import from_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -191,6 +192,7 @@ def _check_comparable(segment: Segment, kind: type[Algorithm[Any, Any]]) -> None
     """
     try:
         check_recorded_advantages(segment.config)
+        load_estimator(segment.config.gdpo), load_shaping_rules(segment.config.gdpo)
     except ConfigError as error:
         raise ConfigError(f"--instead: cannot compare advantages; {error}") from None
     # The methods of a custom class have a wrapper.
@@ -352,7 +354,7 @@ def _compare_gradients(trainer: Trainer, plan: Plan) -> np.ndarray:
         config = _quiet(replace(config, gdpo=gdpo), plan.out)
         # A step moves the weights of constraints, so the trainer's algorithm must not prepare the step here.
         algorithm = type(made)(config, made.policy, made.tokenizer, made.log)
-        algorithm.load_state(plan.state.algorithm)
+        algorithm.load_state(from_json(plan.state.algorithm))
         update = next(iter(algorithm.updates(algorithm.prepare(trainer.stream.get_batch(trainer.state.step)))))
         trainer.policy.component_gradients(update, [algorithm.loss], first=number == 0)
     # The arrays of a rank's result are in Ray's memory, which is unmapped when the session ends.
@@ -392,7 +394,7 @@ def _trainer(plan: Plan, segment: Segment, state: RunState, checkpoint: Path | N
             policy.load_adapter(adapter)
         parts.policy = policy
         parts.algorithm = kind(config, policy, load_tokenizer(config.policy, plan.model, config.run.date), log)
-        parts.algorithm.load_state(state.algorithm)
+        parts.algorithm.load_state(from_json(state.algorithm))
         parts.stream = RecordedStream(plan.run_dir, plan.entries)
         yield Trainer(parts)
     finally:
