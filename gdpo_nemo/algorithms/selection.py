@@ -121,7 +121,9 @@ def check_selection(
         table = build_table(columns, [0, 0, 1, 1, 2], dict(weights), lengths=[3, 5, 4, 4, 2])
         run_estimator(entry, table, settings, estimator_options, estimator)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"options of {_name(estimator)}: {error}") from None
+        if callable(estimator):
+            raise
+        raise ValueError(f"options of {estimator}: {error}") from None
 
 
 def run_estimator(

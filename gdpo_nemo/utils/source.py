@@ -67,7 +67,7 @@ def find_function(key: str, reference: str, classes: bool = False) -> tuple[Path
     if isinstance(found, ast.ClassDef) and not classes:
         raise ConfigError(f"{key}: {function} in {path} is a class; this key requires a function")
     if found is None:
-        raise ConfigError(f"{key}: {path} has no function {function}{' or class' * classes}")
+        raise ConfigError(f"{key}: {path} has no function {function}")
     return path, function
 
 
