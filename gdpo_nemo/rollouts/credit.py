@@ -97,12 +97,12 @@ def advantages_of(
     if config.gdpo.credit == "turn":
         rows = turn_rows(trajectories, _component_names(trajectories, config.gdpo), config.gdpo.discount)
         turn_ids = rows.ids(ids, config.gdpo.turn_baseline)
-        of_turns = _compute(lambda: rows.columns, turn_ids, valid[rows.trajectory], rows.tokens, config, None, functions)
+        of_turns = _compute(
+            lambda: rows.columns, turn_ids, valid[rows.trajectory], rows.tokens, config, None, functions
+        )
         return TurnAdvantages(rows, of_turns, reward_columns(trajectories, config, functions), valid)
     lengths = np.array([t.num_policy_tokens for t in trajectories])
-    return _compute(
-        lambda: reward_columns(trajectories, config, functions), ids, valid, lengths, config, kl, functions
-    )
+    return _compute(lambda: reward_columns(trajectories, config, functions), ids, valid, lengths, config, kl, functions)
 
 
 def _compute(

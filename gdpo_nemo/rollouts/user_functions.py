@@ -199,7 +199,9 @@ class _Trial:
                 copy.load_state(from_json(to_json(self.function.state())))
                 expected = self.function(*arguments, **options)
             except Exception as error:
-                raise ConfigError(f"{self.key}: {self.name} cannot be saved and restored: {first_line(error)}") from error
+                raise ConfigError(
+                    f"{self.key}: {self.name} cannot be saved and restored: {first_line(error)}"
+                ) from error
         if _content(copy(*arguments, **options)) == _content(expected):
             return None
         if has_state(self.function):

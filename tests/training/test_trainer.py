@@ -442,7 +442,9 @@ def test_a_resumed_run_continues_with_the_state_of_its_custom_functions(tmp_path
     (note,) = renamed.alerts
     assert note.startswith("gdpo.shaping: ") and "does not contain its state" in note
     broken = Recorder(f"gdpo.estimator={file}:BadState")
-    with pytest.raises(UserCodeFailed, match=r"checkpoint 0: the algorithm's state.*BadState.*calls.*: cannot save set"):
+    with pytest.raises(
+        UserCodeFailed, match=r"checkpoint 0: the algorithm's state.*BadState.*calls.*: cannot save set"
+    ):
         broken.trainer.save()
 
 
