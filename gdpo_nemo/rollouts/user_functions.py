@@ -160,7 +160,7 @@ def _check_single_use(config: Config, trials: Sequence[_Trial]) -> None:
 class _Trial:
     """Test of a custom function: records its calls, and repeats the last call."""
 
-    def __init__(self, key: str, name: str, function: Callable[..., Any]):
+    def __init__(self, key: str, name: str, function: Any):
         self.key = key
         self.name = name
         self.function = function
@@ -192,19 +192,19 @@ class _Trial:
         if self._last is None:
             return None
         arguments, options, expected = self._last
-        copy = self.function
-        if has_state(self.function):
-            copy = load_functions(self.key, [self.name], classes=True)[self.name]
-            try:
-                copy.load_state(from_json(to_json(self.function.state())))
-                expected = self.function(*arguments, **options)
-            except Exception as error:
-                raise ConfigError(
-                    f"{self.key}: {self.name} cannot be saved and restored: {first_line(error)}"
-                ) from error
-        if _content(copy(*arguments, **options)) == _content(expected):
+        copy: Any = self.function
+        try:
+            with exits_contained():
+                if has_state(copy):
+                    copy = load_functions(self.key, [self.name], classes=True)[self.name]
+                    copy.load_state(from_json(to_json(self.function.state())))
+                    expected = self.function(*arguments, **options)
+                found = copy(*arguments, **options)
+        except Exception as error:
+            raise ConfigError(f"{self.key}: {self.name}, called again: {first_line(error)}") from error
+        if _content(found) == _content(expected):
             return None
-        if has_state(self.function):
+        if has_state(copy):
             raise ConfigError(
                 f"{self.key}: {self.name} returns other values after its state was restored; state() must contain "
                 "everything that changes from call to call"

@@ -251,7 +251,7 @@ def kinds(tmp_path):
         ("WithoutLoad", "must define load_state, because it defines"),
         ("WithoutState", "must define state, because it defines"),
         ("Forgetful", "returns other values after its state was restored"),
-        ("OfTensors", r"cannot be saved and restored: ValueError: state\['calls'\]: cannot save Tensor"),
+        ("OfTensors", r"called again: ValueError: state\['calls'\]: cannot save Tensor"),
         ("WithArguments", r"WithArguments\(\) raised TypeError"),
         ("NotCalled", "is not callable"),
         ("Leaving", r"Leaving\(\) raised ExitRaised"),
