@@ -147,9 +147,11 @@ def _check_single_use(config: Config, trials: Sequence[_Trial]) -> None:
         "gdpo.component_gradient_period": bool(gdpo.component_gradient_period),
         "algorithm.type": config.algorithm.type == "ppo",
     }
+    names = [rule_name(rule) for rule in gdpo.shaping]
     for trial in trials:
         calls_again = {"gdpo.dynamic_sampling.enabled": gdpo.dynamic_sampling.enabled}
-        calls_again |= also_rules if trial.key == _SHAPING else {}
+        if trial.key == _SHAPING:
+            calls_again |= also_rules | {"gdpo.shaping: another rule": names.count(trial.name) > 1}
         for key, is_set in calls_again.items():
             if is_set and has_state(trial.function):
                 raise ConfigError(

@@ -281,6 +281,9 @@ def test_state_changes_in_one_call_per_step_and_is_unknown_outside_of_steps(kind
             check_own_functions(
                 config("gdpo", f"gdpo.shaping=[{{component: short, '{kinds}:WithState': {{}}}}]", repeating)
             )
+    both = ", ".join(f"{{component: {name}, '{kinds}:WithState': {{}}}}" for name in ("short", "correct"))
+    with pytest.raises(ConfigError, match="gdpo.shaping: another rule: conflicts with gdpo.shaping: .*WithState"):
+        check_own_functions(config("gdpo", f"gdpo.shaping=[{both}]"))
     with pytest.raises(ConfigError, match="WithState has state, which is only known in the steps of a run"):
         advantages_of(groups(), config(f"{kinds}:WithState"))
 
