@@ -248,7 +248,7 @@ def test_rotary_embedding_sequence_by_sequence_is_waited_for_at_small_models():
     unfused = config_of("0.5B", "policy.megatron_cfg.transformer_engine=false")
     slow = micro_batch(resolve(unfused), shape_of("0.5B"), NOTED, 8192, 256)
     fast = micro_batch(resolve(config_of("0.5B")), shape_of("0.5B"), NOTED, 8192, 256)
-    assert slow.seconds == slow.host and fast.seconds > fast.host
+    assert slow.seconds == slow.host and slow.host - fast.host > fast.device
     shape = shape_of("1.5B")
     config = config_of("1.5B", "policy.megatron_cfg.transformer_engine=false")
     more = (
@@ -281,7 +281,7 @@ def test_the_plan_prints_mfu_and_host_memory_where_there_are_gpus():
     lines = dict(
         plan_lines(resolve(config_of("7B", "policy.megatron_cfg.optimizer.offload=true")), shape_of("7B"), gpu, Rates())
     )
-    assert lines["mfu"].startswith("training ") and "kernels in" in lines["mfu"]
+    assert lines["mfu"].startswith("training ") and "the host needs" in lines["mfu"]
     assert "of pinned host memory per policy rank" in lines["host"]
     cpu = load_config(ROOT / "configs" / "gdpo_tiny_cpu.yaml", [])
     assert not {"mfu", "host"} & dict(plan_lines(resolve(cpu), shape_of("0.5B"), gpu, Rates())).keys()
