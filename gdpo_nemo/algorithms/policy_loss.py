@@ -25,6 +25,7 @@ from gdpo_nemo.algorithms.offpolicy import sequence_keep_mask
 from gdpo_nemo.algorithms.ppo import ActorCriticSettings
 from gdpo_nemo.algorithms.preference_losses import preference_loss
 from gdpo_nemo.algorithms.preference_settings import PreferenceUpdate
+from gdpo_nemo.algorithms.table import with_array_hint
 
 METRICS = {
     "policy/importance_weight": ("", "Mean off-policy correction weight of trained tokens (loss_fn.off_policy.mode)"),
@@ -222,7 +223,7 @@ def _called(what: str, function: Any, values: Tensor, fields: TokenFields, setti
     try:
         return function(values, fields, settings, **options)
     except Exception as error:
-        raise ValueError(f"{what} raised {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what} raised {with_array_hint(error)}") from error
 
 
 def _check_custom_result(values: Any, like: Tensor, what: str) -> None:

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import Functions, check_options, custom_options, is_import_path
-from gdpo_nemo.algorithms.table import nearest
+from gdpo_nemo.algorithms.table import nearest, with_array_hint
 
 T = TypeVar("T")
 
@@ -308,7 +308,7 @@ def _apply_custom(
         with np.errstate(all="ignore"):  # Non-finite values are refused below, with a clear message.
             shaped = np.asarray(function(column.copy(), context, **options), dtype=np.float64)
     except Exception as error:
-        raise ValueError(f"{name} raised {type(error).__name__}: {error}") from error
+        raise ValueError(f"{name} raised {with_array_hint(error)}") from error
     if shaped.shape != column.shape:
         raise ValueError(f"{name} returned shape {shaped.shape} for {len(column)} sequences")
     missing = np.isnan(column)

@@ -121,7 +121,9 @@ def check_selection(
         table = build_table(columns, [0, 0, 1, 1, 2], dict(weights), lengths=[3, 5, 4, 4, 2])
         run_estimator(entry, table, settings, estimator_options, estimator)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"options of {_name(estimator)}: {error}") from None
+        if callable(estimator):
+            raise
+        raise ValueError(f"options of {estimator}: {error}") from None
 
 
 def run_estimator(
@@ -151,6 +153,12 @@ def check_terms(terms: Any, table: RewardTable, estimator: str | Callable[..., T
     rows = len(table.valid)
     if not isinstance(terms, Terms):
         raise ValueError(f"estimator {_name(estimator)} must return Terms, got {type(terms).__name__}")
+    for field in ("components", "has_signal", "total", "dropped"):
+        value = getattr(terms, field)
+        if not isinstance(value, np.ndarray | None):
+            raise ValueError(
+                f"estimator {_name(estimator)} returned a {type(value).__name__} in Terms.{field}; use NumPy arrays"
+            )
     shapes = np.shape(terms.components), np.shape(terms.has_signal)
     if shapes != ((len(table.names), rows), (rows,)):
         raise ValueError(

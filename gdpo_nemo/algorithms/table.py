@@ -90,6 +90,16 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"did you mean {match[0]!r}?" if match else f"known: {', '.join(known)}"
 
 
+def with_array_hint(error: Exception) -> str:
+    """Return type and message of an exception of a custom function, with a hint if NumPy and torch are mixed."""
+    text = f"{type(error).__name__}: {error}"
+    if "must be Tensor, not" in text:
+        return f"{text}; rewards are NumPy arrays, so use NumPy functions"
+    if "Can't call numpy() on Tensor" in text:
+        return "a NumPy function got a tensor; use torch functions, through which the gradient flows"
+    return text
+
+
 def build_table(
     rewards: Any, group_ids: Any, weights: Any = None, valid: Any = None, lengths: Any = None
 ) -> RewardTable:

@@ -89,7 +89,7 @@ def check_inputs(resolved: Resolved) -> list[tuple[str, str]]:
 
     config = resolved.config
     config.run.date = run_date(config, Path(config.run.dir))
-    check_own_functions(config)
+    notes = check_own_functions(config)
     if is_import_path(config.algorithm.type):
         from gdpo_nemo.training.algorithm import load_algorithm
 
@@ -97,7 +97,7 @@ def check_inputs(resolved: Resolved) -> list[tuple[str, str]]:
     tokenizer = _local_tokenizer(resolved)
     return [
         *check_data(resolved, tokenizer),
-        *(("note", sentence) for sentence in _token_notes(resolved, tokenizer)),
+        *(("note", sentence) for sentence in (*notes, *_token_notes(resolved, tokenizer))),
         *(("resume", sentence) for sentence in planned_changes(config)),
     ]
 

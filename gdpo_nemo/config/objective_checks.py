@@ -19,6 +19,7 @@ from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection
+from gdpo_nemo.algorithms.table import with_array_hint
 from gdpo_nemo.config.algorithm_choice import (
     ALGORITHMS,
     TRAINED,
@@ -154,7 +155,7 @@ def _check_shaping_rules(gdpo: GdpoConfig) -> None:
 def _check_import_path(key: str, name: str) -> None:
     """Check that the file of an import path defines the function, without executing the file. Raises ConfigError."""
     if is_import_path(name) and name.rpartition(":")[0].endswith(".py"):
-        find_function(key, name)
+        find_function(key, name, classes=key.startswith("gdpo."))
 
 
 def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None) -> None:
@@ -184,7 +185,7 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
     except Exception as error:
         if function is None:
             raise
-        raise ConfigError(f"gdpo.estimator: {gdpo.estimator} raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"gdpo.estimator: {gdpo.estimator} raised {with_array_hint(error)}") from error
 
 
 def _check_component_weights(config: Config) -> None:

@@ -57,7 +57,7 @@ def host() -> Device:
     return Device(
         name="this machine's CPU",
         memory=float(memory),
-        compute=3.0e10,
+        compute=3.8e10,
         bandwidth=1.0e10,
         nvlink=2.0e9,
         network=1.0e9,
@@ -89,8 +89,8 @@ class Rates:
 
     generation: Phase = Phase(0.003, 1.7)
     """Time model of generation. The default is 3 ms per decoding step and 60 % of the memory bandwidth."""
-    training: Phase = Phase(0.005, 1.1)
-    """Time model of training. The default is 5 ms per micro-batch and 10 % more than the sum of the kernels."""
+    training: Phase = Phase(0.0, 1.0)
+    """Time model of training. The default is the time of the micro-batches (``speed.MicroBatch``)."""
     sync: Phase = Phase(0.5, 2.0)
     """Time model of weight updates. The default is 0.5 s per update and half of the link's bandwidth."""
     verify: float = 0.0

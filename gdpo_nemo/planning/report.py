@@ -40,7 +40,7 @@ from gdpo_nemo.planning.memory import (
 from gdpo_nemo.planning.shape import Shape, expected_saving, groups_saved, model_shape, recorded_bytes
 from gdpo_nemo.planning.speed import (
     BANDWIDTH_SHARE,
-    LAUNCH_S,
+    HOST_LAYER_S,
     PRODUCT_SHARE,
     expected_lengths,
     step_time,
@@ -322,8 +322,9 @@ def _mfu_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates, la
     return (
         f"training {mfu.training:.0%}, log-prob passes {mfu.evaluation:.0%}{sampling} of "
         f"{device.compute / 1e12:.3g} TFLOP/s by arithmetic: a micro-batch of {micro_batch_load(resolved, layout)} "
-        f"tokens is {terms}; the host launches its {batch.launches} kernels in {batch.host * 1e3:.3g} ms{waits}; an "
-        f"optimizer step {mfu.optimizer * 1e3:.3g} ms (assumed: {assumed}, {LAUNCH_S * 1e6:.2g} us per launch)"
+        f"tokens is {terms}; the host needs {batch.host * 1e3:.3g} ms for it{waits}; an "
+        f"optimizer step {mfu.optimizer * 1e3:.3g} ms (assumed: {assumed}, {sum(HOST_LAYER_S) * 1e3:.2g} ms of the host "
+        "per layer)"
     )
 
 

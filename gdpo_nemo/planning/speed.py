@@ -262,12 +262,21 @@ def step_time(
     )
 
 
-PRODUCT_SHARE = 0.7
-"""Assumed fraction of the published peak FLOP/s that large bf16 matrix products reach."""
+PRODUCT_SHARE = 0.5
+"""Fraction of the published peak FLOP/s that bf16 matrix products reach in an update, fitted to the 1.5B model in
+docs/performance.md, "On one H200"."""
+FORWARD_SHARE = 0.6
+"""The same fraction in a log-prob pass, from the same table."""
+HOST_LAYER_S = (3.6e-3, 3.9e-3)
+"""Host seconds per layer and micro-batch (forward, backward) on a GPU, for Python code and launches.
+
+The values are fitted to the micro-batches of 8,192 tokens in the same table, which contains one machine. The host and
+the GPU work concurrently, so the slower one determines the time.
+"""
 BANDWIDTH_SHARE = 0.9
 """Assumed fraction of the published bandwidth that memory-bound kernels reach."""
 LAUNCH_S = 4.5e-6
-"""Assumed host seconds to launch a kernel from Python through autograd."""
+"""Assumed host seconds to launch a kernel from Python through autograd, if ``HOST_LAYER_S`` does not include it."""
 _LAYER_LAUNCHES = (14, 28)
 """Kernels per layer (forward, backward) with TransformerEngine's fused norms, activation and rotary embedding."""
 _ROUTER_LAUNCHES = (24, 28)
@@ -309,20 +318,20 @@ class MicroBatch:
     """Memory-bound kernels: norms, rotary embedding, activation, residuals."""
     logprobs: float
     gradients: float
-    launches: int
-    """Number of kernels."""
+    host: float
+    """Python code and launches, which overlap with the other kinds of work."""
     routing: float = 0.0
     """All-to-all exchanges between expert-parallel ranks, and waits of the host for the experts' token counts."""
 
     @property
-    def host(self) -> float:
-        """Seconds that the host needs to launch all kernels."""
-        return self.launches * LAUNCH_S
+    def device(self) -> float:
+        """Seconds of work on the device."""
+        return self.products + self.moves + self.logprobs + self.gradients + self.routing
 
     @property
     def seconds(self) -> float:
         """Seconds of the micro-batch: the larger of device time and host time."""
-        return max(self.products + self.moves + self.logprobs + self.gradients + self.routing, self.host)
+        return max(self.device, self.host)
 
 
 def model_flops(shape: Shape, tokens: float, length: float, *, backward: bool) -> float:
@@ -360,11 +369,11 @@ def micro_batch(
     weights = sum(shape.on_rank(layout, 0)) if shape.moe_layers else shape.active_parameters / share
     forward_bytes, backward_bytes = _FUSED_LOGIT_BYTES if fused_logprobs(config.policy, layout) else _LOGIT_BYTES
     return MicroBatch(
-        products=flops / share / (PRODUCT_SHARE * device.compute),
+        products=flops / share / ((PRODUCT_SHARE if backward else FORWARD_SHARE) * device.compute),
         moves=moved / bandwidth,
         logprobs=(forward_bytes + backward_bytes * backward) * vocabulary / bandwidth,
         gradients=_GRADIENT_BYTES * weights / bandwidth * backward,
-        launches=_launches(config.policy, shape, layout, tokens / length, backward),
+        host=_host_seconds(config.policy, shape, layout, tokens / length, 1 + again, backward),
         routing=_routing(config, shape, device, layout, tokens) * (1 + backward + again),
     )
 
@@ -405,16 +414,24 @@ def _layer_floats(shape: Shape) -> float:
     return norms + 6 * blocks * shape.hidden + 4 * rotated + 8 * width + 8 * recurrent
 
 
-def _launches(policy: PolicyConfig, shape: Shape, layout: Layout, sequences: float, backward: bool) -> int:
+def _host_seconds(
+    policy: PolicyConfig, shape: Shape, layout: Layout, sequences: float, forwards: float, backward: bool
+) -> float:
+    """Return the host seconds of a micro-batch. CPUs execute the kernels themselves, so only launches count there.
+
+    Args:
+        forwards: number of forward passes, including recomputation.
+    """
     layers = shape.layers // layout.pipeline
-    count = layers * (_LAYER_LAUNCHES[0] + _LAYER_LAUNCHES[1] * backward)
+    of_layer = HOST_LAYER_S if layout.gpus else tuple(LAUNCH_S * count for count in _LAYER_LAUNCHES)
+    seconds = layers * (of_layer[0] * forwards + of_layer[1] * backward)
     moe_layers = len(shape.moe_layers) // layout.pipeline
     experts = shape.experts // layout.expert
-    count += moe_layers * (_ROUTER_LAUNCHES[0] + experts * _EXPERT_LAUNCHES[0])
+    count = moe_layers * (_ROUTER_LAUNCHES[0] + experts * _EXPERT_LAUNCHES[0])
     count += moe_layers * (_ROUTER_LAUNCHES[1] + experts * _EXPERT_LAUNCHES[1]) * backward
     if not transformer_engine(policy, layout):
         count += layers * ceil(sequences) * _ROTARY_LAUNCHES * 2 // (1 if backward else 2)
-    return count
+    return seconds + count * LAUNCH_S
 
 
 def optimizer_seconds(resolved: Resolved, shape: Shape, device: Device) -> float:

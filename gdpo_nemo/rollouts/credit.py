@@ -18,7 +18,7 @@ from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.contexts import contexts_of
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Group, Outcome, Trajectory
-from gdpo_nemo.rollouts.user_functions import load_estimator, load_shaping_rules
+from gdpo_nemo.rollouts.user_functions import CustomFunctions, load_estimator, load_shaping_rules
 from gdpo_nemo.utils.errors import RunError, first_line
 
 if TYPE_CHECKING:  # A run imports torch only after the start of its processes.
@@ -34,11 +34,16 @@ def with_weights(config: Config, weights: Mapping[str, float]) -> Config:
     return replace(config, gdpo=replace(config.gdpo, rewards={**config.gdpo.rewards, **weights}))
 
 
-def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[str, np.ndarray]:
+def reward_columns(
+    trajectories: Sequence[Trajectory], config: Config, functions: CustomFunctions | None = None
+) -> dict[str, np.ndarray]:
     """Return the rewards of the trajectories by component, after ``gdpo.shaping``.
 
     Each column is float64 [trajectories], with NaN where the component does not apply. Every component with a weight
     has a column, even if no trajectory has a value for this component.
+
+    Args:
+        functions: the run's custom functions, for the one call per step that may change their state.
     """
     rules = config.gdpo.shaping
     columns = {
@@ -54,7 +59,7 @@ def reward_columns(trajectories: Sequence[Trajectory], config: Config) -> dict[s
         max_length=longest_completion(config),
         thinking=np.array([t.thinking_tokens for t in trajectories]),
         truncated=np.array([t.finish_reason == "length" and t.outcome is not Outcome.OK for t in trajectories]),
-        functions=load_shaping_rules(config.gdpo),
+        functions=load_shaping_rules(config.gdpo) if functions is None else functions.rules,
     )
     return shaped
 
@@ -67,7 +72,12 @@ def _component_names(trajectories: Sequence[Trajectory], gdpo: GdpoConfig) -> li
     return list(dict.fromkeys(names))
 
 
-def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None = None) -> Advantages | TurnAdvantages:
+def advantages_of(
+    groups: Sequence[Group],
+    config: Config,
+    kl: np.ndarray | None = None,
+    functions: CustomFunctions | None = None,
+) -> Advantages | TurnAdvantages:
     """Compute the advantages of all trajectories of a step, in group order.
 
     With ``gdpo.credit: turn``, compute the advantages of the turns instead. Components that are not in ``gdpo.rewards``
@@ -75,6 +85,8 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
 
     Args:
         kl: result of ``log_ratios``, required if ``gdpo.kl_in_reward`` is set. Shape: [trajectories].
+        functions: the run's custom functions, for the one call per step that may change their state. Without this
+            argument, functions must not have state.
 
     Raises:
         RunError: if no trajectory has a reward with a weight, or a custom estimator fails or returns non-finite values.
@@ -85,10 +97,12 @@ def advantages_of(groups: Sequence[Group], config: Config, kl: np.ndarray | None
     if config.gdpo.credit == "turn":
         rows = turn_rows(trajectories, _component_names(trajectories, config.gdpo), config.gdpo.discount)
         turn_ids = rows.ids(ids, config.gdpo.turn_baseline)
-        of_turns = _compute(lambda: rows.columns, turn_ids, valid[rows.trajectory], rows.tokens, config)
-        return TurnAdvantages(rows, of_turns, reward_columns(trajectories, config), valid)
+        of_turns = _compute(
+            lambda: rows.columns, turn_ids, valid[rows.trajectory], rows.tokens, config, None, functions
+        )
+        return TurnAdvantages(rows, of_turns, reward_columns(trajectories, config, functions), valid)
     lengths = np.array([t.num_policy_tokens for t in trajectories])
-    return _compute(lambda: reward_columns(trajectories, config), ids, valid, lengths, config, kl)
+    return _compute(lambda: reward_columns(trajectories, config, functions), ids, valid, lengths, config, kl, functions)
 
 
 def _compute(
@@ -97,7 +111,8 @@ def _compute(
     valid: np.ndarray,
     lengths: np.ndarray,
     config: Config,
-    kl: np.ndarray | None = None,
+    kl: np.ndarray | None,
+    functions: CustomFunctions | None,
 ) -> Advantages:
     """Call ``compute_advantages`` with the config's settings, for trajectories or turns.
 
@@ -107,7 +122,7 @@ def _compute(
     from gdpo_nemo.algorithms import compute_advantages
 
     gdpo = config.gdpo
-    custom = load_estimator(config.gdpo)
+    custom = load_estimator(gdpo) if functions is None else functions.estimator
     try:
         columns = rewards()
         return compute_advantages(

@@ -6,17 +6,20 @@ torch is imported only if there is a custom loss or correction to test, so that 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Sequence
+
+import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import Functions, is_import_path, loss_import_paths
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.config.objective_checks import check_estimator, check_skipping
 from gdpo_nemo.config.schema import Config, GdpoConfig
-from gdpo_nemo.utils.errors import ConfigError
-from gdpo_nemo.utils.user_code import exits_contained, load_functions
+from gdpo_nemo.utils.errors import ConfigError, UserCodeFailed, first_line
+from gdpo_nemo.utils.state import from_json, to_json
+from gdpo_nemo.utils.user_code import exits_contained, has_state, load_functions
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from gdpo_nemo.algorithms import LossSettings, Terms, TokenFields
@@ -25,42 +28,201 @@ _LENGTHS = (5, 1, 7, 3)
 """Lengths in tokens of the sequences for the test of a loss. The minimum length is a single token."""
 
 
-def load_estimator(gdpo: GdpoConfig) -> Callable[..., Terms] | None:
-    """Load the custom estimator in ``gdpo.estimator``. Return None for a built-in estimator.
-
-    Raises:
-        ConfigError: if the function cannot be loaded.
-    """
-    name = gdpo.estimator
-    return exits_contained()(load_functions("gdpo.estimator", [name])[name]) if is_import_path(name) else None
+_ESTIMATOR, _SHAPING = "gdpo.estimator", "gdpo.shaping"
 
 
-def load_shaping_rules(gdpo: GdpoConfig) -> dict[str, Callable[..., np.ndarray]]:
-    """Load the custom functions of the rules in ``gdpo.shaping``, by import path.
+class CustomFunctions:
+    """Custom estimator and shaping rules of a run. Instances of classes keep their state from step to step.
+
+    Only the call that computes a step's advantages may use this object, so that the state changes once per step.
 
     Raises:
         ConfigError: if a function cannot be loaded.
     """
-    found = load_functions("gdpo.shaping", filter(is_import_path, map(rule_name, gdpo.shaping)))
-    return {name: exits_contained()(function) for name, function in found.items()}
+
+    def __init__(self, gdpo: GdpoConfig):
+        self._loaded = {key: _load(key, gdpo) for key in (_ESTIMATOR, _SHAPING)}
+        self.estimator = next(map(_contained, self._loaded[_ESTIMATOR].values()), None)
+        """Custom estimator, or None for a built-in estimator."""
+        self.rules = {name: _contained(function) for name, function in self._loaded[_SHAPING].items()}
+        """Custom shaping rules by import path."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of each instance, by config key and import path, for a checkpoint.
+
+        Raises:
+            UserCodeFailed: if a method ``state`` fails.
+        """
+        return {f"{key}: {name}": _called(key, name, function.state) for key, name, function in self._with_state()}
+
+    def load_state(self, states: Mapping[str, Any]) -> list[str]:
+        """Restore the state of all instances. Return the instances that ``states`` does not contain.
+
+        Raises:
+            UserCodeFailed: if a method ``load_state`` fails.
+        """
+        for key, name, function in self._with_state():
+            if f"{key}: {name}" in states:
+                _called(key, name, function.load_state, states[f"{key}: {name}"])
+        return [f"{key}: {name}" for key, name, _ in self._with_state() if f"{key}: {name}" not in states]
+
+    def _with_state(self) -> list[tuple[str, str, Any]]:
+        loaded = [(key, name, f) for key, functions in self._loaded.items() for name, f in functions.items()]
+        return [entry for entry in loaded if has_state(entry[2])]
 
 
-def check_own_functions(config: Config) -> None:
-    """Load the custom estimator, shaping rules, loss and correction, and test each on a small input.
+def load_estimator(gdpo: GdpoConfig) -> Callable[..., Terms] | None:
+    """Load the custom estimator in ``gdpo.estimator`` for use outside of a run's steps. None if it is built-in.
 
     Raises:
-        ConfigError: if a function cannot be loaded, raises an exception or returns invalid values. The message names
-            the config key.
+        ConfigError: if the function cannot be loaded, or has state.
     """
-    estimator = load_estimator(config.gdpo)
-    if estimator is not None:
-        check_estimator(config.gdpo, estimator)
-    if rules := load_shaping_rules(config.gdpo):
-        _try_rules(config.gdpo, rules)
+    return next(map(_contained, _without_state(_ESTIMATOR, gdpo).values()), None)
+
+
+def load_shaping_rules(gdpo: GdpoConfig) -> dict[str, Callable[..., np.ndarray]]:
+    """Load the custom functions in ``gdpo.shaping`` by import path. Errors are those of ``load_estimator``."""
+    return {name: _contained(function) for name, function in _without_state(_SHAPING, gdpo).items()}
+
+
+def _load(key: str, gdpo: GdpoConfig) -> dict[str, Callable[..., Any]]:
+    names = [gdpo.estimator] if key == _ESTIMATOR else map(rule_name, gdpo.shaping)
+    return load_functions(key, filter(is_import_path, names), classes=True)
+
+
+def _without_state(key: str, gdpo: GdpoConfig) -> dict[str, Callable[..., Any]]:
+    found = _load(key, gdpo)
+    for name, function in found.items():
+        if has_state(function):
+            raise ConfigError(f"{key}: {name} has state, which is only known in the steps of a run")
+    return found
+
+
+def _contained(function: Callable[..., Any]) -> Callable[..., Any]:
+    contained = exits_contained()(function)
+    contained.__name__ = getattr(function, "__name__", type(function).__name__)
+    return contained
+
+
+def _called(key: str, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        with exits_contained():
+            return method(*arguments)
+    except Exception as error:
+        raise UserCodeFailed(f"{key}: {name}.{method.__name__} raised {first_line(error)}") from error
+
+
+def check_own_functions(config: Config) -> list[str]:
+    """Load the custom estimator, shaping rules, loss and correction, and test each on a small input.
+
+    Returns:
+        A note for each function that returns different values for the same input.
+
+    Raises:
+        ConfigError: if a function cannot be loaded, raises an exception or returns invalid values, or its state cannot
+            be saved and restored. The message names the config key.
+    """
+    gdpo = config.gdpo
+    trials = [_Trial(key, name, f) for key in (_ESTIMATOR, _SHAPING) for name, f in _load(key, gdpo).items()]
+    _check_single_use(config, trials)
+    for trial in trials:
+        if trial.key == _ESTIMATOR:
+            check_estimator(gdpo, trial.recorded())
+    if rules := {trial.name: trial.recorded() for trial in trials if trial.key == _SHAPING}:
+        _try_rules(gdpo, rules)
     if paths := loss_import_paths(config.loss_fn):
         functions = load_functions("loss_fn", paths)
-        _try_loss(config.loss_fn, functions)
+        losses = [_Trial("loss_fn", name, function) for name, function in functions.items()]
+        _try_loss(config.loss_fn, {trial.name: trial.recorded() for trial in losses})
         check_skipping(config, functions)
+        trials += losses
+    return [note for trial in trials if (note := trial.repeat())]
+
+
+def _check_single_use(config: Config, trials: Sequence[_Trial]) -> None:
+    """Check that no setting calls a function with state more than once per step. Raises ConfigError."""
+    gdpo = config.gdpo
+    also_rules = {
+        "gdpo.constraints": bool(gdpo.constraints),
+        "gdpo.component_gradient_period": bool(gdpo.component_gradient_period),
+        "algorithm.type": config.algorithm.type == "ppo",
+    }
+    names = [rule_name(rule) for rule in gdpo.shaping]
+    for trial in trials:
+        calls_again = {"gdpo.dynamic_sampling.enabled": gdpo.dynamic_sampling.enabled}
+        if trial.key == _SHAPING:
+            calls_again |= also_rules | {"gdpo.shaping: another rule": names.count(trial.name) > 1}
+        for key, is_set in calls_again.items():
+            if is_set and has_state(trial.function):
+                raise ConfigError(
+                    f"{key}: conflicts with {trial.key}: {trial.name}, whose state must change only once per step"
+                )
+
+
+class _Trial:
+    """Test of a custom function: records its calls, and repeats the last call."""
+
+    def __init__(self, key: str, name: str, function: Any):
+        self.key = key
+        self.name = name
+        self.function = function
+        self._last: tuple[list[Any], dict[str, Any], Any] | None = None
+        """Arguments, options and result of the last call."""
+
+    def recorded(self) -> Callable[..., Any]:
+        """Return the function, with its calls recorded."""
+        contained = _contained(self.function)
+
+        @wraps(contained)
+        def record(*arguments: Any, **options: Any) -> Any:
+            before = [a.copy() if isinstance(a, np.ndarray) else a for a in arguments]
+            result = contained(*arguments, **options)
+            self._last = before, options, result
+            return result
+
+        return record
+
+    def repeat(self) -> str | None:
+        """Call the function again with the same input. For an object with state, also call a restored copy of it.
+
+        Returns:
+            A note if the result differs.
+
+        Raises:
+            ConfigError: if the state cannot be saved, or the copy returns another result.
+        """
+        if self._last is None:
+            return None
+        arguments, options, expected = self._last
+        copy: Any = self.function
+        try:
+            with exits_contained():
+                if has_state(copy):
+                    copy = load_functions(self.key, [self.name], classes=True)[self.name]
+                    copy.load_state(from_json(to_json(self.function.state())))
+                    expected = self.function(*arguments, **options)
+                found = copy(*arguments, **options)
+        except Exception as error:
+            raise ConfigError(f"{self.key}: {self.name}, called again: {first_line(error)}") from error
+        if _content(found) == _content(expected):
+            return None
+        if has_state(copy):
+            raise ConfigError(
+                f"{self.key}: {self.name} returns other values after its state was restored; state() must contain "
+                "everything that changes from call to call"
+            )
+        return (
+            f"{self.key}: {self.name} returns different values for the same input, so a resumed run may differ "
+            "(docs/custom_algorithms.md, State)"
+        )
+
+
+def _content(result: Any) -> bytes:
+    """Return the numbers in the result of a custom function, which was checked before."""
+    values = getattr(result, "components", result)
+    values = values[0] if isinstance(values, tuple) else values
+    values = values.detach() if hasattr(values, "detach") else values
+    return np.asarray(values).tobytes()
 
 
 def _try_rules(gdpo: GdpoConfig, functions: Functions) -> None:

@@ -99,7 +99,7 @@ class Algorithm(ABC, Generic[Batch, Prepared]):
         return
 
     def state(self) -> dict[str, Any]:
-        """Return the algorithm's state for a checkpoint. The state must be serializable as JSON."""
+        """Return the algorithm's state for a checkpoint, with values that ``utils.state.to_json`` supports."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from gdpo_nemo.rollouts.credit import (
     with_weights,
 )
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
+from gdpo_nemo.rollouts.user_functions import CustomFunctions
 from gdpo_nemo.training.algorithm import Algorithm
 from gdpo_nemo.training.component_gradients import ComponentGradients
 
@@ -160,6 +161,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         gdpo = config.gdpo
         changes = gdpo.constraints or gdpo.schedules
         self.weights = ComponentWeights(gdpo.rewards, gdpo.constraints, gdpo.schedules) if changes else None
+        self.functions = CustomFunctions(gdpo)
         self._result: UpdateResult | None = None
         """Result of the last update."""
 
@@ -220,7 +222,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
         """Return the advantages, the value of ``TrainSequence.advantage`` for each trajectory, and metrics."""
         divergence = self._kl(batch)
         start = time.time()
-        advantages = advantages_of(batch.groups, self._weighted(batch), divergence)
+        advantages = advantages_of(batch.groups, self._weighted(batch), divergence, self.functions)
         measured = {"time/advantages": time.time() - start}
         if divergence is not None and not np.isnan(divergence).all():
             measured["rollout/reference_kl"] = float(np.nanmean(divergence))
@@ -287,16 +289,21 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             self.entropy.update(result.sums["entropy"] / result.sums["tokens"], self.loss)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the adaptive entropy coefficient and the weights of the constraints, if there are any."""
+        """Return the state of the adaptive entropy coefficient, the weights of the constraints and custom functions."""
         entropy = {} if self.entropy is None else {"entropy": asdict(self.entropy)}
-        return entropy | ({} if self.weights is None else {"weights": self.weights.state()})
+        functions = self.functions.state()
+        custom = {"functions": functions} if functions else {}
+        return entropy | custom | ({} if self.weights is None else {"weights": self.weights.state()})
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the adaptive entropy coefficient and the weights of the constraints from a checkpoint."""
+        """Restore the state that ``state`` returned. A custom function that it does not contain starts anew."""
         if self.entropy is not None and "entropy" in state:
             self.entropy = AdaptiveEntropy(**state["entropy"])
         if self.weights is not None:
             self.weights.load_state(state.get("weights", {}))
+        missing = self.functions.load_state(state.get("functions", {}))
+        for name in missing if "functions" in state else ():
+            self.log.note(f"{name}: the checkpoint does not contain its state, so its state starts anew")
 
     def metrics(self, prepared: PreparedRollout, results: Sequence[UpdateResult], version: int) -> dict[str, float]:
         """Return the metrics of loss, rewards, advantages, rollouts and staleness.

@@ -70,7 +70,7 @@ class PPO(GDPO):
         # Components are used for diagnostics only.
         config = self._weighted(batch)
         diagnosed = replace(config, gdpo=replace(config.gdpo, kl_in_reward=None))
-        rewards_by_component = advantages_of(batch.groups, diagnosed)
+        rewards_by_component = advantages_of(batch.groups, diagnosed, functions=self.functions)
         rewards = action_rewards(batch.trajectories, config)
         no_advantages = np.zeros(len(batch.trajectories))
         trained = [reward is not None for reward in rewards]

@@ -32,7 +32,7 @@ from gdpo_nemo.observe.ownership import owned
 from gdpo_nemo.observe.run_files import status_if_whole
 from gdpo_nemo.observe.samples import FOLDER, rollout_files
 from gdpo_nemo.rollouts.batches import read_recorded, recorded_groups
-from gdpo_nemo.rollouts.user_functions import check_own_functions
+from gdpo_nemo.rollouts.user_functions import check_own_functions, load_estimator, load_shaping_rules
 from gdpo_nemo.training.algorithm import Algorithm, load_algorithm
 from gdpo_nemo.training.checkpoints import (
     UPDATES_UNKNOWN,
@@ -46,6 +46,7 @@ from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.training.inputs import model_folder, starting_adapter
 from gdpo_nemo.training.resume import config_files, record_config
 from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.state import from_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -235,6 +236,7 @@ def _check_comparable(segment: Segment, kind: type[Algorithm[Any, Any]]) -> None
     """
     try:
         check_recorded_advantages(segment.config)
+        load_estimator(segment.config.gdpo), load_shaping_rules(segment.config.gdpo)
     except ConfigError as error:
         raise ConfigError(f"--instead: cannot compare advantages; {error}") from None
     # The methods of a custom class have a wrapper.
@@ -396,7 +398,7 @@ def _compare_gradients(trainer: Trainer, plan: Plan) -> np.ndarray:
         config = _quiet(replace(config, gdpo=gdpo), plan.out)
         # A step moves the weights of constraints, so the trainer's algorithm must not prepare the step here.
         algorithm = type(made)(config, made.policy, made.tokenizer, made.log)
-        algorithm.load_state(plan.state.algorithm)
+        algorithm.load_state(from_json(plan.state.algorithm))
         update = next(iter(algorithm.updates(algorithm.prepare(trainer.stream.get_batch(trainer.state.step)))))
         trainer.policy.component_gradients(update, [algorithm.loss], first=number == 0)
     # The arrays of a rank's result are in Ray's memory, which is unmapped when the session ends.
@@ -436,7 +438,7 @@ def _trainer(plan: Plan, segment: Segment, state: RunState, checkpoint: Path | N
             policy.load_adapter(adapter)
         parts.policy = policy
         parts.algorithm = kind(config, policy, load_tokenizer(config.policy, plan.model, config.run.date), log)
-        parts.algorithm.load_state(state.algorithm)
+        parts.algorithm.load_state(from_json(state.algorithm))
         parts.stream = RecordedStream(plan.run_dir, plan.entries)
         yield Trainer(parts)
     finally:

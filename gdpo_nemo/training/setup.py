@@ -65,6 +65,7 @@ from gdpo_nemo.training.supervisor import current_attempt, report
 from gdpo_nemo.utils.errors import START_AGAIN, GdpoError, InfrastructureFailed
 from gdpo_nemo.utils.progress import importing, phase
 from gdpo_nemo.utils.signals import answered_by, raw_lines_in
+from gdpo_nemo.utils.state import from_json
 from gdpo_nemo.utils.waits import WaitExpired
 
 if TYPE_CHECKING:  # These imports take seconds and would delay the message about an invalid config.
@@ -197,7 +198,7 @@ def _start_processes(
         policy.load_adapter(inputs.adapter)
         lap("adapter")
     parts.algorithm = inputs.algorithm(parts.config, policy, inputs.tokenizer, parts.log)
-    parts.algorithm.load_state(parts.state.algorithm)
+    parts.algorithm.load_state(from_json(parts.state.algorithm))
     if sampling and pool:
         sampling.connect(stack, pool)
     else:

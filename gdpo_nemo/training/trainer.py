@@ -20,8 +20,9 @@ from gdpo_nemo.data.records import Group, UpdateResult
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.observe.journal import TrainedBatch
 from gdpo_nemo.training.supervisor import current_attempt
-from gdpo_nemo.utils.errors import GdpoError, NumericsFailed
+from gdpo_nemo.utils.errors import GdpoError, NumericsFailed, UserCodeFailed
 from gdpo_nemo.utils.progress import frozen, phase
+from gdpo_nemo.utils.state import to_json
 from gdpo_nemo.utils.waits import waiting
 
 if TYPE_CHECKING:
@@ -254,7 +255,10 @@ class Trainer:
             if section.metric_name:
                 self.finish_validation()
             self.state.ledger = self.stream.ledger()
-            self.state.algorithm = self.algorithm.state()
+            try:
+                self.state.algorithm = to_json(self.algorithm.state())
+            except ValueError as error:
+                raise UserCodeFailed(f"checkpoint {self.state.step}: the algorithm's {error}") from error
             self.saving = self.state.step
             self.checkpoints.begin(self.state, self._write_checkpoint)
             if not section.async_save:

@@ -52,17 +52,21 @@ def find_file(name: str | os.PathLike[str]) -> Path | None:
     return next((candidate for candidate in (path, REPOSITORY / path) if candidate.is_file()), None)
 
 
-def find_function(key: str, reference: str) -> tuple[Path, str]:
+def find_function(key: str, reference: str, classes: bool = False) -> tuple[Path, str]:
     """Split ``file.py:function`` into the path of the file (``find_file``) and the function, without running the file.
 
     Args:
         key: config key that contains the reference, for messages.
+        classes: True if the name may also be a class, whose instance is called like a function.
 
     Raises:
         ConfigError: if the file does not exist, is not valid Python, or has no such function.
     """
     path, function, body = _split_reference(key, reference)
-    if not any(isinstance(node, ast.FunctionDef) and node.name == function for node in body):
+    found = next((n for n in body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == function), None)
+    if isinstance(found, ast.ClassDef) and not classes:
+        raise ConfigError(f"{key}: {function} in {path} is a class; this key requires a function")
+    if found is None:
         raise ConfigError(f"{key}: {path} has no function {function}")
     return path, function
 

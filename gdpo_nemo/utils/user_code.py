@@ -94,14 +94,15 @@ def _unpickled(file: str, name: str) -> Any:
     return objects[name]
 
 
-def load_functions(key: str, import_paths: Iterable[str]) -> dict[str, Callable[..., Any]]:
+def load_functions(key: str, import_paths: Iterable[str], classes: bool = False) -> dict[str, Callable[..., Any]]:
     """Load user-defined functions and return them by import path.
 
     Args:
         key: config key that contains the import paths, for messages.
+        classes: True if a path may name a class. The result then contains a new instance, which may have state.
 
     Raises:
-        ConfigError: if a function cannot be loaded.
+        ConfigError: if a function cannot be loaded, or a class does not fit.
     """
     found = {}
     for import_path in import_paths:
@@ -109,9 +110,30 @@ def load_functions(key: str, import_paths: Iterable[str]) -> dict[str, Callable[
             found[import_path] = load_object(import_path)
         except ConfigError as error:
             raise ConfigError(f"{key}: {error}") from error
+        if isinstance(found[import_path], type):
+            if not classes:
+                raise ConfigError(f"{key}: {import_path} is a class; this key requires a function")
+            found[import_path] = _instance(key, import_path, found[import_path])
         if not callable(found[import_path]):
             raise ConfigError(f"{key}: {import_path} is not callable")
     return found
+
+
+def _instance(key: str, import_path: str, cls: type) -> Any:
+    """Return an instance of a class that is used like a function. Raises ConfigError if the class does not fit."""
+    missing = {"state", "load_state"} - set(dir(cls))
+    if len(missing) == 1:
+        raise ConfigError(f"{key}: {import_path} must define {missing.pop()}, because it defines the other of the pair")
+    try:
+        with exits_contained():
+            return cls()
+    except Exception as error:
+        raise ConfigError(f"{key}: {import_path}() raised {first_line(error)}") from error
+
+
+def has_state(function: Callable[..., Any]) -> bool:
+    """Return True if a custom function is an object with the methods ``state`` and ``load_state``."""
+    return hasattr(function, "state") and hasattr(function, "load_state")
 
 
 def absolute_import_path(name: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 from gdpo_nemo.algorithms import Terms, compute_advantages, weighted_terms, z_scores
 from gdpo_nemo.algorithms.estimators import gdpo
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.objective_checks import check_estimator
 from gdpo_nemo.rollouts.credit import advantages_of
 from gdpo_nemo.rollouts.user_functions import check_own_functions
 from gdpo_nemo.training.validation import validate
@@ -188,6 +189,103 @@ def test_an_own_estimator_that_gives_nan_is_refused_before_any_process_starts(tm
     raising.write_text("def mine(table, settings):\n    return {}['x']\n")
     with pytest.raises(ConfigError, match=r"gdpo.estimator: .*raising.py:mine raised KeyError"):
         check_own_functions(config(f"{raising}:mine"))
+
+
+KINDS = """
+import numpy as np
+import torch
+from gdpo_nemo import Terms, weighted_terms, z_scores
+
+class Scaled:
+    def __init__(self):
+        self.calls = np.zeros(1)
+    def __call__(self, table, settings, by=1.0):
+        self.calls += by
+        z, has_signal = z_scores(table, settings)
+        return weighted_terms(z * self.calls, has_signal, table.weights)
+
+class WithState(Scaled):
+    def state(self): return {"calls": self.calls}
+    def load_state(self, state): self.calls = state["calls"]
+
+class WithoutLoad(Scaled):
+    def state(self): return {}
+
+class WithoutState(Scaled):
+    def load_state(self, state): pass
+
+class Forgetful(WithState):
+    def state(self): return {"calls": np.zeros(1)}
+
+class OfTensors(WithState):
+    def state(self): return {"calls": torch.from_numpy(self.calls)}
+
+class WithArguments(WithState):
+    def __init__(self, calls): self.calls = calls
+
+class NotCalled:
+    pass
+
+class Leaving(WithState):
+    def __init__(self): raise SystemExit(0)
+
+def tensors(table, settings):
+    found = WithState()(table, settings)
+    return Terms(torch.from_numpy(found.components), torch.from_numpy(found.has_signal))
+
+def with_torch(table, settings):
+    return weighted_terms(torch.tanh(table.columns), table.present, table.weights)
+"""
+
+
+@pytest.fixture
+def kinds(tmp_path):
+    file = tmp_path / "kinds.py"
+    file.write_text(KINDS)
+    return file
+
+
+@pytest.mark.parametrize(
+    "name, complaint",
+    [
+        ("WithoutLoad", "must define load_state, because it defines"),
+        ("WithoutState", "must define state, because it defines"),
+        ("Forgetful", "returns other values after its state was restored"),
+        ("OfTensors", r"called again: ValueError: state\['calls'\]: cannot save Tensor"),
+        ("WithArguments", r"WithArguments\(\) raised TypeError"),
+        ("NotCalled", "is not callable"),
+        ("Leaving", r"Leaving\(\) raised ExitRaised"),
+        ("tensors", "returned a Tensor in Terms.components; use NumPy arrays"),
+        ("with_torch", "raised TypeError: tanh.*rewards are NumPy arrays, so use NumPy functions"),
+    ],
+)
+def test_a_class_or_result_that_does_not_fit_is_refused_before_any_process_starts(name, complaint, kinds):
+    with pytest.raises(ConfigError, match=f"gdpo.estimator: .*{complaint}"):
+        check_own_functions(config(f"{kinds}:{name}"))
+
+
+def test_functions_whose_result_depends_on_earlier_calls_are_noted_unless_their_state_is_saved(kinds):
+    check_estimator(config(f"{kinds}:WithState").gdpo)
+    assert check_own_functions(config(f"{kinds}:WithState", "gdpo.options={by: 2.0}")) == []
+    (note,) = check_own_functions(config(f"{kinds}:Scaled"))
+    assert note.startswith(f"gdpo.estimator: {kinds}:Scaled returns different values for the same input")
+    assert check_own_functions(config(f"{EXAMPLE}:squashed")) == check_own_functions(config(f"{EXAMPLE}:Fading")) == []
+
+
+def test_state_changes_in_one_call_per_step_and_is_unknown_outside_of_steps(kinds):
+    sampling = "gdpo.dynamic_sampling={enabled: true}"
+    with pytest.raises(ConfigError, match="gdpo.dynamic_sampling.enabled: conflicts with gdpo.estimator: .*WithState"):
+        check_own_functions(config(f"{kinds}:WithState", sampling))
+    for repeating in ("gdpo.constraints={short: {at_least: 0.5}}", "gdpo.component_gradient_period=1", sampling):
+        with pytest.raises(ConfigError, match="gdpo.* conflicts with gdpo.shaping: .*WithState, whose state must"):
+            check_own_functions(
+                config("gdpo", f"gdpo.shaping=[{{component: short, '{kinds}:WithState': {{}}}}]", repeating)
+            )
+    both = ", ".join(f"{{component: {name}, '{kinds}:WithState': {{}}}}" for name in ("short", "correct"))
+    with pytest.raises(ConfigError, match="gdpo.shaping: another rule: conflicts with gdpo.shaping: .*WithState"):
+        check_own_functions(config("gdpo", f"gdpo.shaping=[{both}]"))
+    with pytest.raises(ConfigError, match="WithState has state, which is only known in the steps of a run"):
+        advantages_of(groups(), config(f"{kinds}:WithState"))
 
 
 @pytest.mark.parametrize("exit_call", ["raise SystemExit(0)", "import os; os._exit(0)", "raise GeneratorExit"])

@@ -210,6 +210,8 @@ def test_the_example_estimator_and_rule_pass_the_trial():
         ("def mine(logprobs, fields):\n    return -logprobs\n", r"must be a function \(logprobs, fields, settings\)"),
         ("def mine(logprobs, fields, settings, power):\n    return -logprobs\n", "then options with defaults"),
         ("mine = 3\n", "is not callable"),
+        ("class mine:\n    pass\n", "is a class; this key requires a function"),
+        ("import numpy as np\n" + body("np.exp(logprobs)"), "a NumPy function got a tensor; use torch functions"),
     ],
 )
 def test_what_is_no_loss_is_refused_before_any_process_starts(code, complaint, tmp_path):

@@ -33,6 +33,7 @@ UNDISTURBED = (
     f"gdpo.max_num_steps={UNDISTURBED_STEPS}",
     "gdpo.val_at_start=true",
     CONSTRAINT,
+    "gdpo.estimator=examples/custom_estimator.py:Fading",
     f"policy.megatron_cfg={{optimizer: {{lr: {LR}}}, scheduler: {{lr_decay_style: cosine}}}}",
 )
 """Overrides of the undisturbed run, which others repeat or go on with."""

@@ -53,7 +53,7 @@ def test_a_changed_run_goes_on_and_says_what_applies_from_which_step(changed):
     shown = " ".join(changed[1].split())
     for sentence in (
         "gdpo.max_num_steps: 12 -> 14 from step 13 on",
-        "gdpo.estimator: gdpo -> grpo from step 13 on",
+        "gdpo.estimator: examples/custom_estimator.py:Fading -> grpo from step 13 on",
         "gdpo.num_prompts_per_step: 4 -> 2 from step 13 on",
         "gdpo.rewards.format: 1 -> absent from step 13 on",
         "gdpo.rewards.length: 1 -> 0.5 from step 13 on",
@@ -102,6 +102,6 @@ def test_the_folder_holds_both_configs_and_each_checkpoint_its_own(changed):
     folder = changed[0]
     history = sorted((folder / "config_history").iterdir())
     assert [path.name for path in history] == ["0001_from_step_1.yaml", "0002_from_step_13.yaml"]
-    assert [load_config(path).gdpo.estimator for path in history] == ["gdpo", "grpo"]
+    assert [load_config(path).gdpo.estimator for path in history] == ["examples/custom_estimator.py:Fading", "grpo"]
     assert load_config(folder / "checkpoints" / f"step_{LATER}" / "config.yaml") == load_config(folder / "config.yaml")
     assert json.loads((folder / "checkpoints" / f"step_{LATER}" / "state.json").read_text())["updates"] == LATER

@@ -70,11 +70,18 @@ TRAINING = (
     ),
     mutant(
         "training/gdpo.py",
-        'return entropy | ({} if self.weights is None else {"weights": self.weights.state()})',
-        "return entropy",
+        'return entropy | custom | ({} if self.weights is None else {"weights": self.weights.state()})',
+        "return entropy | custom",
         "training/test_trainer.py::"
         "test_a_constraint_moves_the_weight_before_each_update_and_resumes_from_the_checkpoint",
         "a checkpoint contains the weights of constraints",
+    ),
+    mutant(
+        "training/gdpo.py",
+        'custom = {"functions": functions} if functions else {}',
+        "custom = {}",
+        "training/test_trainer.py::test_a_resumed_run_continues_with_the_state_of_its_custom_functions",
+        "a checkpoint contains the state of custom functions",
     ),
     mutant(
         "training/gdpo.py",

@@ -188,6 +188,7 @@ class Logging(GDPO):
         (["gdpo.kl_in_reward=0.1"], "gdpo.kl_in_reward: requires log-probs of the initial model"),
         (["algorithm.type=ppo"], "algorithm.type: ppo's advantages come from a value head"),
         (["algorithm.type=distillation"], "algorithm.type: distillation's advantages come from a teacher"),
+        (["gdpo.estimator=examples/custom_estimator.py:Fading"], "gdpo.estimator: .*Fading has state, which is only"),
         (["algorithm.type=OWN:Own"], "because algorithm.type .*:Own computes its own; train again"),
         (["algorithm.type=OWN:Logging"], None),
     ],

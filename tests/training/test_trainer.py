@@ -24,7 +24,8 @@ from gdpo_nemo.training.checkpoints import RunState
 from gdpo_nemo.training.gdpo import GDPO
 from gdpo_nemo.training.trainer import METRICS, Trainer
 from gdpo_nemo.utils import progress
-from gdpo_nemo.utils.errors import RunError
+from gdpo_nemo.utils.errors import RunError, UserCodeFailed
+from gdpo_nemo.utils.state import from_json
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 SMALL = [
@@ -62,6 +63,7 @@ class Recorder:
                               span=lambda *span: self.spans.append(span), alert=self.alerts.append,
                               trained=lambda *trained: self.trained.append(trained),
                               flush=lambda step: self.calls.append(f"samples {step}"))  # fmt: skip
+        self.log = log
         policy = SimpleNamespace(train=self.train, logprobs=self.logprobs, begin_save=None,
                                  finish_save=lambda: self.calls.append("files"),
                                  save_is_written=lambda: True)  # fmt: skip
@@ -389,6 +391,61 @@ def test_a_constraint_moves_the_weight_before_each_update_and_resumes_from_the_c
     resumed.trainer.algorithm.load_state(states[1])
     resumed.trainer.step()
     assert resumed.rows[0][0]["reward/b/weight"] == weights[2] and resumed.trainer.algorithm.state() == states[2]
+
+
+WITH_STATE = """
+import numpy as np
+from gdpo_nemo import weighted_terms, z_scores
+
+class Counting:
+    def __init__(self): self.calls = np.zeros(2)
+    def state(self): return {"calls": self.calls}
+    def load_state(self, state): self.calls = state["calls"]
+
+class Estimator(Counting):
+    def __call__(self, table, settings):
+        self.calls += [1, 0.25]
+        z, has_signal = z_scores(table, settings)
+        return weighted_terms(z / self.calls[:, None], has_signal, table.weights)
+
+class Rule(Counting):
+    def __call__(self, values, context):
+        self.calls += 1
+        return values + self.calls[0]
+
+class BadState(Estimator):
+    def state(self): return {"calls": {1, 2}}
+"""
+
+
+def test_a_resumed_run_continues_with_the_state_of_its_custom_functions(tmp_path):
+    """Rewards are equal in every step, so that advantages and means change with the state only."""
+    file = tmp_path / "mine.py"
+    file.write_text(WITH_STATE)
+    custom = (f"gdpo.estimator={file}:Estimator", f"gdpo.shaping=[{{component: b, '{file}:Rule': {{}}}}]")
+    unbroken, resumed = Recorder(*custom), Recorder(*custom)
+    states = []
+    for _ in range(4):
+        unbroken.trainer.step()
+        unbroken.trainer.save()
+        states.append(json.dumps(unbroken.parts.state.algorithm))
+    assert [row["reward/b/mean"] for row, *_ in unbroken.rows] == [1.5, 2.5, 3.5, 4.5], "one call in each step"
+    assert len({advantages.tobytes() for *_, advantages in unbroken.rows}) == 4
+    resumed.trainer.algorithm.load_state(from_json(json.loads(states[1])))
+    for row, _, advantages in unbroken.rows[2:]:
+        resumed.trainer.step()
+        assert resumed.rows[-1][0]["reward/b/mean"] == row["reward/b/mean"]
+        np.testing.assert_array_equal(resumed.rows[-1][2], advantages)
+    renamed = Recorder(custom[0], custom[1].replace("Rule", "Estimator"))
+    renamed.log.note = renamed.alerts.append
+    renamed.trainer.algorithm.load_state(from_json(json.loads(states[1])))
+    (note,) = renamed.alerts
+    assert note.startswith("gdpo.shaping: ") and "does not contain its state" in note
+    broken = Recorder(f"gdpo.estimator={file}:BadState")
+    with pytest.raises(
+        UserCodeFailed, match=r"checkpoint 0: the algorithm's state.*BadState.*calls.*: cannot save set"
+    ):
+        broken.trainer.save()
 
 
 def test_the_first_step_of_a_schedule_has_the_weight_of_the_config():
