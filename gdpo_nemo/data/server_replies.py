@@ -12,6 +12,7 @@ from typing import Any, Mapping
 import numpy as np
 
 from gdpo_nemo.utils import files
+from gdpo_nemo.utils.errors import without_secrets
 
 # This pattern also matches an unterminated string, so that no input is scanned twice.
 _STRING = re.compile(rb'"(?:[^"\\]|\\.|\\\Z)*+(?:"|\Z)', re.DOTALL)
@@ -42,7 +43,7 @@ def parse_json(body: bytes, max_depth: int) -> Any:
     except files.RepeatedKey as error:
         raise Failure(FailureKind.BAD_REPLY, f"the reply is ambiguous: {error}") from None
     except (ValueError, RecursionError):
-        start = printable(body[:60].decode("utf-8", "replace"), 40)
+        start = printable(body[:_LARGE].decode("utf-8", "replace"), 40)
         raise Failure(FailureKind.BAD_REPLY, f"the reply is not JSON: it begins with {start!r}") from None
 
 
@@ -74,11 +75,15 @@ def check_measurement(reply: Mapping[str, Any]) -> None:
     raise Failure(FailureKind.VERIFIER, printable(detail))
 
 
-def validation_errors(body: Any) -> str:
-    """Return the invalid fields of a request and their errors, from the body of a reply with status 422.
+def error_text(body: Any) -> str:
+    """Return the reason in the body of an error reply, as one line.
 
-    The fields are read from FastAPI's ``detail`` list. A body without this list is returned as a short excerpt.
+    The reason is the ``message`` of OpenAI's ``error``, or FastAPI's ``detail`` with the invalid fields of a request.
+    Another body is returned as a short excerpt.
     """
+    error = body.get("error", body) if isinstance(body, Mapping) else body
+    if isinstance(error, Mapping) and isinstance(error.get("message"), str):
+        return printable(error["message"])
     detail = body.get("detail") if isinstance(body, Mapping) else None
     if not isinstance(detail, list):
         return printable(str(detail if detail is not None else body))
@@ -159,6 +164,7 @@ class Failure(Exception):
 
 
 def printable(text: str, limit: int = 200) -> str:
-    """Return untrusted text as one line of at most ``limit`` printable characters."""
-    line = " ".join(text.split())
+    """Return untrusted text as one line of at most ``limit`` printable characters, without secrets."""
+    # Secrets are masked before the text is cut, because a partial secret would not be found.
+    line = without_secrets(" ".join(text.split()))
     return "".join(character if character.isprintable() else "?" for character in line[:limit])

@@ -20,13 +20,13 @@ import tenacity
 from gdpo_nemo.data.server_replies import (
     Failure,
     FailureKind,
+    error_text,
     parse_json,
     parse_reply,
     printable,
     retry_after_s,
-    validation_errors,
 )
-from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.errors import ConfigError, RunError, remember_secret
 
 Reply = TypeVar("Reply")
 
@@ -83,7 +83,7 @@ class HttpClient:
         concurrency: maximum number of connections to one host.
         max_reply_bytes: maximum size of a reply in bytes.
         max_json_depth: maximum nesting depth of a reply.
-        api_key: key to send as a bearer token. The key is removed from error messages.
+        api_key: key to send as a bearer token.
     """
 
     def __init__(self, concurrency: int, max_reply_bytes: int, max_json_depth: int, api_key: str | None = None):
@@ -201,7 +201,7 @@ class HttpClient:
             target = urlsplit(response.headers.get("Location", "")).netloc.rpartition("@")[2]
             return Failure(
                 FailureKind.REDIRECT,
-                f"HTTP {status} to {self._clean(target, 80)!r}; redirects are not followed",
+                f"HTTP {status} to {printable(target, 80)!r}; redirects are not followed",
                 status=status,
             )
         excerpt = await self._excerpt(response)
@@ -221,9 +221,9 @@ class HttpClient:
             parts.append(part)
         body = b"".join(parts)
         if "json" not in response.content_type:
-            return self._clean(body.decode("utf-8", "replace"), 120)
+            return printable(body.decode("utf-8", "replace"), 120)
         try:
-            return self._clean(validation_errors(parse_json(body, self._max_depth)), 400)
+            return error_text(parse_json(body, self._max_depth))
         except Failure:
             return ""
 
@@ -233,13 +233,8 @@ class HttpClient:
         if isinstance(error, TimeoutError):
             return Failure(FailureKind.TIMEOUT, f"no reply within {timeout_s:.3g} s")
         if isinstance(error, (OSError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)):
-            return Failure(FailureKind.CONNECTION, self._clean(str(error) or type(error).__name__, 160))
+            return Failure(FailureKind.CONNECTION, printable(str(error) or type(error).__name__, 160))
         return Failure(FailureKind.BAD_REPLY, f"not a valid HTTP reply ({type(error).__name__})")
-
-    def _clean(self, text: str, limit: int) -> str:
-        if self._api_key:
-            text = text.replace(self._api_key, "***")
-        return printable(text, limit)
 
 
 async def with_retries(
@@ -332,7 +327,8 @@ def base_url(key: str, url: Any) -> str:
 
 
 def api_key(variable: str | None) -> str | None:
-    """Return the API key in an environment variable, or None if ``variable`` is None.
+    """Return the API key in an environment variable, or None if ``variable`` is None. Messages of this process show
+    ``***`` in its place.
 
     Raises ConfigError if the variable is not set or its value is not a valid key.
     """
@@ -341,6 +337,7 @@ def api_key(variable: str | None) -> str | None:
     key = os.environ.get(variable, "").strip()
     if not key or not key.isprintable() or not key.isascii():
         raise ConfigError(f"api_key_env: the environment variable {variable} is not set or not a valid key")
+    remember_secret(key, "***")
     return key
 
 

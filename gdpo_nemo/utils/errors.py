@@ -24,7 +24,8 @@ SHORTEST_SECRET = 6
 """Minimum length of a secret. Messages show shorter values of environment variables, such as numbers."""
 _secrets: dict[str, str] = {}
 """Interpolations in this process's configs, by the value of the environment variable that they read."""
-_USER = re.compile(r"(?<!ssh)(?<!sftp)(://)([^/\s:@?#]*)(:?)[^/\s@?#]*@")
+# Possessive, because backtracking would take quadratic time for a long text from a server.
+_USER = re.compile(r"(?<!ssh)(?<!sftp)(://)([^/\s:@?#]*+)(:?)[^/\s@?#]*+@")
 _PARAMETER = re.compile(
     r"([?&][\w.-]*(?:key|token|secret|passw(?:or)?d|pwd|sig|signature|auth|credentials?)=)[^&\s#'\"]+", re.IGNORECASE
 )

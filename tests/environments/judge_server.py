@@ -39,6 +39,16 @@ class _Handler(JsonHandler):
     def _status(self, code, times):
         self._send(int(code), b"the key was " + self.headers.get("Authorization", "").encode())
 
+    def _refuse(self, code, times):
+        key = self.headers.get("Authorization", "")
+        error = {"message": f"The model `judge-1`\n does not exist ({key}).", "type": "NotFoundError", "code": 404}
+        self.send_response(int(code))
+        payload = json.dumps({"error": error}).encode()
+        for name, value in {"Content-Type": "application/json", "Content-Length": len(payload)}.items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        self.wfile.write(payload)
+
     def _flaky(self, code, times):
         self._send(int(code), b"") if times < 3 else self._say("SCORE: 10", times)
 

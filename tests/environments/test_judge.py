@@ -11,7 +11,7 @@ from gdpo_nemo.environments.tasks.judge import RECORD
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.utils.errors import ConfigError, FailureKind, RunError, kind_of
 
-KEY = "sk-verysecret-0123456789"
+KEY = "sk-verysecret-" + "0123456789" * 5
 
 
 @pytest.fixture
@@ -96,10 +96,30 @@ def test_a_server_that_recovers_is_asked_again_and_one_that_is_gone_is_a_failure
 def test_the_key_goes_to_the_server_and_nowhere_else(server, monkeypatch, caplog, capfd):
     monkeypatch.setenv("JUDGE_KEY", f" {KEY}\n")
     with caplog.at_level(logging.DEBUG):
-        found = verdicts(server, ["say SCORE: 1", "status 401", "status 500"], api_key_env="JUDGE_KEY", max_retries=0)
+        replies = [f"raw {KEY}", f"say {'x' * 170}{KEY}"]
+        answers = ["say SCORE: 1", "status 401", "status 500", "refuse 404", *replies]
+        found = verdicts(server, answers, api_key_env="JUDGE_KEY", max_retries=0)
     assert {headers["Authorization"] for _, headers, _ in server.requests} == {f"Bearer {KEY}"}
     written = repr(found) + caplog.text + "".join(capfd.readouterr())
-    assert KEY not in written and [verdict.outcome for verdict in found[1:]] == [Outcome.ENV_FAILED] * 2
+    assert KEY[:14] not in written and [verdict.outcome for verdict in found[1:]] == [Outcome.ENV_FAILED] * 5
+    assert "HTTP 401: the key was Bearer ***" in found[1].detail
+
+
+@pytest.mark.parametrize(
+    "answer, quoted",
+    [
+        ("refuse 404", "answered with HTTP 404: The model `judge-1` does not exist ()."),
+        ("say I will not\n grade this.", "contains no score from 0 to 10: I will not grade this."),
+        ("say SCORE: 7/10\x1b[2J", "contains no score from 0 to 10: SCORE: 7/10?[2J"),
+        ("say " + "x" * 9999, "contains no score from 0 to 10: " + "x" * 200),
+        ("raw <html>busy", "is not a chat completion: the reply is not JSON: it begins with '<html>busy'"),
+        ('raw {"detail": "loading"}', "is not a chat completion: loading"),
+        ("null", "contains no text: {'message': {'content': None}}"),
+    ],
+)
+def test_failure_quotes_the_beginning_of_the_servers_text(server, answer, quoted):
+    [verdict] = verdicts(server, [answer])
+    assert verdict.detail == f"polite: the judge{'' if 'HTTP' in quoted else chr(39) + 's reply'} {quoted}"
 
 
 def test_an_answer_cannot_leave_the_string_it_is_quoted_in(server):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Mapping
 
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.data.server_replies import Failure, FailureKind, parse_json, printable, validation_errors
+from gdpo_nemo.data.server_replies import Failure, FailureKind, error_text, parse_json, printable
 from gdpo_nemo.environments.episodes import MAX_OBSERVATION_CHARACTERS, Observation
 from gdpo_nemo.environments.openenv.settings import ANSWER, ActionFormat, FirstPrompt, Settings
 from gdpo_nemo.utils.errors import ConfigError, nearest
@@ -195,7 +195,7 @@ def check_error(settings: Settings, reply: Mapping[str, Any]) -> None:
     description = f"{printable(code, 40)}: {printable(str(data.get('message')), 200)}"
     if code == "VALIDATION_ERROR":
         validation_faults = [entry for entry in data.get("errors") or () if isinstance(entry, Mapping)]
-        details = printable(validation_errors({"detail": validation_faults}), 300)
+        details = printable(error_text({"detail": validation_faults}), 300)
         if validation_faults and all(_caused_by_policy(settings, entry) for entry in validation_faults):
             raise InvalidAction(f"Invalid action: {details}")
         raise Failure(FailureKind.REJECTED, f"{description}: {details}" if validation_faults else description)

@@ -27,13 +27,12 @@ class Connector:
     Args:
         url: base URL of the server.
         max_reply_bytes: maximum size of a message from the server in bytes.
-        api_key: key to send as a bearer token. The key is removed from error messages.
+        api_key: key to send as a bearer token.
     """
 
     def __init__(self, url: str, max_reply_bytes: int, api_key: str | None):
         self._url = f"{url}/ws"
         self._max_bytes = max_reply_bytes
-        self._api_key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
@@ -72,9 +71,7 @@ class Connector:
         if isinstance(error, TimeoutError):
             return Failure(FailureKind.TIMEOUT, f"no connection within {timeout_s:.3g} s")
         if isinstance(error, (OSError, aiohttp.ClientConnectionError)):
-            text = str(error) or type(error).__name__
-            text = text.replace(self._api_key, "***") if self._api_key else text
-            return Failure(FailureKind.CONNECTION, printable(text, 160))
+            return Failure(FailureKind.CONNECTION, printable(str(error) or type(error).__name__, 160))
         return Failure(FailureKind.BAD_REPLY, f"not a valid HTTP reply ({type(error).__name__})")
 
 

@@ -2,7 +2,8 @@
 
 The judge's reply is untrusted: its size is limited, and a score outside the scale is a failure. If a request fails, its
 sample gets a ``Failure`` and is masked. A sample without a score never gets a reward of 0. The API key appears only in
-the request header. Failure messages never quote the server's text, because it might contain the key.
+the request header. Failure messages quote the beginning of the server's text, which gives the reason. Keys in it are
+masked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, Mapping, NamedTuple, Sequence
 
 from gdpo_nemo.data import server_replies
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
+from gdpo_nemo.data.server_replies import error_text, printable
 from gdpo_nemo.environments.base import Environment, Failure, read_options
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url as checked_url, with_retries
 from gdpo_nemo.environments.tasks.answers import column, completion_text
@@ -118,24 +120,24 @@ class JudgeModel:
         return _read_reply(reply)
 
     def _description(self, failure: server_replies.Failure) -> str:
-        """Describe a failure without the server's text, which may contain the key."""
+        """Describe a failure for the user."""
         if failure.status is not None:
-            return f"the judge answered with HTTP {failure.status}"
+            return f"the judge answered with {failure.detail}"
         kinds = {
             server_replies.FailureKind.TIMEOUT: f"no score within {self._time_limit_s:g} s",
-            server_replies.FailureKind.CONNECTION: "the judge cannot be reached",
+            server_replies.FailureKind.CONNECTION: f"the judge cannot be reached: {failure.detail}",
             server_replies.FailureKind.TOO_LARGE: f"the judge's reply is longer than {self._max_reply_bytes} bytes",
         }
-        return kinds.get(failure.kind, "the judge's reply is not a chat completion")
+        return kinds.get(failure.kind, f"the judge's reply is not a chat completion: {failure.detail}")
 
 
 def _read_reply(reply: Any) -> Reply | Failure:
     try:
         content = reply["choices"][0]["message"]["content"]
     except (LookupError, TypeError):
-        return Failure("the judge's reply is not a chat completion")
+        return Failure(f"the judge's reply is not a chat completion: {error_text(reply)}")
     if not isinstance(content, str):
-        return Failure("the judge's reply contains no text")
+        return Failure(f"the judge's reply contains no text: {printable(str(reply['choices'][0]))}")
     usage = reply.get("usage")
     tokens = usage.get("total_tokens") if isinstance(usage, dict) else None
     return Reply(content, tokens if isinstance(tokens, int) and 0 < tokens < 10**9 else 0)
@@ -214,7 +216,8 @@ class LlmJudge:
         found = _SCORE.findall(text) or re.findall(r"\A\s*(-?[0-9]+(?:\.[0-9]+)?)\s*\Z", text)
         score = float(found[-1]) if found else None
         if score is None or not self._low <= score <= self._high:
-            return Failure(f"the judge's reply contains no score from {self._low:g} to {self._high:g}")
+            scale = f"{self._low:g} to {self._high:g}"
+            return Failure(f"the judge's reply contains no score from {scale}: {printable(text)}")
         return (score - self._low) / (self._high - self._low)
 
 
@@ -334,7 +337,8 @@ class Judge(Environment):
                 found = re.findall(rf"SCORE {re.escape(name)}:\s*{_NUMBER}", reply.text)
                 score = criterion.scaled(float(found[-1])) if found else None
             if score is None:
-                return Failure(f"the judge's reply contains no valid result for {name}")
+                text = printable(reply.text)
+                return Failure(f"the judge's reply contains no valid result for {name}: {text}")
             scores[name] = score
         return scores
 
