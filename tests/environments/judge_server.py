@@ -30,6 +30,10 @@ class _Handler(JsonHandler):
         message = {"choices": [{"message": {"role": "assistant", "content": text}}], "usage": {"total_tokens": 50}}
         self._send(200, json.dumps(message).encode())
 
+    def _vote(self, replies, times):
+        """Say another of the given replies each time."""
+        self._say(replies.split("|")[times - 1], times)
+
     def _better(self, material):
         """Prefer the answer that contains "good", then the shown first, or the text after "say"."""
         first, second = ("good" in material[name] for name in ("first", "second"))

@@ -14,7 +14,8 @@ import json
 import re
 import threading
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple, Sequence
+from statistics import fmean, stdev
+from typing import Any, Callable, Mapping, NamedTuple, Sequence
 
 from gdpo_nemo.data import server_replies
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
@@ -47,6 +48,9 @@ _COMPARISON = (
     "Criteria:\n{criteria}\nThink briefly, then end with one line `BETTER name: first`, `BETTER name: second` or "
     "`BETTER name: tie` for each criterion, with the name of the criterion and the better answer."
 )
+_REQUEST_KEYS = ("model", "messages", "max_tokens", "max_completion_tokens", "temperature", "n", "stream")
+"""Keys of the request that ``extra_body`` cannot replace."""
+_MOST_VOTES = 100
 _FIRST_WINS = {"first": 1.0, "tie": 0.5, "second": 0.0}
 
 type Conversation = list[dict[str, str]]
@@ -72,8 +76,11 @@ class JudgeModel:
         max_retries: int,
         concurrency: int,
         max_reply_bytes: int,
-        max_tokens: int,
-        temperature: float,
+        max_tokens: int | None,
+        temperature: float | None,
+        max_completion_tokens: int | None,
+        extra_body: Mapping[str, Any] | None,
+        votes: int,
     ):
         self._url = checked_url("base_url", base_url) + "/chat/completions"
         self._time_limit_s = float(time_limit_s)
@@ -82,13 +89,27 @@ class JudgeModel:
         self._max_reply_bytes = int(max_reply_bytes)
         if self._time_limit_s <= 0 or self._concurrency < 1 or self._max_retries < 0:
             raise ConfigError("time_limit_s and concurrency must be greater than 0, max_retries at least 0")
-        self._sampling = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+        self.votes = _positive("votes", votes) or 1
+        self.max_tokens = _positive("max_completion_tokens", max_completion_tokens)
+        """Maximum number of tokens of a reply. None means the endpoint's limit."""
+        sampling = {"model": model, "max_completion_tokens": self.max_tokens, "temperature": _temperature(temperature)}
+        if self.max_tokens is None:
+            sampling["max_tokens"] = self.max_tokens = _positive("max_tokens", max_tokens)
+        if self.votes > _MOST_VOTES:
+            raise ConfigError(f"votes: must be at most {_MOST_VOTES}, got {votes}")
+        if self.votes > 1 and temperature == 0:
+            raise ConfigError(
+                f"votes: {votes} votes at temperature 0 would be equal; set temperature above 0, or to null for the "
+                "endpoint's default"
+            )
+        # Only keys with a value, because the key of a cached reply contains them.
+        self._sampling = {key: value for key, value in sampling.items() if value is not None} | _extra(extra_body)
         self._api_key = api_key(api_key_env)
 
-    def key(self, messages: Conversation) -> str:
-        """Return a hash of the request, which identifies the reply in the cache."""
-        content = json.dumps([self._url, self._sampling, messages], sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+    def key(self, messages: Conversation, vote: int = 0) -> str:
+        """Return a hash of the request and the index of its vote, which identifies the reply in the cache."""
+        request = [self._url, self._sampling, messages, *([vote] if vote else [])]
+        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     async def ask(self, conversations: Sequence[Conversation]) -> list[Reply | Failure]:
         """Return one reply or ``Failure`` per conversation, within ``time_limit_s``."""
@@ -153,13 +174,17 @@ class LlmJudge:
         scale: lowest and highest score that the judge may give. A score outside the scale is a failure.
         reference: column with a reference answer to show to the judge, or None for no reference.
         api_key_env: name of the environment variable with the API key, or None to send no key.
-        time_limit_s: time limit in seconds of one call, with all its completions and retries. The limit should be below
-            rollout.env_timeout_s.
+        time_limit_s: time limit in seconds of one call, with all its completions, votes and retries. The limit should
+            be below rollout.env_timeout_s.
         max_retries: maximum number of retries after a transport error, a 5xx or a 429 reply. Other errors are not
             retried.
         concurrency: maximum number of requests in flight.
         max_reply_bytes: maximum size of a reply in bytes. Larger replies are rejected.
-        max_tokens, temperature: sampling parameters of the judge model.
+        max_tokens, temperature: sampling parameters of the judge model. Null leaves out the parameter.
+        max_completion_tokens: replaces ``max_tokens`` in the request, for endpoints that refuse ``max_tokens``.
+        extra_body: further keys of the request, such as ``top_p`` or ``chat_template_kwargs``.
+        votes: number of replies for each completion. The reward is the mean of their scores. A completion without a
+            score in each reply is a failure.
 
     Raises:
         ConfigError: if an argument is invalid, or the environment variable is not set.
@@ -177,8 +202,11 @@ class LlmJudge:
         max_retries: int = 3,
         concurrency: int = 16,
         max_reply_bytes: int = 262_144,
-        max_tokens: int = 512,
-        temperature: float = 0.0,
+        max_tokens: int | None = 512,
+        temperature: float | None = 0.0,
+        max_completion_tokens: int | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        votes: int = 1,
     ):
         self._low, self._high = _scale("scale", scale)
         self._reference = reference
@@ -193,12 +221,22 @@ class LlmJudge:
             max_reply_bytes,
             max_tokens,
             temperature,
+            max_completion_tokens,
+            extra_body,
+            votes,
         )
 
     async def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        log_metric: Callable[[str, float], None],
+        **columns: Any,
     ) -> list[float | Failure]:
-        """Return one score or ``Failure`` per completion, within ``time_limit_s``."""
+        """Return one score or ``Failure`` per completion, within ``time_limit_s``.
+
+        With several votes, the metric ``judge/noise`` is the mean standard deviation of a completion's scores.
+        """
         if self._reference is not None and self._reference not in columns:
             raise ValueError(f"reference: the rows have no column {self._reference!r}")
         references = columns[self._reference] if self._reference else [None] * len(completions)
@@ -206,9 +244,14 @@ class LlmJudge:
             _chat(self._system, prompt=completion_text(prompt), answer=completion_text(answer), reference=gold)
             for prompt, answer, gold in zip(prompts, completions, references)
         ]
-        return [
-            reply if isinstance(reply, Failure) else self._read(reply.text) for reply in await self._judge.ask(chats)
-        ]
+        votes = self._judge.votes
+        replies = await self._judge.ask([chat for chat in chats for _ in range(votes)])
+        scores = [reply if isinstance(reply, Failure) else self._read(reply.text) for reply in replies]
+        found = [_all_or_failure(scores[start : start + votes]) for start in range(0, len(scores), votes)]
+        scored = [sample for sample in found if not isinstance(sample, Failure)]
+        if votes > 1 and scored:
+            log_metric("judge/noise", fmean(map(stdev, scored)))
+        return [sample if isinstance(sample, Failure) else fmean(sample) for sample in found]
 
     def _read(self, text: str) -> float | Failure:
         """Return the scaled score in a reply: the number after the last ``SCORE:``, or the whole reply if it is a
@@ -231,13 +274,15 @@ class Judge(Environment):
         reference: column with a reference answer, or null.
         compare (false): true to ask which answer is better, the sample's or the reference, instead of scores. Each pair
             is shown in both orders. The component is the mean of 1 (better), 0.5 (tie) and 0 (worse) over both orders.
+        votes (1): number of replies to each request. A component is the mean of its scores, and the metric
+            ``judge/noise/COMPONENT`` their mean standard deviation.
         max_calls, max_total_tokens (null): budget of the run in calls and in tokens of requests and replies. The run
             ends before a call that exceeds the budget. Replies in the cache are free.
         system_prompt: system prompt for the prompts of this environment.
         base_url, model, api_key_env, time_limit_s (20), max_retries (3), concurrency (16), max_reply_bytes (256 KiB),
-        max_tokens (512), temperature (0): see ``LlmJudge``.
+        max_tokens (512), temperature (0), max_completion_tokens (null), extra_body (null): see ``LlmJudge``.
 
-    Replies are cached by the content of the request, in ``judge.jsonl`` in the run folder.
+    Replies are cached by the content of the request and the index of the vote, in ``judge.jsonl`` in the run folder.
 
     Raises:
         ConfigError: if an option is invalid, or the environment variable is not set.
@@ -247,10 +292,12 @@ class Judge(Environment):
     instant = True
 
     def __init__(self, options: Mapping[str, Any] | None = None):
+        given = {"max_tokens": 512, "temperature": 0.0, **(options or {})}  # both may be null
         chosen = read_options(
-            "judge", options, base_url="", model="", rubric={}, reference=None, compare=False, api_key_env=None,
-            time_limit_s=20.0, max_retries=3, concurrency=16, max_reply_bytes=262_144, max_tokens=512, temperature=0.0,
-            max_calls=None, max_total_tokens=None, system_prompt=None,
+            "judge", given, base_url="", model="", rubric={}, reference=None, compare=False, api_key_env=None,
+            time_limit_s=20.0, max_retries=3, concurrency=16, max_reply_bytes=262_144, max_tokens=None,
+            temperature=None, max_completion_tokens=None, extra_body=None, votes=1, max_calls=None,
+            max_total_tokens=None, system_prompt=None,
         )  # fmt: skip
         self._criteria = _criteria(chosen.rubric, chosen.compare)
         if chosen.compare and not chosen.reference:
@@ -264,9 +311,10 @@ class Judge(Environment):
         self._judge = JudgeModel(
             chosen.base_url, chosen.model, chosen.api_key_env, chosen.time_limit_s, chosen.max_retries,
             chosen.concurrency, chosen.max_reply_bytes, chosen.max_tokens, chosen.temperature,
+            chosen.max_completion_tokens, chosen.extra_body, chosen.votes,
         )  # fmt: skip
         source = self._judge.key([{"role": "system", "content": self._system}])
-        limits = {key: _budget(key, getattr(chosen, key)) for key in ("max_calls", "max_total_tokens")}
+        limits = {key: _positive(key, getattr(chosen, key)) for key in ("max_calls", "max_total_tokens")}
         self._record = _Record(source, limits)
 
     def use_run_folder(self, folder: Path) -> None:
@@ -280,19 +328,29 @@ class Judge(Environment):
 
     def verify(self, trajectories: Sequence[Trajectory]) -> list[Verdict]:
         """Return one verdict per trajectory. Raises ConfigError if the budget does not cover the requests."""
-        chats = [self._chats(trajectory) for trajectory in trajectories]
-        replies, made = self._replies([chat for sample in chats for chat in sample])
-        results = [[self._read(replies[self._judge.key(chat)]) for chat in sample] for sample in chats]
+        requests: dict[str, Conversation] = {}
+        samples = []
+        for trajectory in trajectories:
+            chats = self._chats(trajectory)
+            samples.append([[self._judge.key(chat, vote) for chat in chats] for vote in range(self._judge.votes)])
+            for keys in samples[-1]:
+                requests.update(zip(keys, chats))
+        replies, made = self._replies(requests)
+        votes = [[_all_or_failure([self._read(replies[key]) for key in keys]) for keys in sample] for sample in samples]
         sent = [reply for reply in made if isinstance(reply, Reply)]
         metrics = {
-            "judge/calls": len(made) / max(1, len(chats)),
-            "judge/tokens": sum(reply.tokens for reply in sent) / max(1, len(chats)),
+            "judge/calls": len(made) / max(1, len(samples)),
+            "judge/tokens": sum(reply.tokens for reply in sent) / max(1, len(samples)),
         }
-        pairs = [scores for scores in results if self._compare and not any(isinstance(s, Failure) for s in scores)]
+        pairs = [vote for sample in votes for vote in sample if self._compare and not isinstance(vote, Failure)]
         if pairs:
-            differ = [first[name] != 1 - second[name] for first, second in pairs for name in self._criteria]  # type: ignore[index]
+            differ = [first[name] != 1 - second[name] for first, second in pairs for name in self._criteria]
             metrics["judge/disagreement"] = sum(differ) / len(differ)
-        return [self._verdict(scores, metrics) for scores in results]
+        scores = [_all_or_failure([self._scores(vote) for vote in sample]) for sample in votes]
+        scored = [sample for sample in scores if not isinstance(sample, Failure)]
+        for name in self._criteria if scored and self._judge.votes > 1 else ():
+            metrics[f"judge/noise/{name}"] = fmean(stdev(vote[name] for vote in sample) for sample in scored)
+        return [self._verdict(sample, metrics) for sample in scores]
 
     def _chats(self, trajectory: Trajectory) -> list[Conversation]:
         """Return the requests for a sample: one, or for a comparison one per order."""
@@ -304,18 +362,16 @@ class Judge(Environment):
         orders = (answer, reference), (reference, answer)
         return [_chat(self._system, prompt=prompt, first=first, second=second) for first, second in orders]
 
-    def _replies(self, chats: Sequence[Conversation]) -> tuple[dict[str, Reply | Failure], list[Reply | Failure]]:
-        """Return the reply to each request by its key, and the replies that were not in the cache.
-
-        Equal requests are sent once.
-        """
-        by_key = {self._judge.key(chat): chat for chat in chats}
-        cached = {key: found for key in by_key if (found := self._record.find(key)) is not None}
-        missing = [key for key in by_key if key not in cached]
+    def _replies(
+        self, requests: Mapping[str, Conversation]
+    ) -> tuple[dict[str, Reply | Failure], list[Reply | Failure]]:
+        """Return the reply to each request by its key, and the replies that were not in the cache."""
+        cached = {key: found for key in requests if (found := self._record.find(key)) is not None}
+        missing = [key for key in requests if key not in cached]
         self._record.reserve(len(missing))
         made: list[Reply | Failure] = []
         try:
-            made = asyncio.run(self._judge.ask([by_key[key] for key in missing])) if missing else []
+            made = asyncio.run(self._judge.ask([requests[key] for key in missing])) if missing else []
         finally:
             self._record.release(len(missing))
         for key, reply in zip(missing, made):
@@ -342,15 +398,23 @@ class Judge(Environment):
             scores[name] = score
         return scores
 
-    def _verdict(self, results: Sequence[dict[str, float] | Failure], metrics: Mapping[str, float]) -> Verdict:
-        scores = [result for result in results if not isinstance(result, Failure)]
-        if len(scores) < len(results):
-            detail = next(result.detail for result in results if isinstance(result, Failure))
-            return Verdict({}, Outcome.ENV_FAILED, detail, metrics=metrics)
-        if self._compare:
-            first, second = scores
-            return Verdict({name: (first[name] + 1 - second[name]) / 2 for name in first}, metrics=metrics)
-        return Verdict(scores[0], metrics=metrics)
+    def _scores(self, vote: list[dict[str, float]] | Failure) -> dict[str, float] | Failure:
+        """Return the scores of one vote, which is a reply, or for a comparison one per order."""
+        if isinstance(vote, Failure) or not self._compare:
+            return vote if isinstance(vote, Failure) else vote[0]
+        first, second = vote
+        return {name: (first[name] + 1 - second[name]) / 2 for name in first}
+
+    def _verdict(self, votes: list[dict[str, float]] | Failure, metrics: Mapping[str, float]) -> Verdict:
+        if isinstance(votes, Failure):
+            return Verdict({}, Outcome.ENV_FAILED, votes.detail, metrics=metrics)
+        return Verdict({name: fmean(vote[name] for vote in votes) for name in self._criteria}, metrics=metrics)
+
+
+def _all_or_failure[Result](results: Sequence[Result | Failure]) -> list[Result] | Failure:
+    """Return the results, or the first failure among them."""
+    failure = next((result for result in results if isinstance(result, Failure)), None)
+    return failure or [result for result in results if not isinstance(result, Failure)]
 
 
 class _Criterion(NamedTuple):
@@ -455,7 +519,27 @@ def _criteria(rubric: Any, compare: bool) -> dict[str, _Criterion]:
     return criteria
 
 
-def _budget(key: str, value: Any) -> int | None:
+def _extra(body: Any) -> dict[str, Any]:
+    """Return the keys that ``extra_body`` adds to a request. Raises ConfigError."""
+    if not isinstance(body, (Mapping, type(None))):
+        raise ConfigError(f"extra_body: must be a mapping of keys of the request, not {body!r}")
+    for key in body or ():
+        if key in _REQUEST_KEYS:
+            raise ConfigError(f"extra_body.{key}: must not be set, because the judge sets this key; remove it")
+    try:
+        json.dumps(body, sort_keys=True, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"extra_body: must contain only JSON values ({error})") from None
+    return dict(body or {})
+
+
+def _temperature(value: Any) -> float | None:
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")):
+        return value
+    raise ConfigError(f"temperature: must be a number of at least 0, or null ({value!r})")
+
+
+def _positive(key: str, value: Any) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError(f"{key}: must be a positive integer or null ({value!r})")
     return value
