@@ -233,8 +233,8 @@ class EndpointConfig:
     """Environment variable with the access token that clients must send, as a bearer token or as x-api-key. Null: no
     token."""
     allowed_hosts: List[str] = field(default_factory=list)
-    """Host names by which clients reach the server, in addition to IP addresses, localhost and the machine's name.
-    Requests with other names in Host or Origin are refused."""
+    """Host names by which clients reach the server, in addition to IP addresses, localhost and the machine's name. Web
+    pages of these hosts may send requests, as those of localhost and loopback addresses. Other requests are refused."""
 
 
 @dataclass

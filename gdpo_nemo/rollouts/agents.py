@@ -17,7 +17,7 @@ from gdpo_nemo.config.rollout_checks import TURNS_KEPT
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory
 from gdpo_nemo.data.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.rollouts.context import RolloutContext, Transcript
-from gdpo_nemo.rollouts.endpoint.conversations import History
+from gdpo_nemo.rollouts.endpoint.conversations import History, Turn
 from gdpo_nemo.rollouts.endpoint.service import Service
 from gdpo_nemo.utils.errors import RunError
 
@@ -71,9 +71,10 @@ def play_with_agents(
         episodes = environment.play([prompt for prompt, _ in requested], settings)
         if service.failure is not None:
             raise service.failure
-        transcripts = [
-            _transcript(Transcript(prompt, j), result, service) for (prompt, j), result in zip(requested, episodes)
-        ]
+        transcripts = [Transcript(prompt, j) for prompt, j in requested]
+        claims = [_turns(t, result, service) for t, result in zip(transcripts, episodes)]
+        for t, result, turns in zip(transcripts, episodes, claims):
+            _finish(t, result, turns)
     version = max((t.version for t in transcripts if t.version is not None), default=context.version)
     for t in transcripts:
         if t.turns:
@@ -82,27 +83,49 @@ def play_with_agents(
     return [finished[i : i + context.samples] for i in range(0, len(finished), context.samples)]
 
 
-def _transcript(t: Transcript, result: AgentEpisode | Failure, service: Service) -> Transcript:
-    if isinstance(result, Failure):
-        t.outcome = Outcome.ENV_FAILED
-        # Agents do not report why a request to their model failed.
-        t.detail = str(result) + (service.refusals() if result.kind is FailureKind.SERVER_ERROR else "")
-        return t
+def _turns(t: Transcript, result: AgentEpisode | Failure, service: Service) -> list[Turn]:
+    """Append the turns of an episode to ``t``, and claim and return them. A failed episode has no turns."""
     try:
-        follow(t, result.response, service.history)
-        t.set_rewards(result.rewards, getattr(result, "step_rewards", ()))
+        if isinstance(result, Failure):
+            # Agents do not report why a request to their model failed.
+            reason = service.refusals() if result.kind is FailureKind.SERVER_ERROR else ""
+            raise BrokenEpisode(f"{result}{reason}")
+        turns = follow(t, result.response, service.history)
     except BrokenEpisode as error:
-        t.outcome = Outcome.ENV_FAILED
-        t.detail = str(error)
+        _fail(t, str(error))
+        return []
+    service.history.claim(turns)
+    return turns
+
+
+def _finish(t: Transcript, result: AgentEpisode | Failure, turns: Sequence[Turn]) -> None:
+    """Set the rewards of an episode. It fails if a turn is part of more episodes than requests that sampled it.
+
+    Such a turn comes from a cache of responses. One sample would be trained with the rewards of several episodes.
+    """
+    if isinstance(result, Failure) or t.outcome is Outcome.ENV_FAILED:
+        return
+    for number, turn in enumerate(turns, 1):
+        uses = turn.uses
+        if uses.claimed > uses.sampled:
+            times = "once" if uses.sampled == 1 else f"{uses.sampled} times"
+            counts = f"{uses.claimed} episodes contain turn {number}, but it was sampled {times}"
+            _fail(t, f"bad_reply: {counts}; disable response caches between agent and endpoint")
+            return
+    try:
+        t.set_rewards(result.rewards, getattr(result, "step_rewards", ()))
     except ValueError as error:
-        t.outcome = Outcome.ENV_FAILED
-        t.detail = f"bad_reply: {error}"
-    return t
+        _fail(t, f"bad_reply: {error}")
 
 
-def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None:
-    """Append the turns of an agent's response to ``t``. The first turn's prompt replaces the prompt of ``t``. If the
-    response contains a turn several times, only the first one is appended.
+def _fail(t: Transcript, detail: str) -> None:
+    t.outcome = Outcome.ENV_FAILED
+    t.detail = detail
+
+
+def follow(t: Transcript, response: Mapping[str, Any], history: History) -> list[Turn]:
+    """Append the turns of an agent's response to ``t``, and return them. The first turn's prompt replaces the prompt of
+    ``t``. If the response contains a turn several times, only the first one is appended.
 
     Raises:
         BrokenEpisode: if the response has no turns, or a turn was not sampled by this run.
@@ -111,6 +134,7 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
     output = response.get("output")
     if not isinstance(output, list):
         raise BrokenEpisode("bad_reply: the response has no output")
+    turns: list[Turn] = []
     seen: list[np.ndarray] = []
     for item in output:
         if not isinstance(item, Mapping) or not item.get("generation_token_ids"):
@@ -132,11 +156,13 @@ def follow(t: Transcript, response: Mapping[str, Any], history: History) -> None
         else:
             _continue(t, seen, prompt)
         t.append_policy_tokens(turn.completion)
+        turns.append(turn)
         seen.append(turn.token_ids)
     if t.turns == 0:
         raise BrokenEpisode(f"the response contains no turn of the policy{_reason(response)}")
     if response.get("incomplete_details"):
         t.finish_reason = "length"
+    return turns
 
 
 def _continue(t: Transcript, seen: Sequence[np.ndarray], prompt: np.ndarray) -> None:

@@ -465,9 +465,30 @@ ROLLOUTS = (
     ),
     mutant(
         "rollouts/endpoint/server.py",
-        "        return name in known\n",
-        "        return True\n",
+        "        if name in known:\n",
+        "        if name:\n",
         "turns/test_clients.py::test_pages_of_other_sites_cannot_reach_the_endpoint",
         "a rebound name of another site is refused",
+    ),
+    mutant(
+        "rollouts/endpoint/server.py",
+        'any_address=name == "Host"',
+        "any_address=True",
+        "turns/test_clients.py::test_pages_of_other_sites_cannot_reach_the_endpoint",
+        "a page that was loaded from an IP address is refused",
+    ),
+    mutant(
+        "rollouts/endpoint/server.py",
+        "closed.add_done_callback(lambda _: work.cancel())",
+        "closed.add_done_callback(lambda _: None)",
+        "turns/test_shared_endpoint.py::test_sampling_stops_if_the_client_closes_its_connection",
+        "a request without a client is not sampled",
+    ),
+    mutant(
+        "rollouts/endpoint/conversations.py",
+        "turn = replace(turn, uses=same[1].uses)",
+        "pass",
+        "turns/test_shared_endpoint.py::test_turn_that_more_episodes_contain_than_requests_sampled_is_not_trained",
+        "equal turns of several requests are trained",
     ),
 )

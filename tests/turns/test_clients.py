@@ -237,7 +237,14 @@ def test_a_client_needs_the_access_token_if_there_is_one(guarded):
         ("host", "Trainer:8000", 200),
         ("origin", "https://evil.example", 403),
         ("origin", "null", 403),
+        ("origin", "http://6.6.6.6", 403),
+        ("origin", "http://10.1.2.3:8000", 403),
+        ("origin", "http://[fe80::1]", 403),
+        ("origin", "http://127.0.0.1.", 403),
         ("origin", "http://localhost:3000", 200),
+        ("origin", "http://127.0.0.1:3000", 200),
+        ("origin", "http://[::1]:3000", 200),
+        ("origin", "http://trainer", 200),
     ],
 )
 def test_pages_of_other_sites_cannot_reach_the_endpoint(guarded, header, value, status):

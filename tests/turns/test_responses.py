@@ -141,7 +141,7 @@ def test_a_conversation_without_room_gets_an_incomplete_answer_without_tokens(en
     items, replies = converse(endpoint, 4)
     assert sum(reply["usage"]["output_tokens"] for reply in replies) <= 80
     for asked in (items, "x" * 400):
-        reply = ask(endpoint, asked).json()
+        reply = ask(endpoint, asked, tools=[TOOL]).json()
         assert reply["status"] == "incomplete" and reply["incomplete_details"] == {"reason": "max_output_tokens"}
         (item,) = reply["output"]
         assert item["content"][0]["text"] == "" and not item.keys() & set(TOKEN_FIELDS)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 import json
+import queue
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -18,9 +24,11 @@ from scripted_engines import TOKENIZER, ScriptedEngines
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Outcome, Prompt
+from gdpo_nemo.data.replies import ReplyParser
 from gdpo_nemo.environments.nemo_gym.agent_environment import NemoGymAgent
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.credit import turn_rows
+from gdpo_nemo.rollouts.endpoint import service as service_module
 from gdpo_nemo.rollouts.endpoint.server import Endpoint
 from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob
@@ -30,6 +38,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TALK = Conversation(TOKENIZER, chat=True)
 WARM = Sampling(0.5, 1.0, -1, 24)
 COLD = Sampling(0.0, 1.0, -1, 24)
+HELLO = [{"role": "user", "content": "begin"}]
 
 
 @pytest.fixture
@@ -196,6 +205,83 @@ def test_a_fleet_that_failed_answers_500_and_the_call_learns_of_it(endpoint, eng
     assert str(endpoint.service.failure) == "no engine is left"
 
 
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("look", "leap")]
+READ_TOOLS = Conversation(copy.deepcopy(TOKENIZER), chat=True, replies=ReplyParser(TOKENIZER, "none"))
+READ_TOOLS.tokenizer.chat_template = "{{ (tools or [])|map(attribute='function.name')|join }}" + TOKENIZER.chat_template
+
+
+@pytest.mark.parametrize("returns_ids", [True, False])
+def test_policy_reads_the_tools_of_the_request_if_an_agent_changes_them(endpoint, returns_ids):
+    """With other tools, the turn begins a new context. With the same tools, it continues."""
+    service = endpoint.service
+    service.conversation = READ_TOOLS
+    messages = [{"role": "user", "content": "begin"}]
+    with service.phase(WARM, 1):
+        for tools, spliced in ((TOOLS[:1], 0), (TOOLS[:1], 1), (TOOLS, 1), (TOOLS, 2), (None, 2)):
+            message = say(endpoint, messages, tools=tools).json()["choices"][0]["message"]
+            prompt = TOKENIZER.decode(message["prompt_token_ids"])
+            assert prompt.startswith("".join(tool["function"]["name"] for tool in tools or []) + "<|start|>user")
+            assert service.counts["spliced"] == spliced
+            said = message if returns_ids else {"role": "assistant", "content": message["content"]}
+            messages += [said, {"role": "user", "content": "go on"}]
+        assert service.counts["edited"] == (2 if returns_ids else 0)
+
+
+@pytest.mark.parametrize("path, keys, samples", [
+    ("/v1/chat/completions", {"messages": HELLO, "n": 2}, 2),
+    ("/v1/chat/completions", {"messages": HELLO, "stream": True}, 1),
+    ("/v1/responses", {"input": HELLO}, 1),
+    ("/v1/responses", {"input": HELLO, "stream": True}, 1),
+    ("/v1/messages", {"messages": HELLO}, 1),
+    ("/v1/messages", {"messages": HELLO, "stream": True}, 1),
+])  # fmt: skip
+def test_sampling_stops_if_the_client_closes_its_connection(endpoint, engines, path, keys, samples):
+    events: queue.Queue[str] = queue.Queue()
+
+    async def sample(request, sampling, engine=None):
+        events.put("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            events.put("dropped")
+
+    engines.sample = sample
+    with endpoint.service.phase(WARM, 1):
+        place = urlsplit(endpoint.url)
+        with closing(HTTPConnection(place.hostname, place.port)) as connection:
+            connection.request("POST", path, json.dumps(keys))
+            assert [events.get(timeout=60) for _ in range(samples)] == ["begun"] * samples
+        assert [events.get(timeout=60) for _ in range(samples)] == ["dropped"] * samples
+        assert httpx.get(f"{endpoint.url}/health").json() == {"status": "ok"}
+        assert endpoint.service.counts["turns"] == 0
+
+
+@pytest.mark.parametrize("work", ["service.read_chat", "conversation.prompt", "conversation.replies.parse"])
+def test_large_request_of_one_client_does_not_delay_another(endpoint, monkeypatch, work):
+    """Reading, rendering and parsing of the first request end after the reply to the second request."""
+    owner, name = {
+        "service.read_chat": (service_module, "read_chat"),
+        "conversation.prompt": (TALK, "prompt"),
+        "conversation.replies.parse": (TALK.replies, "parse"),
+    }[work]
+    usual = getattr(owner, name)
+    begun, other_is_served = threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        if not begun.is_set():
+            begun.set()
+            assert other_is_served.wait(60)
+        return usual(*arguments)
+
+    monkeypatch.setattr(owner, name, slow)
+    with endpoint.service.phase(WARM, 1), ThreadPoolExecutor(1) as threads:
+        large = threads.submit(say, endpoint, "large")
+        assert begun.wait(60)
+        assert ids(say(endpoint, "small"))
+        other_is_served.set()
+        assert ids(large.result())
+
+
 @pytest.fixture
 def port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -295,6 +381,29 @@ def test_step_rewards_of_an_agents_server_are_credited_to_their_turns(engines, p
     rows = turn_rows([group[0] for group in made[: len(STEPS)]], ["reward", "call"], discount=0.5)
     assert rows.columns["reward"].tolist() == [1.25, 1.5, 1.25, 1.5, 0.5, 1.0, 0.5, 1.0, 0.5, 1.0]
     assert rows.columns["call"][4:6].tolist() == [1.0, 0.0]
+
+
+def test_turn_that_more_episodes_contain_than_requests_sampled_is_not_trained(engines, port):
+    """The cache answers samples of two prompts. Requests may also sample equal tokens, which are all trained."""
+    engines.script = lambda request: ("same", "stop")
+    plugin = f"{Path(__file__).with_name('agents_for_tests.py')}:CachedTalkers"
+    runner = runner_of(engines, port, 0, f"{{plugin: '{plugin}', port: {port}}}")
+    try:
+        cached = [t for group in called(runner, [prompt_of(n, "agents") for n in "ab"], 0) for t in group]
+    finally:
+        runner.close()
+    runner = runner_of(engines, port, 0)
+    try:
+        ((one, other),) = called(runner, [prompt_of("a", "agents")], 0)
+    finally:
+        runner.close()
+    assert [t.outcome for t in cached] == [Outcome.ENV_FAILED] * 3 + [Outcome.OK]
+    assert not any(t.rewards for t in cached[:3])
+    assert {t.detail for t in cached[:3]} == {
+        "bad_reply: 3 episodes contain turn 1, but it was sampled once; disable response caches between agent and "
+        "endpoint"
+    }
+    assert one.trains and other.trains and outlines([one]) == outlines([other])
 
 
 def outlines(group) -> list:

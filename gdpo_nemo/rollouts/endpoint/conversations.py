@@ -1,8 +1,9 @@
 """History of sampled turns. A conversation continues from exactly the tokens in the history.
 
 A turn is found by the token ids in its message, if the client returns these ids like NeMo Gym does. If the client drops
-unknown fields, a turn is found by a fingerprint of the messages. The fingerprint also detects that a client has edited
-its messages. In this case, the stored tokens are not used, because their text differs from the messages.
+unknown fields, a turn is found by a fingerprint of the tools and the messages. The fingerprint also detects that a
+client has edited its messages or changed its tools. In this case, the stored tokens are not used, because their text
+differs from the request.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Mapping, Sequence
 
 import numpy as np
@@ -21,6 +22,17 @@ from gdpo_nemo.data.replies import parsed_arguments, split_thought
 from gdpo_nemo.generation.requests import Completion
 
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
+
+
+@dataclass
+class Uses:
+    """Use of the same sampled tokens."""
+
+    sampled: int = 0
+    """Number of requests that sampled these tokens."""
+    claimed: int = 0
+    """Number of episodes that contain these tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +48,9 @@ class Turn:
     num_policy_tokens: int
     """Number of tokens that the policy sampled in all turns so far."""
     fingerprint: str
-    """Fingerprint of the conversation's messages, including the message of this turn."""
+    """Fingerprint of the conversation's tools and messages, including the message of this turn."""
+    uses: Uses = field(default_factory=Uses)
+    """Counts shared by all turns of the history with the same tokens."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -45,7 +59,7 @@ class Turn:
 
 
 class EditedHistory(Exception):
-    """Raised if a message has the token ids of a turn, but a different text."""
+    """Raised if a message has the token ids of a turn, but the text of the messages or the tools differ."""
 
 
 class UnknownTurn(Exception):
@@ -86,7 +100,9 @@ class History:
                 stored_turn is not None and np.array_equal(stored_turn.token_ids, turn.token_ids)
             )
             # Entries are moved to the end, so that all entries are in the order of their numbers.
-            self._by_ids.pop(ids, None)
+            if same := self._by_ids.pop(ids, None):
+                turn = replace(turn, uses=same[1].uses)
+            turn.uses.sampled += 1
             self._by_text.pop(key, None)
             self._by_ids[ids] = (self._count, turn)
             self._by_text[key] = (self._count, turn if is_unique else None)
@@ -125,22 +141,31 @@ class History:
             found = self._by_ids.get(_digest(token_ids))
         return found[1] if found else None
 
-    def last_turn(self, messages: Messages, session: str) -> tuple[Turn, int] | None:
+    def claim(self, turns: Sequence[Turn]) -> None:
+        """Count an episode that contains these turns."""
+        with self._lock:
+            for turn in turns:
+                turn.uses.claimed += 1
+
+    def last_turn(self, messages: Messages, session: str, tools: Tools = None) -> tuple[Turn, int] | None:
         """Find the stored turn of the last assistant message.
+
+        Args:
+            tools: tools of the request. Only a turn with equal tools is found.
 
         Returns:
             The turn and the index of its message. None if the turn is not stored or the conversation has no assistant
             messages.
 
         Raises:
-            EditedHistory: if the message has the token ids of a turn, but a different text.
+            EditedHistory: if the message has the token ids of a turn, but the text or the tools differ.
             UnknownTurn: if the message has token ids that are not stored.
         """
         for index in range(len(messages) - 1, -1, -1):
             message = messages[index]
             if message.get("role") != "assistant":
                 continue
-            text_digest = fingerprint(messages[: index + 1])
+            text_digest = fingerprint(messages[: index + 1], tools)
             if message.get("prompt_token_ids") is not None:
                 ids = [*message["prompt_token_ids"], *(message.get("generation_token_ids") or ())]
                 turn = self.turn(np.array(ids, np.int32))
@@ -156,13 +181,13 @@ class History:
         return None
 
 
-def fingerprint(messages: Messages) -> str:
-    """Return the SHA-256 digest of the messages: their roles, stripped text, reasoning and tool calls.
+def fingerprint(messages: Messages, tools: Tools = None) -> str:
+    """Return the SHA-256 digest of the tools and the messages: their roles, stripped text, reasoning and tool calls.
 
     Reasoning at the beginning of the text and in a separate item give equal digests, because clients store reasoning in
     either format.
     """
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(json.dumps(tools or None, sort_keys=True).encode())
     for message in messages:
         calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
         thought, text = str(message.get("reasoning_content") or ""), text_of(message)

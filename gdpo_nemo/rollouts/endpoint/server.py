@@ -8,21 +8,23 @@ import ipaddress
 import socket
 import threading
 import time
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Awaitable, Callable, Coroutine, Iterator, Sequence
 from urllib.parse import urlsplit
 
 import h11
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gdpo_nemo.rollouts.endpoint.requests import MAX_BODY_BYTES, Refused, read_object
 from gdpo_nemo.rollouts.endpoint.service import Service
-from gdpo_nemo.rollouts.endpoint.streams import chat_events, message_events, response_events
+from gdpo_nemo.rollouts.endpoint.streams import Reply, chat_events, message_events, response_events
 from gdpo_nemo.utils.errors import RunError
 
+Answer = Callable[[bytes, str], Coroutine[Any, Any, dict[str, Any]]]
+Events = Callable[[Reply, Reply], Iterator[str]]
 SESSION_HEADER = "x-session-id"
 REQUEST_S = 60.0
 """Seconds after which a connection without a complete header, or without a further part of the body, is closed."""
@@ -39,7 +41,7 @@ class Endpoint:
         token: access token that each request must contain. None accepts every request, so use a loopback address
             unless the network is trusted.
         names: host names by which clients reach the server, in addition to IP addresses, localhost and the name of this
-            machine.
+            machine. Web pages of these hosts, of localhost and of loopback addresses may send requests.
 
     Raises:
         RunError: if the server cannot listen or does not start.
@@ -52,8 +54,13 @@ class Endpoint:
         except OSError as error:
             raise RunError(f"rollout.endpoint: cannot listen on {host}:{port} ({error.strerror})") from None
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        known = {name.lower() for name in ("localhost", host, socket.gethostname(), *names)}
-        app = _app(service, lambda request: _check_client(request, known, token))
+        pages = {name.lower() for name in ("localhost", *names)}
+        hosts = pages | {host.lower(), socket.gethostname().lower()}
+
+        async def check_client(request: Request) -> None:
+            _check_client(request, hosts, pages, token)
+
+        app = _app(service, check_client)
         settings = uvicorn.Config(app, http=_Protocol, log_level="critical", timeout_keep_alive=30, lifespan="off")
         self._server = uvicorn.Server(settings)
         self._thread = threading.Thread(target=self._server.run, args=([self._socket],), daemon=True, name="endpoint")
@@ -115,19 +122,23 @@ class _Protocol(H11Protocol):
         self.transport.close()
 
 
-def _check_client(request: Request, known: set[str], token: str | None) -> None:
+def _check_client(request: Request, hosts: set[str], pages: set[str], token: str | None) -> None:
     """Check the headers of a request. A web page in a browser on this machine must not reach the endpoint.
 
-    With DNS rebinding, a page's own name leads to this machine. Such requests have that name as their host.
+    With DNS rebinding, a page's own name leads to this machine. Such requests have that name as their host. Clients on
+    other machines have any address of this machine as their host. Only web pages have an origin.
 
     Raises:
-        Refused: with status 403 if Host or Origin is a name of another site, or with status 401 if the access token is
+        Refused: with status 403 if Host or Origin belongs to another site, or with status 401 if the access token is
             missing or wrong.
     """
-    origin = request.headers.get("origin")
-    for name, value in (("Host", f"//{request.headers.get('host', '')}"), ("Origin", origin)):
-        if value is not None and not _is_known(value, known):
-            raise Refused(403, f"{name} {value.removeprefix('//')[:80]!r} is not a name of this endpoint")
+    host, origin = f"//{request.headers.get('host', '')}", request.headers.get("origin")
+    for name, value, known in (("Host", host, hosts), ("Origin", origin, pages)):
+        if value is not None and not _is_known(value, known, any_address=name == "Host"):
+            value = value.removeprefix("//")[:80]
+            raise Refused(
+                403, f"{name} {value!r} is not a name of this endpoint; add it to rollout.endpoint.allowed_hosts"
+            )
     if token is None:
         return
     given = request.headers.get("authorization", "").removeprefix("Bearer ") or request.headers.get("x-api-key", "")
@@ -135,47 +146,36 @@ def _check_client(request: Request, known: set[str], token: str | None) -> None:
         raise Refused(401, "the access token is missing or wrong; send it as Authorization: Bearer or x-api-key")
 
 
-def _is_known(url: str, known: set[str]) -> bool:
+def _is_known(url: str, known: set[str], any_address: bool) -> bool:
+    """Return whether the host of a URL is known, a loopback address, or an IP address if ``any_address`` is True."""
     try:
         name = urlsplit(url).hostname or ""
+        if name in known:
+            return True
+        address = ipaddress.ip_address(name)
     except ValueError:
         return False
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return name in known
-    return True
+    return any_address or address.is_loopback
 
 
-def _app(service: Service, check_client: Callable[[Request], None]) -> FastAPI:
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+def _app(service: Service, check_client: Callable[[Request], Awaitable[None]]) -> FastAPI:
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, dependencies=[Depends(check_client)])
 
     @app.exception_handler(Refused)
     async def refuse(request: Request, refused: Refused) -> JSONResponse:
         return _refusal(service, refused)
 
-    @app.middleware("http")
-    async def check(request: Request, answer: Any) -> Any:
-        try:
-            check_client(request)
-        except Refused as refused:
-            return _refusal(service, refused)
-        return await answer(request)
-
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await _body(request)
-        return _reply(body, await service.chat(body, _session(request)), chat_events)
+        return await _reply(request, service.chat, chat_events)
 
     @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        body = await _body(request)
-        return _reply(body, await service.responses(body, _session(request)), response_events)
+        return await _reply(request, service.responses, response_events)
 
     @app.post("/v1/messages")
     async def messages(request: Request) -> Response:
-        body = await _body(request)
-        return _reply(body, await service.messages(body, _session(request)), message_events)
+        return await _reply(request, service.messages, message_events)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> JSONResponse:
@@ -199,11 +199,28 @@ def _refusal(service: Service, refused: Refused) -> JSONResponse:
     return JSONResponse(content, refused.status)
 
 
-def _reply(
-    body: bytes,
-    reply: Mapping[str, Any],
-    events: Callable[[Mapping[str, Any], Mapping[str, Any]], Iterator[str]],
-) -> Response:
+async def _reply(request: Request, answer: Answer, events: Events) -> Response:
+    """Return the answer to a request. Nothing more is sampled if the client closes the connection.
+
+    Raises:
+        Refused: if the request cannot be served, or the client closes the connection.
+    """
+    body = await _body(request)
+    work = asyncio.ensure_future(answer(body, _session(request)))
+    # After the end of the body, the only message is that the client closed the connection.
+    closed = asyncio.ensure_future(request.receive())
+    closed.add_done_callback(lambda _: work.cancel())
+    try:
+        return await asyncio.to_thread(_formatted, body, await work, events)
+    except asyncio.CancelledError:
+        if not closed.done():
+            raise
+        raise Refused(400, "the client closed the connection before its reply") from None
+    finally:
+        closed.cancel()
+
+
+def _formatted(body: bytes, reply: Reply, events: Events) -> Response:
     """Return a reply as JSON, or as a stream of events if the request asks for one."""
     if b"stream" in body and (request := read_object(body)).get("stream"):
         return StreamingResponse(events(reply, request), media_type="text/event-stream")

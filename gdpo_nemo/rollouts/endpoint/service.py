@@ -76,6 +76,15 @@ class _Next:
 
     token_ids: np.ndarray
     before: Turn | None
+    is_edited: bool = False
+    """True if the client has changed the history or the tools of the previous turn."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Phases that are open together."""
+
+    sampling: Sampling
 
 
 @dataclass(eq=False)
@@ -104,7 +113,8 @@ class Service:
         """Number of events by name. The counts restart if a phase is opened while no other phase is open.
 
         ``turns``: turns sampled. ``spliced``: turns that continued from sampled tokens. ``edited``: turns whose history
-        the client had changed, so that the prompt was rendered again. ``refused``: requests answered with an error.
+        or tools the client had changed, so that the prompt was rendered again. ``refused``: requests answered with an
+        error.
         """
         self.last_refusal = ""
         """Message of the last request that was answered with an error."""
@@ -112,9 +122,8 @@ class Service:
         """Error that made sampling fail permanently, or None if sampling works."""
         self._engines = engines
         self._shared = shared
-        self._sampling: Sampling | None = None
-        self._batch = object()
-        """Identity of the current batch. The identity changes when a phase is opened while no other phase is open."""
+        self._batch: _Batch | None = None
+        """Current batch, or None if no phase is open."""
         self._request_counts: Counter[bytes] = Counter()
         """Number of requests by prompt digest. The counts restart whenever another phase becomes the oldest open
         phase."""
@@ -144,7 +153,7 @@ class Service:
         ticket = object()
 
         def admitted() -> bool:
-            can_share = self._shared and self._sampling == sampling
+            can_share = self._shared and self._batch is not None and self._batch.sampling == sampling
             return self._queue[0] is ticket and (can_share or not self._phases)
 
         with self._condition:
@@ -160,8 +169,7 @@ class Service:
                 self.history.clear()
                 self.counts.clear()
                 self._request_counts.clear()
-                self._sampling = sampling
-                self._batch = object()
+                self._batch = _Batch(sampling)
             opened = _Phase(entropy, self.history.count)
             self._phases.append(opened)
         return opened
@@ -171,7 +179,7 @@ class Service:
             oldest = self._phases[0] is opened
             self._phases.remove(opened)
             if not self._phases:
-                self._sampling = None
+                self._batch = None
                 self.history.clear()
             elif oldest:
                 # The next phase has another entropy, so the counts can restart without repeating a seed.
@@ -185,9 +193,9 @@ class Service:
         Raises:
             Refused: if the request is invalid or cannot be served.
         """
-        sampling = self._current_sampling()
-        request = read_chat(body, sampling, session)
-        return _answer(await self._choices(request, sampling), request)
+        batch = self._current_batch()
+        request = await asyncio.to_thread(read_chat, body, batch.sampling, session)
+        return await asyncio.to_thread(_answer, await self._turns(request, batch), request)
 
     async def messages(self, body: bytes, session: str = "") -> dict[str, Any]:
         """Return the reply to /v1/messages.
@@ -195,14 +203,10 @@ class Service:
         Raises:
             Refused: if the request is invalid or cannot be served.
         """
-        sampling = self._current_sampling()
-        request, original = read_messages(body, sampling, session)
-        turn, message = await self._turn(request, sampling)
+        batch = self._current_batch()
+        request, original = await asyncio.to_thread(read_messages, body, batch.sampling, session)
+        [(turn, message)] = await self._turns(request, batch)
         return message_reply(turn, message, original, f"msg_{_number(turn):x}_{turn.turns}")
-
-    async def _choices(self, request: ChatRequest, sampling: Sampling) -> list[tuple[Turn, dict[str, Any]]]:
-        """Sample ``request.choices`` next turns. Each of them can be continued."""
-        return list(await asyncio.gather(*(self._turn(request, sampling) for _ in range(request.choices))))
 
     async def responses(self, body: bytes, session: str = "") -> dict[str, Any]:
         """Return the reply to /v1/responses.
@@ -210,10 +214,10 @@ class Service:
         Raises:
             Refused: if the request is invalid or cannot be served.
         """
-        sampling = self._current_sampling()
-        request, original = read_responses(body, sampling, session)
+        batch = self._current_batch()
+        request, original = await asyncio.to_thread(read_responses, body, batch.sampling, session)
         try:
-            turn, message = await self._turn(request, sampling)
+            [(turn, message)] = await self._turns(request, batch)
         except NoRoom as refused:
             self.count_refusal(str(refused))
             return response_without_room(original)
@@ -230,21 +234,29 @@ class Service:
         last = printable(self.last_refusal)
         return f"; the endpoint refused {count} requests of this batch, the last one because {last}" if count else ""
 
-    async def _turn(self, request: ChatRequest, sampling: Sampling) -> tuple[Turn, dict[str, Any]]:
-        """Sample the next turn of a conversation, store it, and return it with the assistant's message.
+    async def _turns(self, request: ChatRequest, batch: _Batch) -> list[tuple[Turn, dict[str, Any]]]:
+        """Sample ``request.choices`` next turns of a conversation and store them, so that each can be continued.
+
+        Templates, tokenizers and parsers run in threads, because a large request would delay all other clients.
+
+        Returns:
+            Each turn with the assistant's message.
 
         Raises:
             Refused: if the request cannot be served.
         """
-        batch = self._batch
-        following = self._next(request)
-        allowed = self._allowed(request, following, sampling)
+        following = await asyncio.to_thread(self._next, request)
+        return list(await asyncio.gather(*(self._turn(request, following, batch) for _ in range(request.choices))))
+
+    async def _turn(self, request: ChatRequest, following: _Next, batch: _Batch) -> tuple[Turn, dict[str, Any]]:
         before = following.before
+        self.counts["spliced"] += before is not None
+        self.counts["edited"] += following.is_edited
+        allowed = self._allowed(request, following, batch.sampling)
         sample = SampleRequest(following.token_ids, self._seed(following.token_ids), allowed)
-        stopping = replace(sampling, stop_strings=(*sampling.stop_strings, *request.stop))
+        stopping = replace(batch.sampling, stop_strings=(*batch.sampling.stop_strings, *request.stop))
         completion, engine = await self._sample(sample, stopping, before.engine if before else None)
-        message = self._message(completion, request)
-        digest = fingerprint([*request.messages, message])
+        message, digest = await asyncio.to_thread(self._message, completion, request)
         turns, policy_tokens = (before.turns, before.num_policy_tokens) if before else (0, 0)
         policy_tokens += len(completion.token_ids)
         turn = Turn(following.token_ids, completion, engine, turns + 1, policy_tokens, digest)
@@ -253,7 +265,7 @@ class Service:
         self._store(batch, request.session, turn)
         return turn, message
 
-    def _store(self, batch: object, session: str, turn: Turn) -> None:
+    def _store(self, batch: _Batch, session: str, turn: Turn) -> None:
         """Store a turn.
 
         Raises:
@@ -261,7 +273,7 @@ class Service:
                 batch could use this turn's log-probs and version for a turn with equal tokens.
         """
         with self._condition:
-            if self._batch is not batch or not self._phases:
+            if self._batch is not batch:
                 raise Refused(400, _NO_ROLLOUT)
             self.history.keep(session, turn)
             self.counts["turns"] += 1
@@ -287,7 +299,8 @@ class Service:
         Raises:
             Refused: if the request is invalid.
         """
-        ids = self._next(read_chat(body, self._current_sampling(), session), count=False).token_ids.tolist()
+        request = await asyncio.to_thread(read_chat, body, self._current_batch().sampling, session)
+        ids = (await asyncio.to_thread(self._next, request)).token_ids.tolist()
         return {"tokens": ids, "count": len(ids), "max_model_len": self.budgets.max_sequence}
 
     def models(self) -> dict[str, Any]:
@@ -295,31 +308,29 @@ class Service:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "gdpo_nemo"}
         return {"object": "list", "data": [{**model, "max_model_len": self.budgets.max_sequence}]}
 
-    def _current_sampling(self) -> Sampling:
-        sampling = self._sampling
-        if sampling is None:
+    def _current_batch(self) -> _Batch:
+        batch = self._batch
+        if batch is None:
             raise Refused(400, _NO_ROLLOUT)
-        return sampling
+        return batch
 
-    def _next(self, request: ChatRequest, count: bool = True) -> _Next:
+    def _next(self, request: ChatRequest) -> _Next:
         """Return the next prompt: the exact tokens of the earlier turns, followed by the new messages.
 
         If no earlier turn is stored, all messages are rendered with the chat template.
-
-        Args:
-            count: True to include the request in ``counts``.
         """
+        is_edited = False
         try:
-            found = self.history.last_turn(request.messages, request.session)
+            found = self.history.last_turn(request.messages, request.session, request.tools)
         except EditedHistory:
             found = None
-            self.counts["edited"] += count
+            is_edited = True
         except UnknownTurn:
             raise Refused(400, "a message contains token ids that were not sampled in this batch") from None
         messages = [_for_template(message) for message in request.messages]
         try:
             if found is None:
-                return _Next(self.conversation.prompt(messages, request.tools)[1], None)
+                return _Next(self.conversation.prompt(messages, request.tools)[1], None, is_edited)
             turn, index = found
             if index + 1 == len(messages):
                 raise Refused(400, "the last message is from the assistant, so there is nothing to answer")
@@ -328,7 +339,6 @@ class Service:
             new = self.conversation.continuation(messages[:index], messages[index + 1 :], last, request.tools, calls)
         except RunError as error:
             raise Refused(400, str(error)) from None
-        self.counts["spliced"] += count
         return _Next(np.concatenate([turn.token_ids, new]).astype(np.int32), turn)
 
     def _allowed(self, request: ChatRequest, following: _Next, sampling: Sampling) -> int:
@@ -366,8 +376,10 @@ class Service:
         entropy = [phase, int.from_bytes(digest[:8], "little"), times]
         return int(np.random.SeedSequence(entropy).generate_state(1)[0] >> 1)
 
-    def _message(self, completion: Completion, request: ChatRequest) -> dict[str, Any]:
-        """Convert a completion to the assistant's message. If the request has tools, parse tool calls from the text.
+    def _message(self, completion: Completion, request: ChatRequest) -> tuple[dict[str, Any], str]:
+        """Convert a completion to the assistant's message, and return it with the fingerprint of the conversation.
+
+        If the request has tools, tool calls are parsed from the text.
 
         Raises:
             Refused: if the tool definitions are invalid.
@@ -387,7 +399,7 @@ class Service:
                 {"id": "", "type": "function", "function": {"name": name, "arguments": arguments}}
                 for name, arguments in reply.calls
             ]
-        return message
+        return message, fingerprint([*request.messages, message], request.tools)
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,8 +421,8 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(turn: Turn) -> int:
-    """Return a number for the ids in a turn's reply. The number depends only on the messages, so a resumed run repeats
-    the number."""
+    """Return a number for the ids in a turn's reply. The number depends only on the tools and the messages, so a
+    resumed run repeats the number."""
     return int(turn.fingerprint[:12], 16)
 
 
