@@ -323,8 +323,8 @@ def _mfu_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates, la
         f"training {mfu.training:.0%}, log-prob passes {mfu.evaluation:.0%}{sampling} of "
         f"{device.compute / 1e12:.3g} TFLOP/s by arithmetic: a micro-batch of {micro_batch_load(resolved, layout)} "
         f"tokens is {terms}; the host needs {batch.host * 1e3:.3g} ms for it{waits}; an "
-        f"optimizer step {mfu.optimizer * 1e3:.3g} ms (assumed: {assumed}, {sum(HOST_LAYER_S) * 1e3:.2g} ms of the host "
-        "per layer)"
+        f"optimizer step {mfu.optimizer * 1e3:.3g} ms (assumed: {assumed}, {sum(HOST_LAYER_S) * 1e3:.2g} ms of the "
+        "host per layer)"
     )
 
 
