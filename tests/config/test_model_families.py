@@ -12,9 +12,9 @@ from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.models.architectures import CPU_HEAD_SIZES, num_experts
+from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
 from gdpo_nemo.models.families import FAMILIES
-from gdpo_nemo.models.family_checks import check_adapted_layers, check_model_content
+from gdpo_nemo.models.family_checks import check_adapted_layers, describe
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -309,11 +309,11 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(command, name, folder
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_supported_families_pass(name, folder, minimal):
-    check_model_content(SUPPORTED[name])
+    describe(SUPPORTED[name])
     family = FAMILIES[SUPPORTED[name]["model_type"]]
     # vLLM on CPUs computes gated delta nets only in bfloat16, no experts without a gate, and no sparse attention.
     indexed = family.latent and family.latent.index
-    gpus = GPUS if family.delta or indexed or (family.mamba and num_experts(SUPPORTED[name])) else []
+    gpus = GPUS if family.delta or indexed or (family.mamba and describe(SUPPORTED[name]).experts) else []
     if family.engine_updates:
         validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}", *gpus]))
 
@@ -347,7 +347,7 @@ def test_yarn_and_adapters_go_with_the_layers_of_transformer_engine(folder, mini
 )
 def test_adapters_on_layers_that_the_family_lacks_are_refused(model, targets, expected):
     with pytest.raises(ConfigError, match=expected):
-        check_adapted_layers(targets, SUPPORTED[model])
+        check_adapted_layers(targets, describe(SUPPORTED[model]))
 
 
 def test_the_layers_to_adapt_are_named_where_the_usual_names_do_not_fit(folder, minimal):
@@ -421,7 +421,7 @@ def test_windows_that_engines_would_give_to_all_layers_are_refused_for_sampling(
 
 
 def test_a_window_that_is_given_but_off_by_default_is_no_obstacle():
-    check_model_content({**SUPPORTED["Qwen3"], "sliding_window": 4096})
+    describe({**SUPPORTED["Qwen3"], "sliding_window": 4096})
 
 
 def test_head_sizes_matter_to_the_engines_on_cpu_alone(folder, minimal):
@@ -439,8 +439,8 @@ def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too
 
 def test_the_check_needs_no_torch():
     code = (
-        "import sys; from gdpo_nemo.models.family_checks import check_model_content; "
-        f"check_model_content({SUPPORTED['Llama 3.1']!r}); sys.exit('torch' in sys.modules or 'transformers' in "
+        "import sys; from gdpo_nemo.models.family_checks import describe; "
+        f"describe({SUPPORTED['Llama 3.1']!r}); sys.exit('torch' in sys.modules or 'transformers' in "
         "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2]).returncode == 0
