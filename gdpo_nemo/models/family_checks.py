@@ -73,6 +73,8 @@ def _check_features(model: ModelDescription) -> None:  # noqa: C901
     for key in BIASES:
         if fields.get(key) and key != family.qkv_bias:
             raise model_error(f"{key} (projection biases) is not supported for {family.model_type}")
+    if fields.get("qkv_bias") is False:
+        raise model_error(f"qkv_bias: false is not supported for {family.model_type}")
     if family.biases and not model.qkv_bias:
         raise model_error(f"attention_bias: false is not supported for {family.model_type}")
     if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:

@@ -114,6 +114,10 @@ REFUSED = {
         shape("qwen3_next", 2048, 48, 16, 2, 5120, 151936, 262144, linear_num_value_heads=24),
         "linear_num_value_heads 24 must be a multiple of linear_num_key_heads 16",
     ),
+    "a Qwen2-MoE without biases": (
+        shape("qwen2_moe", 2048, 24, 16, 16, 5632, 151936, 8192, qkv_bias=False),
+        "qkv_bias: false is not supported for qwen2_moe",
+    ),
     "Phi-3 with 128k": (
         shape("phi3", 3072, 32, 32, 32, 8192, 32064, 131072, rope_scaling=dict(type="longrope", short_factor=[1.0])),
         "rope scaling 'longrope' is not supported for phi3; supported: default",
@@ -192,6 +196,16 @@ SUPPORTED = {
     ),
     "Qwen3": shape("qwen3", 1024, 28, 16, 8, 3072, 151936, 40960, head_dim=128, attention_bias=False,
     rope_scaling=None),
+    "Qwen1.5-MoE": shape(
+        "qwen2_moe", 2048, 24, 16, 16, 5632, 151936, 8192, num_experts=60, num_experts_per_tok=4,
+        moe_intermediate_size=1408, shared_expert_intermediate_size=5632, decoder_sparse_step=1, norm_topk_prob=False,
+        use_sliding_window=False, sliding_window=32768, max_window_layers=21,
+    ),
+    "Qwen2-57B-A14B": shape(
+        "qwen2_moe", 3584, 28, 28, 4, 18944, 151936, 131072, num_experts=64, num_experts_per_tok=8,
+        moe_intermediate_size=2560, shared_expert_intermediate_size=20480, decoder_sparse_step=1, norm_topk_prob=False,
+        use_sliding_window=False, sliding_window=65536, max_window_layers=28,
+    ),
     "Qwen3-MoE": shape(
         "qwen3_moe", 2048, 48, 32, 4, 6144, 151936, 40960, head_dim=128, num_experts=128, num_experts_per_tok=8,
         moe_intermediate_size=768, sliding_window=None, use_sliding_window=False,

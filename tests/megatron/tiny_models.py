@@ -189,6 +189,7 @@ MODELS: dict[str, dict] = {
     "qwen3-moe-mixed": dict(
         model_type="qwen3_moe", **_MIXTURE, **_EXPERTS, norm_topk_prob=False, mlp_only_layers=[0, 2]
     ),
+    "qwen2-moe": dict(model_type="qwen2_moe", **_MIXTURE, **_EXPERTS, shared_expert_intermediate_size=20),
     # A dense layer, and shares of the chosen experts that do not add up to 1.
     "qwen3-next": dict(
         model_type="qwen3_next",

@@ -387,7 +387,7 @@ _MULTIMODAL = re.compile(r".*(VL|Omni|Vision|Audio)(?![a-z]).*", re.IGNORECASE)
 _UNSUPPORTED = (
     (r"Qwen/Qwen3\.5-.*", "qwen3_5 with quantised weights", True),
     (r"Qwen/Qwen3-Next-.*", "qwen3_next with quantised weights", True),
-    (r"Qwen/(Qwen1\.5-MoE|Qwen2-57B-A14B).*", "qwen2_moe", True),
+    (r"Qwen/(Qwen1\.5-MoE|Qwen2-57B-A14B).*", "qwen2_moe with quantised weights", True),
     (r"deepseek-ai/DeepSeek-.*", "another DeepSeek family", True),
     (r"meta-llama/Llama-4-.*", "llama4", True),
     (r"mistralai/.*", "a newer Mistral family", False),
