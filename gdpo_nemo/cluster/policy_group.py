@@ -40,6 +40,7 @@ from gdpo_nemo.data.prefixes import (
 )
 from gdpo_nemo.data.records import GradientProducts, UpdateResult
 from gdpo_nemo.data.shares import SCORING, TRAINING, Share, by_sequence
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.utils.progress import phase
 from gdpo_nemo.utils.user_code import load_functions
 from gdpo_nemo.utils.waits import Patience
@@ -120,7 +121,7 @@ class PolicyGroup:
         """For each engine, the ranks whose devices its processes share (see ``Places``)."""
         self.timeout_s = config.rollout.train_timeout_s
         self._patience = {method: Patience(self.timeout_s, _SHORTEST_DEADLINE_S) for method in _COMPUTES}
-        self._quadratic = attention_cost(json.loads((Path(folder) / "config.json").read_text()))
+        self._quadratic = attention_cost(describe(json.loads((Path(folder) / "config.json").read_text())))
         self._choose_sharing(config)
         world = layout_ranks(self.layout)
         on_gpu = config.cluster.gpus_per_node > 0

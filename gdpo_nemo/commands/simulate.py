@@ -13,9 +13,10 @@ from gdpo_nemo.commands.arguments import Commands, add_config, say
 from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.planning.fit import changed
 from gdpo_nemo.planning.hardware import Device, assumed_rates, device, host, load_rates
-from gdpo_nemo.planning.shape import Shape, model_shape
+from gdpo_nemo.planning.shape import model_shape
 from gdpo_nemo.planning.simulation.records import KV, SCHEDULERS, Distribution, Scenario
 from gdpo_nemo.planning.simulation.report import (
     Change,
@@ -193,7 +194,7 @@ class _Source:
             )
         return resolved
 
-    def _shape(self) -> Shape:
+    def _shape(self) -> ModelDescription:
         shape = model_shape(self.resolved)
         if shape is None:
             raise ConfigError(

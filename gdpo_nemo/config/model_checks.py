@@ -13,23 +13,9 @@ from gdpo_nemo.config.data_files import check_data_file, is_broken_link, may_be_
 from gdpo_nemo.config.layout import Layout, Resolved, check_router_replay, check_stages, resolve_layout
 from gdpo_nemo.config.schema import Config, MegatronConfig
 from gdpo_nemo.config.sections import LoraConfig, PolicyConfig
-from gdpo_nemo.models.architectures import (
-    CPU_HEAD_SIZES,
-    delta_sizes,
-    has_logit_cap,
-    index_size,
-    is_recurrent,
-    is_tied,
-    is_windowed,
-    layer_heads,
-    layer_windows,
-    num_experts,
-    rotates_pairs,
-    special_attention,
-    with_defaults,
-)
-from gdpo_nemo.models.families import FAMILIES
-from gdpo_nemo.models.family_checks import check_adapted_layers, check_model_content
+from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
+from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.family_checks import check_adapted_layers
 from gdpo_nemo.models.peft import PeftAdapter, check_fit, read_peft_adapter, read_shapes
 from gdpo_nemo.models.sources import (
     Format,
@@ -82,8 +68,8 @@ def check_files(config: Config, layout: Layout, weights: bool = True) -> ModelFa
     model = check_model(config.policy, layout, weights)
     if not config.cluster.gpus_per_node:
         check_engines(model)
-    if spec_of(config).samples:
-        _check_sampling(model, config)
+    if spec_of(config).samples and model.description is not None:
+        _check_sampling(model.description, config)
     if weights:
         check_tokenizer(config.policy, model)
     check_data_file("data.train", config.data.train)
@@ -219,17 +205,15 @@ def check_model(policy: PolicyConfig, layout: Layout, weights: bool = True) -> M
     source = model.source
     if source is None and folder.exists() and not folder.is_dir():
         raise ConfigError(f"policy.model_name: {name} is neither a folder nor a model file in a supported format")
-    content = model.fields
-    if content is not None:
-        check_model_content(content)
+    description = model.description
     if source is not None:
         _check_adapter(source, policy)
     elif folder.is_dir() and (weights or has_weight_files(folder)):
         check_weight_files(folder, _remake(policy))
-        if content is not None:
-            check_tensors(folder, FAMILIES[content["model_type"]])
-    if content is not None:
-        _check_shape(content, policy, layout)
+        if description is not None:
+            check_tensors(folder, description.family)
+    if description is not None:
+        _check_shape(description, policy, layout)
     return model
 
 
@@ -290,47 +274,45 @@ def _unequal(name: str, expected: object, found: str, folder: Path) -> ConfigErr
 
 def check_engines(model: ModelFacts) -> None:
     """Check that vLLM on CPU supports the model's sizes, if they are known. Raises ConfigError."""
-    if model.fields is None:
+    found = model.description
+    if found is None:
         return
-    size = next((heads.size for heads in layer_heads(model.fields) if heads.size not in CPU_HEAD_SIZES), None)
+    size = next((heads.size for heads in found.layer_heads if heads.size not in CPU_HEAD_SIZES), None)
     if size is not None:
         raise ConfigError(
             f"policy.model_name: vLLM on CPUs does not support attention heads of size {size}; supported "
             f"sizes: {', '.join(map(str, CPU_HEAD_SIZES))}"
         )
-    hidden = model.fields["hidden_size"]
-    if num_experts(model.fields) and hidden % CPU_EXPERT_MULTIPLE:
-        sizes = f"a hidden size that is a multiple of {CPU_EXPERT_MULTIPLE} for models with experts, got {hidden}"
+    if found.experts and found.hidden % CPU_EXPERT_MULTIPLE:
+        sizes = f"a hidden size that is a multiple of {CPU_EXPERT_MULTIPLE} for models with experts, got {found.hidden}"
         raise ConfigError(f"policy.model_name: vLLM on CPUs requires {sizes}")
 
 
-def _check_sampling(model: ModelFacts, config: Config) -> None:
+def _check_sampling(model: ModelDescription, config: Config) -> None:
     """Check that vLLM accepts new weights of the model, has the policy's sliding windows, and has kernels for its
     precision. Raises ConfigError."""
-    if model.fields is None:
-        return
-    family = FAMILIES[model.fields["model_type"]]
+    family = model.family
     if not family.engine_updates:
         raise ConfigError(
             f"policy.model_name: vLLM loses new weights of {family.model_type} models; train them without engines, for "
             "example with sft"
         )
-    if family.latent and not rotates_pairs(model.fields):
+    if family.latent and not model.rotates_pairs:
         raise ConfigError(
             "policy.model_name: vLLM ignores rope_interleave: false in config.json; train the model without engines, "
             "for example with sft"
         )
-    if any(index_size(model.fields)) and not config.cluster.gpus_per_node:
+    if model.index and not config.cluster.gpus_per_node:
         raise ConfigError(
             f"policy.model_name: vLLM on CPUs does not support sparse attention ({family.model_type}); train the model "
             "without engines, for example with sft"
         )
-    if is_tied(model.fields) and not family.engine_ties:
+    if model.tied and not family.engine_ties:
         raise ConfigError(
             f"policy.model_name: vLLM ignores tie_word_embeddings of {family.model_type} models; train the model "
             "without engines, for example with sft"
         )
-    lacks_gate = num_experts(model.fields) > 0 and not family.gated_mlp
+    lacks_gate = model.experts > 0 and not family.gated_mlp
     if lacks_gate and not config.cluster.gpus_per_node:
         raise ConfigError(
             f"policy.model_name: vLLM on CPUs does not support experts without a gate ({family.model_type}); train the "
@@ -341,39 +323,36 @@ def _check_sampling(model: ModelFacts, config: Config) -> None:
             "policy.precision: vLLM on CPUs computes gated delta net layers only in bfloat16; set policy.precision: "
             "bfloat16"
         )
-    if family.windows == "late" and is_windowed(model.fields) and not all(layer_windows(model.fields)):
+    if family.windows == "late" and model.window is not None and not all(model.windows):
         # vLLM's Qwen models have one window for all layers.
         raise ConfigError(
             "policy.model_name: vLLM does not support a sliding window in only some layers (max_window_layers, "
-            f"layer_types) of {model.fields['model_type']}; set use_sliding_window: false in config.json"
+            f"layer_types) of {family.model_type}; set use_sliding_window: false in config.json"
         )
 
 
-def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) -> None:  # noqa: C901
+def _check_shape(model: ModelDescription, policy: PolicyConfig, layout: Layout) -> None:  # noqa: C901
     """Check that the layout divides the model's heads, layers and experts, and that the context is long enough. Raises
     ConfigError."""
-    content = with_defaults(content)
-    heads = content["num_attention_heads"]
-    layers = content["num_hidden_layers"]
-    experts = num_experts(content)
-    groups = sorted({own.groups for own in layer_heads(content)})
+    heads, experts, family = model.heads, model.experts, model.family
+    groups = sorted({own.groups for own in model.layer_heads})
     megatron = "policy.megatron_cfg"
     counts = [(heads, "heads"), *((count, "key-value heads") for count in groups)]
-    if mamba := FAMILIES[content["model_type"]].mamba:
-        counts += [(content[mamba.heads], "Mamba heads"), (content[mamba.groups], "Mamba groups")]
-    if delta := delta_sizes(content):
-        counts.append((delta.key_heads, "key heads of gated delta nets"))
+    if mamba := family.mamba:
+        counts += [(model.fields[mamba.heads], "Mamba heads"), (model.fields[mamba.groups], "Mamba groups")]
+    if family.delta:
+        counts.append((model.delta.key_heads, "key heads of gated delta nets"))
     _check_divides(f"{megatron}.tensor_model_parallel_size", layout.tensor, counts)
-    if is_recurrent(content) and policy.megatron_cfg.fp8:
+    if model.is_recurrent and policy.megatron_cfg.fp8:
         kind = "Mamba-2" if mamba else "gated delta net"
         raise ConfigError(f"{megatron}.fp8: not supported for models with {kind} layers")
-    check_stages(layers, policy.megatron_cfg)
+    check_stages(model.layers, policy.megatron_cfg)
     _check_divides("policy.generation.vllm_cfg.tensor_parallel_size", layout.engine_tensor, [(heads, "heads")])
     if layout.expert > 1 and not experts:
         raise ConfigError(f"{megatron}.expert_model_parallel_size: the model in {policy.model_name} has no experts")
     if experts:
         _check_divides(f"{megatron}.expert_model_parallel_size", layout.expert, [(experts, "experts")])
-        if layout.expert_tensor > 1 and FAMILIES[content["model_type"]].biases:
+        if layout.expert_tensor > 1 and family.biases:
             raise ConfigError(f"{megatron}.expert_tensor_parallel_size: must be 1, because the experts have biases")
     for name in ("freeze_moe_router", "moe_router_dtype"):
         if getattr(policy.megatron_cfg, name) and not experts:
@@ -382,30 +361,31 @@ def _check_shape(content: dict[str, Any], policy: PolicyConfig, layout: Layout) 
             )
     check_router_replay(policy, layout, has_experts=bool(experts))
     if policy.lora.rank:
-        check_adapted_layers(policy.lora.target_modules, content)
-    _check_attention(content, policy.megatron_cfg)
+        check_adapted_layers(policy.lora.target_modules, model)
+    _check_attention(model, policy.megatron_cfg)
     if experts and layout.tensor > 1 and not policy.megatron_cfg.sequence_parallel:
         raise ConfigError(f"{megatron}.sequence_parallel: must be true for a model with experts and tensor parallelism")
     length = policy.max_total_sequence_length
-    if any(index_size(content)) and length > content["index_topk"]:
+    largest = model.fields["index_topk"] if model.index else length
+    if length > largest:
         raise ConfigError(
-            f"policy.max_total_sequence_length: {length} exceeds the {content['index_topk']} keys of the model's "
-            f"sparse attention (index_topk); use at most {content['index_topk']}"
+            f"policy.max_total_sequence_length: {length} exceeds the {largest} keys of the model's sparse attention "
+            f"(index_topk); use at most {largest}"
         )
-    longest = content.get("max_position_embeddings")
+    longest = model.fields.get("max_position_embeddings")
     if longest is not None and longest < length:
         raise ConfigError(f"policy.max_total_sequence_length: {length} exceeds the {longest} positions of the model")
 
 
-def _check_attention(content: dict[str, Any], megatron: MegatronConfig) -> None:
+def _check_attention(model: ModelDescription, megatron: MegatronConfig) -> None:
     """Check that the kernels in the config support the model's attention and logits. Raises ConfigError."""
-    special = special_attention(content)
+    special = model.special_attention
     if special and megatron.attention_backend in ("flash", "fused", "unfused"):
         raise ConfigError(
             f"policy.megatron_cfg.attention_backend: {megatron.attention_backend} is not supported for a model with "
             f"{special}; use auto or flex"
         )
-    if megatron.fused_logprobs and has_logit_cap(content):
+    if megatron.fused_logprobs and model.logit_cap is not None:
         raise ConfigError(
             "policy.megatron_cfg.fused_logprobs: true is not supported for a model with a soft cap of its logits; "
             "remove it"

@@ -10,25 +10,15 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
 from gdpo_nemo.data.state_keys import state_keys
-from gdpo_nemo.models.architectures import (
-    delta_sizes,
-    expert_latent,
-    head_size,
-    latent_widths,
-    layer_heads,
-    layer_symbols,
-    mamba_sections,
-    shared_width,
-    with_defaults,
-)
-from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.weights import weight_table
 
 
 @dataclass
@@ -240,44 +230,23 @@ def cost_of(tokens: int, quadratic: float, shared: int = 0) -> float:
     return tokens - shared + quadratic * (tokens * tokens - shared * shared)
 
 
-def attention_cost(model: Mapping[str, Any]) -> float:
-    """Return the cost of attention relative to matrix products (``quadratic``), from a Hugging Face config.
+@lru_cache(maxsize=16)
+def attention_cost(model: ModelDescription) -> float:
+    """Return the cost of attention relative to matrix products (``quadratic``).
 
     The cost is a ratio of numbers of multiplications. Every token uses each active weight and the output layer once.
     Causal attention multiplies queries with keys and scores with values, each with heads * head size * n^2 / 2
     multiplications. The ratio is 1e-5 to 1e-4 for models with billions of parameters.
     """
-    model = with_defaults(model)
-    family = FAMILIES[model["model_type"]]
-    hidden = model["hidden_size"]
-    heads = model["num_attention_heads"]
-    symbols = "".join(layer_symbols(model))
-    attention = [own for own, kinds in zip(layer_heads(model), layer_symbols(model)) if "*" in kinds]
-    size = sum(own.size for own in attention) / max(1, len(attention))
-    width = model["intermediate_size"]
-    rows = [own.size * (heads * (2 + family.output_gate) + own.groups * (2 - own.keys_as_values)) for own in attention]
-    projections = hidden * sum(rows) / max(1, len(attention))
-    if widths := latent_widths(model):
-        query, key_value, rotated, value = widths
-        head = head_size(model)
-        projections = hidden * (key_value + rotated + heads * value) + key_value * heads * (head - rotated + value)
-        projections += query * (hidden + heads * head) if query else hidden * heads * head
-        size = (head + value) / 2
-    matrices = 3 if family.gated_mlp else 2
-    routed = (model.get("moe_intermediate_size") or width) * (model.get("num_experts_per_tok") or 1)
-    latent = expert_latent(model)
-    mamba = mamba_sections(model) if family.mamba else (0,)
-    delta = sizes.sections if (sizes := delta_sizes(model)) else (0, 0, 0)
-    weights = {
-        "*": projections,
-        "-": hidden * matrices * width,
-        "E": matrices * ((latent or hidden) * routed + hidden * shared_width(model)) + 2 * hidden * latent,
-        "M": hidden * (sum(mamba) + mamba[0]),
-        "G": hidden * (sum(delta) + delta[2]),
-    }
-    layers = sum(count * symbols.count(symbol) for symbol, count in weights.items())
-    per_token: float = symbols.count("*") * heads * size / (layers + hidden * model["vocab_size"])
-    return per_token
+    weights = model.hidden * model.vocabulary
+    for row in weight_table(model):
+        is_small = row.megatron in ("mlp.router.weight", "mlp.shared_experts.gate_weight")
+        if row.layer is not None and row.trained and len(row.shape) == 2 and not is_small:
+            weights += row.size * (model.active_experts if row.experts else 1)
+    width = model.query
+    if model.latent:
+        width = model.heads * (model.head_size + model.latent.value) / 2
+    return model.count("*") * width / weights
 
 
 METRICS = {

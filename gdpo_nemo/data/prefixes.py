@@ -18,7 +18,6 @@ from gdpo_nemo.config.layout import Resolved, prompt_sharing, shares_with_flex_a
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import Assignment, TrainSequence, assign, cost_of, rank_costs
 from gdpo_nemo.data.state_keys import common_tokens, sort_key
-from gdpo_nemo.models.architectures import is_recurrent
 
 LEAST_SHARE = 1 / 8
 """Minimum prefix length for sharing, as a fraction of the sequence. For shorter prefixes, the more complex attention
@@ -89,7 +88,8 @@ def expected_saving(resolved: Resolved, prompt: float, completion: float, quadra
     samples = resolved.sequences_per_prompt
     if sharing is False or samples == 1 or prompt < LEAST_SHARE * total:
         return NO_SAVING
-    if sharing is None and config.cluster.gpus_per_node and is_recurrent(resolved.model.fields or {}):
+    model = resolved.model.description
+    if sharing is None and config.cluster.gpus_per_node and model is not None and model.is_recurrent:
         return NO_SAVING  # the kernels of recurrent layers do not support shared prompts
     room = config.policy.micro_batch_tokens - prompt
     # Completions can have length 0 after a user-specified median is rounded. All such completions fit.

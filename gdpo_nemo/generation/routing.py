@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gdpo_nemo.models.architectures import mixture_layers, num_experts, with_defaults
+from gdpo_nemo.models.family_checks import describe
 
 GPU_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 """Environment variables with which vLLM on GPUs returns its routing."""
@@ -28,11 +28,11 @@ class RoutingShape:
     """
 
     def __init__(self, folder: str | Path):
-        content = json.loads((Path(folder) / "config.json").read_text())
-        self.layers = np.flatnonzero(mixture_layers(content))
+        model = describe(json.loads((Path(folder) / "config.json").read_text()))
+        self.layers = np.array(model.moe_layers)
         """Indices of the model's layers with experts."""
-        self.dtype = np.int8 if num_experts(content) <= 128 else np.int16
-        self.chosen = int(with_defaults(content)["num_experts_per_tok"])
+        self.dtype = np.int8 if model.experts <= 128 else np.int16
+        self.chosen = model.active_experts
         """Number of experts per token."""
 
     def by_token(self, choices: np.ndarray, tokens: int) -> np.ndarray:

@@ -17,8 +17,7 @@ import numpy as np
 from gdpo_nemo.config.schema import VllmConfig
 from gdpo_nemo.generation.requests import Completion, SampleRequest, Sampling
 from gdpo_nemo.generation.routing import RoutingRecorder, RoutingShape
-from gdpo_nemo.models.architectures import indexed_layers, is_recurrent, query_scale, rotary_size
-from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.hf_folder import weight_names
 from gdpo_nemo.utils.progress import hidden, import_transformers, importing
 from gdpo_nemo.weights.adapters import modules_of, peft_name
@@ -349,15 +348,15 @@ def _register_model(folder: str) -> None:
 def _device_arguments(options: EngineOptions) -> dict[str, Any]:
     """Return vLLM's arguments that depend on the device type."""
     config = options.config
-    content = json.loads((Path(options.model) / "config.json").read_text())
-    family = FAMILIES[content["model_type"]]
+    model = describe(json.loads((Path(options.model) / "config.json").read_text()))
+    family = model.family
     # vLLM treats these options as fields of the model's config.json.
     fields = dict(family.engine_fields)
     if family.rotary_size:  # vLLM requires the older field
-        fields[family.rotary_size] = rotary_size(content)
-    if scale := query_scale(content):  # vLLM reads only the fields of Mistral's own format
+        fields[family.rotary_size] = model.rotary_size()
+    if scale := model.query_scale:  # vLLM reads only the fields of Mistral's own format
         fields["llama_4_scaling"] = dict(zip(("beta", "original_max_position_embeddings"), scale))
-    if any(indexed := indexed_layers(content)):  # vLLM does not read indexer_types
+    if any(indexed := model.indexed_layers):  # vLLM does not read indexer_types
         fields["index_topk_pattern"] = "".join("F" if has_index else "S" for has_index in indexed)
     arguments: dict[str, Any]
     if options.on_cpu:
@@ -374,7 +373,7 @@ def _device_arguments(options: EngineOptions) -> dict[str, Any]:
             # The kernel of vLLM's CPU build rotates only one head if tokens and heads are separate dimensions, as in
             # vLLM's latent attention (csrc/cpu/pos_encoding.cpp).
             arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
-        if is_recurrent(content):
+        if model.is_recurrent:
             # vLLM caches the states of prefixes only with chunked prefill, and it derives the block size from a state.
             arguments |= dict(enable_prefix_caching=False, block_size=None)
     else:

@@ -12,19 +12,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import get_cuda_rng_tracker, set_tensor_model_parallel_attributes
-from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.megatron.model_config import family_of, fields_of
-from gdpo_nemo.models.architectures import Heads, delta_sizes, last_name, mamba_sections
-
-_HEAD = "output_layer"
-QKV = "self_attention.linear_qkv"
-GATE_UP = "mlp.linear_fc1"
-MAMBA_IN = "mixer.in_proj"
-DELTA_IN = "self_attention.in_proj"
-DELTA_OUT = "self_attention.out_proj"
-SPLIT_BY_COLUMNS = ("self_attention.linear_proj", "mlp.linear_fc2", "mixer.out_proj", DELTA_OUT)
+from gdpo_nemo.megatron.weight_map import Weight
+from gdpo_nemo.models.architectures import last_name
+from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.weights import COLUMNS, DELTA_ROWS, GATED_ROWS, MAMBA_ROWS
 
 
 def initial_a(module: str, rank: int, width: int, seed: int, init: str = "uniform") -> torch.Tensor:
@@ -91,38 +84,34 @@ class Adapters(torch.nn.Module):
     """Adapters of a Megatron linear layer, which compute scale * B A x for each part, in the layout of the layer.
 
     Args:
-        linear_name: name of the layer within a Megatron layer, or ``output_layer``.
-        modules: Hugging Face modules that the layer contains.
-        weight: this rank's shard of the layer's weight.
+        weight: the layer's weight.
+        matrix: this rank's shard of the weight.
         sequence_parallel: True if the tensor-parallel ranks have the inputs or outputs of different tokens.
-        heads: heads of the layer's attention. Used only for the projection of q, k and v.
     """
 
     def __init__(
         self,
-        linear_name: str,
-        modules: tuple[str, ...],
-        weight: torch.Tensor,
-        hf: PretrainedConfig,
+        weight: Weight,
+        matrix: torch.Tensor,
+        model: ModelDescription,
         settings: LoraConfig,
         seed: int,
         sequence_parallel: bool = False,
-        heads: Heads | None = None,
     ):
         super().__init__()
-        self.by_columns = linear_name in SPLIT_BY_COLUMNS
+        self.by_columns = weight.split == COLUMNS
         self.sequence_parallel = sequence_parallel
         self.scale = settings.alpha / settings.rank
         self.dropout = settings.dropout
         self.enabled = True
         self.group = self._split_group()
-        heads = heads if linear_name == QKV else None
+        heads = weight.heads
         self.query_groups = heads.groups // self.group.size() if heads else None
-        self.gate_size = heads.size if heads and family_of(hf).output_gate else None
-        self.key_heads = _rows_by_key_head(linear_name, hf)
-        self.parts = _parts(linear_name, modules, weight, hf, self.group.size(), heads)
-        width = weight.size(1) * (self.group.size() if self.by_columns else 1)
-        like = weight.detach()
+        self.gate_size = heads.size if heads and model.output_gate else None
+        self.key_heads = _rows_by_key_head(weight, model)
+        self.parts = _parts(weight, matrix.size(0) * (1 if self.by_columns else self.group.size()), model)
+        width = matrix.size(1) * (self.group.size() if self.by_columns else 1)
+        like = matrix.detach()
         pairs: list[Pair] = []
         for part in self.parts:
             if last_name(part.module) in settings.target_modules:
@@ -134,12 +123,12 @@ class Adapters(torch.nn.Module):
         # the gradients of replicated matrices.
         if self.sequence_parallel:
             for pair in pairs:
-                matrix: Any = pair.b if self.by_columns else pair.a
-                matrix.sequence_parallel = True
+                replicated: Any = pair.b if self.by_columns else pair.a
+                replicated.sequence_parallel = True
         # The type is Any, because ModuleList does not preserve the type of its modules.
         self.pairs: Any = torch.nn.ModuleList(pairs)
-        for matrix in self.parameters():  # Megatron chooses the data-parallel group by this attribute
-            setattr(matrix, "allreduce", getattr(weight, "allreduce", True))  # noqa: B010
+        for parameter in self.parameters():  # Megatron chooses the data-parallel group by this attribute
+            setattr(parameter, "allreduce", getattr(matrix, "allreduce", True))  # noqa: B010
 
     def _split_group(self) -> dist.ProcessGroup:
         return parallel_state.get_tensor_model_parallel_group()
@@ -214,9 +203,9 @@ class HeadAdapter(Adapters):
     Under sequence parallelism, their input is also replicated.
     """
 
-    def __init__(self, module: str, linear: Any, hf: PretrainedConfig, settings: LoraConfig, seed: int):
-        super().__init__(_HEAD, (module,), linear.weight, hf, settings, seed)
-        self.vocab_size = hf.vocab_size
+    def __init__(self, weight: Weight, matrix: torch.Tensor, model: ModelDescription, settings: LoraConfig, seed: int):
+        super().__init__(weight, matrix, model, settings, seed)
+        self.vocab_size = model.vocabulary
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the term to add to this rank's columns of the logits."""
@@ -274,26 +263,19 @@ class GroupedAdapters(torch.nn.Module):
         return torch.cat([adapters(part) for adapters, part in zip(self.experts, parts)])
 
 
-def _parts(
-    linear_name: str,
-    modules: tuple[str, ...],
-    weight: torch.Tensor,
-    hf: PretrainedConfig,
-    ranks: int,
-    heads: Heads | None,
-) -> list[Part]:
-    rows = weight.size(0) * (1 if linear_name in SPLIT_BY_COLUMNS else ranks)
-    heights = [rows]
-    if heads is not None:
-        queries = hf.num_attention_heads * heads.size * (1 + family_of(hf).output_gate)
+def _parts(weight: Weight, rows: int, model: ModelDescription) -> list[Part]:
+    """Return the parts of a linear layer with ``rows`` rows over all tensor-parallel ranks."""
+    modules, heights = weight.modules, [rows]
+    if heads := weight.heads:
+        queries = model.heads * heads.size * (1 + model.output_gate)
         heights = [queries, *[heads.groups * heads.size] * (1 if heads.keys_as_values else 2)]
-    elif linear_name == GATE_UP and family_of(hf).gated_mlp:
+    elif weight.split == GATED_ROWS:
         heights = [rows // 2] * 2
-    elif linear_name == MAMBA_IN:
-        heights = list(mamba_sections(fields_of(hf)))
-    elif linear_name == DELTA_IN and (sizes := delta_sizes(fields_of(hf))):
-        sections = sizes.sections
-        if _rows_by_key_head(linear_name, hf):
+    elif weight.split == MAMBA_ROWS:
+        heights = list(model.mamba)
+    elif weight.split == DELTA_ROWS:
+        sections = model.delta.sections
+        if model.delta_by_key_head:
             heights = [sum(sections[:4]), sum(sections[4:])]
         else:
             names = [modules[0]] * 3 + list(modules[1:])
@@ -304,12 +286,10 @@ def _parts(
     return [Part(modules[0], height, f".{index}") for index, height in enumerate(heights)]
 
 
-def _rows_by_key_head(linear_name: str, hf: PretrainedConfig) -> tuple[list[int], list[int]] | None:
+def _rows_by_key_head(weight: Weight, model: ModelDescription) -> tuple[list[int], list[int]] | None:
     """Return the rows of each section of a key head in the two modules of a gated delta net's input projection, or
     None if the rows of the modules are not ordered by key head."""
-    delta = family_of(hf).delta
-    sizes = delta_sizes(fields_of(hf))
-    if linear_name != DELTA_IN or delta is None or sizes is None or not delta.by_key_head:
+    if weight.split != DELTA_ROWS or not model.delta_by_key_head:
         return None
-    rows = [section // sizes.key_heads for section in sizes.sections]
+    rows = [section // model.delta.key_heads for section in model.delta.sections]
     return rows[:4], rows[4:]

@@ -27,7 +27,7 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 from gdpo_nemo.megatron.packing import Packing, Rectangle, packing_arrays
-from gdpo_nemo.models.architectures import Heads
+from gdpo_nemo.models.description import Heads
 
 
 class _PadInput(torch.autograd.Function):

@@ -9,14 +9,15 @@ from typing import Any, Iterable
 import torch
 from transformers import PretrainedConfig
 
-from gdpo_nemo.megatron.model_config import family_of
+from gdpo_nemo.megatron.model_config import description_of
 from gdpo_nemo.models.hf_folder import write_model
 
 
 def classifier_config(config: PretrainedConfig, pad_token_id: int | None) -> PretrainedConfig:
     """Convert a reward model's configuration to that of transformers' sequence classifier with one label."""
     classifier = copy.deepcopy(config)
-    classifier.architectures = [family_of(config).architecture.replace("ForCausalLM", "ForSequenceClassification")]
+    architecture = description_of(config).family.architecture
+    classifier.architectures = [architecture.replace("ForCausalLM", "ForSequenceClassification")]
     classifier.num_labels = 1
     classifier.pad_token_id = pad_token_id
     return classifier

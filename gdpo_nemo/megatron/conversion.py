@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from itertools import chain, groupby
 from typing import Any, Callable, Iterable, Iterator, Sequence
 
@@ -12,57 +11,44 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import PretrainedConfig
 
-from gdpo_nemo.megatron.model_config import family_of, fields_of, hf_layers, layer_heads, num_experts
-from gdpo_nemo.megatron.weight_map import (
+from gdpo_nemo.megatron.model_config import description_of
+from gdpo_nemo.megatron.weight_map import SCORE, STACKED_EXPERT, Weight, find_weight, weights_of
+from gdpo_nemo.models.description import Heads, ModelDescription
+from gdpo_nemo.models.weights import (
     COLUMNS,
     CONVOLUTION_ROWS,
     DELTA_CONVOLUTION_ROWS,
     DELTA_ROWS,
     GATED_ROWS,
     MAMBA_ROWS,
-    QKV_ROWS,
     REPLICATED,
-    SCORE,
-    STACKED_EXPERT,
-    Weight,
-    is_constant,
-    layer_weight,
-    top_weights,
 )
-from gdpo_nemo.models.architectures import DeltaSizes, Heads, delta_sizes, mamba_sections
-from gdpo_nemo.models.families import DeltaNet
 from gdpo_nemo.weights.manifest import Entry, Manifest, divide, weight_metadata
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
-def local_weights(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterator[tuple[torch.Tensor, Weight]]:
-    """Yield (tensor, ``Weight`` with full Hugging Face names) for every weight of this rank, in a fixed order.
+def local_weights(chunks: list[torch.nn.Module], model: ModelDescription) -> Iterator[tuple[torch.Tensor, Weight]]:
+    """Yield (tensor, weight) for every weight of this rank, in a fixed order.
 
-    The weights are the parameters, biases of routers, factors of layers and sparse indices. Adapters and the value head
-    are excluded, because the Hugging Face model does not contain them.
+    The weights are the parameters, and the buffers that the Hugging Face model contains. Adapters and the value head
+    are excluded, because it does not contain them.
     """
-    family = family_of(config)
-    top = top_weights(family.model_type)
-    layers, heads = hf_layers(config), layer_heads(config)
+    weights, layers = weights_of(model), model.hf_layers
     for chunk in chunks:
-        constants = (pair for pair in chunk.named_buffers() if is_constant(pair[0]))
-        for name, parameter in chain(chunk.named_parameters(), constants):
+        for name, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
             if ".adapters." in name or name.startswith("value_head."):
                 continue
-            match = _LAYER.fullmatch(name)
-            if match is None:
-                yield parameter, top[name]
-                continue
-            weight = layer_weight(family, match[2])
-            # Megatron's layer_number counts Hybrid layers from 1 over all pipeline stages.
-            decoder: Any = chunk.decoder
-            number = layers[decoder.layers[int(match[1])].layer_number - 1]
-            if weight.split == QKV_ROWS:
-                weight = with_heads(weight, heads[number])
-            layer = family.modules.layer.format(number)
-            sources = tuple(layer + source for source in weight.sources)
-            yield parameter, replace(weight, sources=sources, stacked=weight.stacked and layer + weight.stacked)
+            number, inner = None, name
+            if match := _LAYER.fullmatch(name):
+                # Megatron's layer_number counts Hybrid layers from 1 over all pipeline stages.
+                decoder: Any = chunk.decoder
+                number, inner = layers[decoder.layers[int(match[1])].layer_number - 1], match[2]
+            weight = find_weight(weights, number, inner)
+            if weight is not None:
+                yield tensor, weight
+            elif isinstance(tensor, torch.nn.Parameter):
+                raise KeyError(name)
 
 
 def _split_group(weight: Weight) -> dist.ProcessGroup:
@@ -72,17 +58,16 @@ def _split_group(weight: Weight) -> dist.ProcessGroup:
     return parallel_state.get_expert_tensor_parallel_group()
 
 
-def _experts(weight: Weight, count: int) -> range:
+def _experts(weight: Weight) -> range:
     """Return the global indices of the experts with the local index of ``weight``, by expert-parallel rank.
 
     Args:
         weight: parameter of an expert.
-        count: number of experts of a layer.
     """
     if weight.expert is None:
         raise ValueError(f"{weight.sources} do not belong to an expert")
     ranks = parallel_state.get_expert_model_parallel_group().size()
-    return range(weight.expert, count, count // ranks)
+    return range(weight.expert, weight.experts, weight.experts // ranks)
 
 
 def _expert_sources(sources: tuple[str, ...], expert: int) -> tuple[str, ...]:
@@ -108,15 +93,10 @@ def _read(
         return tensor if expert is None else tensor[expert]
 
 
-def with_heads(weight: Weight, heads: Heads) -> Weight:
-    """Return a weight of ``QKV_ROWS`` for a layer with these heads. Layers whose keys are the values have no v."""
-    return replace(weight, heads=heads, sources=weight.sources[:2] if heads.keys_as_values else weight.sources)
-
-
-def _qkv_rows(config: PretrainedConfig, heads: Heads) -> list[int]:
+def _qkv_rows(model: ModelDescription, heads: Heads) -> list[int]:
     """Return the number of rows of q, k and v that belong to one query group. Output gates are rows of q."""
-    queries = config.num_attention_heads // heads.groups * heads.size
-    return [queries * (1 + family_of(config).output_gate), *[heads.size] * (1 if heads.keys_as_values else 2)]
+    queries = model.heads // heads.groups * heads.size
+    return [queries * (1 + model.output_gate), *[heads.size] * (1 if heads.keys_as_values else 2)]
 
 
 def _by_group(parts: Sequence[torch.Tensor], groups: int) -> torch.Tensor:
@@ -129,62 +109,54 @@ def _by_part(tensor: torch.Tensor, groups: int, rows: Sequence[int]) -> list[tor
     return [part.flatten(0, 1) for part in tensor.unflatten(0, (groups, -1)).split(list(rows), 1)]
 
 
-def _by_query_group(tensor: torch.Tensor, config: PretrainedConfig, heads: Heads) -> torch.Tensor:
+def _by_query_group(tensor: torch.Tensor, model: ModelDescription, heads: Heads) -> torch.Tensor:
     """Reorder the rows of a fused QKV tensor from [all q, all k, all v] to [q, k, v] for each query group.
 
     With output gates, the folder stores each head's query followed by its gate, and Megatron all queries of a group
     followed by all of its gates.
     """
-    q, *others = tensor.split([heads.groups * rows for rows in _qkv_rows(config, heads)])
-    gated = _by_part(q, config.num_attention_heads, [heads.size] * 2) if family_of(config).output_gate else [q]
+    q, *others = tensor.split([heads.groups * rows for rows in _qkv_rows(model, heads)])
+    gated = _by_part(q, model.heads, [heads.size] * 2) if model.output_gate else [q]
     return _by_group([*gated, *others], heads.groups)
 
 
-def _by_matrix(tensor: torch.Tensor, config: PretrainedConfig, heads: Heads) -> list[torch.Tensor]:
+def _by_matrix(tensor: torch.Tensor, model: ModelDescription, heads: Heads) -> list[torch.Tensor]:
     """Split the rows of Megatron's QKV tensor into q, k and v. This is the inverse of ``_by_query_group``."""
-    rows, *others = _qkv_rows(config, heads)
-    if not family_of(config).output_gate:
+    rows, *others = _qkv_rows(model, heads)
+    if not model.output_gate:
         return _by_part(tensor, heads.groups, (rows, *others))
     q, gate, k, v = _by_part(tensor, heads.groups, (rows // 2, rows // 2, *others))
-    return [_by_group([q, gate], config.num_attention_heads), k, v]
+    return [_by_group([q, gate], model.heads), k, v]
 
 
-def _delta_rows(config: PretrainedConfig) -> tuple[DeltaNet, DeltaSizes]:
-    delta = family_of(config).delta
-    sizes = delta_sizes(fields_of(config))
-    if delta is None or sizes is None:
-        raise ValueError(f"{config.model_type} has no gated delta net layers")
-    return delta, sizes
-
-
-def _delta_sections(tensor: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+def _delta_sections(tensor: torch.Tensor, model: ModelDescription) -> torch.Tensor:
     """Reorder the rows of a gated delta net's input projections from a folder's order to ``DeltaSizes.sections``."""
-    delta, sizes = _delta_rows(config)
-    if not delta.by_key_head:
+    sizes = model.delta
+    if not model.delta_by_key_head:
         return tensor
     heads, rows = sizes.key_heads, [count // sizes.key_heads for count in sizes.sections]
     first, second = tensor.split([heads * sum(rows[:4]), heads * sum(rows[4:])])
     return torch.cat([*_by_part(first, heads, rows[:4]), *_by_part(second, heads, rows[4:])])
 
 
-def _delta_projections(tensor: torch.Tensor, config: PretrainedConfig) -> list[torch.Tensor]:
+def _delta_projections(tensor: torch.Tensor, model: ModelDescription) -> list[torch.Tensor]:
     """Split Megatron's input projection into the tensors of a folder. This is the inverse of ``_delta_sections``."""
-    delta, sizes = _delta_rows(config)
+    sizes = model.delta
     parts = tensor.split(list(sizes.sections))
-    if delta.by_key_head:
+    if model.delta_by_key_head:
         return [_by_group(parts[:4], sizes.key_heads), _by_group(parts[4:], sizes.key_heads)]
     return [torch.cat(parts[:3]), *parts[3:]]
 
 
-def separate(tensor: torch.Tensor, weight: Weight, config: PretrainedConfig) -> list[torch.Tensor]:
+def separate(tensor: torch.Tensor, weight: Weight, model: ModelDescription) -> list[torch.Tensor]:
     """Split an unsharded Megatron tensor into Hugging Face tensors, one for each name in ``weight.sources``."""
     parts = [tensor]
     if weight.interleaved:
         parts = [_interleaved(tensor, weight.split)]
     elif weight.heads is not None:
-        parts = _by_matrix(tensor, config, weight.heads)
+        parts = _by_matrix(tensor, model, weight.heads)
     elif weight.split == DELTA_ROWS:
-        parts = _delta_projections(tensor, config)
+        parts = _delta_projections(tensor, model)
     elif weight.split == GATED_ROWS:
         parts = list(tensor.chunk(2))
     return parts if len(parts) == len(weight.sources) else [torch.cat(parts)]
@@ -218,32 +190,32 @@ def _stack_experts(tensors: Iterator[tuple[str, torch.Tensor]], count: int) -> I
             del slices[match[1]]
 
 
-def _sections(rows: int, split: str, config: PretrainedConfig) -> list[int] | None:
+def _sections(rows: int, split: str, model: ModelDescription) -> list[int] | None:
     """Return the rows of the sections of an unsharded tensor that are split separately, or None for other splits."""
     if split == GATED_ROWS:
         return [rows // 2] * 2
     if split == MAMBA_ROWS:
-        return list(mamba_sections(fields_of(config)))
+        return list(model.mamba)
     if split == CONVOLUTION_ROWS:
-        return list(mamba_sections(fields_of(config))[1:4])
+        return list(model.mamba[1:4])
     if split in (DELTA_ROWS, DELTA_CONVOLUTION_ROWS):
-        sections = _delta_rows(config)[1].sections
+        sections = model.delta.sections
         return list(sections if split == DELTA_ROWS else sections[:3])
     return None
 
 
-def _shard(tensor: torch.Tensor, split: str, rank: int, size: int, config: PretrainedConfig) -> torch.Tensor:
+def _shard(tensor: torch.Tensor, split: str, rank: int, size: int, model: ModelDescription) -> torch.Tensor:
     if split == REPLICATED or size == 1:
         return tensor
-    if sections := _sections(len(tensor), split, config):
+    if sections := _sections(len(tensor), split, model):
         return torch.cat([section.chunk(size)[rank] for section in tensor.split(sections)])
     return tensor.chunk(size, dim=1 if split == COLUMNS else 0)[rank]
 
 
-def _assemble(parts: list[torch.Tensor], split: str, config: PretrainedConfig) -> torch.Tensor:
+def _assemble(parts: list[torch.Tensor], split: str, model: ModelDescription) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0]
-    if sections := _sections(sum(map(len, parts)), split, config):
+    if sections := _sections(sum(map(len, parts)), split, model):
         by_rank = [part.split([rows // len(parts) for rows in sections]) for part in parts]
         return torch.cat([piece for section in zip(*by_rank) for piece in section])
     return torch.cat(parts, dim=1 if split == COLUMNS else 0)
@@ -262,30 +234,27 @@ def load_hf(chunks: list[torch.nn.Module], read: Callable[[str], torch.Tensor], 
         ValueError: if the shape of a tensor does not match ``config``.
     """
     expert_rank = parallel_state.get_expert_model_parallel_rank()
-    experts = num_experts(config)
-    top = top_weights(family_of(config).model_type)
-    for parameter, weight in local_weights(chunks, config):
+    model = description_of(config)
+    for parameter, weight in local_weights(chunks, model):
         group = _split_group(weight)
         sources = weight.sources
         expert = None
         if weight.expert is not None:
-            expert = _experts(weight, experts)[expert_rank]
+            expert = _experts(weight)[expert_rank]
             sources = _expert_sources(sources, expert)
-        if weight.vocabulary and config.tie_word_embeddings:
-            sources = top["embedding.word_embeddings.weight"].sources
         tensor = _read(read, sources, weight.stacked, expert)
         if weight.interleaved:
             tensor = _as_rows(tensor, weight.split)
         if weight.heads is not None:
-            _check_rows(tensor, weight.heads.groups * sum(_qkv_rows(config, weight.heads)), sources)
-            tensor = _by_query_group(tensor, config, weight.heads)
-        elif sections := _sections(len(tensor), weight.split, config):
+            _check_rows(tensor, weight.heads.groups * sum(_qkv_rows(model, weight.heads)), sources)
+            tensor = _by_query_group(tensor, model, weight.heads)
+        elif sections := _sections(len(tensor), weight.split, model):
             _check_rows(tensor, sum(sections), sources)
             if weight.split == DELTA_ROWS:
-                tensor = _delta_sections(tensor, config)
+                tensor = _delta_sections(tensor, model)
         if weight.vocabulary:
             tensor = torch.nn.functional.pad(tensor, (0, 0, 0, parameter.size(0) * group.size() - tensor.size(0)))
-        tensor = _shard(tensor, weight.split, group.rank(), group.size(), config)
+        tensor = _shard(tensor, weight.split, group.rank(), group.size(), model)
         if tensor.shape != parameter.shape:
             raise _shape_error(sources, tensor, tuple(parameter.shape))
         parameter.copy_(tensor)
@@ -307,17 +276,18 @@ def export_hf(chunks: list[torch.nn.Module], config: PretrainedConfig) -> Iterat
     All ranks get the tensors in the same order and must exhaust the iterator. A tensor may alias a live parameter, so
     copy the tensor if you need it later.
     """
+    model = description_of(config)
     stages = parallel_state.get_pipeline_model_parallel_group()
     if stages.size() == 1:
-        yield from _export_stage(chunks, config)
+        yield from _export_stage(chunks, model)
         return
-    entries = weight_metadata(_export_stage(chunks, config, shapes_only=True), 0).entries
+    entries = weight_metadata(_export_stage(chunks, model, shapes_only=True), 0).entries
     by_stage: list[tuple[Entry, ...]] = [()] * stages.size()
     dist.all_gather_object(by_stage, entries, group=stages)
     device = next(chunks[0].parameters()).device
     seen: set[str] = set()
     for stage, entries in enumerate(by_stage):
-        exported = _export_stage(chunks, config) if stages.rank() == stage else None
+        exported = _export_stage(chunks, model) if stages.rank() == stage else None
         for bucket in divide(Manifest(0, entries), _BATCH_BYTES):
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8, device=device)
             if exported is not None:
@@ -334,30 +304,29 @@ _BATCH_BYTES = 256 << 20
 
 
 def _export_stage(
-    chunks: list[torch.nn.Module], config: PretrainedConfig, shapes_only: bool = False
+    chunks: list[torch.nn.Module], model: ModelDescription, shapes_only: bool = False
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, full tensor) of the Hugging Face weights of this pipeline stage.
 
     Args:
         shapes_only: True to yield tensors without memory, on the device ``meta``, without communication.
     """
-    return _stack_experts(_export_parts(chunks, config, shapes_only), num_experts(config))
+    return _stack_experts(_export_parts(chunks, model, shapes_only), model.experts)
 
 
 def _export_parts(
-    chunks: list[torch.nn.Module], config: PretrainedConfig, shapes_only: bool
+    chunks: list[torch.nn.Module], model: ModelDescription, shapes_only: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield like ``_export_stage``, but yield stacked experts as one slice per expert."""
-    head = top_weights(family_of(config).model_type)["output_layer.weight"]
     weights = (
         (parameter.detach().to("meta") if shapes_only else parameter.detach(), weight)
-        for parameter, weight in local_weights(chunks, config)
-        if not (weight == head and config.tie_word_embeddings)
+        for parameter, weight in local_weights(chunks, model)
+        if not weight.tied
     )
     for batch in _batches(weights):
-        for sources, tensor, weight in _gather_batch(batch, config):
-            for name, part in zip(sources, separate(tensor, weight, config)):
-                yield name, part[: config.vocab_size] if weight.vocabulary else part
+        for sources, tensor, weight in _gather_batch(batch, model):
+            for name, part in zip(sources, separate(tensor, weight, model)):
+                yield name, part[: model.vocabulary] if weight.vocabulary else part
 
 
 def _batches(
@@ -381,21 +350,20 @@ def _batches(
 
 
 def _gather_batch(
-    batch: list[tuple[torch.Tensor, Weight]], config: PretrainedConfig
+    batch: list[tuple[torch.Tensor, Weight]], model: ModelDescription
 ) -> Iterator[tuple[tuple[str, ...], torch.Tensor, Weight]]:
     """Yield (Hugging Face names, unsharded Megatron tensor, weight) of a batch, with the experts of all ranks."""
     tensors = [tensor for tensor, _ in batch]
     first = batch[0][1]
     if first.expert is None:
         parts = [tensors] if first.split == REPLICATED else _gather(tensors, _split_group(first))
-        yield first.sources, _assemble([part for (part,) in parts], first.split, config), first
+        yield first.sources, _assemble([part for (part,) in parts], first.split, model), first
         return
     sharded = _gather(tensors, _split_group(first))
     by_rank = _gather([tensor for part in sharded for tensor in part], parallel_state.get_expert_model_parallel_group())
-    experts = num_experts(config)
     for index, (_, weight) in enumerate(batch):
-        for expert, gathered in zip(_experts(weight, experts), by_rank):
-            tensor = _assemble(gathered[index :: len(batch)], weight.split, config)
+        for expert, gathered in zip(_experts(weight), by_rank):
+            tensor = _assemble(gathered[index :: len(batch)], weight.split, model)
             yield _expert_sources(weight.sources, expert), tensor, weight
 
 

@@ -9,21 +9,20 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 
-from gdpo_nemo.models.architectures import layer_heads, mixture_layers, num_experts
-from gdpo_nemo.models.families import Family
-from gdpo_nemo.models.family_checks import check_model_content
 from gdpo_nemo.models.hf_folder import copy_companions
 from gdpo_nemo.models.sources import COMPANION, Source
-from gdpo_nemo.models.torch_dist import EMBEDDING, Held, check_gpt_format, model_tensors, read_dist_metadata
+from gdpo_nemo.models.torch_dist import Held, check_gpt_format, model_tensors, read_dist_metadata
+from gdpo_nemo.models.weights import EMBEDDING, FINAL_NORM, OUTPUT
 from gdpo_nemo.utils.errors import ConfigError, first_line
 
-_FINAL_NORMS = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
+_FINAL_NORMS = ("decoder.final_layernorm.weight", FINAL_NORM)
 
 
 class _Slice:
@@ -54,39 +53,40 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
 
     metadata = read_dist_metadata(source.path, key)  # read before Megatron opens the same file
     runtime.prepare()
-    from gdpo_nemo.megatron.conversion import separate, with_heads
-    from gdpo_nemo.megatron.model_config import family_of, fields_of
-    from gdpo_nemo.megatron.weight_map import QKV_ROWS, top_weights
+    from gdpo_nemo.megatron.conversion import separate
+    from gdpo_nemo.megatron.model_config import description_of
+    from gdpo_nemo.megatron.weight_map import weights_of
 
-    fields = fields_of(config)
-    family = check_model_content(fields)
-    check_gpt_format(family, key)
-    tensors = model_tensors(metadata, fields, source.path, key)
+    model = description_of(config)
+    check_gpt_format(model.family, key)
+    tensors = model_tensors(metadata, model.fields, source.path, key)
     embedding = next(name for name in metadata if name.endswith(EMBEDDING) and not name.startswith("optimizer"))
     read = _reader(source, embedding.removesuffix(EMBEDDING), key)
     unread = set(tensors)
-    top = top_weights(family_of(config).model_type)
-    names = [(EMBEDDING,), _FINAL_NORMS, *([] if config.tie_word_embeddings else [("output_layer.weight",)])]
-    weights = [top[EMBEDDING], top["decoder.final_norm.weight"], top["output_layer.weight"]]
+    weights = weights_of(model)
+    top: dict[tuple[str, ...], str] = {
+        (EMBEDDING,): EMBEDDING,
+        _FINAL_NORMS: FINAL_NORM,
+        **({} if model.tied else {(OUTPUT,): OUTPUT}),
+    }
     with _single_process_group():
-        for options, weight in zip(names, weights):
+        for options, parameter in top.items():
+            weight = weights[None, parameter]
             name = _first_stored(options, tensors, source, key)
             unread.discard(name)
             (tensor,) = read([_Slice(name, tensors[name])])
-            yield weight.sources[0], tensor[: config.vocab_size] if weight.vocabulary else tensor
-        heads = layer_heads(fields)
-        for layer, is_moe in enumerate(mixture_layers(fields)):
-            slices = list(_layer_slices(layer, is_moe, family, fields, tensors, source, key))
+            yield weight.sources[0], tensor[: model.vocabulary] if weight.vocabulary else tensor
+        for layer in range(model.layers):
+            slices = list(_layer_slices(layer, weights, tensors, source, key))
             unread -= {part.name for part, _ in slices}
             loaded = read([part for part, _ in slices])
             for (_, weight), tensor in zip(slices, loaded, strict=True):
-                weight = with_heads(weight, heads[layer]) if weight.split == QKV_ROWS else weight
-                for name, part in zip(weight.sources, separate(tensor, weight, config), strict=True):
-                    yield family.modules.layer.format(layer) + name, part.contiguous()
+                for name, part in zip(weight.sources, separate(tensor, weight, model), strict=True):
+                    yield name, part.contiguous()
     if unread:
         raise ConfigError(
-            f"{key}: {source.path} has {len(unread)} tensors that do not belong to {family.model_type}, for example "
-            f"{min(unread)}"
+            f"{key}: {source.path} has {len(unread)} tensors that do not belong to {model.family.model_type}, for "
+            f"example {min(unread)}"
         )
 
 
@@ -99,54 +99,30 @@ def _first_stored(names: tuple[str, ...] | list[str], tensors: Mapping[str, Held
 
 
 def _layer_slices(
-    layer: int,
-    is_moe: bool,
-    family: Family,
-    fields: dict[str, Any],
-    tensors: Mapping[str, Held],
-    source: Source,
-    key: str,
+    layer: int, weights: Mapping[tuple[int | None, str], Any], tensors: Mapping[str, Held], source: Source, key: str
 ) -> Iterator[tuple[_Slice, Any]]:
-    """Yield (slice, weight) for each tensor of one layer."""
-    from gdpo_nemo.megatron.weight_map import dense_weights, layer_weight
+    """Yield (slice, weight) for each tensor of one layer.
+
+    Args:
+        weights: weights of the model (``weight_map.Weights``).
+    """
+    from gdpo_nemo.megatron.weight_map import FUSED_NORMS
 
     # The checkpoint stores either one tensor per layer, or one tensor for all layers with a leading layer dimension.
     separate_layers = any(name.startswith(f"decoder.layers.{layer}.") for name in tensors)
     prefix = f"decoder.layers.{layer}." if separate_layers else "decoder.layers."
     layer_index = () if separate_layers else (layer,)
-
-    def part(names: list[str], weight: Any, *expert: int) -> tuple[_Slice, Any]:
-        name = _first_stored([prefix + name for name in names], tensors, source, key)
-        return _Slice(name, tensors[name], (*layer_index, *expert)), weight
-
-    options: dict[tuple[str, ...], list[str]] = {}
-    dense = dense_weights(family.model_type)
-    for name, weight in dense.items():
-        if _has_weight(name, is_moe, family, fields):
-            options.setdefault(weight.sources, []).append(name)
-    for names in options.values():
-        yield part(names, dense[names[0]])
-    if not is_moe:
-        return
-    yield part(["mlp.router.weight"], layer_weight(family, "mlp.router.weight"))
-    for expert in range(num_experts(fields)):
-        for half in ("linear_fc1", "linear_fc2"):
-            weight = layer_weight(family, f"mlp.experts.local_experts.{expert}.{half}.weight")
-            named = type(weight)(weight.split, tuple(name.format(expert) for name in weight.sources))
-            yield part([f"mlp.experts.experts.{half}.weight"], named, expert)
-
-
-def _has_weight(name: str, is_moe: bool, family: Family, fields: dict[str, Any]) -> bool:
-    """Return whether a dense or MoE layer of this model has the weight ``name`` of ``dense_weights``."""
-    from gdpo_nemo.models.architectures import has_qk_norm, has_qkv_bias
-
-    if name.endswith("linear_proj.bias"):
-        return family.biases
-    if name.endswith("linear_qkv.bias"):
-        return has_qkv_bias(fields)
-    if "_layernorm.weight" in name and name.startswith("self_attention."):
-        return has_qk_norm(fields)
-    return not is_moe or not name.startswith("mlp.") or name.endswith("layer_norm_weight")
+    for (number, parameter), weight in weights.items():
+        if number != layer:
+            continue
+        stored = parameter.replace("mlp.experts.", "mlp.experts.experts.")
+        fused = [name for name, norm in FUSED_NORMS.items() if norm == parameter]
+        name = _first_stored([prefix + name for name in (stored, *fused)], tensors, source, key)
+        for expert in range(weight.experts):
+            sources = tuple(source.format(expert) for source in weight.sources)
+            yield _Slice(name, tensors[name], (*layer_index, expert)), replace(weight, sources=sources)
+        if not weight.experts:
+            yield _Slice(name, tensors[name], layer_index), weight
 
 
 def _reader(source: Source, prefix: str, key: str) -> Callable[[list[_Slice]], list[torch.Tensor]]:
@@ -227,12 +203,13 @@ def save_megatron(policy: Any, folder: str | Path) -> None:
     )
 
     from gdpo_nemo.megatron.checkpoint import sharded_weights
-    from gdpo_nemo.megatron.model_config import family_of, layer_symbols
+    from gdpo_nemo.megatron.model_config import description_of
 
     folder = Path(folder)
-    check_gpt_format(family_of(policy.built.hf_config), "--to megatron")
+    model = description_of(policy.built.hf_config)
+    check_gpt_format(model.family, "--to megatron")
     try:
-        maps = gpt_compatible_layer_maps("".join(layer_symbols(policy.built.hf_config)))
+        maps = gpt_compatible_layer_maps("".join(model.symbols))
     except ValueError as error:
         raise ConfigError(
             f"--to megatron: the model cannot be converted to Megatron-core's GPTModel ({error})"

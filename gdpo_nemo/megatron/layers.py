@@ -1,7 +1,7 @@
 """Layer specifications: TransformerEngine's layers, or local Megatron layers with torch SDPA.
 
 Both kinds of layers build a ``HybridModel``. In most families, a Hugging Face layer consists of two Hybrid layers:
-attention (``*``), and MLP (``-``) or experts (``E``). See ``architectures.layer_symbols``.
+attention (``*``), and MLP (``-``) or experts (``E``). See ``ModelDescription.symbols``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from gdpo_nemo.megatron.attention import LayerAttention, LayerSelfAttention, Pac
 from gdpo_nemo.megatron.expert_layers import local_moe, with_dense_mlp
 from gdpo_nemo.megatron.flex_attention import FlexAttention
 from gdpo_nemo.megatron.latent_attention import LatentAttention, device
-from gdpo_nemo.megatron.model_config import family_of, head_size, num_experts, rotary
+from gdpo_nemo.megatron.model_config import rotary
 from gdpo_nemo.megatron.recurrent_layers import (
     DELTA_KERNELS,
     MAMBA_KERNELS,
@@ -54,6 +54,7 @@ from gdpo_nemo.megatron.recurrent_layers import (
     PackedMambaMixer,
     kernels_are_usable,
 )
+from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.families import Family
 from gdpo_nemo.utils.errors import RunError
 
@@ -109,7 +110,7 @@ def select_attention(
 
 
 def layer_spec(
-    hf: PretrainedConfig,
+    model: ModelDescription,
     config: TransformerConfig,
     layers: Sequence[LayerAttention],
     use_te: bool,
@@ -132,7 +133,7 @@ def layer_spec(
     else:
         core = FlexAttention if attention is Attention.FLEX else PackedAttention
         spec = _local_stack(config, partial(core, layers=layers))
-    family = family_of(hf)
+    family = model.family
     if family.qk_norm_of_layer:
         spec = _with_norms_of_heads(spec)
     if family.global_heads:
@@ -142,7 +143,7 @@ def layer_spec(
         layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
         spec = replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
     norm = _norm(use_te)
-    if num_experts(hf) and family.experts and family.experts.beside:
+    if model.experts and family.experts and family.experts.beside:
         layer = with_dense_mlp(spec.submodules.moe_layer, norm)
         spec = replace(spec, submodules=replace(spec.submodules, moe_layer=layer))
     return _with_post_norms(spec, config, norm, family)
@@ -187,17 +188,19 @@ def _latent_engine_stack(layers: Sequence[LayerAttention], attention: Attention)
     return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
 
 
-def engine_options(hf: PretrainedConfig, layout: MegatronConfig, attention: Attention) -> dict[str, Any]:
+def engine_options(
+    hf: PretrainedConfig, model: ModelDescription, layout: MegatronConfig, attention: Attention
+) -> dict[str, Any]:
     """Return the options of TransformerConfig for TransformerEngine's layers."""
     backend = "auto" if attention is Attention.FLEX else layout.attention_backend
     uses_rope = attention is Attention.ENGINE
     options: dict[str, Any] = dict(attention_backend=AttnBackend[backend], apply_rope_fusion=uses_rope)
-    embedding = rotary(hf) if uses_rope else None
+    embedding = rotary(hf, model) if uses_rope else None
     if embedding and (scaling := embedding[1]) != 1.0:
         # TransformerEngine's rotary kernel does not support scaling factors of queries and keys (YaRN). Apply both
         # factors to the attention scores instead.
-        options |= dict(softmax_scale=scaling**2 / math.sqrt(head_size(hf)))
-    if num_experts(hf):
+        options |= dict(softmax_scale=scaling**2 / math.sqrt(model.head_size))
+    if model.experts:
         options |= dict(moe_permute_fusion=True)
     return options
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from dataclasses import replace
 from typing import Any, Iterator
 
 import torch
@@ -23,61 +24,16 @@ from megatron.core.utils import make_sharded_tensor_for_checkpoint, make_tp_shar
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import LoraConfig
-from gdpo_nemo.megatron.adapter_layers import (
-    DELTA_IN,
-    DELTA_OUT,
-    GATE_UP,
-    MAMBA_IN,
-    QKV,
-    SPLIT_BY_COLUMNS,
-    Adapters,
-    ExpertAdapters,
-    GroupedAdapters,
-    HeadAdapter,
-)
-from gdpo_nemo.megatron.model_config import family_of, fields_of, hf_layers, layer_heads, num_experts
-from gdpo_nemo.models.architectures import delta_linear, last_name, mamba_linear
-from gdpo_nemo.models.families import Family
+from gdpo_nemo.megatron.adapter_layers import Adapters, ExpertAdapters, GroupedAdapters, HeadAdapter
+from gdpo_nemo.megatron.model_config import description_of
+from gdpo_nemo.megatron.weight_map import Weight, find_weight, weights_of
+from gdpo_nemo.models.architectures import last_name
+from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.family_checks import check_adapted_layers
+from gdpo_nemo.models.weights import OUTPUT
 from gdpo_nemo.weights.adapters import Pairs, peft_name
 
-_LINEAR_NAME = re.compile(
-    r"decoder\.layers\.(\d+)\."
-    r"(self_attention\.linear_(?:qkv|proj|q_proj|q_up_proj|kv_up_proj)|(?:mixer|self_attention)\.(?:in|out)_proj"
-    r"|mlp\.(shared_experts\.|experts\.(?:local_experts\.\d+\.)?)?linear_fc[12])"
-)
-_LATENT = ("self_attention.linear_q_proj", "self_attention.linear_q_up_proj", "self_attention.linear_kv_up_proj")
-
-
-def _hf_modules(linear_name: str, family: Family, mlp: str = "") -> tuple[str, ...]:
-    """Return the Hugging Face modules that a linear layer of Megatron contains.
-
-    Args:
-        mlp: ``shared_experts.`` or ``experts.`` for such an MLP, and empty for a dense MLP. The modules of experts
-            contain ``{}`` in place of the expert's index.
-    """
-    modules = family.modules
-    gate_up, down_module = modules.gate_up, modules.down
-    if family.experts and mlp:
-        shared = mlp.startswith("shared")
-        experts = family.experts
-        gate, up = (experts.shared_gate, experts.shared_up) if shared else (experts.gate, experts.up)
-        gate_up = (gate, up) if gate and family.gated_mlp else (up,)
-        down_module = experts.shared_down if shared else experts.down
-    attention_output, down, mamba_out, _ = SPLIT_BY_COLUMNS
-    if linear_name in _LATENT:  # in this order in the modules of latent attention
-        return (modules.qkv[_LATENT.index(linear_name)],)
-    if linear_name in (MAMBA_IN, mamba_out):
-        return (mamba_linear(family)[linear_name == mamba_out],)
-    if linear_name in (DELTA_IN, DELTA_OUT):
-        *projections, output = delta_linear(family)
-        return (output,) if linear_name == DELTA_OUT else tuple(projections)
-    return {
-        QKV: modules.qkv,
-        attention_output: (modules.attention_output,),
-        GATE_UP: gate_up,
-        down: (down_module,),
-    }[linear_name]
+_LINEAR = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 def _forward_hook(adapters: Adapters | GroupedAdapters):
@@ -96,64 +52,55 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
         ConfigError: if the model does not have the layers in ``target_modules``, or if they cannot be adapted. An
             output layer that is tied to the embedding cannot be adapted.
     """
-    family = family_of(hf)
-    modules = family.modules
-    layers, heads = hf_layers(hf), layer_heads(hf)
-    check_adapted_layers(settings.target_modules, fields_of(hf))
+    model = description_of(hf)
+    weights, layers, head = weights_of(model), model.hf_layers, model.family.modules.head
+    check_adapted_layers(settings.target_modules, model)
     for chunk in chunks:
         chunk.requires_grad_(False)
-        if chunk.post_process and last_name(modules.head) in settings.target_modules:
+        if chunk.post_process and last_name(head) in settings.target_modules:
             # PolicyModel computes its logits in chunks without calling this layer, so it must apply the adapter itself.
             output_layer: Any = chunk.output_layer
-            output_layer.adapters = HeadAdapter(modules.head, output_layer, hf, settings, seed)
+            output = weights[None, OUTPUT]
+            output_layer.adapters = HeadAdapter(output, output_layer.weight, model, settings, seed)
         decoder: Any = chunk.decoder
         for name, linear in list(chunk.named_modules()):
-            match = _LINEAR_NAME.fullmatch(name)
+            match = _LINEAR.fullmatch(name)
             if match is None:
                 continue
             number = layers[decoder.layers[int(match[1])].layer_number - 1]
-            layer = modules.layer.format(number)
-            mlp = match[3] or ""
-            if mlp.startswith("experts.") and family.experts and family.experts.only_stacked:
+            weight = find_weight(weights, number, f"{match[2]}.weight")
+            if weight is None or not weight.adapted:
                 continue
-            linear_name = match[2].replace(mlp, "")
-            names = _hf_modules(linear_name, family, mlp)
-            if linear_name == QKV and heads[number].keys_as_values:
-                names = names[:2]
-            hf_modules = tuple(layer + module for module in names)
             adapters: Adapters | GroupedAdapters
-            if mlp.startswith("experts."):
-                adapters = _expert_adapters(mlp, linear, linear_name, hf_modules, hf, settings, seed)
+            if weight.experts:
+                is_grouped = ".local_experts." not in name
+                adapters = _expert_adapters(weight, is_grouped, linear, model, settings, seed)
             else:
-                parallel = linear.config.sequence_parallel
-                adapters = Adapters(linear_name, hf_modules, linear.weight, hf, settings, seed, parallel, heads[number])
+                adapters = Adapters(weight, linear.weight, model, settings, seed, linear.config.sequence_parallel)
             if any(True for _ in adapters.parameters()):
                 linear.adapters = adapters
                 linear.register_forward_hook(_forward_hook(adapters))
 
 
 def _expert_adapters(
-    mlp: str, linear: Any, linear_name: str, modules: tuple[str, ...], *settings: Any
+    weight: Weight, is_grouped: bool, linear: Any, model: ModelDescription, settings: LoraConfig, seed: int
 ) -> ExpertAdapters | GroupedAdapters:
     """Return the adapters of a linear layer of an expert, or of TransformerEngine's layer of all local experts.
 
     Args:
-        mlp: ``experts.local_experts.N.``, or ``experts.`` for all local experts.
-        modules: Hugging Face modules, with ``{}`` in place of the expert's index.
-        settings: further arguments of ``ExpertAdapters``.
+        is_grouped: True for a layer of all local experts.
     """
-    hf: PretrainedConfig = settings[0]
     ranks = parallel_state.get_expert_model_parallel_group()
-    local = num_experts(hf) // ranks.size()
+    local = weight.experts // ranks.size()
     first = ranks.rank() * local
 
-    def adapters(index: int, weight: torch.Tensor) -> ExpertAdapters:
-        names = tuple(module.format(first + index) for module in modules)
-        return ExpertAdapters(linear_name, names, weight, *settings)
+    def adapters(index: int, matrix: torch.Tensor) -> ExpertAdapters:
+        sources = tuple(source.format(first + index) for source in weight.sources)
+        return ExpertAdapters(replace(weight, sources=sources), matrix, model, settings, seed)
 
-    if mlp == "experts.":
+    if is_grouped:
         return GroupedAdapters([adapters(index, getattr(linear, f"weight{index}")) for index in range(local)])
-    return adapters(int(mlp.split(".")[2]), linear.weight)
+    return adapters(weight.expert or 0, linear.weight)
 
 
 def adapters_of(chunks: list[torch.nn.Module]) -> Iterator[Adapters]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -26,18 +26,10 @@ from gdpo_nemo.megatron.layers import (
 )
 from gdpo_nemo.megatron.logprobs import EntropyUse, fused_token_logprobs, token_logprobs, use_fused_logprobs
 from gdpo_nemo.megatron.lora import attach
-from gdpo_nemo.megatron.model_config import (
-    embedding_scale,
-    family_of,
-    fields_of,
-    layer_attentions,
-    layer_symbols,
-    logit_cap,
-    transformer_fields,
-)
+from gdpo_nemo.megatron.model_config import description_of, embedding_scale, layer_attentions, transformer_fields
 from gdpo_nemo.megatron.optimizer import build_optimizer
 from gdpo_nemo.megatron.routers import freeze_expert_biases, freeze_routers, in_precision
-from gdpo_nemo.models import architectures
+from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.utils.errors import ConfigError
 
 # Maximum size in bytes of float32 logits. Larger logits are computed in chunks of tokens and recomputed in the backward
@@ -219,6 +211,7 @@ class BuiltModel:
 
 def transformer_config(
     hf: PretrainedConfig,
+    model: ModelDescription,
     layout: MegatronConfig,
     dtype: torch.dtype,
     use_te: bool,
@@ -237,15 +230,15 @@ def transformer_config(
     }
     options = recompute[layout.recompute]
     if layout.recompute_layers is not None:
-        hybrid_layers = len(layer_symbols(hf)[0]) * layout.recompute_layers
+        hybrid_layers = len(model.symbols[0]) * layout.recompute_layers
         options |= dict(recompute_method="block", recompute_num_layers=hybrid_layers)
     if use_te:
-        options |= engine_options(hf, layout, attention)
+        options |= engine_options(hf, model, layout, attention)
     if layout.fp8:
         options |= dict(fp8=layout.fp8, fp8_recipe=layout.fp8_recipe)
-    kind = MLATransformerConfig if family_of(hf).latent else TransformerConfig
+    kind = MLATransformerConfig if model.family.latent else TransformerConfig
     return kind(
-        **{**transformer_fields(hf), **options},
+        **{**transformer_fields(model), **options},
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline_model_parallel_size,
@@ -265,7 +258,7 @@ def transformer_config(
         # `_accumulate_into_main_grad`.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=family_of(hf).activation == "silu" and (use_te or torch.cuda.is_available()),
+        bias_activation_fusion=model.family.activation == "silu" and (use_te or torch.cuda.is_available()),
         bias_dropout_fusion=use_te or torch.cuda.is_available(),
         batch_p2p_comm=False,
         variable_seq_lengths=True,
@@ -282,11 +275,11 @@ def _finalize(model, num_tokens=None, **kwargs):
     finalize_model_grads(model, None, **kwargs)
 
 
-def layer_pattern(symbols: list[str], layout: MegatronConfig) -> str:
+def layer_pattern(symbols: Sequence[str], layout: MegatronConfig) -> str:
     """Return Megatron's Hybrid layer pattern, with ``|`` between (virtual) pipeline stages.
 
     Args:
-        symbols: Hybrid layers of each Hugging Face layer (``model_config.layer_symbols``).
+        symbols: Hybrid layers of each Hugging Face layer (``ModelDescription.symbols``).
     """
     stages = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
     ends = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
@@ -320,21 +313,22 @@ def build_chunks(
     """
     use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
     use_te = use_te and layout.attention_backend != "sdpa"
-    if family_of(hf).biases:
+    description = description_of(hf)
+    family = description.family
+    if family.biases:
         if layout.transformer_engine:
             raise ConfigError(
-                f"policy.megatron_cfg.transformer_engine: true is not supported for {hf.model_type} models"
+                f"policy.megatron_cfg.transformer_engine: true is not supported for {family.model_type} models"
             )
         use_te = False
     if layout.fp8 and not use_te:
         raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
-    layers = layer_attentions(hf)
+    layers = layer_attentions(hf, description)
     rotary = layers[0].rotary
-    special = architectures.special_attention(fields_of(hf))
-    latent = family_of(hf).latent is not None
+    special, latent = description.special_attention, family.latent is not None
     attention = select_attention(layout.attention_backend, use_te, sharing, special, latent)
-    config = transformer_config(hf, layout, dtype, use_te, attention)
-    fused = use_fused_logprobs(layout.fused_logprobs, logit_cap(hf))
+    config = transformer_config(hf, description, layout, dtype, use_te, attention)
+    fused = use_fused_logprobs(layout.fused_logprobs, description.logit_cap)
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
     model_class = ValueModel if values else PolicyModel
@@ -344,10 +338,10 @@ def build_chunks(
     for stage in range(virtual) if virtual else [None]:
         model = model_class(
             config,
-            layer_spec(hf, config, layers, use_te, attention, adapted, sharing),
+            layer_spec(description, config, layers, use_te, attention, adapted, sharing),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
-            hybrid_layer_pattern=layer_pattern(layer_symbols(hf), layout),
+            hybrid_layer_pattern=layer_pattern(description.symbols, layout),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
@@ -362,8 +356,8 @@ def build_chunks(
         model.temperature = temperature
         model.fused = fused
         model.real_vocab_size = hf.vocab_size
-        model.embedding_scale = embedding_scale(hf, dtype)
-        model.logit_cap = logit_cap(hf)
+        model.embedding_scale = embedding_scale(description, dtype)
+        model.logit_cap = description.logit_cap
         freeze_expert_biases(model)
         chunks.append(model.cuda() if torch.cuda.is_available() else model)
     return config, chunks

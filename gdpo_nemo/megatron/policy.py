@@ -28,7 +28,7 @@ from gdpo_nemo.megatron.logprobs import EntropyUse
 from gdpo_nemo.megatron.lora import adapters_disabled, gather_adapters, start_adapters
 from gdpo_nemo.megatron.micro_batch import MicroBatch, MicroBatches, make_micro_batch
 from gdpo_nemo.megatron.model import BuiltModel, build, build_frozen
-from gdpo_nemo.megatron.model_config import layer_symbols
+from gdpo_nemo.megatron.model_config import description_of
 from gdpo_nemo.megatron.optimizer import OptimizerOffload, Reference
 from gdpo_nemo.megatron.packing import local_positions
 from gdpo_nemo.megatron.recurrent_layers import needs_of_layers
@@ -119,7 +119,8 @@ class Policy:
         self._offload: OptimizerOffload | None = None
         if self.layout.optimizer.offload and runtime.device.type == "cuda":
             self._offload = OptimizerOffload(self.built.optimizer, self._parameters(), runtime.device)
-        self._replay = RouterReplay(self.chunks if replays_router(config) else [], layer_symbols(self.built.hf_config))
+        symbols = description_of(self.built.hf_config).symbols
+        self._replay = RouterReplay(self.chunks if replays_router(config) else [], symbols)
         self._layers = needs_of_layers(self.chunks)
 
     # -- rank in the layout --------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ class RouterReplay:
 
     Args:
         chunks: model chunks without wrappers, or an empty list for no replay.
-        symbols: Hybrid layers of the whole model (``conversion.layer_symbols``).
+        symbols: Hybrid layers of the whole model (``ModelDescription.symbols``).
     """
 
     def __init__(self, chunks: Sequence[Any], symbols: Sequence[str]):

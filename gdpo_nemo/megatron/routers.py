@@ -8,7 +8,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from gdpo_nemo.megatron.weight_map import EXPERT_BIAS
+from gdpo_nemo.models.weights import EXPERT_BIAS
 
 
 def freeze_routers(chunks: Iterable[torch.nn.Module]) -> None:

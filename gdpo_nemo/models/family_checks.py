@@ -4,29 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Mapping, Sequence
 
-from gdpo_nemo.models.architectures import (
-    FULL,
-    SLIDING,
-    active_window,
-    delta_sizes,
-    expert_groups,
-    has_optional_experts,
-    has_qkv_bias,
-    head_size,
-    is_tied,
-    key_value_heads,
-    last_name,
-    layer_heads,
-    layer_windows,
-    linear_layers,
-    mixture_layers,
-    model_error,
-    num_experts,
-    rope_of,
-    rotated_share,
-    with_defaults,
-)
-from gdpo_nemo.models.families import FAMILIES, Experts, Family
+from gdpo_nemo.models.architectures import has_optional_experts, last_name, linear_layers, model_error
+from gdpo_nemo.models.description import FULL, SLIDING, ModelDescription
+from gdpo_nemo.models.families import FAMILIES, Experts
 from gdpo_nemo.utils.errors import ConfigError
 
 ROPE_PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -62,47 +42,50 @@ SWIGLU_ALPHA = 1.702
 """Supported factor in the sigmoid of a clamped SwiGLU (``Family.swiglu_limit``)."""
 
 
-def check_family(content: Mapping[str, Any]) -> Family:  # noqa: C901
-    """Check that a model configuration is supported, and return its family.
+def describe(content: Mapping[str, Any]) -> ModelDescription:
+    """Return the description of a model, after a check that the model is supported and its sizes are valid.
 
     Args:
         content: fields of config.json.
 
     Raises:
-        ConfigError: if the family or a feature of the model is not supported. The message lists the supported values.
+        ConfigError: if the family or a feature of the model is not supported, or a size is not a positive integer. The
+            message lists the supported values.
     """
-    family = _family(content)
-    names = content.get("architectures")
-    if names and not isinstance(names, list):
-        raise model_error(f"architectures in the model's config.json must be a list, got {names!r}")
-    if names and family.architecture not in names:
-        raise model_error(
-            f"architecture {', '.join(map(str, names))} is not supported; supported: {family.architecture}"
-        )
-    fields = with_defaults(content)
+    _check_family(content)
+    model = ModelDescription.of(content)
+    _check_features(model)
+    _check_sizes(model)
+    return model
+
+
+def _check_features(model: ModelDescription) -> None:  # noqa: C901
+    """Check that the family supports the model's features. Raises ConfigError."""
+    family, fields = model.family, model.fields
     for key, feature in family.unsupported.items():
         if fields.get(key):
             raise model_error(f"{feature} ({key} {fields[key]!r}) are not supported for {family.model_type}")
-    _check_window(fields, family)
-    _check_layers(fields, family)
+    _check_window(model)
+    _check_layers(model)
     activation = fields.get(family.activation_field, family.activation)
     if activation != family.activation:
         raise model_error(f"activation {activation!r} is not supported; supported: {family.activation}")
     for key in BIASES:
         if fields.get(key) and key != family.qkv_bias:
             raise model_error(f"{key} (projection biases) is not supported for {family.model_type}")
-    if family.biases and not has_qkv_bias(fields):
+    if fields.get("qkv_bias") is False:
+        raise model_error(f"qkv_bias: false is not supported for {family.model_type}")
+    if family.biases and not model.qkv_bias:
         raise model_error(f"attention_bias: false is not supported for {family.model_type}")
     if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
         raise model_error(f"swiglu_alpha {fields['swiglu_alpha']} is not supported; supported: {SWIGLU_ALPHA}")
     _check_not_quantised(fields)
     for layers in ((FULL, SLIDING) if family.layer_rope else ("",)) if family.rope_types else ():
-        _check_rope(fields, family, rope_of(fields, layers))
+        _check_rope(model, model.rope(layers))
     if family.mamba:
         _check_mamba(fields)
     if family.delta and fields[family.delta.kernel] != 4:
         raise model_error(f"{family.delta.kernel} {fields[family.delta.kernel]!r} is not supported; supported: 4")
-    return family
 
 
 def _check_not_quantised(fields: Mapping[str, Any]) -> None:
@@ -117,22 +100,23 @@ def _check_not_quantised(fields: Mapping[str, Any]) -> None:
         )
 
 
-def _check_window(fields: Mapping[str, Any], family: Family) -> None:
-    window = active_window(fields)
+def _check_window(model: ModelDescription) -> None:
+    family, window = model.family, model.window
     if window is not None and family.windows == "none":
         raise model_error(f"sliding-window attention ({window} tokens) is not supported for {family.model_type}")
     if window is not None:
         _check_size("sliding_window", window)
-    if fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # vision: only tokens of images
+    if model.fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # vision: only tokens of images
         raise model_error("bidirectional attention (use_bidirectional_attention) is not supported")
 
 
-def _check_layers(fields: Mapping[str, Any], family: Family) -> None:
+def _check_layers(model: ModelDescription) -> None:
+    family, fields = model.family, model.fields
     key = family.layer_types
     layers = fields.get(key) or []
     if not isinstance(layers, list):
         raise model_error(f"{key} must be a list of texts, got {str(layers)[:40]}")
-    slides = family.windows in ("late", "periodic") and active_window(fields) is not None
+    slides = family.windows in ("late", "periodic") and model.window is not None
     supported = [*family.layers, *[SLIDING] * slides]
     kinds = sorted({str(kind) for kind in layers} - set(supported))
     if family.layer_period:
@@ -152,8 +136,8 @@ def _check_mamba(fields: Mapping[str, Any]) -> None:
             raise model_error(f"{key} {fields[key]!r} is not supported; supported: {supported}")
 
 
-def _check_rope(fields: Mapping[str, Any], family: Family, rope: Mapping[str, Any]) -> None:
-    kind = rope["rope_type"]
+def _check_rope(model: ModelDescription, rope: Mapping[str, Any]) -> None:
+    family, kind = model.family, rope["rope_type"]
     if kind not in family.rope_types:
         supported = ", ".join(family.rope_types)
         raise model_error(f"rope scaling {kind!r} is not supported for {family.model_type}; supported: {supported}")
@@ -165,14 +149,15 @@ def _check_rope(fields: Mapping[str, Any], family: Family, rope: Mapping[str, An
     beta = rope.get(family.query_scale) if family.query_scale else None
     if beta is not None and (isinstance(beta, bool) or not isinstance(beta, (int, float))):
         raise model_error(f"{family.query_scale} must be a number, got {repr(beta)[:40]}")
-    factor = rope.get("partial_rotary_factor", 1) if family.layer_rope else rotated_share(fields)
+    factor = rope.get("partial_rotary_factor", 1) if family.layer_rope else model.rotated_share
     if factor != 1 and not family.partial_rotary and kind != "proportional":
         raise model_error("a partial rotary embedding (partial_rotary_factor) is not supported")
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise model_error(f"partial_rotary_factor must be a number above 0 and at most 1, got {repr(factor)[:40]}")
 
 
-def _family(content: Mapping[str, Any]) -> Family:
+def _check_family(content: Mapping[str, Any]) -> None:
+    """Check that the family is supported. Raises ConfigError."""
     kind = content.get("model_type")
     known = ", ".join(sorted(FAMILIES))
     if not isinstance(kind, str):
@@ -183,16 +168,16 @@ def _family(content: Mapping[str, Any]) -> Family:
     layers = content.get("num_hidden_layers")
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise model_error(f"num_hidden_layers must be at most {MOST_LAYERS:,}, got {repr(layers)[:40]}")
-    return FAMILIES[kind]
+    names, architecture = content.get("architectures"), FAMILIES[kind].architecture
+    if names and not isinstance(names, list):
+        raise model_error(f"architectures in the model's config.json must be a list, got {names!r}")
+    if names and architecture not in names:
+        raise model_error(f"architecture {', '.join(map(str, names))} is not supported; supported: {architecture}")
 
 
-def check_model_content(content: Mapping[str, Any]) -> Family:  # noqa: C901
-    """Check like ``check_family``, and also check that all sizes are positive integers. Return the family.
-
-    Raises ConfigError.
-    """
-    family = check_family(content)
-    content = with_defaults(content)
+def _check_sizes(model: ModelDescription) -> None:  # noqa: C901
+    """Check that all sizes are positive integers that fit each other. Raises ConfigError."""
+    family, content = model.family, model.fields
     for key in SIZES:
         _check_size(key, content.get(key))
     for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
@@ -205,35 +190,35 @@ def check_model_content(content: Mapping[str, Any]) -> Family:  # noqa: C901
     if heads % groups:
         raise model_error(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {groups}")
     if family.global_heads:
-        _check_heads(content, family.global_heads)
+        _check_heads(model, family.global_heads)
     if family.latent:
         for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "q_lora_rank"):
             if key != "q_lora_rank" or content.get(key) is not None:
                 _check_size(key, content.get(key))
-        if content["v_head_dim"] > head_size(content):
+        if content["v_head_dim"] > model.head_size:
             raise model_error("v_head_dim must be at most qk_nope_head_dim + qk_rope_head_dim")
-        if key_value_heads(content) != content["num_attention_heads"]:
+        if model.key_value_heads != model.heads:
             raise model_error("num_key_value_heads must be equal to num_attention_heads with latent attention")
     if family.latent and family.latent.index:
         _check_index(content)
     if family.mamba:
         for key in (family.mamba.heads, family.mamba.head_size, family.mamba.groups, family.mamba.state):
             _check_size(key, content[key])
-    if sizes := delta_sizes(content):
-        for key, value in zip(("key_heads", "value_heads", "key_size", "value_size"), sizes):
-            _check_size(getattr(family.delta, key), value)
+    if delta := family.delta:
+        for key in (delta.key_heads, delta.value_heads, delta.key_size, delta.value_size):
+            _check_size(key, content[key])
+        sizes = model.delta
         if sizes.value_heads % sizes.key_heads:
             raise model_error(
                 f"linear_num_value_heads {sizes.value_heads} must be a multiple of linear_num_key_heads "
                 f"{sizes.key_heads}"
             )
     experts = family.experts
-    if experts and not (has_optional_experts(family) and not any(mixture_layers(content))):
-        _check_size(experts.count, num_experts(content))
+    if experts and not (has_optional_experts(family) and not model.moe_layers):
+        _check_size(experts.count, model.experts)
         for key in (experts.width, experts.chosen):
             _check_size(key, content.get(key))
-        _check_router(content, experts)
-    return family
+        _check_router(model, experts)
 
 
 def _check_index(content: Mapping[str, Any]) -> None:
@@ -250,8 +235,9 @@ def _check_index(content: Mapping[str, Any]) -> None:
             raise model_error(f"{key} must contain {' or '.join(supported)} for each layer")
 
 
-def _check_heads(content: Mapping[str, Any], keys: tuple[str, str]) -> None:
+def _check_heads(model: ModelDescription, keys: tuple[str, str]) -> None:
     """Check the sizes of heads that depend on the type of a layer. Raises ConfigError."""
+    content = model.fields
     _check_size("sliding_window", content.get("sliding_window"))
     for key in keys:
         if content.get(key) is not None:
@@ -272,15 +258,14 @@ def _check_heads(content: Mapping[str, Any], keys: tuple[str, str]) -> None:
         for layer in fields:
             for key, value in layer.items():
                 _check_size(f"per_layer_config.{key}", value)
-    windows = layer_windows(content)
-    by_kind = {(window is None, heads) for window, heads in zip(windows, layer_heads(content))}
+    by_kind = {(window is None, heads) for window, heads in zip(model.windows, model.layer_heads)}
     if len(by_kind) != len({has_window for has_window, _ in by_kind}):
         raise model_error("per_layer_config must be equal in all layers of one type")
 
 
-def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
+def _check_router(model: ModelDescription, experts: Experts) -> None:
     """Check the fields of a router with sigmoid scores, groups and shared experts. Raises ConfigError."""
-    fields = with_defaults(content)
+    fields = model.fields
     for key in (*(experts.groups or ()), experts.shared, experts.shared_width, experts.period, experts.latent_size):
         if key and fields.get(key) is not None:
             _check_size(key, fields[key])
@@ -303,12 +288,12 @@ def _check_router(content: Mapping[str, Any], experts: Experts) -> None:
             f"weights of experts that do not sum to 1 ({unequal}num_experts_per_tok 1) are not supported for "
             f"{fields['model_type']}"
         )
-    groups, group_limit = expert_groups(fields)
+    groups, group_limit = model.expert_groups
     # A group's score is the sum of its two highest scores. Megatron sums num_experts_per_tok / topk_group scores.
-    if groups > 1 and (num_experts(fields) % groups or group_limit > groups or chosen != 2 * group_limit):
+    if groups > 1 and (model.experts % groups or group_limit > groups or chosen != 2 * group_limit):
         raise model_error(
             f"{groups} groups of experts (n_group) with topk_group {group_limit} are not supported; n_group must "
-            f"divide the {num_experts(fields)} experts, and topk_group must be half of num_experts_per_tok ({chosen})"
+            f"divide the {model.experts} experts, and topk_group must be half of num_experts_per_tok ({chosen})"
         )
 
 
@@ -327,21 +312,20 @@ def _check_size(key: str, value: Any) -> None:
         raise model_error(f"{key} in the model's config.json must be a positive integer, got {repr(value)[:40]}")
 
 
-def check_adapted_layers(targets: Sequence[str], content: Mapping[str, Any]) -> None:
+def check_adapted_layers(targets: Sequence[str], model: ModelDescription) -> None:
     """Check that LoRA adapters can be added to the target modules.
 
     Args:
         targets: last parts of module names, as in ``policy.lora.target_modules``.
-        content: fields of config.json.
 
     Raises:
         ConfigError: if the model has no such module, or adapters are not supported for it.
     """
     key = "policy.lora.target_modules"
-    family = FAMILIES[content["model_type"]]
+    family = model.family
     known = linear_layers(family)
     if family.latent:
-        factored = with_defaults(content).get("q_lora_rank") is not None
+        factored = model.fields.get("q_lora_rank") is not None
         absent = last_name(family.latent.query if factored else family.latent.query_up)
         known = tuple(name for name in known if name != absent)
     missing = [name for name in targets if name not in known]
@@ -351,7 +335,7 @@ def check_adapted_layers(targets: Sequence[str], content: Mapping[str, Any]) -> 
             f"{', '.join(known)}"
         )
     head = last_name(family.modules.head)
-    if is_tied(content) and head in targets:
+    if model.tied and head in targets:
         raise ConfigError(
             f"{key}: the model's {head} is tied to the embedding (tie_word_embeddings) and gets no adapter; omit it"
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Iterator, Mapping, Sequence
 
 from gdpo_nemo.models.families import FAMILIES, Family
-from gdpo_nemo.models.family_checks import check_model_content
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import open_file
 
@@ -225,7 +225,7 @@ def read_gguf_model(file: Path, key: str) -> GgufModel:
     header = read_gguf_header(file, key)
     family = _family(header, file, key)
     fields = _fields(header, family, file, key)
-    check_model_content(fields)
+    describe(fields)
     weights = dict(_weights(header, family, fields))
     _check_tensors(header, weights, file, key)
     _check_tokenizer(header, file, key)

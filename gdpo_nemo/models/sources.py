@@ -8,14 +8,16 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from gdpo_nemo.models.architectures import text_fields
+from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.families import FAMILIES
-from gdpo_nemo.models.family_checks import check_model_content
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.gguf import MAGIC, read_gguf_model
 from gdpo_nemo.models.peft import CONFIG as PEFT_CONFIG, PeftAdapter, read_peft_adapter
 from gdpo_nemo.models.torch_dist import check_gpt_format, model_tensors, read_dist_metadata
@@ -62,6 +64,11 @@ class ModelFacts:
     """None for a Hugging Face folder, and for a model that has not been downloaded."""
     fields: dict[str, Any] | None = None
     """Fields of config.json (None if they are unknown)."""
+
+    @cached_property
+    def description(self) -> ModelDescription | None:
+        """Description of the model (None if its fields are unknown). Raises ConfigError (see ``describe``)."""
+        return None if self.fields is None else describe(self.fields)
 
 
 def recognise(path: Path, key: str = "policy.model_name") -> Source | None:
@@ -281,14 +288,14 @@ def source_fields(source: Source, key: str, companion: str | None = None) -> dic
         return read_gguf_model(source.path, key).fields
     if source.format in DOWNLOADED:
         content = converted_fields(read_json_object(source.path / "config.json", key))
-        check_model_content(content)
+        describe(content)
         return content
     folder = described_by(source, key, companion)
     if folder is None:
         return None
     fields = read_fields(folder / "config.json", key)
     if source.format in (Format.MEGATRON, Format.NEMO_2):
-        check_gpt_format(check_model_content(fields), key)
+        check_gpt_format(describe(fields).family, key)
         model_tensors(read_dist_metadata(source.path, key), fields, source.path, key)
     return fields
 
@@ -365,5 +372,5 @@ def _trained_as(source: Source) -> str:
 def read_fields(file: Path, key: str) -> dict[str, Any]:
     """Read a ``config.json`` and check that the model is supported. Return its fields. Raises ConfigError."""
     content = read_json_object(file, key)
-    check_model_content(content)
+    describe(content)
     return content

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Mapping
 
 from gdpo_nemo.models.families import Family
+from gdpo_nemo.models.weights import EMBEDDING
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import check_pickle, read_bytes
 
@@ -110,7 +111,6 @@ def _tensor_metadata(entry: Any) -> Held:
     return Held(tuple(entry.state["size"]), str(dtype))
 
 
-EMBEDDING = "embedding.word_embeddings.weight"
 _PREFIXES = ("", "module.", "model.", "module.module.")
 """Possible prefixes of tensor names. Megatron-LM and Megatron-Bridge do not use a prefix. NeMo 2 uses ``module.``."""
 _SUPPORTED_DTYPES = ("float32", "bfloat16", "float16")

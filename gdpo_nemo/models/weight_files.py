@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any, Iterable, Mapping
 
-from gdpo_nemo.models.architectures import with_defaults
+from gdpo_nemo.models.description import with_defaults
 from gdpo_nemo.models.families import FAMILIES, Family
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import open_file, parse_json, read_text
@@ -76,7 +76,7 @@ def prediction_weights(names: Iterable[str], config: Mapping[str, Any]) -> list[
         config: fields of the folder's config.json.
     """
     family = FAMILIES.get(config.get("model_type", ""))
-    layers = with_defaults(config).get("num_hidden_layers") if family else None
+    layers = with_defaults(family, config).get("num_hidden_layers") if family else None
     if family is None or not isinstance(layers, int):
         return []
     index = re.compile(re.escape(family.modules.layer).replace(r"\{\}", r"(\d+)"))

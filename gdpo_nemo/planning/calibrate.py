@@ -19,11 +19,12 @@ from gdpo_nemo.config.changes import load_saved_config
 from gdpo_nemo.config.layout import Resolved
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.run_files import is_number
 from gdpo_nemo.observe.samples import read_columns, rollout_files, rollout_path
 from gdpo_nemo.planning.hardware import Device, Phase, Rates
-from gdpo_nemo.planning.shape import Shape, model_shape
+from gdpo_nemo.planning.shape import model_shape
 from gdpo_nemo.planning.speed import Lengths, Work, generation_work, sync_work, training_work
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -72,7 +73,7 @@ class Run:
 
     name: str
     resolved: Resolved
-    shape: Shape
+    shape: ModelDescription
     rows: list[dict[str, Any]]
     lengths: list[Lengths]
 

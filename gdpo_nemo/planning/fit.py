@@ -12,6 +12,7 @@ from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.placement import joined, worker_pools
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import MegatronConfig
+from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.planning.hardware import Device, Rates, host
 from gdpo_nemo.planning.memory import (
     GPU_RESERVE,
@@ -22,7 +23,6 @@ from gdpo_nemo.planning.memory import (
     sampling_bytes,
     transport_memory,
 )
-from gdpo_nemo.planning.shape import Shape
 from gdpo_nemo.planning.speed import StepTime, step_time
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -34,7 +34,7 @@ _WORKER_PROCESS = 0.03e9
 """Bytes of an environment worker's process: an interpreter with numpy."""
 
 
-def memory_shortage(resolved: Resolved, shape: Shape, device: Device) -> str:
+def memory_shortage(resolved: Resolved, shape: ModelDescription, device: Device) -> str:
     """Return the reason why the config does not fit into the memory of ``device``, or an empty string if it fits.
 
     On a CPU, all ranks share the machine's memory.
@@ -58,7 +58,7 @@ def memory_shortage(resolved: Resolved, shape: Shape, device: Device) -> str:
     return ""
 
 
-def machine_limits(resolved: Resolved, shape: Shape | None) -> list[str]:
+def machine_limits(resolved: Resolved, shape: ModelDescription | None) -> list[str]:
     """Return a sentence for each resource of this machine (GPUs, cores, memory) that the run exceeds.
 
     The list is empty for runs on several nodes or an existing Ray cluster, whose machines are unknown. If ``shape`` is
@@ -103,7 +103,7 @@ def _largest(processes: dict[str, int]) -> str:
     return max(processes, key=lambda key: processes[key])
 
 
-def _minimum_memory(resolved: Resolved, layout: Layout, shape: Shape | None) -> float:
+def _minimum_memory(resolved: Resolved, layout: Layout, shape: ModelDescription | None) -> float:
     config = resolved.config
     cache = config.policy.generation.vllm_cfg.kv_cache_memory_bytes
     engine = _ENGINE_PROCESS + cache + (engine_memory(config, shape, 0).weights if shape else 0)
@@ -111,7 +111,9 @@ def _minimum_memory(resolved: Resolved, layout: Layout, shape: Shape | None) -> 
     return engine * layout.engine_ranks + policy * layout.policy_ranks
 
 
-def _colocated_shortage(resolved: Resolved, shape: Shape, device: Device, training: int, engine: EngineMemory) -> str:
+def _colocated_shortage(
+    resolved: Resolved, shape: ModelDescription, device: Device, training: int, engine: EngineMemory
+) -> str:
     """Return the reason why a policy rank and an engine rank cannot take turns on one GPU, or an empty string.
 
     ``training`` is the policy rank's peak memory in bytes.
@@ -160,7 +162,7 @@ def _replace_nested(section: Any, sections: list[str], name: str, value: Any) ->
     return replace(section, **{sections[0]: _replace_nested(inner, sections[1:], name, value)})
 
 
-def smallest_change(resolved: Resolved, shape: Shape, device: Device) -> str | None:
+def smallest_change(resolved: Resolved, shape: ModelDescription, device: Device) -> str | None:
     """Return the first change, or pair of changes, that makes the config fit into memory, or None without a solution.
 
     Changes are tried in order of their cost.
@@ -180,7 +182,7 @@ def smallest_change(resolved: Resolved, shape: Shape, device: Device) -> str | N
     return None
 
 
-def _memory_savers(resolved: Resolved, shape: Shape) -> Iterator[dict[str, Any]]:  # noqa: C901
+def _memory_savers(resolved: Resolved, shape: ModelDescription) -> Iterator[dict[str, Any]]:  # noqa: C901
     config = resolved.config
     megatron = config.policy.megatron_cfg
     policy = config.policy
@@ -233,7 +235,7 @@ def _memory_savers(resolved: Resolved, shape: Shape) -> Iterator[dict[str, Any]]
             }
 
 
-def best_split(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -> tuple[int, float] | None:
+def best_split(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates) -> tuple[int, float] | None:
     """Return the fastest split of the GPUs as (engines, seconds per step), or None if no split fits into memory."""
     config = resolved.config
     gpus = config.cluster.num_nodes * config.cluster.gpus_per_node
@@ -311,7 +313,7 @@ def gpu_counts(largest: int, each: int) -> list[int]:
     return counts
 
 
-def sweep(resolved: Resolved, shape: Shape, device: Device, rates: Rates, largest: int) -> list[Candidate]:
+def sweep(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates, largest: int) -> list[Candidate]:
     """Return all layouts that fit into memory, sorted by number of GPUs and then by seconds per step."""
     each = resolved.config.cluster.gpus_per_node or 8
     found = [
@@ -323,7 +325,7 @@ def sweep(resolved: Resolved, shape: Shape, device: Device, rates: Rates, larges
 
 
 def _sweep_candidates(
-    resolved: Resolved, shape: Shape, device: Device, rates: Rates, gpus: int, each: int
+    resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates, gpus: int, each: int
 ) -> Iterator[Candidate]:
     cluster = replace(resolved.config.cluster, num_nodes=max(1, gpus // each), gpus_per_node=min(gpus, each))
     base = replace(resolved, config=replace(resolved.config, cluster=cluster))
@@ -341,7 +343,7 @@ def _sweep_candidates(
 
 def _evaluate(
     base: Resolved,
-    shape: Shape,
+    shape: ModelDescription,
     device: Device,
     rates: Rates,
     gpus: int,

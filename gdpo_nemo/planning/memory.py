@@ -18,7 +18,9 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.config.transports import chosen_transport
 from gdpo_nemo.data.prefixes import Saving
-from gdpo_nemo.planning.shape import Shape, expected_saving, shape_of
+from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.weights import parameters
+from gdpo_nemo.planning.shape import adapters, expected_saving, on_rank, on_stage, shape_of
 
 BYTES = {"float32": 4, "bfloat16": 2}
 _LOGIT_BYTES = 256 << 20
@@ -115,7 +117,9 @@ def _longest_saving(resolved: Resolved) -> Saving:
     return expected_saving(resolved, config.policy.max_total_sequence_length - new, new)
 
 
-def policy_memory(resolved: Resolved, shape: Shape, tokens: int | None = None, rows: int | None = None) -> RankMemory:
+def policy_memory(
+    resolved: Resolved, shape: ModelDescription, tokens: int | None = None, rows: int | None = None
+) -> RankMemory:
     """Return the memory of the fullest policy rank.
 
     Args:
@@ -131,12 +135,14 @@ def policy_memory(resolved: Resolved, shape: Shape, tokens: int | None = None, r
     )
 
 
-def _stage_memory(resolved: Resolved, shape: Shape, layout: Layout, stage: int, tokens: int, rows: int) -> RankMemory:
+def _stage_memory(
+    resolved: Resolved, shape: ModelDescription, layout: Layout, stage: int, tokens: int, rows: int
+) -> RankMemory:
     config = resolved.config
     size = BYTES[config.policy.precision]
     megatron = config.policy.megatron_cfg
     lora = config.policy.lora
-    dense, experts = shape.on_rank(layout, stage)
+    dense, experts = on_rank(shape, layout, stage)
     trainable = _trainable(config.policy, shape, layout, stage)
     if lora.rank:
         dense += trainable[0]
@@ -165,13 +171,13 @@ def _stage_memory(resolved: Resolved, shape: Shape, layout: Layout, stage: int, 
     )
 
 
-def _trainable(policy: PolicyConfig, shape: Shape, layout: Layout, stage: int) -> tuple[int, int]:
+def _trainable(policy: PolicyConfig, shape: ModelDescription, layout: Layout, stage: int) -> tuple[int, int]:
     """Return the numbers of trainable (dense, expert) parameters on a rank."""
     lora = policy.lora
-    return shape.adapters(layout, stage, lora) if lora.rank else shape.on_rank(layout, stage)
+    return adapters(shape, layout, stage, lora) if lora.rank else on_rank(shape, layout, stage)
 
 
-def _optimizer_state(policy: PolicyConfig, shape: Shape, layout: Layout, stage: int, size: int) -> int:
+def _optimizer_state(policy: PolicyConfig, shape: ModelDescription, layout: Layout, stage: int, size: int) -> int:
     """Return the bytes of optimizer state on a rank, with ``size`` bytes per trainable parameter.
 
     A distributed optimizer shards the state over the replicas.
@@ -184,7 +190,7 @@ def _optimizer_state(policy: PolicyConfig, shape: Shape, layout: Layout, stage: 
     return sum(size * count // shard for count, shard in zip(_trainable(policy, shape, layout, stage), shards))
 
 
-def _backward(resolved: Resolved, shape: Shape, layout: Layout, tokens: int, size: int) -> int:
+def _backward(resolved: Resolved, shape: ModelDescription, layout: Layout, tokens: int, size: int) -> int:
     """Return the bytes of one MLP's activation gradients and of one layer's recomputed activations."""
     config = resolved.config
     width = (
@@ -204,7 +210,7 @@ def _backward(resolved: Resolved, shape: Shape, layout: Layout, tokens: int, siz
     return int((floats + recomputed) * (tokens // layout.context) * size)
 
 
-def _logits(policy: PolicyConfig, shape: Shape, layout: Layout, rows: int, size: int) -> int:
+def _logits(policy: PolicyConfig, shape: ModelDescription, layout: Layout, rows: int, size: int) -> int:
     """Return the bytes that the log-probs of one chunk of tokens require.
 
     The bytes are those of the logits and their gradient in the model's precision, and of three float32 copies of the
@@ -232,12 +238,12 @@ def fused_logprobs(policy: PolicyConfig, layout: Layout) -> bool:
 
 
 def _activations(
-    policy: PolicyConfig, shape: Shape, layout: Layout, stage: int, tokens: int, rows: int, size: int
+    policy: PolicyConfig, shape: ModelDescription, layout: Layout, stage: int, tokens: int, rows: int, size: int
 ) -> int:
     """Return the bytes that all micro-batches in flight on ``stage`` save for the backward pass."""
     megatron = policy.megatron_cfg
     local = tokens // layout.context
-    count = len(shape.on_stage(layout, stage))
+    count = len(on_stage(shape, layout, stage))
     inputs, attention, rest = _layer_floats(policy, shape, layout)
     complete = inputs + attention + rest
     recomputed = count
@@ -266,7 +272,7 @@ def _in_flight(layout: Layout, stage: int, virtual: int | None) -> float:
     return in_flight
 
 
-def recomputed_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> dict[str, float]:
+def recomputed_floats(policy: PolicyConfig, shape: ModelDescription, layout: Layout) -> dict[str, float]:
     """Return the floats per token and layer that selective recomputation does not save, by module.
 
     The norm in front of an MLP saves the MLP's input.
@@ -278,12 +284,12 @@ def recomputed_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> dic
     return {name: floats[name] for name in policy.megatron_cfg.recompute_modules}
 
 
-def _recomputed_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
+def _recomputed_floats(policy: PolicyConfig, shape: ModelDescription, layout: Layout) -> float:
     """Return the floats per token that a fully recomputed layer saves: the inputs of its Hybrid layers."""
     return _blocks(shape) * shape.hidden / (layout.tensor if policy.megatron_cfg.sequence_parallel else 1)
 
 
-def _layer_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> tuple[float, float, float]:
+def _layer_floats(policy: PolicyConfig, shape: ModelDescription, layout: Layout) -> tuple[float, float, float]:
     """Return the floats that a layer saves per local token as (norms with their inputs, core attention, others)."""
     gpu = transformer_engine(policy, layout)
     sharded = layout.tensor if policy.megatron_cfg.sequence_parallel else 1
@@ -315,12 +321,12 @@ def transformer_engine(policy: PolicyConfig, layout: Layout) -> bool:
     return layout.gpus > 0 and megatron.transformer_engine is not False and megatron.attention_backend != "sdpa"
 
 
-def _blocks(shape: Shape) -> float:
+def _blocks(shape: ModelDescription) -> float:
     """Return the number of Hybrid layers of a layer."""
     return sum(map(len, shape.symbols)) / shape.layers
 
 
-def _recurrent_floats(shape: Shape, layout: Layout) -> float:
+def _recurrent_floats(shape: ModelDescription, layout: Layout) -> float:
     """Return the floats per token that recurrent layers save, per layer. On CPUs, this estimate was not measured.
 
     Megatron's kernels save the projection and the normalised output. The scans in torch also save padded copies of the
@@ -337,7 +343,7 @@ def _recurrent_floats(shape: Shape, layout: Layout) -> float:
     return floats / layout.tensor
 
 
-def _ffn_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
+def _ffn_floats(policy: PolicyConfig, shape: ModelDescription, layout: Layout) -> float:
     """Return the floats per token that an MLP saves."""
     dense = _dense_floats(shape, layout) * shape.share("-")
     if not shape.moe_layers:
@@ -352,11 +358,11 @@ def _ffn_floats(policy: PolicyConfig, shape: Shape, layout: Layout) -> float:
     return shape.share("E") * routed + dense
 
 
-def _dense_floats(shape: Shape, layout: Layout) -> float:
+def _dense_floats(shape: ModelDescription, layout: Layout) -> float:
     return _mlp_parts(shape, layout) * shape.ffn / layout.tensor
 
 
-def _mlp_parts(shape: Shape, layout: Layout) -> int:
+def _mlp_parts(shape: ModelDescription, layout: Layout) -> int:
     """Return the tensors of an MLP's inner width that are saved.
 
     An MLP without a gate saves the projection and its activation.
@@ -364,7 +370,7 @@ def _mlp_parts(shape: Shape, layout: Layout) -> int:
     The fused activation on GPUs saves gate, up and their product. The MLP on CPUs also saves the gate's activation and
     a copy of up.
     """
-    if not shape.gated:
+    if not shape.family.gated_mlp:
         return 2
     return 3 if layout.gpus else 5
 
@@ -376,7 +382,7 @@ def state_bytes(policy: PolicyConfig) -> int:
     return main + BYTES[optimizer.exp_avg_dtype] + BYTES[optimizer.exp_avg_sq_dtype]
 
 
-def optimizer_bytes(policy: PolicyConfig, shape: Shape, layout: Layout) -> int:
+def optimizer_bytes(policy: PolicyConfig, shape: ModelDescription, layout: Layout) -> int:
     """Return the bytes of optimizer state on the fullest rank, in GPU or host memory.
 
     The state consists of two moments and, in bfloat16, float32 main weights.
@@ -385,7 +391,7 @@ def optimizer_bytes(policy: PolicyConfig, shape: Shape, layout: Layout) -> int:
     return max(_optimizer_state(policy, shape, layout, stage, state) for stage in range(layout.pipeline))
 
 
-def host_memory(resolved: Resolved, shape: Shape) -> int:
+def host_memory(resolved: Resolved, shape: ModelDescription) -> int:
     """Return the bytes of pinned host memory that the fullest policy rank uses.
 
     The host holds the offloaded optimizer state and the KL penalty's offloaded reference weights. Colocated engines
@@ -403,16 +409,16 @@ def host_memory(resolved: Resolved, shape: Shape) -> int:
     return held
 
 
-def refit_bytes(resolved: Resolved, shape: Shape) -> int:
+def refit_bytes(resolved: Resolved, shape: ModelDescription) -> int:
     """Return the bytes that one weight update sends to each engine. With LoRA, only the adapters are sent."""
     config = resolved.config
     lora = config.policy.lora
     undivided = replace(resolved.layout, tensor=1, pipeline=1, expert=1, expert_tensor=1)
-    sent = sum(shape.adapters(undivided, 0, lora)) if lora.rank else shape.parameters
+    sent = sum(adapters(shape, undivided, 0, lora)) if lora.rank else parameters(shape)
     return sent * BYTES[config.policy.precision]
 
 
-def checkpoint_bytes(resolved: Resolved, shape: Shape) -> int:
+def checkpoint_bytes(resolved: Resolved, shape: ModelDescription) -> int:
     """Return the bytes of a checkpoint: weights, two moments and, in bfloat16, float32 main weights.
 
     With LoRA, a checkpoint contains only the adapters. A reference that follows the policy is stored as well.
@@ -420,11 +426,11 @@ def checkpoint_bytes(resolved: Resolved, shape: Shape) -> int:
     policy = resolved.config.policy
     weights = refit_bytes(resolved, shape)
     optimizer = (8 if policy.precision == "float32" else 12) * weights // BYTES[policy.precision]
-    reference = shape.parameters * BYTES[policy.precision] if policy.sync_ref_model else 0
+    reference = parameters(shape) * BYTES[policy.precision] if policy.sync_ref_model else 0
     return weights + optimizer + reference
 
 
-def transport_memory(resolved: Resolved, shape: Shape) -> int:
+def transport_memory(resolved: Resolved, shape: ModelDescription) -> int:
     """Return the bytes of host memory that a weight update occupies until the next update.
 
     The transport ``memory`` holds two copies: the buffer packed by rank 0 and the object in Ray's object store. The
@@ -444,7 +450,7 @@ def reference_is_offloaded(config: Config) -> bool:
     return config.cluster.gpus_per_node > 0 and config.policy.offload_reference
 
 
-def _reference(config: Config, shape: Shape, layout: Layout, stage: int) -> int:
+def _reference(config: Config, shape: ModelDescription, layout: Layout, stage: int) -> int:
     """Return the bytes of the KL penalty's reference weights on a rank.
 
     The result is 0 with LoRA, because the reference is the model without its adapters. The result is also 0 on CPUs,
@@ -453,16 +459,16 @@ def _reference(config: Config, shape: Shape, layout: Layout, stage: int) -> int:
     penalty = config.loss_fn.reference_policy_kl_penalty or kl_in_reward(config.gdpo)
     if not layout.gpus or not penalty or config.policy.lora.rank:
         return 0
-    return sum(shape.on_rank(layout, stage)) * BYTES[config.policy.precision]
+    return sum(on_rank(shape, layout, stage)) * BYTES[config.policy.precision]
 
 
 def _teacher(resolved: Resolved, layout: Layout, stage: int) -> int:
     """Return the bytes of the distillation teacher's weights on a policy rank, or 0 without a known teacher."""
     shape = teacher_shape(resolved)
-    return sum(shape.on_rank(layout, stage)) * BYTES[resolved.config.policy.precision] if shape else 0
+    return sum(on_rank(shape, layout, stage)) * BYTES[resolved.config.policy.precision] if shape else 0
 
 
-def teacher_shape(resolved: Resolved) -> Shape | None:
+def teacher_shape(resolved: Resolved) -> ModelDescription | None:
     """Return the shape of the distillation teacher, or None without a teacher or if its shape is unknown."""
     config = resolved.config
     name = config.teacher.model_name
@@ -471,7 +477,7 @@ def teacher_shape(resolved: Resolved) -> Shape | None:
     return shape_of(read_model(replace(config.policy, model_name=name, model_factory=None)), name)
 
 
-def resting_memory(resolved: Resolved, shape: Shape) -> int:
+def resting_memory(resolved: Resolved, shape: ModelDescription) -> int:
     """Return the bytes that the policy keeps on its fullest rank while colocated engines sample."""
     layout = resolved.layout
     offload = resolved.config.policy.megatron_cfg.optimizer.offload
@@ -482,7 +488,7 @@ def resting_memory(resolved: Resolved, shape: Shape) -> int:
 # -- engines ----------------------------------------------------------------------------------------------------
 
 
-def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemory:
+def engine_memory(config: Config, shape: ModelDescription, device_bytes: int) -> EngineMemory:
     """Return the memory of one engine rank.
 
     On a GPU, the KV cache gets ``gpu_kv_cache_memory_bytes``, or ``gpu_memory_utilization`` x ``device_bytes`` minus
@@ -492,7 +498,7 @@ def engine_memory(config: Config, shape: Shape, device_bytes: int) -> EngineMemo
     vllm = config.policy.generation.vllm_cfg
     size = BYTES[config.policy.precision]
     tensor = vllm.tensor_parallel_size
-    weights = shape.parameters * size // tensor
+    weights = parameters(shape) * size // tensor
     per_token = shape.cached(tensor) * size
     if shape.latent and config.cluster.gpus_per_node:  # each rank of the engine holds the complete latent vectors
         per_token = shape.count("*") * (shape.latent[1] + shape.latent[2]) * size

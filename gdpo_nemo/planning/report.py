@@ -22,6 +22,8 @@ from gdpo_nemo.config.schema import ClusterConfig, Config, RunConfig
 from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.data.packing import assign
 from gdpo_nemo.data.prefixes import shared_attention_cost
+from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.weights import parameters
 from gdpo_nemo.planning.fit import best_split, machine_limits, memory_shortage, smallest_change
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.memory import (
@@ -37,7 +39,7 @@ from gdpo_nemo.planning.memory import (
     sampling_bytes,
     transport_memory,
 )
-from gdpo_nemo.planning.shape import Shape, expected_saving, groups_saved, model_shape, recorded_bytes
+from gdpo_nemo.planning.shape import expected_saving, groups_saved, model_shape, recorded_bytes
 from gdpo_nemo.planning.speed import (
     BANDWIDTH_SHARE,
     HOST_LAYER_S,
@@ -97,7 +99,7 @@ def dry_run_lines(resolved: Resolved) -> list[tuple[str, str]]:
     ]
 
 
-def plan_lines(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -> list[tuple[str, str]]:
+def plan_lines(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates) -> list[tuple[str, str]]:
     """Return all lines of ``gdpo-nemo plan`` as (subject, text)."""
     config = resolved.config
     layout = resolved.layout
@@ -165,11 +167,11 @@ def size(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def _refit_line(resolved: Resolved, shape: Shape) -> str:
+def _refit_line(resolved: Resolved, shape: ModelDescription) -> str:
     return f"{size(refit_bytes(resolved, shape))} to each engine after every step{_occupies(resolved, shape)}"
 
 
-def _occupies(resolved: Resolved, shape: Shape) -> str:
+def _occupies(resolved: Resolved, shape: ModelDescription) -> str:
     buffers = transport_memory(resolved, shape)
     return f", which occupies {size(buffers)} of host memory" if buffers else ""
 
@@ -189,7 +191,7 @@ def _samples_lines(resolved: Resolved, how: str, tokens: float) -> list[tuple[st
     return [("samples", words)]
 
 
-def _policy_line(memory: RankMemory, shape: Shape) -> str:
+def _policy_line(memory: RankMemory, shape: ModelDescription) -> str:
     parts = [("weights", memory.weights), ("reference", memory.reference), ("teacher", memory.teacher),
              ("gradients", memory.gradients), ("optimizer", memory.optimizer), ("activations", memory.activations),
              ("log-prob chunk", memory.logprobs), ("buffers", memory.buffers),
@@ -197,7 +199,7 @@ def _policy_line(memory: RankMemory, shape: Shape) -> str:
     terms = " + ".join(f"{size(value)} {name}" for name, value in parts if value)
     return (
         f"{size(memory.total)} on the fullest policy rank (stage {memory.stage}) = {terms}; "
-        f"{shape.parameters / 1e6:,.0f} M parameters in total"
+        f"{parameters(shape) / 1e6:,.0f} M parameters in total"
     )
 
 
@@ -211,7 +213,7 @@ def _engine_line(policy: PolicyConfig, memory: EngineMemory, mean: float, on_gpu
     )
 
 
-def _shared_line(resolved: Resolved, shape: Shape, device: Device) -> str:
+def _shared_line(resolved: Resolved, shape: ModelDescription, device: Device) -> str:
     config = resolved.config
     resting = resting_memory(resolved, shape)
     used = sampling_bytes(config, engine_memory(config, shape, int(device.memory)), device.memory)
@@ -242,7 +244,7 @@ def _mesh(cluster: ClusterConfig, layout: Layout) -> str:
     return f"{mesh}, {engines}; policy + engine ranks per node if nodes are filled in order: {shares}"
 
 
-def _time_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates, layout: Layout) -> str:
+def _time_line(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates, layout: Layout) -> str:
     config = resolved.config
     time = step_time(resolved, shape, device, rates)
     steps = config.gdpo.max_num_steps
@@ -257,7 +259,7 @@ def _time_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates, l
     )
 
 
-def _sharing_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -> str:
+def _sharing_line(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates) -> str:
     """Compare tokens, memory and training seconds with and without ``policy.share_prompts``.
 
     Empty without a difference.
@@ -288,7 +290,7 @@ _STORAGE = 1e9
 """Assumed bytes per second that a node writes to or reads from storage."""
 
 
-def _checkpoint_line(resolved: Resolved, shape: Shape) -> str:
+def _checkpoint_line(resolved: Resolved, shape: ModelDescription) -> str:
     total = checkpoint_bytes(resolved, shape)
     ranks = resolved.layout.policy_ranks
     on_node = min(ranks, resolved.config.cluster.gpus_per_node or ranks)
@@ -309,7 +311,7 @@ def _host_line(cluster: ClusterConfig, pinned: int, layout: Layout, device: Devi
     )
 
 
-def _mfu_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates, layout: Layout) -> str:
+def _mfu_line(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates, layout: Layout) -> str:
     """Describe the MFU of each phase in percent, and the estimated time of one micro-batch of an update."""
     mfu = utilisation(resolved, shape, device, rates)
     batch = mfu.batch
@@ -328,7 +330,7 @@ def _mfu_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates, la
     )
 
 
-def _split_line(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -> str:
+def _split_line(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates) -> str:
     config = resolved.config
     split = best_split(resolved, shape, device, rates)
     if split is None:

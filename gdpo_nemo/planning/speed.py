@@ -11,6 +11,8 @@ from gdpo_nemo.config.layout import Layout, Resolved
 from gdpo_nemo.config.objective_checks import kl_in_reward
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.config.sections import MegatronConfig, PolicyConfig
+from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.weights import active_parameters
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.memory import (
     BYTES,
@@ -23,7 +25,7 @@ from gdpo_nemo.planning.memory import (
     teacher_shape,
     transformer_engine,
 )
-from gdpo_nemo.planning.shape import Shape, expected_saving
+from gdpo_nemo.planning.shape import expected_saving, on_rank
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Work:
     """Seconds that the work takes at the device's peak rates."""
 
 
-def generation_work(resolved: Resolved, shape: Shape, device: Device, lengths: Lengths) -> Work:
+def generation_work(resolved: Resolved, shape: ModelDescription, device: Device, lengths: Lengths) -> Work:
     """Return the work of one engine in a step, with decoding steps as units.
 
     While samples are queued, the engine decodes as many samples at once as fit. After the queue is empty, the longest
@@ -83,20 +85,20 @@ def generation_work(resolved: Resolved, shape: Shape, device: Device, lengths: L
     tokens = samples * lengths.completion
     context = lengths.prompt + lengths.completion / 2
     moved = steps * memory.weights + tokens * context * memory.bytes_per_token
-    arithmetic = 2 * shape.active_parameters * tokens / layout.engine_tensor
+    arithmetic = 2 * active_parameters(shape) * tokens / layout.engine_tensor
     prompts = ceil(samples / config.gdpo.num_generations_per_prompt)  # samples of a prompt share its KV cache
-    prefill = 2 * shape.active_parameters * prompts * lengths.prompt / layout.engine_tensor
+    prefill = 2 * active_parameters(shape) * prompts * lengths.prompt / layout.engine_tensor
     return Work(steps, max(moved / device.bandwidth, arithmetic / device.compute) + prefill / device.compute)
 
 
-def recomputed_share(megatron: MegatronConfig, shape: Shape) -> float:
+def recomputed_share(megatron: MegatronConfig, shape: ModelDescription) -> float:
     """Return the share of a forward pass that the backward pass repeats. Only matrix products of weights count."""
     if megatron.recompute == "selective" and "mlp" in megatron.recompute_modules:
-        return shape.mlp_matrices * shape.hidden * shape.ffn * shape.count("-") / shape.active_parameters
+        return shape.mlp_matrices * shape.hidden * shape.ffn * shape.count("-") / active_parameters(shape)
     return float(megatron.recompute == "full")
 
 
-def training_work(resolved: Resolved, shape: Shape, device: Device, lengths: Lengths) -> Work:
+def training_work(resolved: Resolved, shape: ModelDescription, device: Device, lengths: Lengths) -> Work:
     """Return the work of a step's updates and preceding log-prob passes, with micro-batches of a rank as units.
 
     The ideal time is the time of all micro-batches by ``micro_batch``, of the optimizer steps, and of the communication
@@ -153,7 +155,7 @@ def micro_batches(resolved: Resolved, layout: Layout, lengths: Lengths) -> int:
     return resolved.updates_per_step * max(1, ceil(computed / resolved.config.policy.micro_batch_tokens))
 
 
-def _tensor_traffic(config: Config, shape: Shape, device: Device, layout: Layout, tokens: float) -> float:
+def _tensor_traffic(config: Config, shape: ModelDescription, device: Device, layout: Layout, tokens: float) -> float:
     """Return the seconds of tensor-parallel all-reduces: per layer, two in forward and two in backward pass."""
     if layout.tensor == 1:
         return 0.0
@@ -163,7 +165,7 @@ def _tensor_traffic(config: Config, shape: Shape, device: Device, layout: Layout
     return volume * share * tokens / (layout.data * layout.context) / (device.nvlink if inside else device.network)
 
 
-def _gradients(resolved: Resolved, shape: Shape, device: Device, layout: Layout) -> float:
+def _gradients(resolved: Resolved, shape: ModelDescription, device: Device, layout: Layout) -> float:
     """Return the seconds of a step's gradient reductions.
 
     ``overlap_grad_reduce`` is assumed to hide half of this time.
@@ -174,21 +176,21 @@ def _gradients(resolved: Resolved, shape: Shape, device: Device, layout: Layout)
         return 0.0
     inside = not config.cluster.gpus_per_node or layout.policy_ranks <= config.cluster.gpus_per_node
     size = BYTES[config.policy.megatron_cfg.optimizer.main_grads_dtype]
-    bytes_ = size * sum(shape.on_rank(layout, 0)) * 2 * (replicas - 1) / replicas
+    bytes_ = size * sum(on_rank(shape, layout, 0)) * 2 * (replicas - 1) / replicas
     seconds = resolved.updates_per_step * bytes_ / (device.nvlink if inside else device.network)
     return seconds / 2 if config.policy.megatron_cfg.overlap_grad_reduce else seconds
 
 
-def _reference_traffic(resolved: Resolved, shape: Shape, device: Device, layout: Layout) -> float:
+def _reference_traffic(resolved: Resolved, shape: ModelDescription, device: Device, layout: Layout) -> float:
     """Return the seconds of copying an offloaded reference's weights to the GPU, before each of its log-prob passes."""
     config = resolved.config
     if not layout.gpus or config.policy.lora.rank or not reference_is_offloaded(config):
         return 0.0
     passes = bool(config.loss_fn.reference_policy_kl_penalty) + kl_in_reward(config.gdpo)
-    return passes * sum(shape.on_rank(layout, 0)) * BYTES[config.policy.precision] / device.host_link
+    return passes * sum(on_rank(shape, layout, 0)) * BYTES[config.policy.precision] / device.host_link
 
 
-def sync_work(resolved: Resolved, shape: Shape, device: Device) -> Work:
+def sync_work(resolved: Resolved, shape: ModelDescription, device: Device) -> Work:
     """Return the work of one weight update, which is sent to all engines at once.
 
     The weights are sent over NVLink or, if there are several nodes, over the network. With colocated engines on one
@@ -230,7 +232,7 @@ class StepTime:
 
 
 def step_time(
-    resolved: Resolved, shape: Shape, device: Device, rates: Rates, lengths: Lengths | None = None
+    resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates, lengths: Lengths | None = None
 ) -> StepTime:
     """Return the expected time of a step.
 
@@ -334,7 +336,7 @@ class MicroBatch:
         return max(self.device, self.host)
 
 
-def model_flops(shape: Shape, tokens: float, length: float, *, backward: bool) -> float:
+def model_flops(shape: ModelDescription, tokens: float, length: float, *, backward: bool) -> float:
     """Return the model FLOPs, with causal attention over sequences of ``length`` tokens and without recomputation.
 
     A Mamba-2 layer decays, extends and reads a state for each channel. A gated delta net layer also reads the state at
@@ -343,12 +345,12 @@ def model_flops(shape: Shape, tokens: float, length: float, *, backward: bool) -
     attention = 2 * shape.count("*") * shape.query * length
     scans = 6 * shape.count("M") * shape.mamba[1] * shape.mamba_state
     scans += 8 * shape.count("G") * shape.delta.sections[2] * shape.delta.key
-    forward = (2 * shape.active_parameters + attention + scans) * tokens
+    forward = (2 * active_parameters(shape) + attention + scans) * tokens
     return forward * (3 if backward else 1)
 
 
 def micro_batch(
-    resolved: Resolved, shape: Shape, device: Device, tokens: int, length: float, backward: bool = True
+    resolved: Resolved, shape: ModelDescription, device: Device, tokens: int, length: float, backward: bool = True
 ) -> MicroBatch:
     """Return the time of one micro-batch of ``tokens`` tokens in sequences of ``length`` tokens.
 
@@ -366,7 +368,7 @@ def micro_batch(
     flops += 2 * shape.hidden * shape.vocabulary * tokens * backward  # the backward pass recomputes chunks of logits
     size = BYTES[config.policy.precision]
     moved = _layer_floats(shape) * ((0.5 + again / 2 if backward else 0) + 0.5) * shape.layers * tokens * size / share
-    weights = sum(shape.on_rank(layout, 0)) if shape.moe_layers else shape.active_parameters / share
+    weights = sum(on_rank(shape, layout, 0)) if shape.moe_layers else active_parameters(shape) / share
     forward_bytes, backward_bytes = _FUSED_LOGIT_BYTES if fused_logprobs(config.policy, layout) else _LOGIT_BYTES
     return MicroBatch(
         products=flops / share / ((PRODUCT_SHARE if backward else FORWARD_SHARE) * device.compute),
@@ -378,17 +380,17 @@ def micro_batch(
     )
 
 
-def _empty_tiles(shape: Shape, layout: Layout, tokens: int) -> float:
+def _empty_tiles(shape: ModelDescription, layout: Layout, tokens: int) -> float:
     """Return the work on empty rows of the experts' matrix products, as a fraction of all products."""
     if not shape.moe_layers:
         return 0.0
     ranks = layout.expert * layout.expert_tensor  # their tokens are in the products of each of their experts
     routed = tokens / (layout.context * layout.tensor) * ranks * shape.active_experts / shape.experts
     experts = len(shape.moe_layers) * shape.active_experts * shape.mlp_matrices * shape.expert_hidden * shape.expert_ffn
-    return experts / shape.active_parameters * _TILE / 2 / max(1.0, routed)
+    return experts / active_parameters(shape) * _TILE / 2 / max(1.0, routed)
 
 
-def _routing(config: Config, shape: Shape, device: Device, layout: Layout, tokens: int) -> float:
+def _routing(config: Config, shape: ModelDescription, device: Device, layout: Layout, tokens: int) -> float:
     """Return the seconds of the MoE layers' two all-to-all exchanges and of the host's wait, for one forward pass."""
     layers = len(shape.moe_layers) / layout.pipeline
     size = BYTES[config.policy.precision]
@@ -398,7 +400,7 @@ def _routing(config: Config, shape: Shape, device: Device, layout: Layout, token
     return layers * (exchange + _WAIT_S)
 
 
-def _layer_floats(shape: Shape) -> float:
+def _layer_floats(shape: ModelDescription) -> float:
     """Return how many values a layer's memory-bound kernels read and write per token.
 
     The result includes the forward and the backward pass.
@@ -415,7 +417,7 @@ def _layer_floats(shape: Shape) -> float:
 
 
 def _host_seconds(
-    policy: PolicyConfig, shape: Shape, layout: Layout, sequences: float, forwards: float, backward: bool
+    policy: PolicyConfig, shape: ModelDescription, layout: Layout, sequences: float, forwards: float, backward: bool
 ) -> float:
     """Return the host seconds of a micro-batch. CPUs execute the kernels themselves, so only launches count there.
 
@@ -434,11 +436,11 @@ def _host_seconds(
     return seconds + count * LAUNCH_S
 
 
-def optimizer_seconds(resolved: Resolved, shape: Shape, device: Device) -> float:
+def optimizer_seconds(resolved: Resolved, shape: ModelDescription, device: Device) -> float:
     """Return the seconds of one optimizer step on a rank, including copies of its state with ``optimizer.offload``."""
     config = resolved.config
     layout = resolved.layout
-    held = sum(shape.on_rank(layout, 0))
+    held = sum(on_rank(shape, layout, 0))
     shards = layout.data * layout.context if config.policy.megatron_cfg.use_distributed_optimizer else 1
     dtypes = config.policy.megatron_cfg.optimizer
     moments = BYTES[dtypes.exp_avg_dtype] + BYTES[dtypes.exp_avg_sq_dtype]
@@ -461,7 +463,7 @@ class Utilisation:
     """Seconds of one optimizer step."""
 
 
-def utilisation(resolved: Resolved, shape: Shape, device: Device, rates: Rates) -> Utilisation:
+def utilisation(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates) -> Utilisation:
     """Return the MFU of training (with optimizer steps), of log-prob passes, and of sampling on the engines."""
     layout = resolved.layout
     lengths = expected_lengths(resolved.config.policy, rates)
@@ -486,7 +488,7 @@ def utilisation(resolved: Resolved, shape: Shape, device: Device, rates: Rates) 
 
 
 def _generation(
-    resolved: Resolved, shape: Shape, device: Device, rates: Rates, layout: Layout, lengths: Lengths
+    resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates, layout: Layout, lengths: Lengths
 ) -> float:
     """Return the MFU of the engines' GPUs while they sample, which is limited by memory bandwidth."""
     if not layout.engine_ranks:
@@ -494,4 +496,4 @@ def _generation(
     seconds = step_time(resolved, shape, device, rates, lengths).generation
     decoded = resolved.samples_per_step * lengths.completion
     prefilled = resolved.samples_per_step / resolved.config.gdpo.num_generations_per_prompt * lengths.prompt
-    return 2 * shape.active_parameters * (decoded + prefilled) / (seconds * device.compute * layout.engine_ranks)
+    return 2 * active_parameters(shape) * (decoded + prefilled) / (seconds * device.compute * layout.engine_ranks)

@@ -26,7 +26,7 @@ from gdpo_nemo.data.prompts import PromptSource
 from gdpo_nemo.data.records import Prompt, max_prompt_tokens
 from gdpo_nemo.data.tokenizer import Tokenizer, check_same_tokens, check_vocabulary, load_tokenizer
 from gdpo_nemo.environments.registry import check_rewards, load_environments
-from gdpo_nemo.models.family_checks import check_model_content
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.peft import read_peft_adapter
 from gdpo_nemo.models.sources import DOWNLOADED, Format, Source, described_by, recognise
 from gdpo_nemo.observe.display import active
@@ -177,7 +177,7 @@ def model_folder(config: Config, source: Source | None) -> Path:
     downloaded = recognise(folder)
     if downloaded is not None and downloaded.format in DOWNLOADED:
         return huggingface_folder(config.run, downloaded)
-    check_model_content(read_model_config(folder / "config.json"))
+    describe(read_model_config(folder / "config.json"))
     return folder
 
 
@@ -190,7 +190,7 @@ def _from_source(config: Config, source: Source) -> Path:
     if not config.policy.lora.rank:
         return huggingface_folder(config.run, source, str(base))
     check_continued(adapter, config.policy.lora, base, key)
-    check_model_content(read_model_config(base / "config.json"))
+    describe(read_model_config(base / "config.json"))
     return base
 
 

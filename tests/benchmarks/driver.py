@@ -32,6 +32,7 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.data.records import Group, Outcome, Prompt, TokenValues, Trajectory, UpdateResult
 from gdpo_nemo.data.shares import FlatValues, Share
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.rollouts.credit import advantages_of, updates_of
 from gdpo_nemo.rollouts.metrics import check_failures, rollout_metrics, update_metrics
 
@@ -78,7 +79,7 @@ class Driver(PolicyGroup):
         self.config = config.policy
         self.layout = config.policy.megatron_cfg
         self.timeout_s = 600.0
-        self._quadratic = attention_cost(SHAPE_7B)
+        self._quadratic = attention_cost(describe(SHAPE_7B))
         self._sharing = None
         ranks = self.layout.data_parallel_size or 1
         actor = ray.remote(Reader).options(num_cpus=0, runtime_env={"env_vars": thread_environment(1)})

@@ -90,13 +90,13 @@ def _model(folder: Path, size: str):
 def _predicted(content: dict, megatron, tokens: int, rows: int) -> int:
     from gdpo_nemo.config.model_checks import resolve
     from gdpo_nemo.config.schema import Config
+    from gdpo_nemo.models.family_checks import describe
     from gdpo_nemo.planning.memory import policy_memory
-    from gdpo_nemo.planning.shape import shape_from
 
     config = Config()
     config.policy.precision = "float32"
     config.policy.megatron_cfg = megatron
-    return policy_memory(resolve(config), shape_from(content), tokens, rows).total
+    return policy_memory(resolve(config), describe(content), tokens, rows).total
 
 
 if __name__ == "__main__":

@@ -112,6 +112,7 @@ def ours(folder: Path, arguments):
     from gdpo_nemo.data.packing import attention_cost
     from gdpo_nemo.data.prefixes import choose_layout
     from gdpo_nemo.data.shares import Share
+    from gdpo_nemo.models.family_checks import describe
 
     runtime.initialize(chosen, 0, 1, f"file://{folder}/meeting")
     layout = MegatronConfig(
@@ -124,7 +125,7 @@ def ours(folder: Path, arguments):
 
     config = PolicyConfig(precision=arguments.precision, megatron_cfg=layout)
     policy = Policy(config, folder / "model", chosen, total_updates=1000)
-    quadratic = attention_cost(json.loads((folder / "model/config.json").read_text()))
+    quadratic = attention_cost(describe(json.loads((folder / "model/config.json").read_text())))
 
     def lay_out(batch, sharing: bool | None):
         budget = max(arguments.micro_batch, max(len(s) for s in batch))
@@ -152,8 +153,8 @@ def predicted(model: Path, policy, tokens: int, rows: int) -> dict:
 
     from gdpo_nemo.config.model_checks import resolve
     from gdpo_nemo.config.schema import Config
+    from gdpo_nemo.models.family_checks import describe
     from gdpo_nemo.planning.memory import policy_memory
-    from gdpo_nemo.planning.shape import shape_from
 
     config = Config()
     config.cluster.gpus_per_node = int(torch.cuda.is_available())  # GPUs keep other activations
@@ -161,7 +162,7 @@ def predicted(model: Path, policy, tokens: int, rows: int) -> dict:
     config.policy.precision = policy.precision
     config.policy.share_prompts = False  # ``tokens`` are those that are computed
     config.policy.megatron_cfg = policy.megatron_cfg
-    memory = policy_memory(resolve(config), shape_from(json.loads((model / "config.json").read_text())), tokens, rows)
+    memory = policy_memory(resolve(config), describe(json.loads((model / "config.json").read_text())), tokens, rows)
     return {**{key: value for key, value in vars(memory).items() if key != "stage"}, "total": memory.total}
 
 

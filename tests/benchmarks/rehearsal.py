@@ -53,6 +53,7 @@ from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.tokenizer import load_tokenizer
 from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.planning.simulation.scenarios import driver_seconds
 from gdpo_nemo.rollouts import host as hosts
@@ -254,7 +255,7 @@ class PacedPolicy(PolicyGroup):
         self.layout = config.policy.megatron_cfg
         self.timeout_s = 3600.0
         self._patience = defaultdict(lambda: _Endless())
-        self._quadratic = attention_cost(SHAPE)
+        self._quadratic = attention_cost(describe(SHAPE))
         self._sharing = False  # as with TransformerEngine
         self._shared_attention = 1.0
         self._train_s = train_s

@@ -12,9 +12,9 @@ from bad_input import EMBEDDING_ONLY
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.config.load import load_config
-from gdpo_nemo.models.architectures import CPU_HEAD_SIZES, num_experts
+from gdpo_nemo.models.architectures import CPU_HEAD_SIZES
 from gdpo_nemo.models.families import FAMILIES
-from gdpo_nemo.models.family_checks import check_adapted_layers, check_model_content
+from gdpo_nemo.models.family_checks import check_adapted_layers, describe
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -114,6 +114,10 @@ REFUSED = {
         shape("qwen3_next", 2048, 48, 16, 2, 5120, 151936, 262144, linear_num_value_heads=24),
         "linear_num_value_heads 24 must be a multiple of linear_num_key_heads 16",
     ),
+    "a Qwen2-MoE without biases": (
+        shape("qwen2_moe", 2048, 24, 16, 16, 5632, 151936, 8192, qkv_bias=False),
+        "qkv_bias: false is not supported for qwen2_moe",
+    ),
     "Phi-3 with 128k": (
         shape("phi3", 3072, 32, 32, 32, 8192, 32064, 131072, rope_scaling=dict(type="longrope", short_factor=[1.0])),
         "rope scaling 'longrope' is not supported for phi3; supported: default",
@@ -192,6 +196,16 @@ SUPPORTED = {
     ),
     "Qwen3": shape("qwen3", 1024, 28, 16, 8, 3072, 151936, 40960, head_dim=128, attention_bias=False,
     rope_scaling=None),
+    "Qwen1.5-MoE": shape(
+        "qwen2_moe", 2048, 24, 16, 16, 5632, 151936, 8192, num_experts=60, num_experts_per_tok=4,
+        moe_intermediate_size=1408, shared_expert_intermediate_size=5632, decoder_sparse_step=1, norm_topk_prob=False,
+        use_sliding_window=False, sliding_window=32768, max_window_layers=21,
+    ),
+    "Qwen2-57B-A14B": shape(
+        "qwen2_moe", 3584, 28, 28, 4, 18944, 151936, 131072, num_experts=64, num_experts_per_tok=8,
+        moe_intermediate_size=2560, shared_expert_intermediate_size=20480, decoder_sparse_step=1, norm_topk_prob=False,
+        use_sliding_window=False, sliding_window=65536, max_window_layers=28,
+    ),
     "Qwen3-MoE": shape(
         "qwen3_moe", 2048, 48, 32, 4, 6144, 151936, 40960, head_dim=128, num_experts=128, num_experts_per_tok=8,
         moe_intermediate_size=768, sliding_window=None, use_sliding_window=False,
@@ -309,11 +323,11 @@ def test_a_model_that_cannot_be_trained_is_refused_by_name(command, name, folder
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_supported_families_pass(name, folder, minimal):
-    check_model_content(SUPPORTED[name])
+    describe(SUPPORTED[name])
     family = FAMILIES[SUPPORTED[name]["model_type"]]
     # vLLM on CPUs computes gated delta nets only in bfloat16, no experts without a gate, and no sparse attention.
     indexed = family.latent and family.latent.index
-    gpus = GPUS if family.delta or indexed or (family.mamba and num_experts(SUPPORTED[name])) else []
+    gpus = GPUS if family.delta or indexed or (family.mamba and describe(SUPPORTED[name]).experts) else []
     if family.engine_updates:
         validate(load_config(minimal, [f"policy.model_name={folder(SUPPORTED[name])}", *gpus]))
 
@@ -347,7 +361,7 @@ def test_yarn_and_adapters_go_with_the_layers_of_transformer_engine(folder, mini
 )
 def test_adapters_on_layers_that_the_family_lacks_are_refused(model, targets, expected):
     with pytest.raises(ConfigError, match=expected):
-        check_adapted_layers(targets, SUPPORTED[model])
+        check_adapted_layers(targets, describe(SUPPORTED[model]))
 
 
 def test_the_layers_to_adapt_are_named_where_the_usual_names_do_not_fit(folder, minimal):
@@ -421,7 +435,7 @@ def test_windows_that_engines_would_give_to_all_layers_are_refused_for_sampling(
 
 
 def test_a_window_that_is_given_but_off_by_default_is_no_obstacle():
-    check_model_content({**SUPPORTED["Qwen3"], "sliding_window": 4096})
+    describe({**SUPPORTED["Qwen3"], "sliding_window": 4096})
 
 
 def test_head_sizes_matter_to_the_engines_on_cpu_alone(folder, minimal):
@@ -439,8 +453,8 @@ def test_a_recipe_of_nemo_rl_with_a_local_model_is_held_against_the_families_too
 
 def test_the_check_needs_no_torch():
     code = (
-        "import sys; from gdpo_nemo.models.family_checks import check_model_content; "
-        f"check_model_content({SUPPORTED['Llama 3.1']!r}); sys.exit('torch' in sys.modules or 'transformers' in "
+        "import sys; from gdpo_nemo.models.family_checks import describe; "
+        f"describe({SUPPORTED['Llama 3.1']!r}); sys.exit('torch' in sys.modules or 'transformers' in "
         "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2]).returncode == 0

@@ -167,15 +167,15 @@ def planned(model_config: Any, policy: Any, tokens: int, rows: int, on_gpu: bool
     """What ``gdpo-nemo plan`` says of one rank with that micro-batch (``footprint.RankMemory``)."""
     from gdpo_nemo.config.model_checks import resolve
     from gdpo_nemo.config.schema import Config
+    from gdpo_nemo.models.family_checks import describe
     from gdpo_nemo.planning.memory import policy_memory
-    from gdpo_nemo.planning.shape import shape_from
 
     config = Config()
     config.policy.precision = policy.precision
     config.policy.megatron_cfg = policy.megatron_cfg
     config.policy.generation.engines = 0
     config.cluster.gpus_per_node = int(on_gpu)
-    return policy_memory(resolve(config), shape_from(model_config.to_dict()), tokens, rows)
+    return policy_memory(resolve(config), describe(model_config.to_dict()), tokens, rows)
 
 
 def batch_of(lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[Any]:

@@ -15,10 +15,11 @@ def gpt_model(place, folder, seed: int = 5):
     from megatron.core.transformer import TransformerConfig
     from transformers import AutoConfig
 
-    from gdpo_nemo.megatron.model_config import num_experts, transformer_fields
+    from gdpo_nemo.megatron.model_config import description_of, transformer_fields
 
     hf = AutoConfig.from_pretrained(folder)
-    fields = transformer_fields(hf) | dict(num_layers=hf.num_hidden_layers)
+    model = description_of(hf)
+    fields = transformer_fields(model) | dict(num_layers=hf.num_hidden_layers)
     tensor = place.layout.tensor_model_parallel_size
     config = TransformerConfig(
         **fields,
@@ -32,7 +33,7 @@ def gpt_model(place, folder, seed: int = 5):
         moe_token_dispatcher_type="alltoall",
     )
     spec = get_gpt_layer_local_spec(
-        num_experts=num_experts(hf) or None, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
+        num_experts=model.experts or None, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     model = GPTModel(
         config,

@@ -76,9 +76,11 @@ def on_cuda(place, folder) -> dict[str, Any]:
     from transformers import AutoConfig
 
     from gdpo_nemo.megatron.model import transformer_config
+    from gdpo_nemo.megatron.model_config import description_of
 
     with patch("torch.cuda.is_available", lambda: True):
-        config = transformer_config(AutoConfig.from_pretrained(folder), place.layout, torch.bfloat16, use_te=False)
+        hf = AutoConfig.from_pretrained(folder)
+        config = transformer_config(hf, description_of(hf), place.layout, torch.bfloat16, use_te=False)
     return {name: getattr(config, name) for name in _FUSIONS}
 
 

@@ -13,8 +13,8 @@ import pytest
 import tiny_models
 import torch
 
-from gdpo_nemo.models.architectures import with_defaults
 from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.models.family_checks import describe
 
 # vLLM on CPUs has no attention for the smaller heads of the other tests.
 WIDE = dict(hidden_size=128, num_attention_heads=4, intermediate_size=64)
@@ -64,7 +64,7 @@ def chosen_by_transformers(folder: Path, ids: np.ndarray) -> np.ndarray:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(torch.from_numpy(ids)[None].long(), output_router_logits=True).router_logits
-    chosen = with_defaults(model.config.to_dict())["num_experts_per_tok"]
+    chosen = describe(model.config.to_dict()).active_experts
     return torch.cat([layer.topk(chosen).indices for layer in logits], -1).numpy()
 
 

@@ -15,18 +15,19 @@ from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.schema import Config, LoraConfig, PolicyConfig
 from gdpo_nemo.megatron.layers import Attention, NormAndAdd, RMSNorm, select_attention
 from gdpo_nemo.megatron.logprobs import use_fused_logprobs
-from gdpo_nemo.megatron.model_config import family_of, layer_attentions, logit_cap, rotary
+from gdpo_nemo.megatron.model_config import description_of, layer_attentions, rotary
 from gdpo_nemo.models import architectures, family_checks
 from gdpo_nemo.models.architectures import last_name
+from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.family_checks import SIZES
-from gdpo_nemo.planning.shape import shape_from
+from gdpo_nemo.planning.shape import adapters, on_rank
 from gdpo_nemo.utils.errors import ConfigError
 
 
 def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
     with pytest.raises(ConfigError) as refusal:
-        family_of(GPT2Config())
+        description_of(GPT2Config())
     assert "gpt2" in str(refusal.value)
     assert all(name in str(refusal.value) for name in FAMILIES)
 
@@ -43,28 +44,19 @@ def test_an_unknown_family_is_refused_with_the_list_of_known_ones():
 )
 def test_windows_that_the_family_lacks_are_refused(config, message):
     with pytest.raises(ConfigError, match=message):
-        family_of(config)
+        description_of(config)
 
 
 def test_every_declared_family_has_a_tiny_model_that_all_other_tests_take():
     assert {fields["model_type"] for fields in tiny_models.MODELS.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("name", tiny_models.MODELS)
-def test_the_plan_counts_the_parameters_that_transformers_makes(name):
-    from transformers import AutoModelForCausalLM
-
-    config = tiny_models.hf_config(name)
-    theirs = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
-    assert shape_from(config.to_dict()).parameters == theirs
-
-
 def test_the_plan_counts_experts_on_the_pipeline_stages_that_have_them():
     content = tiny_models.hf_config("qwen3-moe-mixed").to_dict()
     layout = resolve_layout(Config(policy=PolicyConfig(megatron_cfg=layouts.parse("PP2").config)))
-    shape = shape_from({**content, "mlp_only_layers": [0, 2, 3]})
+    shape = family_checks.describe({**content, "mlp_only_layers": [0, 2, 3]})
     matrices = 4 * 3 * content["hidden_size"] * content["moe_intermediate_size"]
-    assert [shape.on_rank(layout, stage)[1] for stage in (0, 1)] == [matrices, 0]
+    assert [on_rank(shape, layout, stage)[1] for stage in (0, 1)] == [matrices, 0]
 
 
 @pytest.mark.parametrize("share_a", [False, True])
@@ -75,27 +67,28 @@ def test_the_plan_counts_the_parameters_of_the_adapters(name, share_a):
     config = tiny_models.hf_config(name)
     family = FAMILIES[config.model_type]
     modules = family.modules
-    shape = shape_from(config.to_dict())
+    shape = description_of(config)
     *targets, _ = architectures.linear_layers(family)[0 if family.latent else 1 :]
     model = AutoModelForCausalLM.from_config(config)
     adapted = [module for key, module in model.named_modules() if last_name(key) in targets]
     linear = [module for module in adapted if isinstance(module, torch.nn.Linear)]
     expected = 3 * sum(module.in_features + module.out_features for module in linear)
-    symbols = "".join(architectures.layer_symbols(config.to_dict()))
-    matrices = symbols.count("E") * shape.experts * len(shape.expert_modules)
+    symbols, experts = "".join(shape.symbols), family.experts
+    separate = experts and not experts.only_stacked and len({experts.gate, experts.up, experts.down} - {None})
+    matrices = symbols.count("E") * shape.experts * (separate or 0)
     of_experts = 3 * matrices * (shape.expert_hidden + shape.expert_ffn)
     if share_a:  # k and v, gate and up, the projections of a delta net
-        separate = [heads for heads in shape.layer_heads if not heads.keys_as_values]
-        shared = symbols.count("*") * (len(modules.qkv) > 1 and not family.latent) * len(separate) // shape.layers
+        with_values = [heads for heads in shape.layer_heads if not heads.keys_as_values]
+        shared = symbols.count("*") * (len(modules.qkv) > 1 and not family.latent) * len(with_values) // shape.layers
         shared += symbols.count("-") * (len(modules.gate_up) - 1)
         shared += symbols.count("G") * (len(family.delta.projections) - 1 if family.delta else 0)
         gated = family.gated_mlp and symbols.count("E")
-        expected -= 3 * config.hidden_size * (shared + gated * bool(shape.shared_ffn and shape.shared_modules))
-        of_experts -= 3 * config.hidden_size * gated * shape.experts * bool(shape.expert_modules)
+        expected -= 3 * config.hidden_size * (shared + gated * bool(shape.shared_ffn))
+        of_experts -= 3 * config.hidden_size * gated * shape.experts * bool(separate)
     lora = LoraConfig(rank=3, target_modules=targets, share_a=share_a)
     alone = resolve_layout(Config())
-    assert shape.adapters(alone, 0, lora) == (expected, of_experts)
-    assert shape.adapters(dataclasses.replace(alone, expert=2), 0, lora) == (expected, of_experts // 2)
+    assert adapters(shape, alone, 0, lora) == (expected, of_experts)
+    assert adapters(shape, dataclasses.replace(alone, expert=2), 0, lora) == (expected, of_experts // 2)
 
 
 def caps(family) -> list[str]:
@@ -109,20 +102,20 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
     config = AutoConfig.for_model(name, **sizes)
     filled = config.to_dict()
     family = FAMILIES[name]
-    bare = {"model_type": name, **sizes}
-    assert architectures.head_size(bare) == architectures.head_size(filled)
-    assert architectures.key_value_heads(bare) == config.num_key_value_heads
-    assert architectures.mixture_layers(bare) == architectures.mixture_layers(filled)
-    ours = architectures.with_defaults(bare)
-    assert architectures.layer_windows(bare) == architectures.layer_windows(filled)
+    bare, full = (ModelDescription.of(content) for content in ({"model_type": name, **sizes}, filled))
+    assert bare.head_size == full.head_size
+    assert bare.key_value_heads == config.num_key_value_heads
+    assert bare.moe_layers == full.moe_layers
+    ours = bare.fields
+    assert bare.windows == full.windows
     for key in (*caps(family), "tie_word_embeddings", *family_checks.BIASES):
         assert bool(ours.get(key)) == bool(filled.get(key)), key
     assert filled[family.activation_field] == family.activation
     shared = family.defaults.keys() & filled.keys() - {"sliding_window"}  # transformers removes a disabled window
     assert {key: filled[key] for key in shared} == {key: ours[key] for key in shared}
     if isinstance(family.qkv_bias, str):
-        assert architectures.has_qkv_bias(bare) == filled[family.qkv_bias]
-    assert not any(architectures.indexed_layers(bare)) or all(kind == "full" for kind in filled["indexer_types"])
+        assert bare.qkv_bias == filled[family.qkv_bias]
+    assert not any(bare.indexed_layers) or all(kind == "full" for kind in filled["indexer_types"])
 
 
 @pytest.mark.parametrize(
@@ -133,14 +126,14 @@ def test_what_a_config_leaves_out_is_what_transformers_fills_in(name):
 def test_layers_with_a_sparse_index_are_those_of_transformers(fields):
     bare = dict(model_type="glm_moe_dsa", num_hidden_layers=7, **fields)
     expected = [kind == "full" for kind in AutoConfig.for_model(**bare).indexer_types]
-    assert architectures.indexed_layers(bare) == expected and not all(expected)
+    assert ModelDescription.of(bare).indexed_layers == expected and not all(expected)
 
 
 def test_an_older_field_with_the_rotated_size_is_that_of_transformers():
     bare = dict(tiny_models.MODELS["minimax-m2"], hidden_size=32, num_hidden_layers=1, num_attention_heads=4)
     share = AutoConfig.for_model(**bare).rope_parameters["partial_rotary_factor"]
-    assert architectures.rotary_size(bare) == 8 == 16 * share
-    assert architectures.rotary_size({**bare, "partial_rotary_factor": 0.25}) == 4
+    assert ModelDescription.of(bare).rotary_size() == 8 == 16 * share
+    assert ModelDescription.of({**bare, "partial_rotary_factor": 0.25}).rotary_size() == 4
 
 
 @pytest.mark.parametrize("name", tiny_models.MODELS)
@@ -151,13 +144,14 @@ def test_the_modules_that_are_declared_are_those_of_transformers(name):
     family = FAMILIES[config.model_type]
     model = AutoModelForCausalLM.from_config(config)
     kinds = {key: type(module) for key, module in model.named_modules()}
-    symbols = architectures.layer_symbols(config.to_dict())
+    described = description_of(config)
+    symbols = described.symbols
     attention = [*family.modules.qkv, family.modules.attention_output]
     prefix = in_memory(family, next(number for number, found in enumerate(symbols) if "*" in found))
     if family.latent:  # a model has one of two modules for q
         attention = [module for module in attention if prefix + module in kinds]
         assert len(attention) == 3
-    recurrent = {"M": architectures.mamba_linear(family), "G": architectures.delta_linear(family)}
+    recurrent = {symbol: part.linear for symbol, part in (("M", family.mamba), ("G", family.delta)) if part}
     parts = {"*": attention, "-": family.modules.mlp, **recurrent}
     for symbol, linear in parts.items():
         layer = next((number for number, found in enumerate(symbols) if symbol in found), None)
@@ -166,13 +160,9 @@ def test_the_modules_that_are_declared_are_those_of_transformers(name):
     inside = {key.removeprefix(prefix) for key, kind in kinds.items() if key.startswith(prefix)}
     norms = family.modules.post_attention_norm, family.modules.post_mlp_norm
     assert {norm for norm in norms if norm} <= inside
-    assert (
-        (family.modules.q_norm in inside)
-        == (family.modules.k_norm in inside)
-        == architectures.has_qk_norm(config.to_dict())
-    )
+    assert (family.modules.q_norm in inside) == (family.modules.k_norm in inside) == described.qk_norm
     bias = model.get_submodule(prefix + attention[0]).bias
-    assert (bias is not None) == architectures.has_qkv_bias(config.to_dict())
+    assert (bias is not None) == described.qkv_bias
 
 
 def in_memory(family, layer: int) -> str:
@@ -182,9 +172,8 @@ def in_memory(family, layer: int) -> str:
 
 def test_which_layers_are_mixtures_follows_from_the_declared_fields():
     content = {**tiny_models.hf_config("qwen3-moe").to_dict(), "num_hidden_layers": 6}
-    placed = architectures.mixture_layers({**content, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
-    assert placed == [False, True, False, False, False, True]
-    assert shape_from({**content, "decoder_sparse_step": 2, "mlp_only_layers": [3]}).moe_layers == (1, 5)
+    placed = ModelDescription.of({**content, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
+    assert placed.moe_layers == (1, 5)
 
 
 @pytest.mark.parametrize(
@@ -204,17 +193,18 @@ def test_windows_of_layers_are_those_of_transformers(fields):
     config = AutoConfig.for_model(**bare)
     kinds = getattr(config, "layer_types", ["sliding_attention"] * 7)
     expected = [config.sliding_window if kind == "sliding_attention" else None for kind in kinds]
-    assert architectures.layer_windows(bare) == architectures.layer_windows(config.to_dict()) == expected
+    windows = [list(ModelDescription.of(content).windows) for content in (bare, config.to_dict())]
+    assert windows == [expected, expected]
 
 
 @pytest.mark.parametrize("model", ["gemma2", "gpt-oss", "mistral-window"])
 def test_layers_beyond_transformer_engine_select_flex_attention(model):
-    special = architectures.special_attention(tiny_models.hf_config(model).to_dict())
+    special = description_of(tiny_models.hf_config(model)).special_attention
     assert special == "sliding windows"
     for sharing in (False, True):
         assert select_attention("auto", True, sharing, special) is Attention.FLEX
         assert select_attention("auto", False, sharing, special) is Attention.PACKED
-    assert architectures.special_attention(tiny_models.hf_config("qwen2").to_dict()) is None
+    assert description_of(tiny_models.hf_config("qwen2")).special_attention is None
 
 
 def test_layers_without_a_window_have_their_own_heads_with_old_and_new_fields():
@@ -223,13 +213,12 @@ def test_layers_without_a_window_have_their_own_heads_with_old_and_new_fields():
     new = tiny_models.hf_config("gemma4").to_dict()
     assert "global_head_dim" in old and "global_head_dim" not in new and "per_layer_config" in new
     for content in (old, new):
-        family_checks.check_model_content(content)
-        windowed, full = architectures.layer_heads(content)[:2]
+        windowed, full = family_checks.describe(content).layer_heads[:2]
         assert windowed == (16, 4, False) and full == (24, 2, True)
-    ungated = architectures.layer_heads({**old, "attention_k_eq_v": False})
-    assert ungated[1] == (24, 4, False)
+    ungated = ModelDescription.of({**old, "attention_k_eq_v": False})
+    assert ungated.layer_heads[1] == (24, 4, False)
     last = {**old, "layer_types": ["full_attention"] * 3 + ["sliding_attention"]}
-    assert architectures.layer_windows(last) == [None] * 4  # transformers changes the type of the last layer
+    assert ModelDescription.of(last).windows == (None,) * 4  # transformers changes the type of the last layer
 
 
 @pytest.mark.parametrize(
@@ -245,11 +234,11 @@ def test_layers_without_a_window_have_their_own_heads_with_old_and_new_fields():
 def test_fields_of_layers_that_do_not_fit_are_refused(change, message):
     content = {**tiny_models.hf_config("gemma4").to_dict(), "per_layer_config": change}
     with pytest.raises(ConfigError, match=message):
-        family_checks.check_model_content(content)
+        family_checks.describe(content)
 
 
 def test_the_fused_kernels_are_refused_for_capped_logits():
-    cap = logit_cap(tiny_models.hf_config("gemma2"))
+    cap = description_of(tiny_models.hf_config("gemma2")).logit_cap
     assert cap == 2.5 and use_fused_logprobs(None, cap) is False
     with pytest.raises(ConfigError, match="fused_logprobs: true is not supported, because the model has a soft cap"):
         use_fused_logprobs(True, cap)
@@ -266,12 +255,12 @@ def test_norms_after_layers_store_nothing_in_passes_without_gradients():
 
 
 def test_a_sliding_window_that_is_switched_off_is_no_obstacle():
-    assert family_of(Qwen2Config(use_sliding_window=False, sliding_window=64)) is FAMILIES["qwen2"]
+    assert description_of(Qwen2Config(use_sliding_window=False, sliding_window=64)).family is FAMILIES["qwen2"]
 
 
 def test_another_activation_is_refused():
     with pytest.raises(ConfigError, match="gelu"):
-        family_of(Qwen2Config(hidden_act="gelu"))
+        description_of(Qwen2Config(hidden_act="gelu"))
 
 
 ROPE = dict(
@@ -289,10 +278,10 @@ def test_rotary_frequencies_are_those_of_transformers(name, kind):
     if FAMILIES[name].layer_rope:
         rope = dict(full_attention=rope, sliding_attention=dict(rope_type="default", rope_theta=1e3))
     config = tiny_models.hf_config(tiny, rope_parameters=rope)
-    family_of(config)
+    described = description_of(config)
     theirs = AutoModelForCausalLM.from_config(config).model.rotary_emb
-    for layers in sorted({layer.rope for layer in layer_attentions(config)}):
-        frequencies, scaling = rotary(config, layers)
+    for layers in sorted({layer.rope for layer in layer_attentions(config, described)}):
+        frequencies, scaling = rotary(config, described, layers)
         prefix = f"{layers}_" if layers else ""
         assert torch.equal(frequencies, getattr(theirs, f"{prefix}inv_freq"))
         assert scaling == getattr(theirs, f"{prefix}attention_scaling")
@@ -306,7 +295,7 @@ YARN = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_
 )
 def test_what_the_conversion_would_drop_is_refused(trait):
     with pytest.raises(ConfigError, match=next(iter(trait)).split("_")[0]):
-        family_of(LlamaConfig(**trait))
+        description_of(LlamaConfig(**trait))
 
 
 def test_the_sizes_that_are_promised_are_those_of_the_installed_engine():

@@ -20,7 +20,8 @@ from layouts import fitting, in_turn, parse
 
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.schema import Config, PolicyConfig
-from gdpo_nemo.planning.shape import shape_from
+from gdpo_nemo.models.family_checks import describe
+from gdpo_nemo.planning.shape import on_stage
 
 CUT = "TP2+SP"
 """The layout that splits most kinds of tensors. An error on one rank would also show here."""
@@ -89,9 +90,9 @@ def test_an_uneven_pipeline_computes_exports_and_plans_what_an_even_one_does(on_
 def planned_layers(megatron, folder) -> list[list[int]]:
     """The layers of every stage as the plan counts them."""
     config = Config(policy=PolicyConfig(model_name=str(folder), megatron_cfg=megatron))
-    shape = shape_from(json.loads((folder / "config.json").read_text()))
+    shape = describe(json.loads((folder / "config.json").read_text()))
     layout = resolve_layout(config)
-    return [list(shape.on_stage(layout, stage)) for stage in range(layout.pipeline)]
+    return [list(on_stage(shape, layout, stage)) for stage in range(layout.pipeline)]
 
 
 @pytest.mark.parametrize("layout", ["TP1", "DP2xEP2+DIST"])

@@ -152,12 +152,12 @@ def test_the_plan_counts_what_the_backward_pass_holds(micro_batch):
     from gdpo_nemo.config.load import load_config
     from gdpo_nemo.config.model_checks import resolve
     from gdpo_nemo.megatron.logprobs import slice_width
+    from gdpo_nemo.models.family_checks import describe
     from gdpo_nemo.planning.known_models import KNOWN
     from gdpo_nemo.planning.memory import policy_memory
-    from gdpo_nemo.planning.shape import shape_from
 
     recipe = ROOT / "configs/gdpo_gsm8k_qwen2.5_1.5b_8gpu.yaml"
-    shape = shape_from(KNOWN["Qwen/Qwen2.5-1.5B"])
+    shape = describe(KNOWN["Qwen/Qwen2.5-1.5B"])
     planned, whole = (
         policy_memory(
             resolve(load_config(recipe, [f"policy.megatron_cfg.fused_logprobs={use}"])), shape, micro_batch

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from gdpo_nemo.commands import cli
 from gdpo_nemo.models.hf_folder import differences
 
-MODELS = ["qwen2-tied", "qwen3", "qwen3-moe"]
+MODELS = ["qwen2-tied", "qwen3", "qwen3-moe", "qwen2-moe"]
 
 
 def hf_logits(folder) -> torch.Tensor:

@@ -9,8 +9,8 @@ from layouts import parse
 
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.config.schema import Config
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.planning.memory import policy_memory
-from gdpo_nemo.planning.shape import shape_from
 
 SIZES = {
     "small": dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
@@ -43,7 +43,7 @@ def predicted(content: dict, name: str, precision: str, tokens: int, rows: int) 
     config.policy.precision = precision
     config.policy.share_prompts = False  # as the batch, in which no two sequences begin alike
     config.policy.megatron_cfg = parse(name).config
-    return policy_memory(resolve(config), shape_from(content), tokens, rows).total
+    return policy_memory(resolve(config), describe(content), tokens, rows).total
 
 
 @pytest.mark.parametrize("size", SIZES)

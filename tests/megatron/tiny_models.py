@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from gdpo_nemo.data.packing import TrainSequence
-from gdpo_nemo.models.architectures import num_experts
+from gdpo_nemo.models.description import ModelDescription
 
 # 99 tokens: the vocabulary has to be padded as soon as it is split.
 VOCABULARY = 99
@@ -189,6 +189,7 @@ MODELS: dict[str, dict] = {
     "qwen3-moe-mixed": dict(
         model_type="qwen3_moe", **_MIXTURE, **_EXPERTS, norm_topk_prob=False, mlp_only_layers=[0, 2]
     ),
+    "qwen2-moe": dict(model_type="qwen2_moe", **_MIXTURE, **_EXPERTS, shared_expert_intermediate_size=20),
     # A dense layer, and shares of the chosen experts that do not add up to 1.
     "qwen3-next": dict(
         model_type="qwen3_next",
@@ -237,7 +238,7 @@ MODELS: dict[str, dict] = {
 """The models by the names that tests use: what their config.json has beside ``_SHAPE``. At least one for each declared
 family; tests of layouts, conversions and updates take all of them."""
 
-MIXTURES = [name for name, fields in MODELS.items() if num_experts(_SHAPE | fields)]
+MIXTURES = [name for name, fields in MODELS.items() if ModelDescription.of(_SHAPE | fields).experts]
 DENSE = [name for name in MODELS if name not in MIXTURES]
 
 

@@ -13,7 +13,7 @@ import torch
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.models import sources
-from gdpo_nemo.models.family_checks import check_family
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.sources import Format, recognise
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -175,7 +175,7 @@ def test_a_folder_in_a_format_that_is_not_read_is_named(files, message, tmp_path
 )
 def test_a_quantised_folder_is_refused_with_what_quantised_it(fields, message):
     with pytest.raises(ConfigError, match=message):
-        check_family({"model_type": "llama", **fields})
+        describe({"model_type": "llama", **fields})
 
 
 class Runs:

@@ -28,7 +28,7 @@ TRAINING = (
     ),
     mutant(
         "megatron/conversion.py",
-        "return list(mamba_sections(fields_of(config)))",
+        "return list(model.mamba)",
         "return [rows]",
         "megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-nemotron-h]",
         "each rank has the rows of its heads in every section of the projection",

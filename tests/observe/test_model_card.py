@@ -123,7 +123,7 @@ def test_what_is_fetched_of_a_model_has_its_card_which_states_the_licence(monkey
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("gdpo_nemo.training.inputs.check_model_content", lambda content: None)
+    monkeypatch.setattr("gdpo_nemo.training.inputs.describe", lambda content: None)
     assert model_folder(settings("org/model"), model_source(settings("org/model").policy)) == tmp_path and asked
 
 

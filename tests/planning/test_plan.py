@@ -16,6 +16,8 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.data.packing import TrainSequence, attention_cost
 from gdpo_nemo.data.prefixes import shared_layout
+from gdpo_nemo.models.family_checks import describe
+from gdpo_nemo.models.weights import active_parameters, parameters
 from gdpo_nemo.planning.calibrate import Observation, fit
 from gdpo_nemo.planning.fit import (
     best_per_count,
@@ -37,7 +39,7 @@ from gdpo_nemo.planning.memory import (
     sampling_bytes,
 )
 from gdpo_nemo.planning.report import batch_arithmetic, dry_run_lines, plan_lines
-from gdpo_nemo.planning.shape import expected_saving, model_shape, shape_from
+from gdpo_nemo.planning.shape import expected_saving, model_shape, on_rank
 from gdpo_nemo.planning.speed import PRODUCT_SHARE, Lengths, Work, refit_bytes, step_time, training_work
 from gdpo_nemo.utils.errors import ConfigError
 
@@ -76,27 +78,27 @@ def config_of(*overrides: str):
 )
 def test_parameters_are_those_the_publishers_give(name, millions, active):
     content = KNOWN[name]
-    shape = shape_from(content)
-    assert shape.parameters / 1e6 == pytest.approx(millions, rel=2e-3)
+    shape = describe(content)
+    assert parameters(shape) / 1e6 == pytest.approx(millions, rel=2e-3)
     if active:  # the publisher counts the embedding, too
-        assert (shape.active_parameters + shape.vocabulary * shape.hidden) / 1e6 == pytest.approx(active, rel=0.03)
+        assert (active_parameters(shape) + shape.vocabulary * shape.hidden) / 1e6 == pytest.approx(active, rel=0.03)
 
 
 def test_attention_counts_the_heads_of_each_layer():
     """Gemma 4 31B: 50 layers with 16 key and value heads of 256, and 10 layers with 4 of 512 and without v_proj."""
     content = KNOWN["google/gemma-4-31B-it"]
-    shape = shape_from(content)
+    shape = describe(content)
     assert shape.cached(1) == 2 * (50 * 16 * 256 + 10 * 4 * 512)
     assert shape.cached(8) == 2 * (50 * 2 * 256 + 10 * 1 * 512)  # an engine rank has at least one head
     assert shape.kv_heads == 4
     queries = 50 * 32 * 256 + 10 * 32 * 512
     assert 60 * shape.query == queries
-    assert attention_cost(content) == pytest.approx(queries / shape.active_parameters, rel=1e-4)
+    assert attention_cost(shape) == pytest.approx(queries / active_parameters(shape), rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-1.5B", "Qwen/Qwen2.5-7B", "Qwen/Qwen3-30B-A3B"])
 def test_ranks_hold_the_whole_model_and_nothing_but_its_copies(name):
-    shape = shape_from(KNOWN[name])
+    shape = describe(KNOWN[name])
     expert = 4 if shape.experts else 1
     config = config_of("policy.megatron_cfg.tensor_model_parallel_size=2",
     "policy.megatron_cfg.pipeline_model_parallel_size=2",
@@ -104,14 +106,14 @@ def test_ranks_hold_the_whole_model_and_nothing_but_its_copies(name):
                        "policy.megatron_cfg.expert_tensor_parallel_size=1",
                        "cluster.num_nodes=2", "policy.generation.engines=8")  # fmt: skip
     layout = resolve_layout(config)
-    held = sum(2 * dense + expert * experts for dense, experts in (shape.on_rank(layout, stage) for stage in (0, 1)))
+    held = sum(2 * dense + expert * experts for dense, experts in (on_rank(shape, layout, stage) for stage in (0, 1)))
     # Norms, biases of nothing, routers are on both tensor ranks; a tied table is on both ends of the pipeline.
-    copies = held - shape.parameters - (shape.vocabulary * shape.hidden if shape.tied else 0)
-    assert 0 <= copies < 2e-3 * shape.parameters
+    copies = held - parameters(shape) - (shape.vocabulary * shape.hidden if shape.tied else 0)
+    assert 0 <= copies < 2e-3 * parameters(shape)
 
 
 def test_memory_shrinks_with_what_shards_it():
-    shape = shape_from(KNOWN["Qwen/Qwen2.5-7B"])
+    shape = describe(KNOWN["Qwen/Qwen2.5-7B"])
     plain = config_of(
         "policy.megatron_cfg.use_distributed_optimizer=false", "policy.megatron_cfg.overlap_param_gather=false"
     )
@@ -133,28 +135,30 @@ def test_memory_shrinks_with_what_shards_it():
     assert engine.bytes_per_token == 2 * 28 * 4 * 128 * 2 and engine.sequences(1536) == engine.kv_cache // (
         1536 * engine.bytes_per_token
     )
-    latent = replace(shape, latent=(0, 512, 64, 128))
+    experts = dict(n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, n_group=1, topk_group=1)
+    content = KNOWN["Qwen/Qwen2.5-7B"] | experts | dict(model_type="deepseek_v3", num_key_value_heads=28)
+    latent = describe(content | dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=64, v_head_dim=128))
     assert engine_memory(plain, latent, 80 * 10**9).bytes_per_token == 28 * (512 + 64) * 2
     on_cpu = replace(plain, cluster=replace(plain.cluster, gpus_per_node=0))  # computes keys and values of all heads
-    assert engine_memory(on_cpu, latent, 0).bytes_per_token == engine.bytes_per_token
+    assert engine_memory(on_cpu, latent, 0).bytes_per_token == 28 / 4 * engine.bytes_per_token
 
 
 def test_a_teacher_takes_its_weights_on_every_rank_and_one_forward_pass():
     """Half of them at twice the tensor parallelism, and while colocated engines sample, too; nothing under another
     algorithm."""
     alone = config_of()
-    shape, teacher = model_shape(resolve(alone)), shape_from(KNOWN["Qwen/Qwen2.5-7B"])
+    shape, teacher = model_shape(resolve(alone)), describe(KNOWN["Qwen/Qwen2.5-7B"])
     taught = config_of("algorithm.type=distillation", "teacher.model_name=Qwen/Qwen2.5-7B")
     for tensor in (1, 2):
         pair = [changed(c, megatron_cfg__tensor_model_parallel_size=tensor) for c in (alone, taught)]
         before, after = (policy_memory(resolve(c), shape) for c in pair)
         assert after.teacher == after.total - before.total
-        assert after.teacher == pytest.approx(2 * teacher.parameters / tensor, rel=1e-3)
+        assert after.teacher == pytest.approx(2 * parameters(teacher) / tensor, rel=1e-3)
         assert resting_memory(resolve(pair[1]), shape) - resting_memory(resolve(pair[0]), shape) == after.teacher
     gpu, lengths = device("h100"), Lengths(100.0, 100.0, 200.0)
     seconds = [training_work(resolve(c), shape, gpu, lengths).ideal for c in (alone, taught)]
     tokens = resolve(alone).samples_per_step * 200 * expected_saving(resolve(alone), 100, 100).tokens
-    arithmetic = 2 * teacher.active_parameters * tokens / (resolve_layout(alone).policy_ranks * gpu.compute)
+    arithmetic = 2 * active_parameters(teacher) * tokens / (resolve_layout(alone).policy_ranks * gpu.compute)
     # Norms and activations of short contexts besides.
     assert seconds[1] - seconds[0] == pytest.approx(arithmetic / PRODUCT_SHARE, rel=0.15)
     forgotten = config_of("teacher.model_name=Qwen/Qwen2.5-7B")
@@ -164,7 +168,7 @@ def test_a_teacher_takes_its_weights_on_every_rank_and_one_forward_pass():
 def test_under_lora_only_the_adapters_travel():
     shape = model_shape(resolve(config_of()))
     tensor = "policy.megatron_cfg.tensor_model_parallel_size=2"
-    assert refit_bytes(resolve(config_of(tensor)), shape) == 2 * shape.parameters
+    assert refit_bytes(resolve(config_of(tensor)), shape) == 2 * parameters(shape)
     # What PEFT counts as trainable in Qwen2.5-1.5B with rank 16 on all linear layers.
     assert refit_bytes(resolve(config_of(tensor, "policy.lora.rank=16")), shape) == 2 * 18_464_768
 
@@ -180,9 +184,9 @@ def test_recipes_for_one_gpu_fit_it_with_a_tenth_to_spare(recipe):
 
 def test_a_checkpoint_holds_trained_weights_main_weights_and_moments_divided_among_the_ranks():
     shape = model_shape(resolve(config_of()))
-    assert checkpoint_bytes(resolve(config_of()), shape) == (2 + 12) * shape.parameters
+    assert checkpoint_bytes(resolve(config_of()), shape) == (2 + 12) * parameters(shape)
     assert checkpoint_bytes(resolve(config_of("policy.lora.rank=16")), shape) == (2 + 12) * 18_464_768
-    assert checkpoint_bytes(resolve(config_of("policy.precision=float32")), shape) == (4 + 8) * shape.parameters
+    assert checkpoint_bytes(resolve(config_of("policy.precision=float32")), shape) == (4 + 8) * parameters(shape)
     in_background = resolve(config_of("checkpointing.async_save=true"))
     line = dict(plan_lines(in_background, shape, device("h100"), Rates()))["checkpoint"]
     assert "21.6 GB, of which each policy rank writes 5.4 GB, and reads as much at a resume: 21.6 s at " in line
@@ -213,7 +217,7 @@ def test_the_smallest_change_makes_it_fit_and_less_would_not():
     assert (
         smallest_change(
             resolve(config_of("policy.model_name=meta-llama/Llama-3.1-70B")),
-            shape_from(KNOWN["meta-llama/Llama-3.1-70B"]),
+            describe(KNOWN["meta-llama/Llama-3.1-70B"]),
             device("a100"),
         )
         is None

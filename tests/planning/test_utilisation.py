@@ -10,12 +10,14 @@ import pytest
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
+from gdpo_nemo.models.family_checks import describe
+from gdpo_nemo.models.weights import active_parameters, parameters
 from gdpo_nemo.planning.fit import _memory_savers, changed
 from gdpo_nemo.planning.hardware import Rates, device
 from gdpo_nemo.planning.known_models import KNOWN
 from gdpo_nemo.planning.memory import host_memory, policy_memory, refit_bytes, resting_memory, transport_memory
 from gdpo_nemo.planning.report import plan_lines
-from gdpo_nemo.planning.shape import model_shape, shape_from
+from gdpo_nemo.planning.shape import model_shape, on_rank
 from gdpo_nemo.planning.speed import (
     BANDWIDTH_SHARE,
     HOST_LAYER_S,
@@ -44,7 +46,7 @@ def config_of(size: str, *overrides: str):
 
 
 def shape_of(size: str):
-    return shape_from(KNOWN[f"Qwen/Qwen2.5-{size}"])
+    return describe(KNOWN[f"Qwen/Qwen2.5-{size}"])
 
 
 _CHUNKS = "policy.megatron_cfg.fused_logprobs=false"
@@ -79,17 +81,17 @@ def test_pinned_host_memory_is_what_is_off_loaded_and_the_reference(size):
     assert host_memory(resolve(plain), shape) == 0
     ranks = resolve_layout(plain).data
     offloaded = changed(plain, megatron_cfg__optimizer__offload=True)
-    assert host_memory(resolve(offloaded), shape) == 12 * shape.parameters // ranks
+    assert host_memory(resolve(offloaded), shape) == 12 * parameters(shape) // ranks
     assert policy_memory(resolve(offloaded), shape).optimizer < policy_memory(resolve(plain), shape).optimizer
     with_reference = config_of(size, "loss_fn.reference_policy_kl_penalty=0.01")
-    assert host_memory(resolve(with_reference), shape) == 2 * shape.parameters
+    assert host_memory(resolve(with_reference), shape) == 2 * parameters(shape)
     assert (
         host_memory(resolve(config_of(size, "policy.lora.rank=16", "loss_fn.reference_policy_kl_penalty=0.01")), shape)
         == 0
     )
     assert (
         resting_memory(resolve(plain), shape) - resting_memory(resolve(offloaded), shape)
-        == 12 * shape.parameters // ranks
+        == 12 * parameters(shape) // ranks
     )
 
 
@@ -114,7 +116,7 @@ def test_host_memory_counts_sleeping_engines_and_weights_that_are_kept_for_resta
     shared = ("cluster.placement=colocated", "policy.generation.engines=8", "loss_fn.reference_policy_kl_penalty=0")
     assert host_memory(resolve(config_of("1.5B", *shared)), shape) == 2 << 30
     stale = resolve(config_of("1.5B", "rollout.max_staleness=1"))
-    assert transport_memory(stale, shape) == refit_bytes(stale, shape) == 2 * shape.parameters
+    assert transport_memory(stale, shape) == refit_bytes(stale, shape) == 2 * parameters(shape)
     assert transport_memory(resolve(config_of("1.5B", "rollout.max_staleness=0")), shape) == 0
     assert "3.09 GB of host memory" in dict(plan_lines(stale, shape, device("h100"), Rates()))["refit"]
 
@@ -129,7 +131,7 @@ def test_a_reference_that_stays_on_the_gpu_is_counted_there():
     assert (
         stays.total - away.total
         == stays.reference
-        == 2 * shape.parameters
+        == 2 * parameters(shape)
         == resting_memory(resolve(config), shape) - resting
     )
     assert host_memory(resolve(config), shape) == 0
@@ -158,9 +160,9 @@ def test_a_micro_batch_takes_what_was_read_off_the_kernels(size, tokens, half_pe
     batch = micro_batch(resolve(config_of(size, _CHUNKS)), shape, NOTED, tokens, length=1e-9)
     head = 2 * shape.hidden * shape.vocabulary * tokens
     products = batch.products - head / (PRODUCT_SHARE * 990e12)
-    assert products == pytest.approx(6 * shape.active_parameters * tokens / (PRODUCT_SHARE * 990e12), rel=1e-6)
+    assert products == pytest.approx(6 * active_parameters(shape) * tokens / (PRODUCT_SHARE * 990e12), rel=1e-6)
     embedding = 0 if shape.tied else shape.vocabulary * shape.hidden
-    assert 6 * (shape.active_parameters + embedding) * tokens / (0.5 * 990e12) == pytest.approx(half_peak_s, rel=0.01)
+    assert 6 * (active_parameters(shape) + embedding) * tokens / (0.5 * 990e12) == pytest.approx(half_peak_s, rel=0.01)
     assert batch.logprobs == pytest.approx(logprobs_s, rel=0.03)
     fused = micro_batch(resolve(config_of(size)), shape, NOTED, tokens, length=1e-9)
     assert fused.logprobs == pytest.approx(batch.logprobs * 6 / 156) and fused.products == batch.products
@@ -202,7 +204,7 @@ def mixture(experts: int):
     keys = (f"policy.megatron_cfg.expert_model_parallel_size={experts}", "policy.generation.engines=16",
             "cluster.num_nodes=4", "policy.megatron_cfg.recompute=none")  # fmt: skip
     config = load_config(GPU_CONFIG, ["policy.model_name=Qwen/Qwen3-30B-A3B", *keys])
-    return resolve(config), shape_from(KNOWN["Qwen/Qwen3-30B-A3B"])
+    return resolve(config), describe(KNOWN["Qwen/Qwen3-30B-A3B"])
 
 
 @pytest.mark.parametrize("experts, link", [(1, 1.0), (8, 450e9), (16, 50e9)])
@@ -224,7 +226,7 @@ def test_the_products_of_a_mixture_fill_their_tiles_with_more_tokens_an_expert()
     few = micro_batch(resolved, shape, device("h100"), 8192, 1e-9).products
     many = micro_batch(mixture(8)[0], shape, device("h100"), 8192, 1e-9).products
     experts = 48 * 8 * 3 * 2048 * 768
-    wasted = experts / shape.active_parameters * 64 / 512
+    wasted = experts / active_parameters(shape) * 64 / 512
     assert few / many == pytest.approx((1 + wasted) / (1 + wasted / 8), rel=5e-3)  # the head besides
 
 
@@ -238,7 +240,7 @@ def test_the_time_of_a_step_is_that_of_its_micro_batches():
     each = round(resolved.samples_per_step * lengths.total / resolved.layout.data / work.units)
     batch = micro_batch(resolved, shape, gpu, each, lengths.total)
     replicas = resolved.layout.data * resolved.layout.context
-    reduced = 4 * sum(shape.on_rank(resolved.layout, 0)) * 2 * (replicas - 1) / replicas / gpu.nvlink
+    reduced = 4 * sum(on_rank(shape, resolved.layout, 0)) * 2 * (replicas - 1) / replicas / gpu.nvlink
     rest = resolved.updates_per_step * (optimizer_seconds(resolved, shape, gpu) + reduced)
     assert work.ideal == pytest.approx(work.units * batch.seconds + rest)
 

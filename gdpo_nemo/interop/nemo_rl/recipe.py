@@ -19,9 +19,9 @@ from gdpo_nemo.config.data_files import may_be_on_the_hub
 from gdpo_nemo.config.load import MOST_FILES
 from gdpo_nemo.config.model_checks import read_model_config
 from gdpo_nemo.interop.nemo_rl.releases import MAIN, before, data_settings, keys_read, release_of
-from gdpo_nemo.models.architectures import has_optional_experts, num_experts
+from gdpo_nemo.models.architectures import has_optional_experts
 from gdpo_nemo.models.families import FAMILIES
-from gdpo_nemo.models.family_checks import check_model_content
+from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.utils.errors import ConfigError, message_line
 from gdpo_nemo.utils.files import check_interpolations, check_yaml, parse_yaml, read_text
 
@@ -476,7 +476,7 @@ _MULTIMODAL = re.compile(r".*(VL|Omni|Vision|Audio)(?![a-z]).*", re.IGNORECASE)
 _UNSUPPORTED = (
     (r"Qwen/Qwen3\.5-.*", "qwen3_5 with quantised weights", True),
     (r"Qwen/Qwen3-Next-.*", "qwen3_next with quantised weights", True),
-    (r"Qwen/(Qwen1\.5-MoE|Qwen2-57B-A14B).*", "qwen2_moe", True),
+    (r"Qwen/(Qwen1\.5-MoE|Qwen2-57B-A14B).*", "qwen2_moe with quantised weights", True),
     (r"deepseek-ai/DeepSeek-.*", "another DeepSeek family", True),
     (r"meta-llama/Llama-4-.*", "llama4", True),
     (r"mistralai/.*", "a newer Mistral family", False),
@@ -537,7 +537,7 @@ def _unsupported(name: str, kind: str, mixture: bool = False) -> KnownModel:
 def _of_folder(folder: Path) -> KnownModel:
     try:
         content = read_model_config(folder / "config.json")
-        check_model_content(content)
+        model = describe(content)
     except ConfigError as error:
         return KnownModel("", refusal=str(error).removeprefix("policy.model_name: "))
-    return KnownModel(content["model_type"], num_experts(content) > 0, tied=bool(content.get("tie_word_embeddings")))
+    return KnownModel(model.family.model_type, model.experts > 0, tied=model.tied)

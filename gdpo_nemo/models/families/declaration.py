@@ -169,6 +169,11 @@ class Mamba:
     kernel: str = "conv_kernel"
     """Field with the length of the causal convolution."""
 
+    @property
+    def linear(self) -> tuple[str, str]:
+        """Linear layers. The output projection is last."""
+        return f"{self.mixer}.in_proj", f"{self.mixer}.out_proj"
+
 
 @dataclass(frozen=True)
 class DeltaNet:
@@ -192,6 +197,11 @@ class DeltaNet:
     value_size: str = "linear_value_head_dim"
     kernel: str = "linear_conv_kernel_dim"
     """Field with the length of the causal convolution."""
+
+    @property
+    def linear(self) -> tuple[str, ...]:
+        """Linear layers. The output projection is last."""
+        return tuple(f"{self.mixer}.{module}" for module in (*self.projections, "out_proj"))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5, Qwen3, Qwen3-Next and the text models of Qwen3.5, dense and MoE."""
+"""Qwen1.5-MoE, Qwen2, Qwen2.5, Qwen3, Qwen3-Next and the text models of Qwen3.5, dense and MoE."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DELTA_FIELDS = {
     "partial_rotary_factor": 0.25,
 }
 
-_NEXT_EXPERTS = replace(
+_SHARED_EXPERTS = replace(
     _EXPERTS,
     shared_gate="mlp.shared_expert.gate_proj",
     shared_up="mlp.shared_expert.up_proj",
@@ -54,7 +54,7 @@ _QWEN_3_NEXT = Family(
     layer_period="full_attention_interval",
     delta=DeltaNet(("in_proj_qkvz", "in_proj_ba"), by_key_head=True),
     untrained=("mtp.",),
-    experts=_NEXT_EXPERTS,
+    experts=_SHARED_EXPERTS,
     defaults={
         **_DELTA_FIELDS,
         "num_key_value_heads": 2,
@@ -86,7 +86,7 @@ FAMILIES = (
         model_type="qwen3_5_moe_text",
         architecture="Qwen3_5MoeForCausalLM",
         hub_names=r"Qwen/Qwen3\.5-\d+B-A\d+B(-Base)?",
-        experts=replace(_NEXT_EXPERTS, normalized=None, dense_layers=None, period=None),
+        experts=replace(_SHARED_EXPERTS, normalized=None, dense_layers=None, period=None),
         defaults={
             **_DELTA_FIELDS,
             "num_key_value_heads": 2,
@@ -105,6 +105,23 @@ FAMILIES = (
         qkv_bias=True,
         windows="late",
         defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        r"Qwen/(Qwen1\.5-MoE-A2\.7B|Qwen2-57B-A14B)(-Chat|-Instruct)?",
+        qkv_bias=True,
+        experts=_SHARED_EXPERTS,
+        defaults={
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            **_QWEN_WINDOW,
+        },
     ),
     Family(
         "qwen3",

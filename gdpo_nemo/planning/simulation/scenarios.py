@@ -11,10 +11,11 @@ from gdpo_nemo.config.rollout_checks import allows_hosts, engines_report_groups
 from gdpo_nemo.config.schema import Config, RolloutConfig
 from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.environments.registry import BUILT_IN, dedicated_workers, is_remote, plugin_of, verifies_by_sample
+from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.weights import active_parameters
 from gdpo_nemo.planning.fit import changed
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.memory import engine_memory
-from gdpo_nemo.planning.shape import Shape
 from gdpo_nemo.planning.simulation.engine import EngineRates
 from gdpo_nemo.planning.simulation.records import Distribution, LogNormal, Scenario
 from gdpo_nemo.planning.speed import Lengths, expected_lengths, sync_work, training_work
@@ -63,7 +64,7 @@ class Overrides:
 
 def scenario_from(
     resolved: Resolved,
-    shape: Shape | None,
+    shape: ModelDescription | None,
     device: Device,
     rates: Rates,
     overrides: Overrides,
@@ -167,7 +168,7 @@ def _lengths(policy: PolicyConfig, rates: Rates, overrides: Overrides) -> LogNor
 
 
 def _engine_rates(
-    config: Config, shape: Shape | None, device: Device, rates: Rates, overrides: Overrides
+    config: Config, shape: ModelDescription | None, device: Device, rates: Rates, overrides: Overrides
 ) -> EngineRates:
     each = (overrides.per_sequence_ms or 0.0) / 1e3
     if shape is None:
@@ -175,7 +176,7 @@ def _engine_rates(
     memory = engine_memory(config, shape, int(device.memory))
     tensor = config.policy.generation.vllm_cfg.tensor_parallel_size
     factor = rates.generation.factor
-    arithmetic = factor * 2 * shape.active_parameters / (tensor * device.compute)
+    arithmetic = factor * 2 * active_parameters(shape) / (tensor * device.compute)
     if overrides.decode_ms is not None:
         return EngineRates(overrides.decode_ms / 1e3, each, prefill=arithmetic)
     return EngineRates(
@@ -188,14 +189,14 @@ def _engine_rates(
     )
 
 
-def _train(resolved: Resolved, shape: Shape | None, device: Device, rates: Rates, lengths: Lengths) -> float:
+def _train(resolved: Resolved, shape: ModelDescription | None, device: Device, rates: Rates, lengths: Lengths) -> float:
     if shape is None:
         raise ConfigError("--train-s: required, because the model's shape is unknown")
     work = training_work(resolved, shape, device, lengths)
     return rates.training.seconds(work.units, work.ideal)
 
 
-def _publish(resolved: Resolved, shape: Shape | None, device: Device, rates: Rates) -> float:
+def _publish(resolved: Resolved, shape: ModelDescription | None, device: Device, rates: Rates) -> float:
     if shape is None:
         raise ConfigError("--publish-s: required, because the model's shape is unknown")
     work = sync_work(resolved, shape, device)
