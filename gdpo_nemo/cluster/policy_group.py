@@ -276,11 +276,12 @@ class PolicyGroup:
         """Required divisor of the number of micro-batches: the number of pipeline stages with interleaving, else 1."""
         return self.layout.pipeline_model_parallel_size if self.layout.virtual_pipeline_model_parallel_size else 1
 
-    def _lay_out(self, sequences: Sequence[TrainSequence], whole: bool = False) -> Layout:
+    def _lay_out(self, sequences: Sequence[TrainSequence], whole: bool = False, budget: int | None = None) -> Layout:
         """Distribute the sequences over data-parallel ranks and micro-batches.
 
         Args:
             whole: True to put all sequences of a pair or trajectory in the same micro-batch.
+            budget: maximum number of tokens of a micro-batch; None for ``policy.micro_batch_tokens``.
         """
         # The token budget of a micro-batch includes the padding of each sequence.
         multiple = self._multiple
@@ -290,7 +291,7 @@ class PolicyGroup:
             self._sharing,
             sequences,
             self.layout.data_parallel_size or 1,
-            max(self.config.micro_batch_tokens, longest),  # a micro-batch must fit the longest sequence
+            max(budget or self.config.micro_batch_tokens, longest),  # a micro-batch must fit the longest sequence
             self._chunks,
             self._quadratic,
             multiple,
@@ -403,7 +404,7 @@ class PolicyGroup:
     ) -> list[np.ndarray]:
         """Call a method that returns token values on all ranks. Return the values of each sequence's completion."""
         if packed:
-            layout = self._lay_out(sequences)
+            layout = self._lay_out(sequences, budget=self.config.logprob_micro_batch_tokens)
         else:
             assignment = assign_singly(len(sequences), self.layout.data_parallel_size or 1, self._chunks)
             layout = Layout(assignment, [0] * len(sequences))

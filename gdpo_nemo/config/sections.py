@@ -235,6 +235,9 @@ class PolicyConfig:
     micro_batch_tokens: Annotated[int, Range(1)] = 8192
     """Maximum number of tokens in a packed micro-batch of one data-parallel rank. The value must be at least
     max_total_sequence_length."""
+    logprob_micro_batch_tokens: Annotated[Optional[int], Range(1)] = None
+    """Maximum number of tokens in a micro-batch of a log-prob pass, which requires less memory than an update. Null:
+    micro_batch_tokens. With another value, log-probs before an update may differ from the update's by rounding."""
     skip_zero_advantage: bool = False
     """Skip the forward and backward pass of sequences whose advantage or weight is 0, because they have no gradient.
     The token weights of the other sequences do not change. Metrics that are means over trained tokens (entropy, ratio,

@@ -177,11 +177,11 @@ def _check_lengths(policy: PolicyConfig, algorithm: AlgorithmSpec) -> None:
             f"policy.generation.max_new_tokens: {policy.generation.max_new_tokens} leaves no room for a prompt in "
             f"policy.max_total_sequence_length {longest}"
         )
-    if policy.micro_batch_tokens < longest:
-        raise ConfigError(
-            f"policy.micro_batch_tokens: {policy.micro_batch_tokens} is below policy.max_total_sequence_length "
-            f"{longest}; one sequence must fit"
-        )
+    for key in ("micro_batch_tokens", "logprob_micro_batch_tokens"):
+        if (budget := getattr(policy, key)) is not None and budget < longest:
+            raise ConfigError(
+                f"policy.{key}: {budget} is below policy.max_total_sequence_length {longest}; one sequence must fit"
+            )
 
 
 def _check_environments(config: Config, algorithm: AlgorithmSpec) -> None:

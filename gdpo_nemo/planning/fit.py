@@ -18,6 +18,7 @@ from gdpo_nemo.planning.memory import (
     GPU_RESERVE,
     EngineMemory,
     engine_memory,
+    logprob_memory,
     policy_memory,
     resting_memory,
     sampling_bytes,
@@ -41,7 +42,7 @@ def memory_shortage(resolved: Resolved, shape: ModelDescription, device: Device)
     """
     config = resolved.config
     layout = resolved.layout
-    policy = policy_memory(resolved, shape)
+    policy = max(policy_memory(resolved, shape), logprob_memory(resolved, shape), key=lambda memory: memory.total)
     engine = engine_memory(config, shape, int(device.memory))
     if not layout.gpus:
         needed = policy.total * layout.policy_ranks + (engine.weights + engine.kv_cache) * layout.engine_ranks

@@ -99,15 +99,33 @@ class EngineMemory:
         return self.kv_cache // max(1, self.bytes_per_token * tokens)
 
 
-def micro_batch_load(resolved: Resolved, layout: Layout) -> int:
+def micro_batch_load(resolved: Resolved, layout: Layout, logprobs: bool = False) -> int:
     """Return the number of computed tokens in the largest micro-batch.
 
-    This is the smaller of ``micro_batch_tokens`` and the tokens of a data-parallel rank per update.
+    This is the smaller of the token budget and the tokens of a data-parallel rank per update.
+
+    Args:
+        logprobs: True for micro-batches of log-prob passes.
     """
     config = resolved.config
     sequences = -(-(resolved.samples_per_update) // layout.data)
     computed = sequences * config.policy.max_total_sequence_length * _longest_saving(resolved).tokens
-    return min(config.policy.micro_batch_tokens, ceil(computed))
+    return min(token_budget(config.policy, logprobs), ceil(computed))
+
+
+def token_budget(policy: PolicyConfig, logprobs: bool = False) -> int:
+    """Return the maximum number of tokens in a micro-batch of an update or, with ``logprobs``, of a log-prob pass."""
+    return (policy.logprob_micro_batch_tokens if logprobs else None) or policy.micro_batch_tokens
+
+
+def logprob_memory(resolved: Resolved, shape: Shape) -> RankMemory:
+    """Return the memory of the fullest policy rank in a log-prob pass, which keeps the activations of one layer."""
+    layout = resolved.layout
+    policy = resolved.config.policy
+    tokens = micro_batch_load(resolved, layout, logprobs=True)
+    floats = sum(_layer_floats(policy, shape, layout)) + 2 * shape.hidden
+    activations = int(floats * (tokens // layout.context) * BYTES[policy.precision])
+    return replace(policy_memory(resolved, shape, tokens), activations=activations, buffers=0)
 
 
 def _longest_saving(resolved: Resolved) -> Saving:

@@ -24,7 +24,7 @@ from gdpo_nemo.data.packing import assign
 from gdpo_nemo.data.prefixes import shared_attention_cost
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.weights import parameters
-from gdpo_nemo.planning.fit import best_split, machine_limits, memory_shortage, smallest_change
+from gdpo_nemo.planning.fit import best_split, changed, machine_limits, memory_shortage, smallest_change
 from gdpo_nemo.planning.hardware import Device, Rates
 from gdpo_nemo.planning.memory import (
     EngineMemory,
@@ -37,6 +37,7 @@ from gdpo_nemo.planning.memory import (
     refit_bytes,
     resting_memory,
     sampling_bytes,
+    token_budget,
     transport_memory,
 )
 from gdpo_nemo.planning.shape import expected_saving, groups_saved, model_shape, recorded_bytes
@@ -145,6 +146,8 @@ def plan_lines(resolved: Resolved, shape: ModelDescription, device: Device, rate
         lines.append(("sharing", sharing))
     if layout.gpus:
         lines.append(("mfu", _mfu_line(resolved, shape, device, rates, layout)))
+        if faster := _logprob_line(resolved, shape, device, rates):
+            lines.append(("log-probs", faster))
     if pinned := host_memory(resolved, shape):
         lines.insert(4, ("host", _host_line(config.cluster, pinned, layout, device)))
     if layout.gpus and not layout.colocated:
@@ -325,8 +328,33 @@ def _mfu_line(resolved: Resolved, shape: ModelDescription, device: Device, rates
         f"training {mfu.training:.0%}, log-prob passes {mfu.evaluation:.0%}{sampling} of "
         f"{device.compute / 1e12:.3g} TFLOP/s by arithmetic: a micro-batch of {micro_batch_load(resolved, layout)} "
         f"tokens is {terms}; the host needs {batch.host * 1e3:.3g} ms for it{waits}; an "
-        f"optimizer step {mfu.optimizer * 1e3:.3g} ms (assumed: {assumed}, {sum(HOST_LAYER_S) * 1e3:.2g} ms of the "
-        "host per layer)"
+        f"optimizer step {mfu.optimizer * 1e3:.3g} ms (assumed: {assumed}, {sum(HOST_LAYER_S) * 1e3:.2g} ms per layer "
+        "on the host)"
+    )
+
+
+def _logprob_line(resolved: Resolved, shape: ModelDescription, device: Device, rates: Rates) -> str:
+    """Suggest larger micro-batches for log-prob passes if the host limits these passes and the memory is sufficient.
+
+    Empty if there is nothing to suggest.
+    """
+    forward = utilisation(resolved, shape, device, rates).forward
+    tokens = micro_batch_load(resolved, resolved.layout, logprobs=True)
+    now = best = step_time(resolved, shape, device, rates).training
+    budget = suggested = token_budget(resolved.config.policy, logprobs=True)
+    while budget == tokens:
+        budget *= 2
+        larger = resolved.changed(changed(resolved.config, logprob_micro_batch_tokens=budget))
+        seconds = step_time(larger, shape, device, rates).training
+        if seconds > 0.99 * best or memory_shortage(larger, shape, device):
+            break
+        best, suggested = seconds, budget
+        tokens = micro_batch_load(larger, resolved.layout, logprobs=True)
+    if best == now or forward.host <= forward.device:
+        return ""
+    return (
+        f"per micro-batch, the host needs {forward.host * 1e3:.3g} ms and the GPU {forward.device * 1e3:.3g} ms; with "
+        f"policy.logprob_micro_batch_tokens={suggested}, training takes {best:.3g} s instead of {now:.3g} s per step"
     )
 
 

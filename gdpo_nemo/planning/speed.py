@@ -23,6 +23,7 @@ from gdpo_nemo.planning.memory import (
     reference_is_offloaded,
     refit_bytes,
     teacher_shape,
+    token_budget,
     transformer_engine,
 )
 from gdpo_nemo.planning.shape import expected_saving, on_rank
@@ -111,14 +112,13 @@ def training_work(resolved: Resolved, shape: ModelDescription, device: Device, l
     # Attention cost is proportional to token pairs, so skipped prompt tokens change the mean length per computed token.
     # A slower attention has the effect of a larger length.
     attention_length = lengths.total * saving.attention / saving.tokens
-    batches = micro_batches(resolved, layout, lengths)
-    each = max(1, round(tokens / layout.data / batches))
-    iterations = config.gdpo.num_iterations
+    batches, passes = (micro_batches(resolved, layout, lengths, logprobs) for logprobs in (False, True))
+    each, scored = (max(1, round(tokens / layout.data / count)) for count in (batches, passes))
     update = micro_batch(resolved, shape, device, each, attention_length)
-    forward = micro_batch(resolved, shape, device, each, attention_length, backward=False)
-    compute = batches * (iterations * update.seconds + evaluations(resolved) * forward.seconds)
+    forward = micro_batch(resolved, shape, device, scored, attention_length, backward=False)
+    compute = batches * config.gdpo.num_iterations * update.seconds + passes * evaluations(resolved) * forward.seconds
     if teacher := teacher_shape(resolved):
-        compute += batches * micro_batch(resolved, teacher, device, each, attention_length, backward=False).seconds
+        compute += passes * micro_batch(resolved, teacher, device, scored, attention_length, backward=False).seconds
     per_update = max(1, batches // resolved.updates_per_step)
     bubble = (layout.pipeline - 1) / (
         per_update * (config.policy.megatron_cfg.virtual_pipeline_model_parallel_size or 1)
@@ -148,11 +148,14 @@ def evaluations(resolved: Resolved) -> int:
     )
 
 
-def micro_batches(resolved: Resolved, layout: Layout, lengths: Lengths) -> int:
-    """Return the number of micro-batches that each data-parallel rank runs in a step, for samples of mean length."""
+def micro_batches(resolved: Resolved, layout: Layout, lengths: Lengths, logprobs: bool = False) -> int:
+    """Return the number of micro-batches that each data-parallel rank runs in a step, for samples of mean length.
+
+    With ``logprobs``, return the number of micro-batches of a log-prob pass on these samples.
+    """
     each = resolved.samples_per_update / layout.data
     computed = each * lengths.total * expected_saving(resolved, *lengths.parts).tokens
-    return resolved.updates_per_step * max(1, ceil(computed / resolved.config.policy.micro_batch_tokens))
+    return resolved.updates_per_step * max(1, ceil(computed / token_budget(resolved.config.policy, logprobs)))
 
 
 def _tensor_traffic(config: Config, shape: ModelDescription, device: Device, layout: Layout, tokens: float) -> float:
@@ -459,6 +462,8 @@ class Utilisation:
     evaluation: float
     generation: float
     batch: MicroBatch
+    forward: MicroBatch
+    """Micro-batch of a log-prob pass."""
     optimizer: float
     """Seconds of one optimizer step."""
 
@@ -471,18 +476,20 @@ def utilisation(resolved: Resolved, shape: ModelDescription, device: Device, rat
     peak = device.compute * layout.model_ranks
     length = min(lengths.total, tokens)
     batch = micro_batch(resolved, shape, device, tokens, length)
-    forward = micro_batch(resolved, shape, device, tokens, length, backward=False)
+    scored = micro_batch_load(resolved, layout, logprobs=True)
+    forward = micro_batch(resolved, shape, device, scored, min(lengths.total, scored), backward=False)
     each = resolved.samples_per_update / layout.data * lengths.total
     per_update = max(1.0, each / tokens)
     optimizer = optimizer_seconds(resolved, shape, device)
     seconds = rates.training.seconds(1, batch.seconds + optimizer / per_update)
     return Utilisation(
         training=model_flops(shape, tokens, length, backward=True) / seconds / peak,
-        evaluation=model_flops(shape, tokens, length, backward=False)
+        evaluation=model_flops(shape, scored, min(lengths.total, scored), backward=False)
         / rates.training.seconds(1, forward.seconds)
         / peak,
         generation=_generation(resolved, shape, device, rates, layout, lengths),
         batch=batch,
+        forward=forward,
         optimizer=optimizer,
     )
 

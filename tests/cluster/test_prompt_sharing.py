@@ -70,6 +70,13 @@ def test_reference_and_teacher_choose_their_experts_and_share_prompts_whatever_t
         assert all((routing is None) == bool(options) for routing in group.routing)
 
 
+def test_log_prob_passes_have_micro_batches_of_their_own_size():
+    group = Group("policy.share_prompts=false", "policy.micro_batch_tokens=80", "policy.logprob_micro_batch_tokens=160")
+    group.train(batch(), LossSettings())
+    group.logprobs(batch())
+    assert [len(layout.assignment[0]) for layout in group.sent] == [4, 2]
+
+
 def test_sequences_that_are_to_be_scored_alone_share_nothing():
     group = Group("policy.share_prompts=true")
     group.logprobs(batch(), packed=False)

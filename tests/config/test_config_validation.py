@@ -43,6 +43,7 @@ def refused(path: Path, *overrides: str) -> str:
         (["policy.train_global_batch_size=48"], "policy.train_global_batch_size: 48 does not divide the 128 samples"),
         (["policy.generation.max_new_tokens=1024"], "policy.generation.max_new_tokens: 1024 leaves no room"),
         (["policy.micro_batch_tokens=512"], "policy.micro_batch_tokens: 512 is below"),
+        (["policy.logprob_micro_batch_tokens=512"], "policy.logprob_micro_batch_tokens: 512 is below"),
         (["policy.generation.top_p=0"], "policy.generation.top_p"),
         (["policy.generation.temperature=0"], "policy.generation.temperature: must be more than 0"),
         (["run.dir=' '"], "run.dir: must not be empty"),

@@ -12,7 +12,7 @@ from gdpo_nemo.config.load import load_config
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.weights import active_parameters, parameters
-from gdpo_nemo.planning.fit import _memory_savers, changed
+from gdpo_nemo.planning.fit import _memory_savers, changed, memory_shortage
 from gdpo_nemo.planning.hardware import Rates, device
 from gdpo_nemo.planning.known_models import KNOWN
 from gdpo_nemo.planning.memory import host_memory, policy_memory, refit_bytes, resting_memory, transport_memory
@@ -197,6 +197,24 @@ def test_micro_batches_take_as_long_as_measured_on_one_h200(size, pass_):
         batch = micro_batch(resolved, shape_of(size), device("h200"), tokens, length, pass_ == "update")
         planned = 1e3 * Rates().training.seconds(1, batch.seconds)
         assert 0.72 < planned / milliseconds < 1.08, (tokens, planned)
+
+
+def test_plan_suggests_larger_log_prob_micro_batches_if_the_host_limits_them_and_they_fit():
+    def suggestion(*overrides: str) -> str:
+        resolved = resolve(config_of("1.5B", "policy.share_prompts=false", *overrides))
+        shape = shape_of("1.5B")
+        return dict(plan_lines(resolved, shape, device("h200"), Rates())).get("log-probs", "")
+
+    small = ("policy.micro_batch_tokens=4096", "loss_fn.reference_policy_kl_penalty=0.01")
+    assert "the host needs 101 ms" in suggestion(*small)
+    assert "with policy.logprob_micro_batch_tokens=16384, training takes" in suggestion(*small)
+    assert suggestion(*small, "policy.logprob_micro_batch_tokens=16384") == ""
+    assert suggestion("policy.micro_batch_tokens=4096", "loss_fn.reference_policy_kl_penalty=0") == ""
+    resolved = resolve(config_of("1.5B", *small))
+    for budget in (8192, 1 << 17):
+        larger = resolved.changed(changed(resolved.config, logprob_micro_batch_tokens=budget))
+        shortage = memory_shortage(larger, shape_of("1.5B"), replace(device("h100"), memory=27e9))
+        assert ("a policy rank needs" in shortage) == (budget > 8192), shortage
 
 
 def mixture(experts: int):
