@@ -118,7 +118,7 @@ def token_budget(policy: PolicyConfig, logprobs: bool = False) -> int:
     return (policy.logprob_micro_batch_tokens if logprobs else None) or policy.micro_batch_tokens
 
 
-def logprob_memory(resolved: Resolved, shape: Shape) -> RankMemory:
+def logprob_memory(resolved: Resolved, shape: ModelDescription) -> RankMemory:
     """Return the memory of the fullest policy rank in a log-prob pass, which keeps the activations of one layer."""
     layout = resolved.layout
     policy = resolved.config.policy
