@@ -80,7 +80,7 @@ _LONGEST_FIRST = (
 def _scope(nodeid: str) -> str:
     """The file of a test, in these folders; elsewhere its folder, whose tests share engines, ranks or servers."""
     _, folder, *file = nodeid.partition("::")[0].split("/")
-    return "/".join([folder, *file]) if folder in ("end_to_end", "cluster", "commands", "training") else folder
+    return "/".join([folder, *file]) if folder in ("end_to_end", "cluster", "commands", "tools", "training") else folder
 
 
 _SLOW = (
@@ -94,9 +94,9 @@ _SLOW = (
     "examples",
     "generation",
     "gpu",
-    "interop",
     "megatron",
     "observe",
+    "tools",
     "turns",
     "weights",
 )
@@ -107,13 +107,14 @@ _QUICK_ALL_THE_SAME = (
     "tests/end_to_end/test_run.py::test_every_step_reports_the_contracted_metrics",
     "tests/end_to_end/test_run.py::test_trainer_and_sampler_agree_at_every_step",
     "tests/megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-qwen2]",
+    "tests/tools/test_conformance.py::",
+    "tests/tools/test_reward_profile.py::",
 )
 
 _SLOW_TESTS = (
     "tests/models/test_sources_of_a_run.py::test_a_gguf_file_is_converted_once_and_again_when_it_changes",
     "tests/models/test_sources_of_a_run.py::test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices",
     "tests/planning/test_plan.py::test_a_sweep_ranks_layouts_that_fit_up_to_1024_gpus",
-    "tests/planning/test_simulation.py::test_a_thousand_gpus_are_simulated_in_seconds_and_near_the_earlier_table",
     "tests/training/test_replay.py",
     "tests/training/test_supervisor.py",
     "tests/utils/test_import_trial.py::test_code_that_computes_for_longer_than_a_hang_is_waited_for",

@@ -25,11 +25,11 @@ from gdpo_nemo.config.objective_checks import check_recorded_advantages, kl_in_r
 from gdpo_nemo.config.rollout_checks import saves_all_groups
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.data.records import Group, Outcome, Prompt, Trajectory
-from gdpo_nemo.interop.rollout_dumps import TRAINERS, read_dump
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.sample_columns import values_of
 from gdpo_nemo.observe.samples import read_columns, rollout_files
 from gdpo_nemo.rollouts.credit import TurnAdvantages, advantages_of, reward_columns
+from gdpo_nemo.tools.interop.rollout_dumps import TRAINERS, read_dump
 from gdpo_nemo.utils.errors import ConfigError, nearest
 from gdpo_nemo.utils.files import real_path
 

@@ -19,7 +19,6 @@ from gdpo_nemo import __version__
 from gdpo_nemo.commands import (
     chain,
     config,
-    conformance,
     convert,
     doctor,
     evaluate,
@@ -34,19 +33,20 @@ from gdpo_nemo.commands import (
     reference,
     replay,
     report,
-    simulate,
     train,
     watch,
 )
 from gdpo_nemo.commands.arguments import Parser
-from gdpo_nemo.commands.chat import command as chat
-from gdpo_nemo.commands.compare import command as compare
-from gdpo_nemo.commands.drill import command as drill
 from gdpo_nemo.commands.env import command as env
-from gdpo_nemo.commands.gym import command as gym
-from gdpo_nemo.commands.inspect import command as inspect
-from gdpo_nemo.commands.profile import command as profile
-from gdpo_nemo.commands.reproduce import command as reproduce
+from gdpo_nemo.tools.chat import command as chat
+from gdpo_nemo.tools.compare import command as compare
+from gdpo_nemo.tools.conformance import command as conformance
+from gdpo_nemo.tools.drill import command as drill
+from gdpo_nemo.tools.gym import command as gym
+from gdpo_nemo.tools.inspect import command as inspect
+from gdpo_nemo.tools.profile import command as profile
+from gdpo_nemo.tools.reproduce import command as reproduce
+from gdpo_nemo.tools.simulation import command as simulate
 from gdpo_nemo.utils.errors import ConfigError, GdpoError
 from gdpo_nemo.utils.progress import quiet_torch
 from gdpo_nemo.utils.signals import answered_by, leave_lost_terminal

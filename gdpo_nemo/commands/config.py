@@ -7,10 +7,10 @@ import shlex
 from typing import TYPE_CHECKING, Sequence
 
 from gdpo_nemo.commands.arguments import Commands, Parser, say
-from gdpo_nemo.interop.nemo_rl.releases import RELEASES
+from gdpo_nemo.tools.interop.nemo_rl.releases import RELEASES
 
 if TYPE_CHECKING:
-    from gdpo_nemo.interop.translation import Translation
+    from gdpo_nemo.tools.interop.translation import Translation
 
 
 class _ConfigParser(Parser):
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     The status is 1 if the recipe cannot run, 3 if the run differs and --strict is set, otherwise 0.
     """
-    from gdpo_nemo.interop.nemo_rl.translate import translate
+    from gdpo_nemo.tools.interop.nemo_rl.translate import translate
 
     found = translate(arguments.recipe, arguments.gym_checkout, arguments.release)
     return _deliver(found, arguments.recipe, arguments)
@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_from_trl(arguments: argparse.Namespace) -> int:
     """Translate a TRL script or TRL arguments. Return the same exit statuses as ``run``."""
-    from gdpo_nemo.interop.trl.translate import translate_trl
+    from gdpo_nemo.tools.interop.trl.translate import translate_trl
 
     found = translate_trl(arguments.sources, arguments.out, arguments.num_processes, arguments.options)
     given = f" with {shlex.join(arguments.options)}" if arguments.options else ""
@@ -128,14 +128,14 @@ def run_from_trl(arguments: argparse.Namespace) -> int:
 
 def run_from_axolotl(arguments: argparse.Namespace) -> int:
     """Translate an axolotl config. Return the same exit statuses as ``run``."""
-    from gdpo_nemo.interop.axolotl.translate import translate_axolotl
+    from gdpo_nemo.tools.interop.axolotl.translate import translate_axolotl
 
     return _deliver(translate_axolotl(arguments.recipe, arguments.num_processes), arguments.recipe, arguments)
 
 
 def _deliver(translation: Translation, title: str, arguments: argparse.Namespace) -> int:
     """Write or print the config and the translation report, and return the exit status."""
-    from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, write_text
+    from gdpo_nemo.tools.interop.translation import CANNOT_RUN, DIFFERS, write_text
 
     text = translation.to_text(title)
     if arguments.out:

@@ -25,9 +25,9 @@ import beside_trl
 from engine_loss import lose_an_engine
 from paced_run import Lengths, Pace, Rig, Timed, Work, rig
 
-from gdpo_nemo.planning.simulation.engine import EngineRates
-from gdpo_nemo.planning.simulation.records import LogNormal, Scenario
-from gdpo_nemo.planning.simulation.simulation import simulate
+from gdpo_nemo.tools.simulation.engine import EngineRates
+from gdpo_nemo.tools.simulation.records import LogNormal, Scenario
+from gdpo_nemo.tools.simulation.simulation import simulate
 
 FASTER = 2.5
 IDLE = 0.05

@@ -55,10 +55,10 @@ from gdpo_nemo.environments.execution.pools import EnvironmentPools
 from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequest
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.observe.log import RunLog
-from gdpo_nemo.planning.simulation.scenarios import driver_seconds
 from gdpo_nemo.rollouts import host as hosts
 from gdpo_nemo.rollouts.ledger import RunPosition
 from gdpo_nemo.rollouts.scheduler import RolloutScheduler
+from gdpo_nemo.tools.simulation.scenarios import driver_seconds
 from gdpo_nemo.training.checkpoints import RunState
 from gdpo_nemo.training.components import RunComponents, Stop
 from gdpo_nemo.training.gdpo import GDPO

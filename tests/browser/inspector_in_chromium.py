@@ -19,8 +19,8 @@ from typing import Any
 import chromium
 import inspector_runs
 
-from gdpo_nemo.commands.inspect import builder
 from gdpo_nemo.observe.samples import read_rollouts, rollout_files
+from gdpo_nemo.tools.inspect import builder
 
 SIZES = {"wide": (1400, 900), "tablet": (900, 1100), "phone": (390, 844)}
 READY = 'body[data-ready="all"]'

@@ -10,7 +10,7 @@ import inspector_in_chromium
 import inspector_runs
 import pytest
 
-from gdpo_nemo.commands.inspect import builder
+from gdpo_nemo.tools.inspect import builder
 
 pytestmark = pytest.mark.browser
 

@@ -14,8 +14,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from gdpo_nemo.commands.drill.exercise import differing_steps
 from gdpo_nemo.models.hf_folder import differences
+from gdpo_nemo.tools.drill.exercise import differing_steps
 from gdpo_nemo.training.replay import audit_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]

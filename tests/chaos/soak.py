@@ -27,12 +27,12 @@ from typing import Any, Callable, ContextManager, Iterator, Mapping, Sequence
 from hostile_verifier import DEEDS, deed_of
 from lying_server import LIES, lie_about, lying_server
 
-from gdpo_nemo.commands.drill.exercise import Drill, by_fault, drill, is_exact
-from gdpo_nemo.commands.drill.faults import ENGINE_CORE, FAULTS, HOST, ROLES, SLOW, WRITER, kill_together
-from gdpo_nemo.commands.drill.run import Outcome, trained
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome as Verdicts
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
+from gdpo_nemo.tools.drill.exercise import Drill, by_fault, drill, is_exact
+from gdpo_nemo.tools.drill.faults import ENGINE_CORE, FAULTS, HOST, ROLES, SLOW, WRITER, kill_together
+from gdpo_nemo.tools.drill.run import Outcome, trained
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HOSTILE = Path(__file__).with_name("hostile_verifier.py")

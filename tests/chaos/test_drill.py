@@ -11,8 +11,8 @@ from soak import RECORD, REPOSITORY, VARIANTS, read, soak, table, verifier_fault
 
 from gdpo_nemo.cluster.worker_launcher import FOLDER
 from gdpo_nemo.commands.cli import main
-from gdpo_nemo.commands.drill.exercise import by_fault
-from gdpo_nemo.commands.drill.run import Outcome
+from gdpo_nemo.tools.drill.exercise import by_fault
+from gdpo_nemo.tools.drill.run import Outcome
 
 KILLS = ("engine-kill", "supervisor-kill")
 """The kernel kills the driver with its supervisor. Ranks and Ray are lost in `end_to_end/test_run.py`."""

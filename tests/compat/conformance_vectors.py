@@ -21,7 +21,7 @@ from typing import Any, Callable
 import numpy as np
 import torch
 
-from gdpo_nemo.algorithms.conformance import VECTORS, Case, Outcome, load_cases
+from gdpo_nemo.tools.conformance.cases import VECTORS, Case, Outcome, load_cases
 
 
 def functions(file: Path, *names: str, **namespace: Any) -> dict[str, Any]:

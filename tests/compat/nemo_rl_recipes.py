@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterator
 
-from gdpo_nemo.interop.nemo_rl.gym import uses_gym
-from gdpo_nemo.interop.nemo_rl.recipe import ALGORITHMS, open_recipe
-from gdpo_nemo.interop.nemo_rl.translate import translate
-from gdpo_nemo.interop.translation import ADDED, CANNOT_RUN, DIFFERS, SAME, Translation
 from gdpo_nemo.models.families import FAMILIES
+from gdpo_nemo.tools.interop.nemo_rl.gym import uses_gym
+from gdpo_nemo.tools.interop.nemo_rl.recipe import ALGORITHMS, open_recipe
+from gdpo_nemo.tools.interop.nemo_rl.translate import translate
+from gdpo_nemo.tools.interop.translation import ADDED, CANNOT_RUN, DIFFERS, SAME, Translation
 from gdpo_nemo.utils.errors import ConfigError
 
 UNREADABLE = "cannot be read"

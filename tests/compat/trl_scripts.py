@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
 
-from gdpo_nemo.interop.translation import CANNOT_RUN, DIFFERS, SAME
-from gdpo_nemo.interop.trl.translate import translate_trl
+from gdpo_nemo.tools.interop.translation import CANNOT_RUN, DIFFERS, SAME
+from gdpo_nemo.tools.interop.trl.translate import translate_trl
 from gdpo_nemo.utils.errors import ConfigError
 
 REFUSED = "refused"

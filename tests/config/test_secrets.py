@@ -9,9 +9,9 @@ import pytest
 
 from gdpo_nemo.config.changes import find_changes
 from gdpo_nemo.config.load import load_config, recorded, save_config, to_yaml
-from gdpo_nemo.interop.nemo_rl.translate import translate
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.observe.run_files import read_alerts
+from gdpo_nemo.tools.interop.nemo_rl.translate import translate
 from gdpo_nemo.utils.errors import ConfigError
 
 SECRET = "hunter2-and-more"

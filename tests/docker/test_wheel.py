@@ -95,5 +95,5 @@ def test_commands_on_a_run_and_a_recipe_need_no_checkout(away, tmp_path):
     away("gdpo-nemo", "report", "run")
     assert (run / "report.html").is_file()
     assert away("gdpo-nemo", "explain", "gdpo.estimator").startswith("gdpo.estimator")
-    recipe = REPOSITORY / "tests" / "interop" / "nemo_rl" / "gdpo.yaml"
+    recipe = REPOSITORY / "tests" / "tools" / "nemo_rl" / "gdpo.yaml"
     assert "estimator: gdpo" in away("gdpo-nemo", "config", "from-nemo-rl", str(recipe))

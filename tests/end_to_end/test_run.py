@@ -31,11 +31,11 @@ from safetensors.torch import load_file
 from starting_points import LR, TARGETS, gdpo, write_adapter, write_mixture
 
 from gdpo_nemo.commands.cli import main
-from gdpo_nemo.commands.drill.faults import FAULTS, RANK, SUPERVISOR, Target
-from gdpo_nemo.commands.drill.run import DrilledRun
 from gdpo_nemo.config.model_checks import resolve
 from gdpo_nemo.observe.run_files import read_alerts
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
+from gdpo_nemo.tools.drill.faults import FAULTS, RANK, SUPERVISOR, Target
+from gdpo_nemo.tools.drill.run import DrilledRun
 from gdpo_nemo.training.replay import audit_run
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ class Kept:
             return await asyncio.get_running_loop().run_in_executor(self.pool, helper.value, text)
 """
 """Reward that keeps a lock, which belongs to one event loop, and a process pool. Its helper is in the same folder."""
-SCRIPT = REPOSITORY / "tests" / "interop" / "trl" / "stranger.py"
+SCRIPT = REPOSITORY / "tests" / "tools" / "trl" / "stranger.py"
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,12 @@ from environment_samples import trajectory
 from real_nemo_gym import COMPILED, REPOSITORY
 
 from gdpo_nemo.algorithms import compute_advantages
-from gdpo_nemo.commands.gym.trial import recorded_answers, verify_rows
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.data.replies import Reply
 from gdpo_nemo.environments.nemo_gym.environment import NemoGym
 from gdpo_nemo.environments.nemo_gym.rows import ROW
+from gdpo_nemo.tools.gym.trial import recorded_answers, verify_rows
 from gdpo_nemo.utils.errors import ConfigError
 
 TOOLS = "example_tool_call_multireward"

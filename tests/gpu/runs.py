@@ -55,7 +55,7 @@ def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def _drilled(run_dir: Path, changes: list[str]) -> Any:
-    from gdpo_nemo.commands.drill.run import DrilledRun
+    from gdpo_nemo.tools.drill.run import DrilledRun
 
     return DrilledRun(run_dir, ["--config", str(ROOT / RECIPE), *changes, f"run.dir={run_dir}"], _PATIENCE_S)
 
@@ -70,8 +70,8 @@ def _ended(run: Any) -> None:
 
 def colocated(arguments: argparse.Namespace) -> None:
     """Three steps twice; the second run's driver is killed behind a checkpoint, and the supervisor resumes."""
-    from gdpo_nemo.commands.drill.faults import FAULTS
-    from gdpo_nemo.commands.drill.run import trained
+    from gdpo_nemo.tools.drill.faults import FAULTS
+    from gdpo_nemo.tools.drill.run import trained
 
     with kept_on_failure() as folder:
         changes = overrides(arguments, folder)
@@ -212,7 +212,7 @@ def _two_updates(
 
 def _separate_engines(folder: Path, engines: int, arguments: argparse.Namespace) -> None:
     """A run whose engines have devices of their own, which get every update over ``nccl``, or ``gloo`` on a CPU."""
-    from gdpo_nemo.commands.drill.run import trained
+    from gdpo_nemo.tools.drill.run import trained
 
     transport = "gloo" if arguments.cpu else "nccl"
     changes = [*overrides(arguments, folder), "cluster.placement=separate", f"policy.generation.engines={engines}",

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gdpo_nemo.commands.drill.faults import FAULTS
 from gdpo_nemo.observe.run_files import read_alerts
+from gdpo_nemo.tools.drill.faults import FAULTS
 from gdpo_nemo.utils.errors import (
     ConfigError,
     EngineFailed,

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 from real_nemo_gym import installed
 
-from gdpo_nemo.commands.gym.agent_trial import play
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.data.server_replies import FailureKind
@@ -27,6 +26,7 @@ from gdpo_nemo.rollouts.agents import play_with_agents
 from gdpo_nemo.rollouts.context import checked
 from gdpo_nemo.rollouts.endpoint.server import Endpoint
 from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
+from gdpo_nemo.tools.gym.agent_trial import play
 from gdpo_nemo.utils.errors import RunError
 
 SERVERS = ("example_session_state_mgmt", "example_multi_step")

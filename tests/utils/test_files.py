@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from gdpo_nemo.commands import cli
-from gdpo_nemo.commands.compare import page
-from gdpo_nemo.commands.compare.comparison import RunRecord, variants_of
 from gdpo_nemo.config.load import load_config, save_config
 from gdpo_nemo.observe.html_report import write_report
 from gdpo_nemo.observe.plot import plot_rewards
+from gdpo_nemo.tools.compare import page
+from gdpo_nemo.tools.compare.comparison import RunRecord, variants_of
 from gdpo_nemo.training import api
 from gdpo_nemo.utils import files
 from gdpo_nemo.utils.errors import ConfigError

@@ -122,7 +122,7 @@ def check(arguments: argparse.Namespace) -> int:
 def _check_adversary(arguments: argparse.Namespace) -> int:
     """Put the verifier on trial and print the result. The exit status is 1 if a verification fails."""
     from gdpo_nemo.algorithms.component_weights import directions
-    from gdpo_nemo.commands.env.adversary import findings, put_on_trial, table
+    from gdpo_nemo.tools.adversary.trial import findings, put_on_trial, table
 
     if arguments.completion:
         raise ConfigError("--completion: conflicts with --adversary, which makes its own completions")

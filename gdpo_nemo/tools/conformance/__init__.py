@@ -1,0 +1,1 @@
+"""``gdpo-nemo conformance``: implementations of GDPO compared with recorded batches."""

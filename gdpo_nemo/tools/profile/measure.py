@@ -1,0 +1,302 @@
+"""Measurements of ``gdpo-nemo profile``: samples of the start model, repeated verification and pass rates of rows.
+
+The run's engines sample, and the run's environments verify, with the settings of the training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Mapping, NamedTuple, Sequence
+
+import numpy as np
+
+from gdpo_nemo.algorithms.component_weights import directions
+from gdpo_nemo.commands.evaluate import sampler, say, without_policy
+from gdpo_nemo.config.schema import Config, LoraConfig
+from gdpo_nemo.data.records import Group, Outcome, Trajectory
+from gdpo_nemo.environments.registry import load_environment
+from gdpo_nemo.environments.tasks.reward_functions import Functions
+from gdpo_nemo.observe.installation import require_libraries
+from gdpo_nemo.rollouts.credit import reward_columns
+from gdpo_nemo.rollouts.metrics import check_failures
+from gdpo_nemo.rollouts.user_functions import load_estimator
+from gdpo_nemo.training.inputs import read_inputs
+from gdpo_nemo.training.validation import validate
+from gdpo_nemo.utils.errors import ConfigError, RunError
+from gdpo_nemo.utils.files import write_whole
+from gdpo_nemo.utils.progress import phase
+
+if TYPE_CHECKING:
+    from gdpo_nemo.tools.profile.reward_profile import RewardProfile
+
+
+@dataclass
+class Measured:
+    """Result of ``measure``."""
+
+    config: Config
+    profile: RewardProfile
+    rows: list[dict[str, Any]]
+    """One record per row: id, pass rates and mean rewards. See ``row_records``."""
+    groups: list[Group]
+    tokens: float
+    """Mean number of sampled tokens per sample."""
+    sampling_s: float
+    """Seconds until all samples were complete and verified, without the start of the engines."""
+    seconds: dict[str, float]
+    """Verification time in seconds per sample, by component. Components of one environment that is not ``functions``
+    share its time."""
+    failed: int
+    """Number of further verifications of a sample that failed."""
+    verifier_tokens: dict[str, float]
+    """Means of the metrics of verifiers that count tokens, by metric."""
+
+
+def measure(config: Config, rows: int, group: int | None = None, repeat: int = 2) -> Measured:
+    """Sample ``group`` completions for each of the first ``rows`` prompts of the run, and profile their rewards.
+
+    Changes ``config`` in place, so that the engines run without a policy.
+
+    Args:
+        group: samples per row. None means ``gdpo.num_generations_per_prompt``, but at least 2.
+        repeat: number of further verifications. See ``verify_again``.
+
+    Raises:
+        ConfigError: if the config is invalid, or its algorithm does not use rewards.
+        RunError: if an engine or environment fails, or no sample has a reward.
+    """
+    config.gdpo.val_generations_per_prompt = group or max(2, config.gdpo.num_generations_per_prompt)
+    config.policy.lora = LoraConfig()  # new adapters do not change the model; an existing one is merged
+    without_policy(config)
+    resolved = validate(config)
+    if not resolved.algorithm.samples or not config.gdpo.rewards:
+        raise ConfigError(
+            f"algorithm.type: {config.algorithm.type} does not use rewards, so there is nothing to profile"
+        )
+    require_libraries(config.cluster)
+    inputs = read_inputs(resolved, ("train",))
+    for line in inputs.alerts:
+        say(line)
+    prompts = inputs.prompts.batch(0, min(rows, len(inputs.prompts)))
+    with sampler(resolved, inputs, "train") as (stream, _):
+        say(f"sampling {len(prompts)} prompts x {config.gdpo.val_generations_per_prompt}")
+        begin = time.perf_counter()
+        with phase("samples", stream.progress):
+            groups = stream.evaluate(prompts, as_in_training=True).result()
+        sampling_s = time.perf_counter() - begin
+    return profile_groups(config, groups, repeat, sampling_s)
+
+
+def profile_groups(config: Config, groups: Sequence[Group], repeat: int, sampling_s: float) -> Measured:
+    """Verify the samples of the groups ``repeat`` more times, and profile their rewards.
+
+    Args:
+        groups: verified groups.
+        sampling_s: see ``Measured``.
+
+    Raises:
+        RunError: if too many verifications failed, an environment fails, or no sample has a reward.
+    """
+    from gdpo_nemo.tools.profile.reward_profile import profile_rewards
+
+    gdpo = config.gdpo
+    better = directions(gdpo.rewards, gdpo.constraints, gdpo.schedules)
+    samples = [t for group in groups for t in group.trajectories]
+    check_failures(samples, config.rollout.max_env_failure_share)
+    columns = reward_columns(samples, config)
+    with phase("repeats"):
+        again = verify_again(config, samples, repeat, columns)
+    rule = {"estimator": load_estimator(gdpo) or gdpo.estimator, "preset": gdpo.preset, "epsilon": gdpo.epsilon}
+    try:
+        profile = profile_rewards(
+            columns,
+            np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups]),
+            weights=gdpo.rewards,
+            valid=np.array([t.trains for t in samples]),
+            lengths=np.array([t.num_policy_tokens for t in samples]),
+            repeats=again.rewards,
+            repeated=again.verified,
+            better=better,
+            rule={**rule, "batch_norm": gdpo.batch_norm, **gdpo.options},
+        )
+    except ValueError as error:
+        raise RunError(f"profile: {error}") from None
+    counted = {name for t in samples for name in t.metrics if "tokens" in name}
+    return Measured(
+        config,
+        profile,
+        row_records(groups, columns, gdpo.rewards, better),
+        list(groups),
+        float(np.mean([t.num_policy_tokens for t in samples])),
+        sampling_s,
+        again.seconds,
+        again.failed,
+        {name: float(np.mean([t.metrics.get(name, 0.0) for t in samples])) for name in sorted(counted)},
+    )
+
+
+class Repeated(NamedTuple):
+    """Further verifications of the samples."""
+
+    rewards: dict[str, np.ndarray]
+    """float64 [verifications, samples] by component. Only those of verified samples count."""
+    verified: np.ndarray
+    """bool [verifications, samples]. False if the verification failed, or if the environment cannot verify again."""
+    failed: int
+    """Number of verifications that failed."""
+    seconds: dict[str, float]
+    """Seconds per sample by component."""
+
+
+def verify_again(
+    config: Config, samples: Sequence[Trajectory], repeat: int, columns: Mapping[str, np.ndarray]
+) -> Repeated:
+    """Verify the samples again.
+
+    Each verification uses new environments with another seed, because the random generators of a worker are seeded
+    with the run's seed, and because a judge may remember its replies. Each function of an environment ``functions`` is
+    verified separately, so its time is known. Environments that play episodes cannot verify a sample again.
+    """
+    from gdpo_nemo.environments.execution.pools import EnvironmentPools
+
+    found: list[list[dict[str, float | None]]] = [[dict(t.rewards) for t in samples] for _ in range(repeat)]
+    verified = np.zeros((repeat, len(samples)), bool)
+    failed = 0
+    seconds: dict[str, float] = {}
+    measured: set[str] = set()
+    for name, options in config.env.items():
+        environment = load_environment(name, options)
+        rows = [i for i, t in enumerate(samples) if t.prompt.environment == name and t.trains]
+        if environment.has_turns or environment.plays_with_endpoint or not environment.verifies or not rows:
+            continue
+        chosen = [replace(samples[i], rewards={}, extra={}, metrics={}) for i in rows]
+        measured |= {component for i in rows for component in samples[i].rewards}
+        verified[:, rows] = True
+        for number, i in itertools.product(range(repeat), rows):
+            found[number][i] = {}
+        first = [t for t in chosen if t.prompt.id == chosen[0].prompt.id]
+        for part in _parts(environment, options or {}):
+            for number in range(repeat):
+                limits = config.rollout.env_workers, config.rollout.env_timeout_s, config.run.seed + 1 + number
+                with EnvironmentPools({name: part}, *limits) as pool:
+                    pool.verify(first)  # starts the workers
+                    begin = time.perf_counter()
+                    verdicts = pool.verify(chosen)
+                    taken = (time.perf_counter() - begin) / len(chosen)
+                components = {component for verdict in verdicts for component in verdict.rewards}
+                measured |= components
+                seconds |= {one: min(taken, seconds.get(one, math.inf)) for one in components}
+                for i, verdict in zip(rows, verdicts):
+                    found[number][i] |= verdict.rewards
+                    verified[number, i] &= verdict.outcome is not Outcome.ENV_FAILED
+        for number, i in itertools.product(range(repeat), rows):
+            if not verified[number, i]:  # the rules of gdpo.shaping need rewards, which do not count
+                found[number][i] = dict(samples[i].rewards)
+                failed += 1
+    again = [reward_columns([replace(t, rewards=r) for t, r in zip(samples, rewards)], config) for rewards in found]
+    created = columns.keys() - {name for t in samples for name in t.rewards}  # by rules of gdpo.shaping
+    rewards = {name: np.stack([one[name] for one in again]) for name in columns if name in measured | created and again}
+    return Repeated(rewards, verified, failed, seconds)
+
+
+def _parts(environment: Any, options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the options of the environment, or options with a single function each."""
+    if not isinstance(environment, Functions):
+        return [options]
+    return [{**options, "functions": {name: entry}} for name, entry in options["functions"].items()]
+
+
+def row_records(
+    groups: Sequence[Group], columns: Mapping[str, np.ndarray], weights: Mapping[str, float], better: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return one record per group with pass rates. A sample passes a component if it has the best observed value.
+
+    The record has ``pass_rate`` (share of the samples that pass every weighted component that they have), and by
+    component ``passes`` and ``rewards`` (mean). A component is absent if no sample has it. ``live`` lists the
+    components that vary, and ``tokens`` is the mean length.
+
+    Args:
+        better: 1 or -1 by component. See ``passes``.
+    """
+    from gdpo_nemo.tools.profile.reward_profile import passes
+
+    trained = np.array([t.trains for group in groups for t in group.trajectories])
+    present = {name: ~np.isnan(column) & trained for name, column in columns.items()}
+    passed = {name: np.zeros(len(trained), bool) for name, mask in present.items() if mask.any()}
+    for name, row in passed.items():
+        row[present[name]] = passes(columns[name][present[name]], better.get(name, 1))
+    records, start = [], 0
+    for group in groups:
+        part = slice(start, start := start + len(group.trajectories))
+        having = {name: present[name][part] for name in passed if present[name][part].any()}
+        every = np.ones(len(group.trajectories), bool)
+        for name, mask in having.items():
+            every &= passed[name][part] | ~mask if weights.get(name) else True
+        scored = trained[part] & np.any([mask for name, mask in having.items() if weights.get(name)] or [False], axis=0)
+        values = {name: columns[name][part][mask] for name, mask in having.items()}
+        records.append(
+            {
+                "id": group.prompt.id,
+                "environment": group.prompt.environment,
+                "samples": int(scored.sum()),
+                "pass_rate": float(every[scored].mean()) if scored.any() else None,
+                "passes": {name: float(passed[name][part][mask].mean()) for name, mask in having.items()},
+                "rewards": {name: float(value.mean()) for name, value in values.items()},
+                "live": [name for name, value in values.items() if np.ptp(value) > 0],
+                "tokens": float(np.mean([t.num_policy_tokens for t in group.trajectories])),
+            }
+        )
+    return records
+
+
+def write(out: Path, measured: Measured) -> None:
+    """Write ``profile.json``, ``rows.jsonl`` and ``samples.jsonl`` into the folder.
+
+    Raises:
+        RunError: if a file cannot be written.
+    """
+    from gdpo_nemo.observe.samples import write_samples
+
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(out / "profile.json", json.dumps(_finite(content(measured)), indent=1) + "\n")
+        write_whole(out / "rows.jsonl", "".join(json.dumps(record) + "\n" for record in measured.rows))
+        write_samples(out / "samples.jsonl", measured.groups)
+    except OSError as error:
+        raise RunError(f"{out}: cannot be written ({error.strerror})") from None
+
+
+def content(measured: Measured) -> dict[str, Any]:
+    """Return the content of ``profile.json``."""
+    config = measured.config
+    return {
+        "model": config.policy.model_name,
+        "rows": len(measured.rows),
+        "samples_per_row": config.gdpo.val_generations_per_prompt,
+        "temperature": config.policy.generation.temperature,
+        "estimator": config.gdpo.estimator,
+        "profile": asdict(measured.profile),
+        "cost": {
+            "tokens_per_sample": measured.tokens,
+            "sampling_s": measured.sampling_s,
+            "verification_s_per_sample": measured.seconds,
+            "failed_verifications": measured.failed,
+            "verifier_tokens_per_sample": measured.verifier_tokens,
+        },
+    }
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinite numbers by None, and named tuples by dictionaries."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if hasattr(value, "_asdict"):
+        return _finite(value._asdict())
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
