@@ -111,7 +111,7 @@ class Rates:
         )
         return (
             f"generation {self.generation.fixed * 1e3:.3g} ms per decoding step + {self.generation.factor:.3g} x "
-            f"roofline, training {self.training.fixed:.3g} s per micro-batch + {self.training.factor:.3g} x kernels, "
+            f"roofline, training {self.training.fixed:.3g} s per micro-batch + {self.training.factor:.3g} x its time, "
             f"weights {self.sync.fixed:.3g} s + {self.sync.factor:.3g} x link, completions of "
             f"{self.completion_share:.0%} of max_new_tokens (longest {self.longest_share:.0%}), prompts of "
             f"{self.prompt_share:.0%} of the remaining tokens ({origin})"
