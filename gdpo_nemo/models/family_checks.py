@@ -80,8 +80,8 @@ def _check_features(model: ModelDescription) -> None:  # noqa: C901
     if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
         raise model_error(f"swiglu_alpha {fields['swiglu_alpha']} is not supported; supported: {SWIGLU_ALPHA}")
     _check_not_quantised(fields)
-    for layers in ((FULL, SLIDING) if family.layer_rope else ("",)) if family.rope_types else ():
-        _check_rope(model, model.rope(layers))
+    for rope in _ropes(model):
+        _check_rope(model, rope)
     if family.mamba:
         _check_mamba(fields)
     if family.delta and fields[family.delta.kernel] != 4:
@@ -136,6 +136,12 @@ def _check_mamba(fields: Mapping[str, Any]) -> None:
             raise model_error(f"{key} {fields[key]!r} is not supported; supported: {supported}")
 
 
+def _ropes(model: ModelDescription) -> list[dict[str, Any]]:
+    """Return the parameters of all rotary embeddings of the model."""
+    kinds = (FULL, SLIDING) if model.family.layer_rope else ("",)
+    return [model.rope(kind) for kind in kinds] if model.family.rope_types else []
+
+
 def _check_rope(model: ModelDescription, rope: Mapping[str, Any]) -> None:
     family, kind = model.family, rope["rope_type"]
     if kind not in family.rope_types:
@@ -149,8 +155,13 @@ def _check_rope(model: ModelDescription, rope: Mapping[str, Any]) -> None:
     beta = rope.get(family.query_scale) if family.query_scale else None
     if beta is not None and (isinstance(beta, bool) or not isinstance(beta, (int, float))):
         raise model_error(f"{family.query_scale} must be a number, got {repr(beta)[:40]}")
+
+
+def _check_rotated_share(model: ModelDescription, rope: Mapping[str, Any]) -> None:
+    """Check the share of a head that is rotated. It may depend on the head's size. Raises ConfigError."""
+    family = model.family
     factor = rope.get("partial_rotary_factor", 1) if family.layer_rope else model.rotated_share
-    if factor != 1 and not family.partial_rotary and kind != "proportional":
+    if factor != 1 and not family.partial_rotary and rope["rope_type"] != "proportional":
         raise model_error("a partial rotary embedding (partial_rotary_factor) is not supported")
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise model_error(f"partial_rotary_factor must be a number above 0 and at most 1, got {repr(factor)[:40]}")
@@ -186,6 +197,8 @@ def _check_sizes(model: ModelDescription) -> None:  # noqa: C901
     for key in POSITIVE:
         if content.get(key) is not None:
             _check_positive(key, content[key])
+    for rope in _ropes(model):
+        _check_rotated_share(model, rope)
     heads, groups = content["num_attention_heads"], content.get("num_key_value_heads") or 1
     if heads % groups:
         raise model_error(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {groups}")
