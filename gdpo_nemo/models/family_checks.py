@@ -106,6 +106,9 @@ def _check_window(model: ModelDescription) -> None:
         raise model_error(f"sliding-window attention ({window} tokens) is not supported for {family.model_type}")
     if window is not None:
         _check_size("sliding_window", window)
+    first = model.fields.get("max_window_layers")
+    if window is not None and family.windows == "late" and not isinstance(first, int):
+        raise model_error(f"max_window_layers in the model's config.json must be an integer, got {repr(first)[:40]}")
     if model.fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # vision: only tokens of images
         raise model_error("bidirectional attention (use_bidirectional_attention) is not supported")
 
@@ -251,10 +254,11 @@ def _check_index(content: Mapping[str, Any]) -> None:
 def _check_heads(model: ModelDescription, keys: tuple[str, str]) -> None:
     """Check the sizes of heads that depend on the type of a layer. Raises ConfigError."""
     content = model.fields
+    size, groups = keys
     _check_size("sliding_window", content.get("sliding_window"))
-    for key in keys:
-        if content.get(key) is not None:
-            _check_size(key, content[key])
+    _check_size(size, content.get(size, model.head_size))
+    if content.get(groups) is not None:
+        _check_size(groups, content[groups])
     layers = content["num_hidden_layers"]
     kinds = content.get("layer_types")
     if kinds and len(kinds) != layers:
@@ -284,6 +288,9 @@ def _check_router(model: ModelDescription, experts: Experts) -> None:
             _check_size(key, fields[key])
     if experts.first_dense and fields.get(experts.first_dense):
         _check_size(experts.first_dense, fields[experts.first_dense])
+    dense = (fields.get(experts.dense_layers) if experts.dense_layers else None) or []
+    if not isinstance(dense, list):
+        raise model_error(f"{experts.dense_layers} must be a list of layers, got {repr(dense)[:40]}")
     kinds = fields.get(experts.kinds) if experts.kinds else None
     if kinds is not None and (
         not isinstance(kinds, list)
@@ -294,7 +301,7 @@ def _check_router(model: ModelDescription, experts: Experts) -> None:
     scaling = fields.get(experts.scaling) if experts.scaling else None
     if scaling is not None and (isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling <= 0):
         raise model_error(f"{experts.scaling} must be a positive number, got {repr(scaling)[:40]}")
-    chosen = fields["num_experts_per_tok"]
+    chosen = model.active_experts
     if experts.sigmoid and (chosen == 1 or (experts.normalized and not fields.get(experts.normalized, True))):
         unequal = f"{experts.normalized} false, or " if experts.normalized else ""
         raise model_error(
