@@ -386,7 +386,7 @@ class ModelDescription:
     @property
     def active_experts(self) -> int:
         """Number of experts per token, or 0 for a dense model."""
-        return int(self.fields["num_experts_per_tok"]) if self.experts else 0
+        return self._of_experts("chosen")
 
     @property
     def expert_ffn(self) -> int:
@@ -478,8 +478,6 @@ def with_defaults(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
         first, second = family.layers
         if isinstance(period, int) and period > 0 and isinstance(layers, int):
             fields[family.layer_types] = [first if layer % period else second for layer in range(1, layers + 1)]
-    if family.experts and family.experts.chosen in fields:
-        fields.setdefault("num_experts_per_tok", fields[family.experts.chosen])
     if family.pattern is None:
         return fields
     key, types = family.pattern

@@ -80,8 +80,8 @@ def _check_features(model: ModelDescription) -> None:  # noqa: C901
     if fields.get("swiglu_alpha", SWIGLU_ALPHA) != SWIGLU_ALPHA:
         raise model_error(f"swiglu_alpha {fields['swiglu_alpha']} is not supported; supported: {SWIGLU_ALPHA}")
     _check_not_quantised(fields)
-    for layers in ((FULL, SLIDING) if family.layer_rope else ("",)) if family.rope_types else ():
-        _check_rope(model, model.rope(layers))
+    for rope in _ropes(model):
+        _check_rope(model, rope)
     if family.mamba:
         _check_mamba(fields)
     if family.delta and fields[family.delta.kernel] != 4:
@@ -106,6 +106,9 @@ def _check_window(model: ModelDescription) -> None:
         raise model_error(f"sliding-window attention ({window} tokens) is not supported for {family.model_type}")
     if window is not None:
         _check_size("sliding_window", window)
+    first = model.fields.get("max_window_layers")
+    if window is not None and family.windows == "late" and not isinstance(first, int):
+        raise model_error(f"max_window_layers in the model's config.json must be an integer, got {repr(first)[:40]}")
     if model.fields.get("use_bidirectional_attention") not in (None, False, "vision"):  # vision: only tokens of images
         raise model_error("bidirectional attention (use_bidirectional_attention) is not supported")
 
@@ -136,6 +139,12 @@ def _check_mamba(fields: Mapping[str, Any]) -> None:
             raise model_error(f"{key} {fields[key]!r} is not supported; supported: {supported}")
 
 
+def _ropes(model: ModelDescription) -> list[dict[str, Any]]:
+    """Return the parameters of all rotary embeddings of the model."""
+    kinds = (FULL, SLIDING) if model.family.layer_rope else ("",)
+    return [model.rope(kind) for kind in kinds] if model.family.rope_types else []
+
+
 def _check_rope(model: ModelDescription, rope: Mapping[str, Any]) -> None:
     family, kind = model.family, rope["rope_type"]
     if kind not in family.rope_types:
@@ -149,8 +158,13 @@ def _check_rope(model: ModelDescription, rope: Mapping[str, Any]) -> None:
     beta = rope.get(family.query_scale) if family.query_scale else None
     if beta is not None and (isinstance(beta, bool) or not isinstance(beta, (int, float))):
         raise model_error(f"{family.query_scale} must be a number, got {repr(beta)[:40]}")
+
+
+def _check_rotated_share(model: ModelDescription, rope: Mapping[str, Any]) -> None:
+    """Check the share of a head that is rotated. It may depend on the head's size. Raises ConfigError."""
+    family = model.family
     factor = rope.get("partial_rotary_factor", 1) if family.layer_rope else model.rotated_share
-    if factor != 1 and not family.partial_rotary and kind != "proportional":
+    if factor != 1 and not family.partial_rotary and rope["rope_type"] != "proportional":
         raise model_error("a partial rotary embedding (partial_rotary_factor) is not supported")
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor <= 1:
         raise model_error(f"partial_rotary_factor must be a number above 0 and at most 1, got {repr(factor)[:40]}")
@@ -186,6 +200,8 @@ def _check_sizes(model: ModelDescription) -> None:  # noqa: C901
     for key in POSITIVE:
         if content.get(key) is not None:
             _check_positive(key, content[key])
+    for rope in _ropes(model):
+        _check_rotated_share(model, rope)
     heads, groups = content["num_attention_heads"], content.get("num_key_value_heads") or 1
     if heads % groups:
         raise model_error(f"num_attention_heads {heads} must be a multiple of num_key_value_heads {groups}")
@@ -238,10 +254,11 @@ def _check_index(content: Mapping[str, Any]) -> None:
 def _check_heads(model: ModelDescription, keys: tuple[str, str]) -> None:
     """Check the sizes of heads that depend on the type of a layer. Raises ConfigError."""
     content = model.fields
+    size, groups = keys
     _check_size("sliding_window", content.get("sliding_window"))
-    for key in keys:
-        if content.get(key) is not None:
-            _check_size(key, content[key])
+    _check_size(size, content.get(size, model.head_size))
+    if content.get(groups) is not None:
+        _check_size(groups, content[groups])
     layers = content["num_hidden_layers"]
     kinds = content.get("layer_types")
     if kinds and len(kinds) != layers:
@@ -271,6 +288,9 @@ def _check_router(model: ModelDescription, experts: Experts) -> None:
             _check_size(key, fields[key])
     if experts.first_dense and fields.get(experts.first_dense):
         _check_size(experts.first_dense, fields[experts.first_dense])
+    dense = (fields.get(experts.dense_layers) if experts.dense_layers else None) or []
+    if not isinstance(dense, list):
+        raise model_error(f"{experts.dense_layers} must be a list of layers, got {repr(dense)[:40]}")
     kinds = fields.get(experts.kinds) if experts.kinds else None
     if kinds is not None and (
         not isinstance(kinds, list)
@@ -281,7 +301,7 @@ def _check_router(model: ModelDescription, experts: Experts) -> None:
     scaling = fields.get(experts.scaling) if experts.scaling else None
     if scaling is not None and (isinstance(scaling, bool) or not isinstance(scaling, (int, float)) or scaling <= 0):
         raise model_error(f"{experts.scaling} must be a positive number, got {repr(scaling)[:40]}")
-    chosen = fields["num_experts_per_tok"]
+    chosen = model.active_experts
     if experts.sigmoid and (chosen == 1 or (experts.normalized and not fields.get(experts.normalized, True))):
         unequal = f"{experts.normalized} false, or " if experts.normalized else ""
         raise model_error(

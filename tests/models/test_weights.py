@@ -6,8 +6,10 @@ import pytest
 import tiny_models
 import torch
 
+from gdpo_nemo.data.packing import attention_cost
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.models.weights import ROWS, WeightSpec, parameters, weight_table
+from gdpo_nemo.utils.errors import ConfigError
 
 
 def in_folder(row: WeightSpec) -> dict[str, tuple[int, ...]]:
@@ -49,3 +51,20 @@ def test_parameter_of_megatron_has_consecutive_rows_of_one_split(name):
         assert seen.setdefault(key, row.split) == row.split
         previous = key
     assert seen[None, "embedding.word_embeddings.weight"] == ROWS
+
+
+@pytest.mark.parametrize("name", tiny_models.MODELS)
+def test_table_of_model_with_an_invalid_field_is_refused_or_complete(name):
+    """A check that misses a field would end a dry run with a traceback."""
+    valid = {**tiny_models._SHAPE, **tiny_models.MODELS[name]}
+    accepted = 0
+    for key in {**describe(valid).fields, "layer_types": None, "per_layer_config": None}:
+        for value in ("x", 1.5, None, [1]):
+            try:
+                model = describe({**valid, key: value})
+            except ConfigError:
+                continue
+            accepted += 1
+            assert all(type(size) is int and size > 0 for row in weight_table(model) for size in row.shape), key
+            assert attention_cost(model) > 0
+    assert accepted
