@@ -26,6 +26,7 @@ from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.weights import parameters
 from gdpo_nemo.planning.fit import best_split, changed, machine_limits, memory_shortage, smallest_change
 from gdpo_nemo.planning.hardware import Device, Rates
+from gdpo_nemo.planning.judge_calls import judge_lines
 from gdpo_nemo.planning.memory import (
     EngineMemory,
     RankMemory,
@@ -78,6 +79,7 @@ def dry_run_lines(resolved: Resolved) -> list[tuple[str, str]]:
     longest = config.policy.generation.max_new_tokens * config.rollout.turns.max_turns
     lines = [("arithmetic", batch_arithmetic(resolved))]
     lines += _samples_lines(resolved, "at most", min(longest, config.policy.max_total_sequence_length))
+    lines += judge_lines(resolved)
     shape = model_shape(resolved)
     lines += [("note", limit) for limit in machine_limits(resolved, shape)]
     if shape is None:

@@ -7,7 +7,7 @@ from judge_server import JudgeServer
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.environments.registry import load_environment
-from gdpo_nemo.environments.tasks.judge import RECORD, JudgeModel
+from gdpo_nemo.environments.tasks.judge import RECORD, JudgeModel, requests_of
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.utils.errors import ConfigError, FailureKind, RunError, kind_of
 
@@ -272,6 +272,18 @@ def test_votes_of_a_comparison_are_pairs_and_those_of_a_function_are_averaged(se
     good, bad = verdicts(server, ["vote SCORE: 2|SCORE: 6", "vote SCORE: 2|no"], votes=2, temperature=1, concurrency=1)
     assert good.rewards["polite"] == 0.4 and good.metrics == {"judge/noise": pytest.approx(0.08**0.5)}
     assert bad.outcome is Outcome.ENV_FAILED
+
+
+@pytest.mark.parametrize("votes", [1, 3])
+def test_planned_requests_are_those_of_a_sample(server, votes):
+    more = {"votes": votes, "temperature": None, "max_completion_tokens": 7}
+    compared = {"compare": True, "reference": "gold", "rubric": {"clear": "?", "right": "?"}}
+    for given in (judge_options(server, **more), judge_options(server, **more, **compared), options(server, **more)):
+        [(_, requests, tokens)] = requests_of("env.x", given.get("plugin", "functions"), given)
+        load_environment("x", {"plugin": "functions", **given}).verify(samples(ANSWERS[:1], gold="poor"))
+        sent = [body for _, _, body in server.requests]
+        assert len(sent) == requests and {body["max_completion_tokens"] for body in sent} == {tokens} == {7}
+        server.requests.clear()
 
 
 def test_changed_rubric_does_not_reuse_scores(server, tmp_path):

@@ -463,6 +463,35 @@ def test_the_dry_run_names_gpus_that_the_machine_does_not_have(gpus, overrides, 
     assert (note in dry_run_lines(resolve(config_of(*overrides)))) == noted
 
 
+JUDGE = "judge: {plugin: judge, base_url: 'http://h/v1', model: m, rubric: {a: '?'}, votes: 3, temperature: 1}"
+FUNCTION = "{function: llm_judge, base_url: 'http://h/v1', model: m, question: '?', max_tokens: null}"
+
+
+@pytest.mark.parametrize(
+    "environment, overrides, said",
+    [
+        (JUDGE, [], "env.judge: at most 96 calls per step and 960 in the run; at most 58,368 and 583,680 tokens (96 "),
+        (JUDGE, ["gdpo.dynamic_sampling={enabled: true, max_rounds: 2}"], "at most 192 calls per step and 1,920 in"),
+        (JUDGE, ["gdpo.val_period=4", "gdpo.val_prompts=5"], "at most 96 calls per step and 1,005 in the run;"),
+        (JUDGE, ["gdpo.val_at_start=true"], "at most 96 calls per step and 960 in the run, plus validations;"),
+        (
+            f"functions: {{functions: {{a: {FUNCTION}}}}}",
+            [],
+            "at most 32 calls per step and 320 in the run; the replies",
+        ),
+    ],
+)
+def test_dry_run_bounds_the_calls_of_judges(environment, overrides, said, tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "gdpo: {rewards: {a: 1.0}, num_prompts_per_step: 4, num_generations_per_prompt: 8, max_num_steps: 10}\n"
+        "policy: {model_name: a/b, precision: float32, max_total_sequence_length: 96}\n"
+        f"data: {{train: {{path: a/b}}, validation: {{path: a/c}}}}\nenv: {{{environment}}}\n"
+    )
+    limit = "policy.generation.max_new_tokens=16"
+    config = load_config(tmp_path / "run.yaml", [limit, *overrides])
+    assert said in dict(dry_run_lines(resolve(config)))["judge"]
+
+
 def test_prompts_that_are_computed_once_are_planned_by_what_is_laid_out():
     """Tokens and pairs of the layout that the driver makes of samples of the expected lengths."""
     overrides = ["gdpo.num_prompts_per_step=4", "gdpo.num_generations_per_prompt=8", "policy.micro_batch_tokens=300"]

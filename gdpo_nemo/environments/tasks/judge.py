@@ -51,6 +51,7 @@ _COMPARISON = (
 _REQUEST_KEYS = ("model", "messages", "max_tokens", "max_completion_tokens", "temperature", "n", "stream")
 """Keys of the request that ``extra_body`` cannot replace."""
 _MOST_VOTES = 100
+_MAX_TOKENS = 512
 _FIRST_WINS = {"first": 1.0, "tie": 0.5, "second": 0.0}
 
 type Conversation = list[dict[str, str]]
@@ -202,7 +203,7 @@ class LlmJudge:
         max_retries: int = 3,
         concurrency: int = 16,
         max_reply_bytes: int = 262_144,
-        max_tokens: int | None = 512,
+        max_tokens: int | None = _MAX_TOKENS,
         temperature: float | None = 0.0,
         max_completion_tokens: int | None = None,
         extra_body: Mapping[str, Any] | None = None,
@@ -292,7 +293,7 @@ class Judge(Environment):
     instant = True
 
     def __init__(self, options: Mapping[str, Any] | None = None):
-        given = {"max_tokens": 512, "temperature": 0.0, **(options or {})}  # both may be null
+        given = {"max_tokens": _MAX_TOKENS, "temperature": 0.0, **(options or {})}  # both may be null
         chosen = read_options(
             "judge", given, base_url="", model="", rubric={}, reference=None, compare=False, api_key_env=None,
             time_limit_s=20.0, max_retries=3, concurrency=16, max_reply_bytes=262_144, max_tokens=None,
@@ -494,6 +495,30 @@ class _Record:
         self._tokens += reply.tokens
         if key is not None:
             self._replies[key] = reply
+
+
+def requests_of(key: str, plugin: str, options: Mapping[str, Any]) -> list[tuple[str, int, int | None]]:
+    """Return (config key, requests per sample, maximum number of tokens per reply) of each judge of an environment.
+
+    Args:
+        key: config key of the environment.
+        plugin, options: plugin and options of the environment, whose judge models may be reward functions.
+
+    Raises:
+        ConfigError: if a number is invalid.
+    """
+    functions = options.get("functions") if plugin in ("functions", "tools", "tool_class") else None
+    judges = {key: options} if plugin == "judge" else {}
+    for name, entry in functions.items() if isinstance(functions, Mapping) else ():
+        if entry == "llm_judge" or (isinstance(entry, Mapping) and entry.get("function") == "llm_judge"):
+            judges[f"{key}.functions.{name}"] = entry if isinstance(entry, Mapping) else {}
+    found = []
+    for place, given in judges.items():
+        votes = _positive(f"{place}.votes", given.get("votes")) or 1
+        tokens = _positive(f"{place}.max_completion_tokens", given.get("max_completion_tokens"))
+        tokens = tokens or _positive(f"{place}.max_tokens", given.get("max_tokens", _MAX_TOKENS))
+        found.append((place, votes * (2 if given.get("compare") else 1), tokens))
+    return found
 
 
 def _chat(system: str, **material: Any) -> Conversation:

@@ -1,0 +1,64 @@
+"""Calls and tokens of judge models in a run, as upper bounds."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from gdpo_nemo.config.layout import Resolved, prompts_per_round
+from gdpo_nemo.config.schema import DatasetConfig, GdpoConfig
+from gdpo_nemo.environments.registry import plugin_of
+
+
+def judge_lines(resolved: Resolved) -> list[tuple[str, str]]:
+    """Return a line with the calls and tokens of each judge model in the config, as (subject, text).
+
+    The calls are those without retries, if no request is in the cache.
+
+    Raises:
+        ConfigError: if an option of a judge is invalid.
+    """
+    from gdpo_nemo.environments.tasks.judge import requests_of
+
+    config = resolved.config
+    samples = _samples_per_step(resolved)
+    longest = config.policy.max_total_sequence_length
+    lines = []
+    for name, options in config.env.items() if samples else ():
+        for key, requests, reply in requests_of(f"env.{name}", plugin_of(name, options), options or {}):
+            step = samples * requests * _uses(config.data.train, name)
+            run = step * config.gdpo.max_num_steps
+            held_out = _validation_samples(config.gdpo) if _uses(config.data.validation, name) else 0
+            run += requests * (held_out or 0)
+            text = f"{key}: at most {step:,} calls per step and {run:,} in the run"
+            text += ", plus validations" if held_out is None else ""
+            if reply is None:
+                tokens = "the replies have no token limit (max_tokens)"
+            else:
+                call = longest + reply
+                tokens = (
+                    f"at most {step * call:,} and {run * call:,} tokens ({longest} of a sample + {reply} of a reply)"
+                )
+            lines.append(("judge", f"{text}; {tokens}, without instructions, references and retries"))
+    return lines
+
+
+def _samples_per_step(resolved: Resolved) -> int:
+    """Return the maximum number of samples of a step, with all rounds of dynamic sampling."""
+    gdpo = resolved.config.gdpo
+    if not resolved.algorithm.samples:
+        return 0
+    rounds = gdpo.dynamic_sampling.max_rounds if gdpo.dynamic_sampling.enabled else 1
+    return prompts_per_round(gdpo) * rounds * resolved.sequences_per_prompt
+
+
+def _validation_samples(gdpo: GdpoConfig) -> int | None:
+    """Return the number of samples of all validations, or None if the number of prompts is not known."""
+    validations = gdpo.val_at_start + (ceil(gdpo.max_num_steps / gdpo.val_period) if gdpo.val_period else 0)
+    if not validations:
+        return 0
+    return None if gdpo.val_prompts is None else validations * gdpo.val_prompts * gdpo.val_generations_per_prompt
+
+
+def _uses(data: DatasetConfig | None, name: str) -> bool:
+    """Return whether rows of a split may use the environment."""
+    return data is not None and (data.environment in (None, name) or data.environment_key is not None)
