@@ -12,6 +12,8 @@ import pytest
 from environment_samples import HOSTILE
 
 from gdpo_nemo.commands import cli
+from gdpo_nemo.commands.env.check import Check
+from gdpo_nemo.data.records import Outcome, Verdict
 from gdpo_nemo.environments.registry import BUILT_IN
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,6 +116,11 @@ def test_check_shows_what_would_be_masked_and_why_and_exits_1(mine, capsys, monk
     assert cli.main(["env", "check", "asking", "--config", mine, "--completion", "down"]) == 1
     shown = capsys.readouterr().out  # two rows are for it, each with its answer, an empty text, and ours
     assert "masked instead of getting a reward of 0: 2 of 6 samples (up: server is down" in shown
+
+
+def test_few_of_many_reasons_are_printed():
+    check = Check(("a",), 0.0, verdicts=[Verdict({}, Outcome.ENV_FAILED, f"reply {n % 5}") for n in range(9)])
+    assert check.reasons == "reply 0; reply 1; reply 2; and 2 more"
 
 
 def test_check_tells_a_reward_that_does_not_apply_from_one_that_failed(mine, capsys):

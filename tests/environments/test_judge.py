@@ -109,9 +109,10 @@ def test_the_key_goes_to_the_server_and_nowhere_else(server, monkeypatch, caplog
     "answer, quoted",
     [
         ("refuse 404", "answered with HTTP 404: The model `judge-1` does not exist ()."),
-        ("say I will not\n grade this.", "contains no score from 0 to 10: I will not grade this."),
-        ("say SCORE: 7/10\x1b[2J", "contains no score from 0 to 10: SCORE: 7/10?[2J"),
-        ("say " + "x" * 9999, "contains no score from 0 to 10: " + "x" * 200),
+        ("say I will not\n grade this.", "contains no score from 0 to 10: 'I will not grade this.'"),
+        ("say SCORE: 7/10\x1b[2J", "contains no score from 0 to 10: 'SCORE: 7/10?[2J'"),
+        ("say ", "contains no score from 0 to 10: ''"),
+        ("say " + "x" * 9999, "contains no score from 0 to 10: " + repr("x" * 200)),
         ("raw <html>busy", "is not a chat completion: the reply is not JSON: it begins with '<html>busy'"),
         ('raw {"detail": "loading"}', "is not a chat completion: loading"),
         ("null", "contains no text: {'message': {'content': None}}"),

@@ -55,6 +55,12 @@ class Check:
         """Number of samples whose verification failed. A run would mask these samples."""
         return sum(verdict.outcome is Outcome.ENV_FAILED for verdict in self.verdicts)
 
+    @property
+    def reasons(self) -> str:
+        """Up to three different reasons of failed verifications, as one line."""
+        reasons = list(dict.fromkeys(verdict.detail for verdict in self.verdicts if verdict.detail))
+        return "; ".join([*reasons[:3], *([f"and {len(reasons) - 3} more"] if len(reasons) > 3 else [])])
+
 
 def sample_of(
     row: Mapping[str, Any], text: str, environment: str = "env", index: int = 0, key: str | None = None

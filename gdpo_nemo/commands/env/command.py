@@ -275,8 +275,7 @@ def _findings(found: Check, failure_share: float) -> list[str]:
         f"{max(found.latencies_s):.3f} s per row"
     ]
     if failed:
-        reasons = dict.fromkeys(verdict.detail for verdict in found.verdicts if verdict.detail)
-        lines.append(f"masked instead of getting a reward of 0: {failed} of {total} samples ({'; '.join(reasons)})")
+        lines.append(f"masked instead of getting a reward of 0: {failed} of {total} samples ({found.reasons})")
         lines += [f"a run stops if more than {failure_share:.0%} of a step's samples are masked"]
     rewarded = [verdict for verdict in found.verdicts if verdict.rewards]
     for component in found.components:

@@ -261,7 +261,7 @@ class LlmJudge:
         score = float(found[-1]) if found else None
         if score is None or not self._low <= score <= self._high:
             scale = f"{self._low:g} to {self._high:g}"
-            return Failure(f"the judge's reply contains no score from {scale}: {printable(text)}")
+            return Failure(f"the judge's reply contains no score from {scale}: {printable(text)!r}")
         return (score - self._low) / (self._high - self._low)
 
 
@@ -395,7 +395,7 @@ class Judge(Environment):
                 score = criterion.scaled(float(found[-1])) if found else None
             if score is None:
                 text = printable(reply.text)
-                return Failure(f"the judge's reply contains no valid result for {name}: {text}")
+                return Failure(f"the judge's reply contains no valid result for {name}: {text!r}")
             scores[name] = score
         return scores
 
