@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, Iterator, Mapping, Sequence
 
+from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.families import FAMILIES, Family
 from gdpo_nemo.models.family_checks import describe
+from gdpo_nemo.models.weights import weight_table
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import open_file
 
@@ -225,8 +228,7 @@ def read_gguf_model(file: Path, key: str) -> GgufModel:
     header = read_gguf_header(file, key)
     family = _family(header, file, key)
     fields = _fields(header, family, file, key)
-    describe(fields)
-    weights = dict(_weights(header, family, fields))
+    weights = dict(_weights(header, describe(fields)))
     _check_tensors(header, weights, file, key)
     _check_tokenizer(header, file, key)
     return GgufModel(file, header, fields, weights)
@@ -354,52 +356,45 @@ def _divisor(wavelength: float, original: int, factor: float, low: float = 1.0, 
     return 1 / ((1 - smooth) / factor + smooth)
 
 
-def _weights(header: GgufHeader, family: Family, fields: dict[str, Any]) -> Iterator[tuple[str, WeightLocation]]:
-    modules = family.modules
-    yield f"{modules.embedding}.weight", WeightLocation("token_embd.weight")
-    for number in range(fields["num_hidden_layers"]):
-        layer = modules.layer.format(number)
-        for name, location in _layer_weights(header, family, fields, f"blk.{number}."):
-            yield layer + name, location
-    yield f"{modules.final_norm}.weight", WeightLocation("output_norm.weight")
-    if not fields["tie_word_embeddings"]:
-        yield f"{modules.head}.weight", WeightLocation("output.weight")
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "embedding.word_embeddings": ("token_embd",),
+    "input_layernorm": ("attn_norm",),
+    "self_attention.linear_qkv": ("attn_q", "attn_k", "attn_v"),
+    "self_attention.q_layernorm": ("attn_q_norm",),
+    "self_attention.k_layernorm": ("attn_k_norm",),
+    "self_attention.linear_proj": ("attn_output",),
+    "pre_mlp_layernorm": ("ffn_norm",),
+    "mlp.linear_fc1": ("ffn_gate", "ffn_up"),
+    "mlp.linear_fc2": ("ffn_down",),
+    "mlp.router": ("ffn_gate_inp",),
+    "mlp.experts.linear_fc1": ("ffn_gate_exps", "ffn_up_exps"),
+    "mlp.experts.linear_fc2": ("ffn_down_exps",),
+    "decoder.final_norm": ("output_norm",),
+    "output_layer": ("output",),
+}
+"""llama.cpp's names of the tensors of Megatron's parameters (``WeightSpec.megatron``)."""
+_FUSED_NAMES = {"self_attention.linear_qkv": ("attn_qkv",), "mlp.linear_fc1": ("ffn_up",)}
+"""Names of parameters with a single tensor that usually have several."""
 
 
-def _layer_weights(
-    header: GgufHeader, family: Family, fields: dict[str, Any], block: str
-) -> Iterator[tuple[str, WeightLocation]]:
-    modules = family.modules
-    interleaved = header.architecture == _INTERLEAVED
-    heads = (fields["num_attention_heads"], fields["num_key_value_heads"], None)
-    yield f"{modules.attention_norm}.weight", WeightLocation(f"{block}attn_norm.weight")
-    names = ("attn_q", "attn_k", "attn_v") if len(modules.qkv) == 3 else ("attn_qkv",)
-    biases = ("weight", "bias") if family.qkv_bias is True or fields["attention_bias"] else ("weight",)
-    for module, name, count in zip(modules.qkv, names, heads):
-        for part in biases:
-            yield f"{module}.{part}", WeightLocation(f"{block}{name}.{part}", heads=count if interleaved else None)
-    if family.qk_norm:
-        yield f"{modules.q_norm}.weight", WeightLocation(f"{block}attn_q_norm.weight")
-        yield f"{modules.k_norm}.weight", WeightLocation(f"{block}attn_k_norm.weight")
-    yield f"{modules.attention_output}.weight", WeightLocation(f"{block}attn_output.weight")
-    norm = "post_attention_norm" if family.model_type == "seed_oss" else "ffn_norm"
-    yield f"{modules.mlp_norm}.weight", WeightLocation(f"{block}{norm}.weight")
-    if family.experts:
-        yield from _expert_weights(family, fields, block)
-        return
-    halves = ("ffn_gate", "ffn_up") if len(modules.gate_up) == 2 else ("ffn_up",)
-    for module, name in zip((*modules.gate_up, modules.down), (*halves, "ffn_down")):
-        yield f"{module}.weight", WeightLocation(f"{block}{name}.weight")
-
-
-def _expert_weights(family: Family, fields: dict[str, Any], block: str) -> Iterator[tuple[str, WeightLocation]]:
-    experts = family.experts
-    assert experts is not None
-    yield f"{experts.router}.weight", WeightLocation(f"{block}ffn_gate_inp.weight")
-    for expert in range(fields[experts.count]):
-        for module, name in ((experts.gate, "gate"), (experts.up, "up"), (experts.down, "down")):
-            if module is not None:
-                yield f"{module.format(expert)}.weight", WeightLocation(f"{block}ffn_{name}_exps.weight", expert)
+def _weights(header: GgufHeader, model: ModelDescription) -> Iterator[tuple[str, WeightLocation]]:
+    names = dict(_NAMES)
+    if model.family.model_type == "seed_oss":
+        names["pre_mlp_layernorm"] = ("post_attention_norm",)
+    heads: dict[str, int] = {}
+    if header.architecture == _INTERLEAVED:
+        heads = {"attn_q": model.heads, "attn_k": model.key_value_heads}
+    for (layer, parameter), group in groupby(weight_table(model), key=lambda row: (row.layer, row.megatron)):
+        rows = list(group)
+        module, _, part = parameter.rpartition(".")
+        tensors = names[module] if len(rows) == len(names[module]) else _FUSED_NAMES[module]
+        block = "" if layer is None else f"blk.{layer}."
+        for row, tensor in zip(rows, tensors, strict=True):
+            location = WeightLocation(f"{block}{tensor}.{part}", heads=heads.get(tensor))
+            for expert in range(row.experts):
+                yield row.name.format(expert), replace(location, expert=expert)
+            if not row.experts:
+                yield row.name, location
 
 
 def _check_tensors(header: GgufHeader, weights: dict[str, WeightLocation], file: Path, key: str) -> None:
