@@ -22,6 +22,18 @@ def weights(content: bytes) -> Damage:
     return write_weights
 
 
+def tokenizer(**fields: object) -> Damage:
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **fields}
+    return text("model/tokenizer_config.json", json.dumps(settings))
+
+
+def embedding(kind: str, value: bytes) -> Damage:
+    """An embedding of one number, as its bytes."""
+    entry = {"dtype": kind, "shape": [1], "data_offsets": [0, len(value)]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    return weights(len(header).to_bytes(8, "little") + header + value)
+
+
 ROW = '{"question": "a", "answer": "#### 1"}\n'
 HALF_PAIRS = [
     *(
@@ -39,6 +51,8 @@ HALF_PAIRS = [
     ("train --dry-run --config {d}/pairs.yaml",
      text("pairs.jsonl", r'{"prompt": "a", "chosen": "\ud83d", "rejected": "a"}'),
      "pairs.jsonl:1: it contains " + HALF),
+    (DRY + " data.train.chat=true", tokenizer(chat_template=r"{{ messages[0].content }}{{ '\ud83d' }}"),
+     "row 0: the chat template rejected the row: HalfPair: it contains " + HALF),
     (DRY, text("good.yaml", r'run: {name: "\ud83d"}'), "good.yaml: it contains " + HALF),
     (DRY + r""" 'run.name="\ud83d"'""", None, "run.name: it contains " + HALF),
     (DRY + " run.dir=\udcff", None, r"run.dir: it contains half of a surrogate pair (\udcff)"),
@@ -47,6 +61,9 @@ HALF_PAIRS = [
     (RECIPE, text("recipe.yaml", r'grpo: {x: "\ud83d"}'), HALF),
 ]  # fmt: skip
 WEIGHTS = [
+    *((DRY, embedding(kind, value), "model.embed_tokens.weight contains NaN or infinite values")
+      for kind, value in (("F32", struct.pack("<f", float("nan"))), ("F32", struct.pack("<f", float("-inf"))),
+                          ("F16", struct.pack("<e", float("nan"))), ("BF16", b"\xc0\x7f"))),
     (DRY, weights(EMPTY_SAFETENSORS), "has no tensor model.embed_tokens.weight of a qwen2 model; the folder contains"),
     (DRY, weights(EMBEDDING_ONLY.replace(b"embed_tokens", b"other_tokens")), "for example backbone.embeddings"),
 ]  # fmt: skip
@@ -75,11 +92,6 @@ def gguf_of_arrays(d: Path) -> None:
     nested = struct.pack("<IQ", 9, 1) * 100_000 + struct.pack("<IQ", 0, 0)
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1)
     (d / "model.gguf").write_bytes(head + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9) + nested)
-
-
-def tokenizer(**fields: object) -> Damage:
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **fields}
-    return text("model/tokenizer_config.json", json.dumps(settings))
 
 
 LARGE = "expand to more than 1,000,000 characters"
