@@ -2,7 +2,8 @@
 
 transformers renders templates in jinja's sandbox, which limits only ``range``: ``{{ 'x' * 10**10 }}`` takes 10 GB.
 ``BoundedEnvironment`` extends this sandbox. This class limits the size of every value that a template creates, and the
-total size of all values in one rendering. An operation with a larger result is refused before it is executed.
+total size of all values and steps in one rendering. An operation with a larger result is refused before it is executed.
+An operation that is not known here counts with the product of the sizes of its operands.
 """
 
 from __future__ import annotations
@@ -12,26 +13,34 @@ import re
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping, TypeVar
 
 from jinja2 import nodes, pass_context
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.runtime import Context, str_join
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
+from markupsafe import Markup
 
-LARGEST = 1 << 26
-"""Maximum number of characters or elements in one value. A context of 10 million tokens stays below this limit."""
-_TOTAL = 4
+LARGEST = 1 << 24
+"""Maximum number of characters or elements in one value. A context of 4 million tokens stays below this limit."""
+_TOTAL = 8
 """Maximum total size of all values in one rendering, as a multiple of the maximum size of one value."""
+_STEP = 32
+"""Size that a call or one iteration of a loop adds to the total. The limit on the total thus also limits time."""
+_NESTED_VALUE = 4
+"""Size that a value adds to the collection that contains it, in addition to its own size."""
 _LONGEST_NUMBER = 1 << 16
 """Maximum number of bits in an integer."""
-_PADDED = ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes", "batch", "slice", "round")
-"""Methods and filters whose result size depends on an argument."""
-_TEXTS = ("string", "escape", "e", "forceescape", "pprint", "urlencode", "xmlattr", "safe", "list")
-"""Filters that convert nested values to text."""
+_LINEAR = frozenset(
+    "capitalize casefold count d decode default encode endswith find float format_map index int isalnum isalpha "
+    "isdigit length lower lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip split "
+    "splitlines startswith strip striptags swapcase title trim truncate upper wordcount".split()
+)
+"""Methods and filters of texts whose result is not larger than the text and one argument."""
+_ENCODED = {"escape": 5, "e": 5, "forceescape": 5, "urlencode": 12, "tojson": 6, "pprint": 10, "xmlattr": 5}
+"""Maximum number of characters in the result for one character of the value, by filter."""
 _NUMBER = re.compile(r"\d+")
-_NESTED = re.compile(r"\{[^{}]*\{")
-_SPECIFICATION = re.compile(r"%(?:\([^)]*\))?[-+ #0-9.*]*|\{[^{}]*:[^{}]*")
+_SPECIFICATION = re.compile(r"%(?:\([^)]*\))?[-+ #0-9.*]*")
 _LIMIT: ContextVar[int] = ContextVar("limit", default=LARGEST)
 
 
@@ -58,7 +67,7 @@ def bound_templates() -> None:
 
 
 class _Generator(CodeGenerator):
-    """Compiles ``a ~ b`` to a method call, because jinja's sandbox cannot intercept that operator."""
+    """Adds method calls for ``a ~ b``, slices, loops and macros, which jinja's sandbox cannot intercept."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concatenated(context, (")
@@ -66,6 +75,51 @@ class _Generator(CodeGenerator):
             self.visit(part, frame)
             self.write(", ")
         self.write("))")
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        is_slice = isinstance(node.arg, nodes.Slice)
+        self.write("environment.measured(context, " if is_slice else "")
+        super().visit_Getitem(node, frame)
+        self.write(")" if is_slice else "")
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        super().visit_For(_counting(node), frame)
+
+    def visit_Macro(self, node: nodes.Macro, frame: Frame) -> None:
+        super().visit_Macro(_counting(node), frame)
+
+
+_Body = TypeVar("_Body", nodes.For, nodes.Macro)
+
+
+def _counting(node: _Body) -> _Body:
+    """Begin a body with a call that adds the size of the body's text to the total."""
+    size = _STEP + sum(len(text.data) for text in node.find_all(nodes.TemplateData))
+    count = nodes.EnvironmentAttribute("count")
+    call = nodes.Call(count, [nodes.ContextReference(), nodes.Const(size)], [], None, None)
+    node.body.insert(0, nodes.ExprStmt(call).set_lineno(node.lineno))
+    return node
+
+
+class _Formatter(SandboxedFormatter):
+    """Formatter of ``str.format`` that checks every field before and after it is formatted."""
+
+    made = 0
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        """Convert a field if its text is within the limits."""
+        _check(_deep_size(value))
+        return super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """Format a field if its width and the text so far are within the limits."""
+        self.made += sum(int(number[:9]) for number in _NUMBER.findall(format_spec)) + _deep_size(value)
+        _check(self.made)
+        return str(super().format_field(value, format_spec))
+
+
+class _MarkupFormatter(_Formatter, SandboxedEscapeFormatter):
+    """``_Formatter`` for texts that are marked as safe."""
 
 
 class _Context(Context):
@@ -78,9 +132,7 @@ class _Context(Context):
         self.made += size
         _check(size)
         if self.made > _TOTAL * _LIMIT.get():
-            raise TemplateTooLarge(
-                f"creates values with more than {_TOTAL * _LIMIT.get():,} characters or elements in total"
-            )
+            raise TemplateTooLarge(f"takes more than {_TOTAL * _LIMIT.get():,} characters, elements and steps in total")
 
 
 class _Filters(dict[str, Callable[..., Any]]):
@@ -107,24 +159,48 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Evaluate a binary operation if its result is within the limits."""
-        size = _result_size(operator, left, right)
-        if isinstance(context, _Context):
-            context.add(size)
+        self.count(context, _result_size(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Context, called: Any, *args: Any, **options: Any) -> Any:
         """Call a template function or a method of a value, if its result is within the limits."""
+        if called == self.count:
+            return self.count(*args)
         owner = getattr(called, "__self__", None)
-        if isinstance(owner, (str, bytes, int)):
-            size = _call_size(str(getattr(called, "__name__", "")), owner, args, options)
-            if isinstance(context, _Context):
-                context.add(size)
-        return super().call(context, called, *args, **options)
+        is_text = isinstance(owner, (str, bytes))
+        if is_text or isinstance(owner, int):
+            _check(_call_size(str(getattr(called, "__name__", "")), owner, args, options))
+        result = super().call(context, called, *args, **options)
+        self.count(context, _STEP + (_deep_size(result) if is_text else _size(result)))
+        return result
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """Return the method ``str.format`` with limits on the size of its result, or None for any other value."""
+        if super().wrap_str_format(value) is None:
+            return None
+        text: str = value.__self__
+        is_map = value.__name__ == "format_map"
+
+        def limited_format(*args: Any, **options: Any) -> str:
+            formatter = _MarkupFormatter(self, escape=text.escape) if isinstance(text, Markup) else _Formatter(self)
+            made = formatter.vformat(text, () if is_map else args, args[0] if is_map else options)
+            return type(text)(made)
+
+        return limited_format
+
+    def count(self, context: Context, size: int) -> None:
+        """Add a size to the total of a rendering."""
+        if isinstance(context, _Context):
+            context.add(size)
+
+    def measured(self, context: Context, value: Any) -> Any:
+        """Return the value after adding its size to the total."""
+        self.count(context, _size(value))
+        return value
 
     def concatenated(self, context: Context, parts: tuple[Any, ...]) -> str:
         """Return the result of ``a ~ b``, which concatenates the values as text."""
-        if isinstance(context, _Context):
-            context.add(sum(_deep_size(part) for part in parts))
+        self.count(context, sum(_deep_size(part) for part in parts))
         return str_join(parts)
 
 
@@ -137,14 +213,18 @@ def _counted(context: Context, value: Any) -> Any:
 
 
 def _checked(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that checks the size of its result before it runs. Arguments passed by jinja are ignored."""
-    passed = 0 if getattr(act, "jinja_pass_arg", None) is None else 1
+    """Return a filter that checks the size of its result before it runs, and adds the size to the total."""
+    wanted = getattr(getattr(act, "jinja_pass_arg", None), "name", None)
 
+    @pass_context
     @wraps(act)
-    def checked(*args: Any, **options: Any) -> Any:
-        value, *others = args[passed:] or (None,)
-        _check(_call_size(name, value, tuple(others), options))
-        return act(*args, **options)
+    def checked(context: Context, value: Any = None, *args: Any, **options: Any) -> Any:
+        _check(_call_size(name, value, args, options))
+        passed = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
+        result = act(*([passed[wanted]] if wanted else []), value, *args, **options)
+        if isinstance(context, _Context):
+            context.add(_STEP + _size(result))
+        return result
 
     return checked
 
@@ -170,18 +250,15 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
 
 
 def _call_size(name: str, owner: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> int:
-    """Return the size of the result of a method or filter on ``owner``, or an upper bound. Return 0 if the call does
-    not enlarge the value."""
+    """Return the size of the result of a method or filter on ``owner``, or an upper bound."""
     arguments = (*args, *options.values())
-    widest = max((abs(value) for value in arguments if isinstance(value, int)), default=0)
-    if name in _PADDED:
-        return widest * (1 + (str(owner).count("\t") if name == "expandtabs" else 0))
-    if name in ("format", "format_map"):
+    numbers = [abs(value) for value in arguments if isinstance(value, int)]
+    widest = max([*numbers, *(len(value) for value in arguments if isinstance(value, str))], default=0)
+    if name == "format":
         return _format_size(str(owner), arguments)
     if name in ("indent", "tojson"):
         lines = str(owner).count("\n") + 1 if isinstance(owner, str) else _deep_size(owner)
-        width = max([widest, *(len(value) for value in arguments if isinstance(value, str))])
-        return _deep_size(owner) + lines * width
+        return _deep_size(owner) * _ENCODED.get(name, 1) + lines * widest
     if name == "replace" and len(arguments) > 1 and isinstance(owner, str):
         return len(owner) + (owner.count(str(arguments[0])) if arguments[0] else len(owner) + 1) * _size(arguments[1])
     if name == "join":
@@ -189,19 +266,23 @@ def _call_size(name: str, owner: Any, args: tuple[Any, ...], options: Mapping[st
         if isinstance(owner, str) and arguments and not isinstance(arguments[0], str):
             joined, glue = arguments[0], owner
         return _deep_size(joined) + _size(joined) * _size(glue)
-    return _deep_size(owner) if name in _TEXTS else 0
+    if name in _ENCODED or name in ("string", "safe", "list"):
+        return _deep_size(owner) * _ENCODED.get(name, 1)
+    if name in _LINEAR:
+        return 0
+    if isinstance(owner, (str, bytes, int, float)):
+        return max(_size(owner), 1) * max(widest, _deep_size(arguments) if arguments else 1)
+    return max(numbers, default=0)
 
 
 def _format_size(text: str, arguments: Any) -> int:
-    """Return an upper bound for the size of a formatted text, from its field widths, fields and arguments."""
-    nested = _NESTED.search(text) is not None
-    specified = text if nested else " ".join(_SPECIFICATION.findall(text))
+    """Return an upper bound for the size of ``text % arguments``, from its field widths, fields and arguments."""
+    specified = " ".join(_SPECIFICATION.findall(text))
     widths = [int(number[:9]) for number in _NUMBER.findall(specified)]
-    if nested or "*" in specified:
+    if "*" in specified:
         values = arguments if isinstance(arguments, tuple) else (arguments,)
         widths += [abs(value) for value in values if isinstance(value, int)]
-    fields = text.count("{") + text.count("%")
-    return len(text) + sum(widths) + fields * _deep_size(arguments)
+    return len(text) + sum(widths) + text.count("%") * _deep_size(arguments)
 
 
 def _size(value: Any) -> int:
@@ -217,7 +298,7 @@ def _deep_size(value: Any) -> int:
     size, waiting = 0, [value]
     while waiting and size <= _LIMIT.get():
         found = waiting.pop()
-        size += max(_size(found), 1)
+        size += _NESTED_VALUE + _size(found)
         if isinstance(found, Mapping):
             waiting += [*found.keys(), *found.values()]
         elif isinstance(found, (list, tuple, set)):

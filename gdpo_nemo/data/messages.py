@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any, Mapping, Sequence
 
 from gdpo_nemo.data.replies import answer_of, parsed_arguments
+from gdpo_nemo.utils.files import check_pairs
 
 if TYPE_CHECKING:
     from gdpo_nemo.data.tokenizer import Tokenizer
@@ -170,7 +171,7 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[Message], prompts: bool, *
         prompts: True to add the beginning of the assistant's next turn.
         options: arguments of the template.
 
-    Raises any exception, because a template may raise any exception.
+    Raises any exception, because a template may raise any exception. A text with a lone surrogate is refused.
     """
     forms = [list(messages)]
     if any(message.get("tool_calls") for message in messages):
@@ -178,7 +179,9 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[Message], prompts: bool, *
     failures: list[Exception] = []
     for form in forms:
         try:
-            return tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=prompts, **options)
+            text = tokenizer.apply_chat_template(form, tokenize=False, add_generation_prompt=prompts, **options)
+            check_pairs(text)
+            return text
         except Exception as error:  # noqa: BLE001 - the caller reports the first failure
             failures.append(error)
     raise failures[0]

@@ -9,7 +9,7 @@ import os
 from concurrent.futures import TimeoutError as FutureTimeout
 from itertools import islice
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, Sequence
+from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence
 
 from pebble import ProcessExpired, concurrent
 
@@ -24,6 +24,8 @@ PROMPT_KEYS = ("messages", "prompt", "question", "problem")
 """Default prompt columns. The first of these columns that a row contains is used."""
 
 Row = dict[str, Any]
+_DEEPEST = 64
+"""Maximum nesting depth of a column. Deeper values exceed Python's recursion limit in environment workers."""
 
 
 def environment_of(dataset: DatasetConfig, environments: Mapping[str, Any], split: str) -> str:
@@ -139,9 +141,10 @@ def _rows_of_path(dataset: DatasetConfig, split: str, at_most: int | None) -> li
     check_data_file(key, dataset)
     rows: list[Row] = []
     for path in data_paths(key, dataset):
-        rows += _rows_of_entry(
-            path, dataset.split or split, f"{key}.path", None if at_most is None else at_most - len(rows)
-        )
+        left = None if at_most is None else at_most - len(rows)
+        found = _rows_of_entry(path, dataset.split or split, f"{key}.path", left)
+        _check_depth(found, f"{key}.path: {path}")
+        rows += found
     return rows
 
 
@@ -200,12 +203,32 @@ def _first_rows(import_path: str, key: str, at_most: int) -> list[Row]:
 
 def _check_texts(rows: list[Row], where: str) -> None:
     """Refuse rows from user code that contain lone surrogates. Rows from files are checked by the readers."""
+    _check_depth(rows, where)
     as_json = json.JSONEncoder(ensure_ascii=False, default=str, skipkeys=True).encode
     for index, row in enumerate(rows):
         try:
             check_pairs(as_json(row))
         except HalfPair as error:
             raise ConfigError(f"{where}: row {index}: {error}") from None
+
+
+def _check_depth(rows: list[Row], where: str) -> None:
+    """Raise ConfigError if a column is nested more than ``_DEEPEST`` levels deep."""
+    for index, row in enumerate(rows):
+        for column, value in row.items():
+            level = [value]
+            depth = 0
+            while level and depth <= _DEEPEST:
+                level = [inner for outer in level for inner in _values(outer)]
+                depth += 1
+            if level:
+                raise ConfigError(
+                    f"{where}: row {index}: the column {column!r} is nested more than {_DEEPEST} levels deep"
+                )
+
+
+def _values(outer: Any) -> Iterable[Any]:
+    return outer.values() if isinstance(outer, dict) else outer if isinstance(outer, (list, tuple)) else ()
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 from datetime import datetime
 from functools import partial
-from itertools import count
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, Mapping, Protocol, Sequence, overload
 
 from gdpo_nemo.config.model_checks import TOKENIZER_FILES
@@ -31,9 +28,6 @@ _CLASSES = {
 
 CURRENT_TIME = "strftime_now"
 """Function of chat templates that formats the current time."""
-_MOST_LINES = 100_000
-"""Maximum number of lines of compiled template code that may run for one short message. Real templates run about 100
-lines."""
 _LARGEST_VALUE = 1_000_000
 """Maximum number of characters in a text, or of elements in a list, that a template may create for one short
 message."""
@@ -173,48 +167,25 @@ def writes_date(tokenizer: Tokenizer) -> bool:
 _GREETING = [{"role": "user", "content": "a"}]
 
 
-class _Endless(Exception):
-    """Raised if a chat template runs more than the maximum number of lines."""
-
-
 def _check_template(tokenizer: Tokenizer, name: str | Path) -> None:
     """Refuse a chat template that would run too long or use too much memory.
 
-    jinja's sandbox limits a loop but not nested loops, and a rendering cannot be stopped from outside. The template is
-    therefore rendered for one short message while its lines are counted. A template that raises an error for this
-    message is accepted here. The error is reported later, with the row that causes it.
+    The template is rendered for one short message, with lower limits than for conversations. A template that raises an
+    error for this message is accepted here. The error is reported later, with the row that causes it.
 
     Raises:
-        ConfigError: if the template runs more than ``_MOST_LINES`` lines, or creates a value larger than
-            ``_LARGEST_VALUE``.
+        ConfigError: if the template creates a value larger than ``_LARGEST_VALUE``, or runs too many steps.
     """
     bound_templates()
     if not getattr(tokenizer, "chat_template", None):
         return
-    lines = count()
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename != "<template>":
-            return None
-        if event == "line" and next(lines) > _MOST_LINES:
-            raise _Endless
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
     try:
         with limited(_LARGEST_VALUE):
             tokenizer.apply_chat_template(_GREETING, tokenize=False, add_generation_prompt=True)
     except TemplateTooLarge as error:
         raise ConfigError(f"policy.tokenizer_name: the chat template in {name} {error} for one message") from None
-    except _Endless:
-        raise ConfigError(
-            f"policy.tokenizer_name: the chat template in {name} runs more than {_MOST_LINES:,} lines for one message"
-        ) from None
     except Exception:  # noqa: BLE001 - templates may raise any exception, for instance for unknown roles
         return
-    finally:
-        sys.settrace(before)
 
 
 def check_same_tokens(tokenizer: Tokenizer, folder: str | Path, key: str) -> None:

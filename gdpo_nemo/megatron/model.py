@@ -409,7 +409,7 @@ def build_frozen(folder: str | Path, layout: MegatronConfig, dtype: torch.dtype,
 
     hf = _read_config(folder)
     config, chunks = build_chunks(hf, layout, dtype, sharing=sharing)
-    load_hf(list(chunks), open_weights(folder), hf)
+    load_hf(list(chunks), open_weights(folder, finite=True), hf)
     for chunk in chunks:
         chunk.requires_grad_(False)
     inner = [in_precision(config, chunk) for chunk in chunks]
@@ -447,7 +447,7 @@ def build(
     options = dict(scores=scores, values=value_lr_mult is not None, sharing=sharing)
     config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None, **options)
     modules: list[torch.nn.Module] = list(chunks)
-    read = open_weights(folder)
+    read = open_weights(folder, finite=True)
     load_hf(modules, with_score_head(read, hf, seed) if scores else read, hf)
     if lora:
         attach(modules, hf, lora, seed)

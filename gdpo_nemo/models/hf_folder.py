@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from gdpo_nemo.models.fp8 import block_of, unquantised
-from gdpo_nemo.models.weight_files import prediction_weights
+from gdpo_nemo.models.weight_files import NOT_FINITE, prediction_weights
 from gdpo_nemo.utils.errors import ConfigError
 
 INDEX = "model.safetensors.index.json"
@@ -93,10 +93,13 @@ def _unchanged(source: Path, folder: Path) -> Iterator[tuple[str, torch.Tensor]]
     yield from unquantised(read, prediction_weights(_weight_map(source), config), block_of(config), str(source))
 
 
-def open_weights(folder: str | Path) -> Callable[[str], torch.Tensor]:
+def open_weights(folder: str | Path, finite: bool = False) -> Callable[[str], torch.Tensor]:
     """Return a function that reads a weight by its name, as a memory-mapped CPU tensor.
 
     The function raises KeyError for an unknown name.
+
+    Args:
+        finite: True to raise ConfigError for a weight that contains NaN or infinite values.
 
     Raises:
         ConfigError: if the folder has no safetensors files.
@@ -109,9 +112,19 @@ def open_weights(folder: str | Path) -> Callable[[str], torch.Tensor]:
         if file not in handles:
             handles[file] = safe_open(folder / file, framework="pt")
         tensor: torch.Tensor = handles[file].get_tensor(name)
+        if finite and not _is_finite(tensor):
+            raise ConfigError(f"{folder / file}: {name} {NOT_FINITE}")
         return tensor
 
     return read
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    if tensor.itemsize == 1:  # FP8 (E4M3) has no infinite values, and NaN has all bits set except for the sign
+        return bool((tensor.view(torch.uint8) & 0x7F).max() < 0x7F)
+    return all(map(math.isfinite, map(float, tensor.aminmax())))  # NaN propagates to both; one pass without a copy
 
 
 def differences(folder: str | Path, other: str | Path) -> list[str]:

@@ -46,7 +46,7 @@ def text_weights(folder: Path, key: str) -> Iterator[tuple[str, torch.Tensor]]:
     if not any(_PREFIX.match(name) for name in found):
         raise ConfigError(f"{key}: {folder} has no weights of a text model; it contains, for example, {min(names)}")
     block = block_of(json.loads((folder / "config.json").read_text()))
-    for name, tensor in unquantised(open_weights(folder), found, block, key):
+    for name, tensor in unquantised(open_weights(folder, finite=True), found, block, key):
         yield _text_name(name), tensor
 
 
@@ -64,7 +64,7 @@ def with_text(image_model: Path, text_model: Path, key: str) -> Iterator[tuple[s
     kind = json.loads((text_model / "config.json").read_text())["model_type"]
     experts = FAMILIES[kind].experts
     stored = set(stored_names(text_model))
-    read, read_text = open_weights(image_model), open_weights(text_model)
+    read, read_text = open_weights(image_model), open_weights(text_model, finite=True)
     for name in stored_names(image_model):
         tensor = read(name)
         inner = _text_name(name)

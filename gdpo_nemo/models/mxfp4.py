@@ -46,7 +46,7 @@ def mxfp4_weights(folder: Path, key: str) -> Iterator[tuple[str, torch.Tensor]]:
     Raises:
         ConfigError: if the tensors of a quantised weight are missing or do not match.
     """
-    read = open_weights(folder)
+    read = open_weights(folder, finite=True)
     for name in weight_names(folder):
         if name.endswith(_SCALES):
             continue

@@ -1,10 +1,13 @@
-"""Checks that the weight files of a model folder exist and are complete. Only the headers are read."""
+"""Checks that the weight files of a model folder exist, are complete and contain finite numbers. Only the headers and a
+sample of the numbers are read."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 from typing import Any, Iterable, Mapping
+
+import numpy as np
 
 from gdpo_nemo.models.description import with_defaults
 from gdpo_nemo.models.families import FAMILIES, Family
@@ -14,6 +17,13 @@ from gdpo_nemo.utils.files import open_file, parse_json, read_text
 _INDEX = "model.safetensors.index.json"
 _HEADER_LIMIT = 100 << 20
 """Maximum size of a header in bytes, as specified by the safetensors format."""
+
+_EXPONENTS = {"F64": ("<u8", 0x7FF << 52), "F32": ("<u4", 0xFF << 23), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+"""Integer type and bit mask of the exponent, by data type. All bits of the mask are set only in NaN and infinity."""
+_SAMPLED_TENSORS = 64
+_SAMPLED_BYTES = 1 << 16
+"""Number of bytes to read from the beginning of each sampled tensor."""
+NOT_FINITE = "contains NaN or infinite values; download or convert the model again"
 
 
 def has_weight_files(folder: Path) -> bool:
@@ -50,10 +60,10 @@ def check_weight_files(folder: Path, remedy: str = "") -> None:
 def check_tensors(folder: Path, family: Family) -> None:
     """Check that the weight files in a folder belong to a model of the family.
 
-    Only the embedding is required, because every model of the family has it. Tensors are not read.
+    Only the embedding is required, because every model of the family has it.
 
     Raises:
-        ConfigError: if no tensor has the name of the embedding.
+        ConfigError: if no tensor has the name of the embedding, or a sampled tensor contains NaN or infinite values.
     """
     required = f"{family.modules.embedding}.weight"
     found = tensor_shapes(folder, "policy.model_name")
@@ -64,6 +74,25 @@ def check_tensors(folder: Path, family: Family) -> None:
         raise ConfigError(
             f"policy.model_name: {folder} has no tensor {required} of a {family.model_type} model; {details}"
         )
+    _check_numbers(folder)
+
+
+def _check_numbers(folder: Path) -> None:
+    """Raise ConfigError if the beginning of a sampled tensor contains NaN or infinite values."""
+    tensors = []
+    for file in sorted(folder.glob("*.safetensors")):
+        start, header = _header(file)
+        tensors += [(file, start, name, entry) for name, entry in header.items()]
+    for file, start, name, entry in tensors[:: max(1, len(tensors) // _SAMPLED_TENSORS)]:
+        if entry["dtype"] not in _EXPONENTS:
+            continue
+        integer, mask = _EXPONENTS[entry["dtype"]]
+        first, end = entry["data_offsets"]
+        with open_file(file) as stream:
+            stream.seek(start + first)
+            values = np.frombuffer(stream.read(min(end - first, _SAMPLED_BYTES)), integer)
+        if (values & mask == mask).any():
+            raise ConfigError(f"policy.model_name: {file}: {name} {NOT_FINITE}")
 
 
 def prediction_weights(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:

@@ -76,7 +76,7 @@ def _write(source: Source, folder: Path, key: str, companion: str | None) -> Non
     if source.format is Format.FP8:
         block = block_of(read_json_object(base / "config.json", key))
         del config.quantization_config
-        weights = unquantised(open_weights(source.path), weight_names(source.path), block, key)
+        weights = unquantised(open_weights(source.path, finite=True), weight_names(source.path), block, key)
         _write_model(folder, weights, config, base)
         return
     from gdpo_nemo.megatron.gpt_checkpoint import megatron_weights

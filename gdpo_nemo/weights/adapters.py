@@ -178,7 +178,7 @@ def merged_weights(adapter: PeftAdapter, base: Path, key: str) -> Iterator[tuple
     For the arguments and errors, see ``read_pairs``.
     """
     pairs = read_pairs(adapter, base, key)
-    read = open_weights(base)
+    read = open_weights(base, finite=True)
     for name in weight_names(base):
         pair = pairs.get(name.removesuffix(".weight"))
         yield name, read(name) if pair is None else merge(read(name), pair, adapter.scale(len(pair[0])))

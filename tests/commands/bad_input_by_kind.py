@@ -22,6 +22,18 @@ def weights(content: bytes) -> Damage:
     return write_weights
 
 
+def tokenizer(**fields: object) -> Damage:
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **fields}
+    return text("model/tokenizer_config.json", json.dumps(settings))
+
+
+def embedding(kind: str, value: bytes) -> Damage:
+    """An embedding of one number, as its bytes."""
+    entry = {"dtype": kind, "shape": [1], "data_offsets": [0, len(value)]}
+    header = json.dumps({"model.embed_tokens.weight": entry}).encode()
+    return weights(len(header).to_bytes(8, "little") + header + value)
+
+
 ROW = '{"question": "a", "answer": "#### 1"}\n'
 HALF_PAIRS = [
     *(
@@ -49,6 +61,8 @@ HALF_PAIRS = [
     ("train --dry-run --config {d}/pairs.yaml",
      text("pairs.jsonl", r'{"prompt": "a", "chosen": "\ud83d", "rejected": "a"}'),
      "pairs.jsonl:1: it contains " + HALF),
+    (DRY + " data.train.chat=true", tokenizer(chat_template=r"{{ messages[0].content }}{{ '\ud83d' }}"),
+     "row 0: the chat template rejected the row: HalfPair: it contains " + HALF),
     (DRY, text("good.yaml", r'run: {name: "\ud83d"}'), "good.yaml: it contains " + HALF),
     (DRY + r""" 'run.name="\ud83d"'""", None, "run.name: it contains " + HALF),
     (DRY + " run.dir=\udcff", None, r"run.dir: it contains half of a surrogate pair (\udcff)"),
@@ -57,6 +71,9 @@ HALF_PAIRS = [
     (RECIPE, text("recipe.yaml", r'grpo: {x: "\ud83d"}'), HALF),
 ]  # fmt: skip
 WEIGHTS = [
+    *((DRY, embedding(kind, value), "model.embed_tokens.weight contains NaN or infinite values")
+      for kind, value in (("F32", struct.pack("<f", float("nan"))), ("F32", struct.pack("<f", float("-inf"))),
+                          ("F16", struct.pack("<e", float("nan"))), ("BF16", b"\xc0\x7f"))),
     (DRY, weights(EMPTY_SAFETENSORS), "has no tensor model.embed_tokens.weight of a qwen2 model; the folder contains"),
     (DRY, weights(EMBEDDING_ONLY.replace(b"embed_tokens", b"other_tokens")), "for example backbone.embeddings"),
 ]  # fmt: skip
@@ -87,11 +104,6 @@ def gguf_of_arrays(d: Path) -> None:
     (d / "model.gguf").write_bytes(head + struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9) + nested)
 
 
-def tokenizer(**fields: object) -> Damage:
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **fields}
-    return text("model/tokenizer_config.json", json.dumps(settings))
-
-
 LARGE = "expand to more than 1,000,000 characters"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 NO_HUB_NAMES = ("~nobody/x", "a/../b", "org/", "o/..", "o/a--b", "'o rg/x'")
@@ -110,9 +122,9 @@ BOMBS = [
     (RECIPE, text("recipe.yaml", f"grpo: {doubled('x', chr(39) + 'AA' + chr(39), 'grpo.')}"), LARGE),
     (DRY + "".join(f" 'env.gsm8k.b{n}=${{env.${{run.name}}}}'" for n in range(9)), None, "nested references such as"),
     (DRY + " policy.model_name={d}/model.gguf", gguf_of_arrays, "arrays are nested more than 8 deep"),
-    (DRY + " data.train.chat=true", tokenizer(chat_template=LOOPS), "runs more than 100,000 lines for one message"),
+    (DRY + " data.train.chat=true", tokenizer(chat_template=LOOPS), "elements and steps in total for one message"),
     *((DRY + " data.train.chat=true", tokenizer(chat_template=made), "creates a value with more than 1,000,000")
-      for made in ("{{ 'x' * 10**10 }}", "{{ '%1000000000d' % 1 }}", "{{ 'x' | center(10**10) }}")),
+      for made in ("{{ 'x' * 10**10 }}", "{{ '%1000000000d' % 1 }}", "{{ '{:>9999999999}'.format(1) }}")),
     *((DRY + f" policy.model_name={name}", None, "is neither a folder nor a hub name") for name in NO_HUB_NAMES),
     *((DRY, tokenizer(model_max_length=value), "tokenizer") for value in ("x", [1], {"a": 1}, True)),
     *((DRY, replaced("model/config.json", "{", '{"layer_types": %s, ' % value), "layer_types must be a list")

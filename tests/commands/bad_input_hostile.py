@@ -156,6 +156,19 @@ OPTIONS = [
     (HEALTH, text("run/metrics.jsonl", '{"step": -4, "loss": 1}\n\n'), "metrics.jsonl"),
     (DRY, text("rows.jsonl", '{"question": ' + DEEP + "\n"), "rows.jsonl:1"),
     (DRY, text("rows.jsonl", '{"question": "a", "answer": ' + LONG_NUMBER + "}\n"), "rows.jsonl:1"),
+    *(
+        (
+            DRY,
+            text("rows.jsonl", '{"question": "a", "answer": "1", "x": ' + value + "}\n"),
+            "row 0: the column 'x' is nest",
+        )
+        for value in ("[" * 900 + "]" * 900, '{"a": ' * 65 + "1" + "}" * 65)
+    ),
+    (
+        TRAIN + " data.train.path={d}/mine.py:rows",
+        text("mine.py", "def rows():\n x = 1\n for _ in range(5000): x = [x]\n return [{'question': 'a', 'x': x}]"),
+        "mine.py:rows: row 0: the column 'x' is nested more than 64 levels deep",
+    ),
     (DRY, text("good.yaml", "defaults: [" + "good.yaml, " * 5 + "]"), "inherits from itself"),
     (DRY, model(num_hidden_layers=10**9), "num_hidden_layers must be at most"),
     (PLAN + " policy.model_name={d}/model", model(num_hidden_layers=10**9), "num_hidden_layers must be at most"),

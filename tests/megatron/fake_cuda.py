@@ -281,7 +281,7 @@ def make_policy(folder: Any, config: Any, keep_reference: bool = False) -> tuple
     engine = _Engine()
     engine.record_hooks()
     torch.autograd.backward = engine.backward
-    conversion.load_hf = hf_folder.open_weights = lambda *_: None  # values there are none
+    conversion.load_hf = hf_folder.open_weights = lambda *_, **__: None  # values there are none
     recorder = Recorder()
     with mode, recorder:
         return Policy(config, folder, here, 10, keep_reference=keep_reference), mode, recorder

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from gdpo_nemo.commands import cli
 from gdpo_nemo.models.fp8 import dequantised
+from gdpo_nemo.models.hf_folder import open_weights
 from gdpo_nemo.models.sources import Format, recognise, source_fields
+from gdpo_nemo.utils.errors import ConfigError
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "megatron"))
 import tiny_models  # noqa: E402
@@ -107,3 +109,21 @@ def test_exponents_are_not_taken_for_factors():
     """Other formats store the exponents of powers of two, as bytes."""
     with pytest.raises(ValueError, match="shapes"):
         dequantised(torch.zeros(16, 32).to(torch.float8_e4m3fn), torch.full((1, 1), 127, dtype=torch.uint8), BLOCK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_weights_that_are_not_finite_are_refused_by_file_and_name(tmp_path, dtype):
+    """Anywhere in a tensor, for conversions. Engines and comparisons read all values."""
+    good = torch.full((3, 70_000), -448.0).to(dtype)
+    bad = good.clone()
+    bad[2, 69_999] = float("nan")
+    tensors = {"good": good, "bad": bad, "none": torch.zeros(0), "whole": torch.tensor([1])}
+    save_file(tensors, tmp_path / "model.safetensors")
+    read = open_weights(tmp_path, finite=True)
+    assert all(torch.equal(read(name), tensors[name]) for name in ("good", "none", "whole"))
+    with pytest.raises(ConfigError, match=r"model.safetensors: bad contains NaN or infinite values"):
+        read("bad")
+    assert open_weights(tmp_path)("bad")[2, 69_999].isnan()
+    save_file({"bad": torch.tensor([1.0, -torch.inf])}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="bad contains"):
+        open_weights(tmp_path, finite=True)("bad")
