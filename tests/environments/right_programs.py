@@ -21,8 +21,8 @@ MBPP = {
         ["assert f('aab') == {'a': 2, 'b': 1}", "assert sorted(f('aab').items()) == [('a', 2), ('b', 1)]"],
     ),
     "default dictionary": (
-        "from collections import defaultdict\ndef f(a):\n    d = defaultdict(list)\n    for x in a: d[x % 2].append(x)\n"
-        "    return d",
+        "from collections import defaultdict\ndef f(a):\n    d = defaultdict(list)\n"
+        "    for x in a: d[x % 2].append(x)\n    return d",
         ["assert f([1, 2, 3]) == {1: [1, 3], 0: [2]}", "assert f([1])[1] == [1]"],
     ),
     "range": ("def f(n): return range(n)", ["assert f(3) == range(3)", "assert list(f(2)) == [0, 1]"]),
@@ -51,10 +51,14 @@ MBPP = {
         ["assert list(f([1, 2, 3], 2)) == [2, 3]", "assert f([1], 3) == collections.deque([1])"],
     ),
     "keys": ("def f(d): return d.keys()", ["assert f({1: 2}) == {1}", "assert list(f({2: 0, 1: 0})) == [2, 1]"]),
-    "values": ("def f(d): return d.values()", ["assert sorted(f({1: 3, 2: 2})) == [2, 3]", "assert sum(f({1: 3})) == 3"]),
+    "values": (
+        "def f(d): return d.values()",
+        ["assert sorted(f({1: 3, 2: 2})) == [2, 3]", "assert sum(f({1: 3})) == 3"],
+    ),
     "items": ("def f(d): return d.items()", ["assert list(f({1: 2})) == [(1, 2)]", "assert (1, 2) in f({1: 2})"]),
     "integer subclass": (
-        "import enum\nclass Level(enum.IntEnum):\n    LOW = 1\n    HIGH = 2\ndef f(x): return Level.HIGH if x else Level.LOW",
+        "import enum\nclass Level(enum.IntEnum):\n    LOW = 1\n    HIGH = 2\n"
+        "def f(x): return Level.HIGH if x else Level.LOW",
         ["assert f(1) == 2", "assert f(0) + 1 == 2", "assert max(f(0), f(1)) == 2"],
     ),
     "text subclass": (
@@ -99,14 +103,20 @@ MBPP = {
     ),
     "error": (
         "class TooSmall(ValueError): pass\ndef f(x):\n    if x < 0: raise TooSmall('below 0')\n    return x",
-        ["try:\n    f(-1); assert False\nexcept ValueError as error:\n    assert str(error) == 'below 0'", "assert f(1) == 1"],
+        [
+            "try:\n    f(-1); assert False\nexcept ValueError as error:\n    assert str(error) == 'below 0'",
+            "assert f(1) == 1",
+        ],
     ),
     "error of the library": (
         "import json\ndef f(t): return json.loads(t)",
         ["try:\n    f('{'); assert False\nexcept ValueError:\n    pass", "assert f('[1]') == [1]"],
     ),
     "escape that warns": ("import re\ndef f(s): return re.findall('\\d+', s)", ["assert f('a1b22') == ['1', '22']"]),
-    "docstring that warns": ('def f(s):\n    """Split at \\s."""\n    return s.split()', ["assert f('a b') == ['a', 'b']"]),
+    "docstring that warns": (
+        'def f(s):\n    """Split at \\s."""\n    return s.split()',
+        ["assert f('a b') == ['a', 'b']"],
+    ),
     "comparison that warns": ("def f(x): return x is 5 or x == 5", ["assert f(5)"]),
     "assertion that warns": ("def f(x):\n    assert (x, 'message')\n    return x", ["assert f(1) == 1"]),
     "setup with the program's class": (
@@ -116,7 +126,10 @@ MBPP = {
     ),
     "setup with helpers": (
         "def f(a): return sum(a)",
-        ("import math\nfrom itertools import chain\ndef flat(x): return list(chain(*x))", ["assert f(flat([[1], [2]])) == 3"]),
+        (
+            "import math\nfrom itertools import chain\ndef flat(x): return list(chain(*x))",
+            ["assert f(flat([[1], [2]])) == 3"],
+        ),
     ),
     "recursion": ("def f(n): return 0 if n == 0 else 1 + f(n - 1)", ["assert f(900) == 900"]),
     "memory": ("def f(n): return len(bytearray(n))", ["assert f(2 ** 27) == 2 ** 27"]),

@@ -356,9 +356,9 @@ def _encode(value: Any, objects: dict[int, Any] | None) -> Any:
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
-    for plain, convert in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
+    for plain in (int, float, str):
         if isinstance(value, plain):
-            return convert(value)
+            return getattr(plain, f"__{plain.__name__}__")(value)
     if isinstance(value, _Remote):
         return ["object", value._index]
     data = _encode_data(value, objects)
