@@ -73,7 +73,7 @@ class Run:
 
 
 def run_inputs(source: str, inputs: Sequence[str], limits: Limits) -> list[Run]:
-    """Run a program once for each text as standard input, in a process and an empty ``/tmp`` of its own.
+    """Run a program once for each text as standard input, each time in a new process with an empty ``/tmp``.
 
     Returns:
         The runs in order. There are fewer runs than inputs if a run was stopped, the source is not valid Python, or the
@@ -117,10 +117,12 @@ def run_tests(
         return program, [False] * len(tests)
     try:
         result = json.loads(tester.output)
-    except ValueError:
-        result = "the tests of the row end their process"
+    except (ValueError, RecursionError):
+        result = None
     if isinstance(result, str):
         raise SandboxError(result)
+    if not isinstance(result, list) or len(result) != len(tests):  # rows are not trusted
+        raise SandboxError("the tests of the row end their process")
     return program, [passed is True for passed in result]
 
 
