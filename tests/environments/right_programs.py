@@ -7,6 +7,7 @@ Python's compiler warns about it.
 from __future__ import annotations
 
 import json
+import re
 
 MBPP = {
     # name: (program, assertions or (setup, assertions))
@@ -18,7 +19,7 @@ MBPP = {
     "dictionary": ("def f(a): return {c: a.count(c) for c in a}", ["assert f('aab') == {'a': 2, 'b': 1}"]),
     "counter": (
         "from collections import Counter\ndef f(a): return Counter(a)",
-        ["assert f('aab') == {'a': 2, 'b': 1}", "assert sorted(f('aab').items()) == [('a', 2), ('b', 1)]"],
+        ["assert f('aab') == {'a': 2, 'b': 1}", "assert f('aab').most_common(1) == [('a', 2)]"],
     ),
     "default dictionary": (
         "from collections import defaultdict\ndef f(a):\n    d = defaultdict(list)\n"
@@ -90,8 +91,8 @@ MBPP = {
         ["s = Stack(); s.push(1); s.push(2); assert s.pop() == 2 and len(s) == 1", "assert Stack().a == []"],
     ),
     "one object twice": (
-        "class Node: pass\nroot = Node()\ndef f(): return root\n",
-        ["assert f() is not None and f() == f()", "assert root == f()"],
+        "class One: pass\none = One()\ndef f(): return one\n",
+        ["assert f() is not None and f() == f()", "assert one == f()"],
     ),
     "enumeration": (
         "from enum import Enum\nclass Color(Enum):\n    RED = 'red'\ndef f(): return Color.RED",
@@ -130,6 +131,24 @@ MBPP = {
             "import math\nfrom itertools import chain\ndef flat(x): return list(chain(*x))",
             ["assert f(flat([[1], [2]])) == 3"],
         ),
+    ),
+    "ordered dictionary": (
+        "from collections import OrderedDict\ndef f(): return OrderedDict([(1, 2), (3, 4)])",
+        ["assert f() != collections.OrderedDict([(3, 4), (1, 2)])", "assert f() == {3: 4, 1: 2}"],
+    ),
+    "type": (
+        "def f(a, kind): return [type(x) for x in a if type(x) is not kind]",
+        ["assert f((4, 5, 7.7), int) == [float]"],
+    ),
+    "operators of a class": (
+        "class P:\n    def __init__(self, x): self.x = x\n    def __eq__(self, o): return self.x == o.x\n"
+        "    def __lt__(self, o): return self.x < o.x\n    def __add__(self, o): return P(self.x + o.x)\n"
+        "    def __bool__(self): return self.x > 0",
+        ["assert P(1) + P(2) == P(3) != P(4)", "assert sorted([P(2), P(1)])[0].x == 1", "assert not P(0) and P(1)"],
+    ),
+    "arguments of an error": (
+        "def f(d): return d['k']",
+        ["try:\n    f({}); assert False\nexcept KeyError as error:\n    assert error.args == ('k',)"],
     ),
     "recursion": ("def f(n): return 0 if n == 0 else 1 + f(n - 1)", ["assert f(900) == 900"]),
     "memory": ("def f(n): return len(bytearray(n))", ["assert f(2 ** 27) == 2 ** 27"]),
@@ -184,3 +203,14 @@ def cases() -> dict[str, tuple[str, dict]]:
     for name, (program, pairs) in INPUTS.items():
         found[f"input: {name}"] = program, {"prompt": "?", "tests": [{"input": a, "output": b} for a, b in pairs]}
     return found
+
+
+def together() -> tuple[str, dict]:
+    """Return the programs in the form of MBPP as one program and row, because the start of a sandbox takes CPU time."""
+    programs, setups, asserted = [], [], []
+    for number, (program, tests) in enumerate(MBPP.values()):
+        setup, tests = tests if isinstance(tests, tuple) else ("", tests)
+        for texts, more in ((programs, [program]), (setups, [setup]), (asserted, tests)):
+            texts += [re.sub(r"\bf\(", f"f{number}(", text) for text in more]
+    row = {"text": "?", "test_setup_code": "\n".join(setups), "test_list": asserted}
+    return "\n".join(programs), row

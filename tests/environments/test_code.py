@@ -13,7 +13,8 @@ import zlib
 
 import pytest
 from environment_samples import trajectory
-from right_programs import cases
+from right_programs import MBPP as ASSERTED
+from right_programs import cases, together
 
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution import sandbox
@@ -124,8 +125,18 @@ def passes_in_plain_python(program, check, folder):
     return True
 
 
-@pytest.mark.parametrize("name", RIGHT)
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
+def test_right_programs_pass_assertions_as_in_plain_python(tmp_path):
+    for name in ASSERTED:
+        program, row = RIGHT[name]
+        assert passes_in_plain_python(program, json.loads(Code().read_row(row)["code_check"]), tmp_path), name
+    program, row = together()
+    check = json.loads(Code().read_row(row)["code_check"])
+    run, passed = sandbox.run_tests(program, check["setup"], check["tests"], None, sandbox.Limits(20.0, 120.0))
+    assert [test for test, ok in zip(check["tests"], passed) if not ok] == [] and run.compiled and run.succeeded
+
+
+@pytest.mark.parametrize("name", [name for name in RIGHT if name not in ASSERTED])
 def test_right_program_passes_as_in_plain_python(name, tmp_path):
     program, row = RIGHT[name]
     assert passes_in_plain_python(program, json.loads(Code().read_row(row)["code_check"]), tmp_path)
@@ -171,7 +182,7 @@ HOSTILE = {
     "deep source": "(" * 10**5 + ")" * 10**5,
     "forged result": FORGED.format("[true, true]\\n"),
     "forged replies": FORGED.format('["value", true, [["list", []]]]\\n'),
-    "always equal": "class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+    "always equal": "class Yes:\n    def __eq__(self, other): return True\n    __hash__ = None\n"
     "def add(a, b): return Yes()\n",
     "patched built-ins": "import builtins\nbuiltins.AssertionError = print\n"
     "len, abs, set = (lambda *_: 2), (lambda *_: 3), list\n"
@@ -239,7 +250,8 @@ def test_hostile_program_scores_0_in_every_component_if_it_is_stopped():
     [
         ({"test_setup_code": "import no_such_module"}, "the tests of the row are invalid"),
         ({"test_list": ["import os; os._exit(0)"]}, "the tests of the row end their process"),
-        ({"test_list": ["import os; os._exit(3)"]}, "the tests of the row end their process"),
+        ({"test_list": ["import os; os.write(3, b'[' * 10**5); os._exit(0)"]}, "tests of the row end their process"),
+        ({"test_list": ["import os; os.write(3, b'5'); os._exit(3)"]}, "the tests of the row end their process"),
     ],
 )
 def test_invalid_tests_of_a_row_mask_the_sample_instead_of_scoring_0(row, said):
@@ -250,6 +262,18 @@ def test_invalid_tests_of_a_row_mask_the_sample_instead_of_scoring_0(row, said):
 def test_wrong_program_fails_the_tests_if_the_setup_needs_its_class():
     program, row = RIGHT["setup with the program's class"]
     assert rewards(program.replace("class Node", "class Other"), row) == (1, 0, 0)
+
+
+def test_program_cannot_change_the_sandbox_or_the_signal_at_the_end_of_its_parent():
+    program = """import ctypes, resource
+call = ctypes.CDLL(None, use_errno=True).syscall
+number = {"x86_64": (157, 302, 434, 438), "aarch64": (167, 261, 434, 438)}["MACHINE"]
+first = call(number[2], 1, 0)  # pidfd_open of the first process
+print(call(number[0], 1, 0, 0, 0, 0), call(number[1], 1, 0, 0, 0), call(number[3], first, 1, 0))
+print(resource.getrlimit(0)[0])
+"""
+    [run] = sandbox.run_inputs(program.replace("MACHINE", os.uname().machine), [""], sandbox.Limits(2.0, 60.0))
+    assert run.output == b"-1 -1 -1\n2\n"
 
 
 def test_no_input_is_tried_after_the_total_cpu_time():
@@ -320,6 +344,7 @@ def test_sandbox_that_cannot_start_is_a_failure_with_the_reason(monkeypatch):
          "private_test_cases: cannot be read (UnpicklingError)"),
         ({**LIVE_CODE_BENCH, "private_test_cases": base64.b64encode(zlib.compress(HUGE_MEMO)).decode()},
          "private_test_cases: cannot be read (UnpicklingError)"),
+        ({**LIVE_CODE_BENCH, "public_test_cases": "5"}, "public_test_cases: must be a list of objects"),
         ({"text": "?", "test_list": "assert"}, "test_list: must be a list of texts"),
     ],
 )  # fmt: skip

@@ -149,8 +149,8 @@ ENVIRONMENTS = (
     ),
     mutant(
         "environments/execution/sandbox_script.py",
-        "isinstance(other, _Remote) and other._index == self._index",
-        "self._peer.request('getattr', self, '__eq__')(other)",
+        "if isinstance(other, _Remote) else NotImplemented",
+        "if True else NotImplemented",
         "environments/test_code.py::test_hostile_program_scores_0_and_harms_nothing",
         "the program's __eq__ does not decide a test",
     ),

@@ -301,19 +301,26 @@ def _confine(cpu_s: int, memory_bytes: int) -> None:
 
 # fork vfork execve execveat ptrace mount umount2 pivot_root unshare setns socket memfd_create memfd_secret shmget
 # msgget semget mq_open add_key request_key keyctl bpf perf_event_open userfaultfd process_vm_readv process_vm_writev
-# open_tree move_mount fsopen fsconfig fsmount mount_setattr io_uring_setup; aarch64 does not have fork and vfork
+# open_tree move_mount fsopen fsconfig fsmount mount_setattr io_uring_setup pidfd_getfd; aarch64 does not have fork
+# and vfork
 _REFUSED_CALLS = {
     "x86_64": "57 58 59 322 101 165 166 155 272 308 41 319 447 29 68 64 240 248 249 250 321 298 323 310 311 428 429 "
-    "430 431 432 442 425",
+    "430 431 432 442 425 438",
     "aarch64": "221 281 117 40 39 41 97 268 198 279 447 194 186 190 180 217 218 219 280 241 282 270 271 428 429 430 "
-    "431 432 442 425",
+    "431 432 442 425 438",
 }
 _CLONE = {"x86_64": 56, "aarch64": 220}
+_PRCTL = {"x86_64": 157, "aarch64": 167}
+_PRLIMIT = {"x86_64": 302, "aarch64": 261}
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 
 def _seccomp_filter(machine: str) -> bytes:
-    """Return the seccomp filter as BPF instructions. Threads may be started, processes may not."""
+    """Return the seccomp filter as BPF instructions.
+
+    Threads may be started, processes may not. A program cannot change the signal that it gets when its parent dies, or
+    the limits of another process.
+    """
     load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, unknown, kill = 0x7FFF0000, 0x00050001, 0x00050026, 0x80000000  # EPERM, ENOSYS
 
@@ -325,6 +332,10 @@ def _seccomp_filter(machine: str) -> bytes:
     for number in map(int, _REFUSED_CALLS[machine].split()):
         code += [instruction(equal, number, 0, 1), instruction(end, refuse)]
     code += [instruction(equal, 435, 0, 1), instruction(end, unknown)]  # clone3: the C library then calls clone
+    for number, wanted, if_equal in ((_PRCTL[machine], 1, refuse), (_PRLIMIT[machine], 0, allow)):  # PR_SET_PDEATHSIG
+        other = allow if if_equal == refuse else refuse
+        code += [instruction(equal, number, 0, 4), instruction(load, 16)]
+        code += [instruction(equal, wanted, 0, 1), instruction(end, if_equal), instruction(end, other)]
     code += [instruction(equal, _CLONE[machine], 0, 3), instruction(load, 16)]
     code += [instruction(any_bit, 0x10000, 1), instruction(end, refuse), instruction(end, allow)]  # CLONE_THREAD
     return b"".join(code)
@@ -332,6 +343,8 @@ def _seccomp_filter(machine: str) -> bytes:
 
 _LIBRARY = (
     "builtins.range",
+    "collections.Counter",
+    "collections.OrderedDict",
     "collections.deque",
     "datetime.date",
     "datetime.datetime",
@@ -373,6 +386,10 @@ def _encode(value: Any, objects: dict[int, Any] | None) -> Any:
 def _encode_data(value: Any, objects: dict[int, Any] | None) -> Any:
     """Return a container or an object of the standard library as JSON, or None for any other object."""
     name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
+        return ["type", value.__name__]
+    if name in _LIBRARY:
+        return [name, [_encode(argument, objects) for argument in _arguments(name, value)]]
     if isinstance(value, dict):
         return ["dict", [[_encode(k, objects), _encode(v, objects)] for k, v in value.items()]]
     if name.startswith("builtins.dict_"):
@@ -386,10 +403,14 @@ def _encode_data(value: Any, objects: dict[int, Any] | None) -> Any:
         return ["bytes", value.hex()]
     if isinstance(value, complex):
         return ["complex", [value.real, value.imag]]
-    if name in _LIBRARY:
-        arguments = (list(value), value.maxlen) if name == "collections.deque" else value.__reduce__()[1]
-        return [name, [_encode(argument, objects) for argument in arguments]]
     return None
+
+
+def _arguments(name: str, value: Any) -> Sequence[Any]:
+    """Return the arguments that create an equal object of a class in ``_LIBRARY``."""
+    if name == "collections.deque":
+        return list(value), value.maxlen
+    return [list(value.items())] if name == "collections.OrderedDict" else list(value.__reduce__()[1])
 
 
 def _decode(value: Any, from_index: Callable[[int], Any]) -> Any:
@@ -398,6 +419,8 @@ def _decode(value: Any, from_index: Callable[[int], Any]) -> Any:
     kind, content = value
     if kind == "object":
         return from_index(int(content))
+    if kind == "type" and isinstance(found := getattr(builtins, content), type):
+        return found
     if kind == "bytes":
         return bytes.fromhex(content)
     if kind == "complex":
@@ -429,8 +452,13 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "setitem": operator.setitem,
     "contains": operator.contains,
+    "bool": bool,
+    "hash": hash,
+    **{name: getattr(operator, f"__{name}__") for name in ("add", "sub", "mul", "truediv", "neg", "abs")},
 }
 """Operations on objects of the program that a test may request."""
+_COMPARISONS = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
+"""Operations on two objects of the program."""
 
 
 def _serve(program: types.CodeType, module: types.ModuleType, reader: int, writer: int) -> NoReturn:
@@ -446,11 +474,12 @@ def _serve(program: types.CodeType, module: types.ModuleType, reader: int, write
                     if operation == "name":
                         result = module.__dict__[arguments[0]]
                     else:
-                        result = _OPERATIONS[operation](*arguments, **_decode(named, objects.__getitem__))
+                        function = _OPERATIONS.get(operation) or _COMPARISONS[operation]
+                        result = function(*arguments, **_decode(named, objects.__getitem__))
                     reply = ["value", _encode(result, objects), _encode(arguments, objects)]
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     built_in = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
-                    reply = ["error", built_in.__name__, str(error)]
+                    reply = ["error", built_in.__name__, _encode(error.args, objects)]
                 os.write(writer, json.dumps(reply).encode() + b"\n")
     except BaseException:  # the program may raise anything, such as SystemExit
         os._exit(1)
@@ -475,7 +504,8 @@ class _Peer:
         kind, *content = json.loads(line)
         if kind == "error":
             known = getattr(builtins, str(content[0]), None)
-            raise (known if isinstance(known, type) and issubclass(known, Exception) else RuntimeError)(content[1])
+            error = known if isinstance(known, type) and issubclass(known, (Exception, SystemExit)) else RuntimeError
+            raise error(*_decode(content[1], lambda index: _Remote(self, index)))
         result, changed = (_decode(value, lambda index: _Remote(self, index)) for value in content)
         for argument, new in zip(arguments[1:], changed[1:]):  # functions may sort or fill their arguments
             if type(argument) is type(new) is list:
@@ -489,7 +519,7 @@ class _Peer:
 class _Remote:
     """Object in the program's process, such as a function or an instance of its classes.
 
-    Two objects are equal if they are the same object, regardless of the program's ``__eq__``.
+    The program compares two of its objects, but not one of them with a value of the test.
     """
 
     def __init__(self, peer: _Peer, index: int):
@@ -500,22 +530,22 @@ class _Remote:
             raise AttributeError(name)
         return self._peer.request("getattr", self, name)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Remote) and other._index == self._index
-
-    def __hash__(self) -> int:
-        return hash(self._index)
-
-    def __bool__(self) -> bool:
-        return True
-
 
 def _forward(operation: str) -> Callable[..., Any]:
     return lambda self, *arguments, **named: self._peer.request(operation, self, *arguments, **named)
 
 
+def _forward_comparison(operation: str) -> Callable[..., Any]:
+    def compare(self: _Remote, other: object) -> Any:
+        return self._peer.request(operation, self, other) if isinstance(other, _Remote) else NotImplemented
+
+    return compare
+
+
 for _operation in set(_OPERATIONS) - {"getattr"}:
     setattr(_Remote, f"__{_operation}__", _forward(_operation))
+for _operation in _COMPARISONS:
+    setattr(_Remote, f"__{_operation}__", _forward_comparison(_operation))
 
 
 def _test(job: Mapping[str, Any], peer: _Peer) -> NoReturn:

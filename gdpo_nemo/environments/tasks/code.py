@@ -204,7 +204,8 @@ def _input_output(found: Any) -> dict[str, Any]:
 
 
 def _live_code_bench(row: Mapping[str, Any]) -> dict[str, Any]:
-    cases = [*_json("public_test_cases", row["public_test_cases"]), *_private(row.get("private_test_cases"))]
+    public = _json("public_test_cases", row["public_test_cases"])
+    cases = [*public, *_private(row.get("private_test_cases"))] if isinstance(public, list) else [public]
     if not all(isinstance(case, Mapping) for case in cases):
         raise ConfigError("public_test_cases: must be a list of objects")
     if not any(case.get("testtype") == "functional" for case in cases):
@@ -222,7 +223,7 @@ def _private(value: Any) -> list[Any]:
         return []
     try:
         return list(json.loads(value) if isinstance(value, str) else value)
-    except ValueError:  # not JSON
+    except (ValueError, TypeError, RecursionError):  # not a list in JSON
         return _compressed(value)
 
 
