@@ -19,6 +19,7 @@ def to_json(state: Any) -> Any:
     """Convert a state to plain JSON data, from which ``from_json`` returns an equal state.
 
     A state consists of lists, dictionaries with text keys, text, numbers, booleans, None, and NumPy arrays and scalars.
+    Tuples become lists.
 
     Raises:
         ValueError: if a value has another type, or the state is too large. The message contains the place of the value.
@@ -38,15 +39,15 @@ def to_json(state: Any) -> Any:
 
 
 def _plain(value: Any, place: str) -> Any:
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if type(value) is list:
-        return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
-    if type(value) is dict and all(type(key) is str for key in value) and _ARRAY not in value:
-        return {key: _plain(item, f"{place}[{key!r}]") for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
         shape = list(value.shape) if isinstance(value, np.ndarray) else None
         return {_ARRAY: [value.dtype.str, shape, base64.b64encode(value.tobytes()).decode()]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(item, f"{place}[{index}]") for index, item in enumerate(value)]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value) and _ARRAY not in value:
+        return {key: _plain(item, f"{place}[{key!r}]") for key, item in value.items()}
     raise ValueError(
         f"{place}: cannot save {type(value).__name__}; use lists, dictionaries with text keys, text, numbers and NumPy "
         "arrays of numbers"
