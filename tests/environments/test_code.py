@@ -13,8 +13,7 @@ import zlib
 
 import pytest
 from environment_samples import trajectory
-from right_programs import MBPP as ASSERTED
-from right_programs import cases, together
+from right_programs import MBPP as ASSERTED, cases, together
 
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.execution import sandbox
