@@ -33,6 +33,8 @@ from gdpo_nemo.environments.execution.sandbox_script import NOBODY, TMP_BYTES
 _ERROR_BYTES = 4096
 _END_S = 10.0
 """Maximum time in seconds that the kernel may need to end a killed sandbox."""
+_KILL_S = 0.1
+"""Seconds between two attempts to kill a sandbox."""
 _HEADER_BYTES = 1024
 """More than the length of the line before the output of a run."""
 
@@ -259,6 +261,7 @@ def _wait(processes: Sequence[_Process], limits: Limits) -> None:
     program that computes reaches a limit of CPU time first.
     """
     deadline, late = time.monotonic() + limits.wall_s, False
+    end = deadline + _END_S
     try:
         with selectors.DefaultSelector() as selector:
             for process in processes:
@@ -268,11 +271,11 @@ def _wait(processes: Sequence[_Process], limits: Limits) -> None:
                     key.data.read(key.fileobj, selector)
                 if time.monotonic() < deadline:
                     continue
-                if late:
+                if deadline >= end:
                     break
-                for process in processes:
+                for process in processes:  # repeatedly, because a sandbox that is starting has no first process yet
                     process.kill()
-                deadline, late = deadline + _END_S, True
+                deadline, late = min(time.monotonic() + _KILL_S, end), True
     finally:
         for process in processes:
             process.kill()

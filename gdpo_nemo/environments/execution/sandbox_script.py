@@ -386,7 +386,7 @@ def _encode(value: Any, objects: dict[int, Any] | None) -> Any:
 def _encode_data(value: Any, objects: dict[int, Any] | None) -> Any:
     """Return a container or an object of the standard library as JSON, or None for any other object."""
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, type) and vars(builtins).get(value.__name__) is value:
+    if isinstance(value, type) and value.__module__ == "builtins" and value.__name__ in vars(builtins):
         return ["type", value.__name__]
     if name in _LIBRARY:
         return [name, [_encode(argument, objects) for argument in _arguments(name, value)]]
