@@ -121,7 +121,7 @@ MEGATRON = (
         "models/weights.py",
         '(experts.latent_up, (hidden, latent), "fc2"),',
         "",
-        "megatron/test_families.py::test_the_plan_counts_the_parameters_that_transformers_makes[nemotron-3-super]",
+        "models/test_weights.py::test_table_equals_tensors_that_transformers_saves[nemotron-3-super]",
         "the plan counts both projections of latent vectors",
     ),
     mutant(
