@@ -240,8 +240,8 @@ MEGATRON = (
     ),
     mutant(
         "megatron/lora.py",
-        "if weight is None or not weight.adapted:",
-        "if weight is None:",
+        "if weight is None or not weight.adapted or weight.vocabulary:",
+        "if weight is None or weight.vocabulary:",
         "megatron/test_adapter_updates.py::test_a_receiver_merges_what_the_policy_would_have_exported_bit_for_bit[TP2+SP-float32]",
         "experts whose folder stacks them have no adapters",
     ),
