@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from itertools import chain, groupby
-from typing import Any, Callable, Iterable, Iterator, Sequence
+from typing import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,6 @@ from gdpo_nemo.models.weights import (
 )
 from gdpo_nemo.weights.manifest import Entry, Manifest, divide, weight_metadata
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-
 
 def local_weights(chunks: list[torch.nn.Module], model: ModelDescription) -> Iterator[tuple[torch.Tensor, Weight]]:
     """Yield (tensor, weight) for every weight of this rank, in a fixed order.
@@ -39,12 +36,7 @@ def local_weights(chunks: list[torch.nn.Module], model: ModelDescription) -> Ite
         for name, tensor in chain(chunk.named_parameters(), chunk.named_buffers()):
             if ".adapters." in name or name.startswith("value_head."):
                 continue
-            number, inner = None, name
-            if match := _LAYER.fullmatch(name):
-                # Megatron's layer_number counts Hybrid layers from 1 over all pipeline stages.
-                decoder: Any = chunk.decoder
-                number, inner = layers[decoder.layers[int(match[1])].layer_number - 1], match[2]
-            weight = find_weight(weights, number, inner)
+            weight = find_weight(weights, layers, chunk, name)
             if weight is not None:
                 yield tensor, weight
             elif isinstance(tensor, torch.nn.Parameter):

@@ -12,7 +12,6 @@ distribute like the expert's weights.
 from __future__ import annotations
 
 import contextlib
-import re
 from dataclasses import replace
 from typing import Any, Iterator
 
@@ -32,8 +31,6 @@ from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.family_checks import check_adapted_layers
 from gdpo_nemo.models.weights import OUTPUT
 from gdpo_nemo.weights.adapters import Pairs, peft_name
-
-_LINEAR = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 
 def _forward_hook(adapters: Adapters | GroupedAdapters):
@@ -62,14 +59,9 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
             output_layer: Any = chunk.output_layer
             output = weights[None, OUTPUT]
             output_layer.adapters = HeadAdapter(output, output_layer.weight, model, settings, seed)
-        decoder: Any = chunk.decoder
         for name, linear in list(chunk.named_modules()):
-            match = _LINEAR.fullmatch(name)
-            if match is None:
-                continue
-            number = layers[decoder.layers[int(match[1])].layer_number - 1]
-            weight = find_weight(weights, number, f"{match[2]}.weight")
-            if weight is None or not weight.adapted:
+            weight = find_weight(weights, layers, chunk, f"{name}.weight")
+            if weight is None or not weight.adapted or weight.vocabulary:
                 continue
             adapters: Adapters | GroupedAdapters
             if weight.experts:

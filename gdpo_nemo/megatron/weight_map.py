@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Mapping
+from typing import Any, Mapping, Sequence
 
 from gdpo_nemo.models.description import Heads, ModelDescription
 from gdpo_nemo.models.weights import EMBEDDING, OUTPUT, QKV_ROWS, REPLICATED, weight_table
@@ -24,6 +24,7 @@ FUSED_NORMS = {
 STACKED_EXPERT = re.compile(r"(.+\.experts\.\w+)\.(\d+)")
 """Name of an expert's slice of a stacked tensor: the name of the tensor, and the index of the expert."""
 
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # local_experts.3.linear_fc1.weight, or linear_fc1.weight3 in TransformerEngine's grouped linear layers
 _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
 
@@ -88,13 +89,18 @@ def weights_of(model: ModelDescription) -> Weights:
     return found
 
 
-def find_weight(weights: Weights, layer: int | None, name: str) -> Weight | None:
+def find_weight(weights: Weights, layers: Sequence[int], chunk: Any, name: str) -> Weight | None:
     """Return the weight of a parameter or buffer of Megatron's model, or None if the model's folder has none.
 
     Args:
-        layer: index of the Hugging Face layer, or None outside of the layers.
-        name: name in the Hybrid layer, or in the model outside of the layers.
+        layers: ``ModelDescription.hf_layers``.
+        chunk: model chunk of this rank.
+        name: name in the chunk.
     """
+    layer = None
+    if (match := _LAYER.fullmatch(name)) is not None:
+        # Megatron's layer_number counts Hybrid layers from 1 over all pipeline stages.
+        layer, name = layers[chunk.decoder.layers[int(match[1])].layer_number - 1], match[2]
     if (match := _EXPERT.fullmatch(name)) is None:
         return weights.get((layer, FUSED_NORMS.get(name, name)))
     weight = weights.get((layer, match[1] + match[3]))
