@@ -179,7 +179,18 @@ OPTIONS = [
     (
         DUMP,
         text("dump.jsonl", '{"input": "a", "output": "b", "r": 1, "advantage": "x"}\n'),
-        "advantage must be a number",
+        "dump.jsonl: sample 1: advantage must be a number",
+    ),
+    (
+        DUMP,
+        text("dump.jsonl", '{"input": "a", "output": "b", "r": 1}\n[1]\n'),
+        "dump.jsonl:2: is not a line of a JSONL",
+    ),
+    (DUMP, text("dump.jsonl", '{"input": "a", "r": 1, "r": 0}\n'), "dump.jsonl:1: is not a line"),
+    (DUMP, pipe("dump.jsonl"), PIPE),
+    *(
+        ("conformance {d}/mine.py:f", text("mine.py", f"def f(*_, **__):\n {body}\n"), "FUNCTION: worked example")
+        for body in ("return [[1]]", "return 'x'", "return object()")
     ),
     (DUMP, text("dump.jsonl", '{"input": "a", "output": "b", "r": ' + "9" * 400 + "}\n"), "r must be a number"),
 ]
