@@ -91,6 +91,8 @@ _DEFAULTS |= dict.fromkeys(LATER)
 """Default values of keys that older JSONL files lack."""
 _DROPPED = ("extra", "advantage", "terms", "trainer_logprobs", "not_utf8", *LATER)
 """Keys that are omitted from a record if they have no value."""
+REQUIRED = frozenset(name for name in SCHEMA.names if _DEFAULTS.get(name, "") is not None)
+"""Columns whose values are never null."""
 
 
 def table_of(
@@ -152,6 +154,15 @@ def table_of(
         "not_utf8": _not_utf8(texts, count),
     }
     return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def with_required(table: pa.Table) -> pa.Table:
+    """Return the table unchanged. Raise ValueError if a value is missing in a column that every sample has."""
+    for name in REQUIRED.intersection(table.column_names):
+        if table.column(name).null_count:
+            row = table.column(name).is_null().to_pylist().index(True)
+            raise ValueError(f"{name} of sample {row + 1} is null")
+    return table
 
 
 def completed(table: pa.Table, names: Sequence[str]) -> pa.Table:

@@ -229,7 +229,7 @@ def read_columns(path: str | Path, names: Sequence[str], rows: int | None = None
     """
     import pyarrow as pa
 
-    from gdpo_nemo.observe.sample_columns import SCHEMA, completed, table_of_records
+    from gdpo_nemo.observe.sample_columns import SCHEMA, completed, table_of_records, with_required
 
     path = Path(path)
     if path.suffix != ".parquet":
@@ -238,11 +238,11 @@ def read_columns(path: str | Path, names: Sequence[str], rows: int | None = None
             table = table_of_records(records, names)
         except OverflowError as error:  # A token id such as 1e400 in JSON is infinite.
             raise ValueError(str(error)) from None
-        return table if rows is None else table.slice(0, rows)
+        return with_required(table if rows is None else table.slice(0, rows))
     with _parquet(path, names) as file:
         existing = [name for name in names if name in file.schema_arrow.names]
         if rows is None:
-            return completed(file.read(columns=existing), names)
+            return completed(with_required(file.read(columns=existing)), names)
         first = next(file.iter_batches(max(1, rows), columns=existing), None)
         schema = pa.schema([SCHEMA.field(name) for name in existing])
         return completed(pa.Table.from_batches([] if first is None else [first], schema).slice(0, rows), names)

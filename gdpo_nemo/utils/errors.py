@@ -24,11 +24,19 @@ SHORTEST_SECRET = 6
 """Minimum length of a secret. Messages show shorter values of environment variables, such as numbers."""
 _secrets: dict[str, str] = {}
 """Interpolations in this process's configs, by the value of the environment variable that they read."""
-# Possessive, because backtracking would take quadratic time for a long text from a server.
-_USER = re.compile(r"(?<!ssh)(?<!sftp)(://)([^/\s:@?#]*+)(:?)[^/\s@?#]*+@")
-_PARAMETER = re.compile(
+# Bounded and possessive, because backtracking would take quadratic time for a long text from a server.
+_USER = re.compile(r"(\w{0,12})(://)([^/\s:@?#]*+)(:?)[^/\s?#]*@")
+_URL = re.compile(r"://[^\s'\"]+")
+_PARAMETER = re.compile(r"([?&;#]([^=&;#?\s'\"]+)=)[^&;#\s'\"]+")
+_HARMLESS = frozenset(
+    "api-version config download format lang limit n offset page raw ref region revision split sslmode subset "
+    "timeout type v version".split()
+)
+"""Names of query parameters whose values are shown in messages."""
+_SECRET_PARAMETER = re.compile(
     r"([?&][\w.-]*(?:key|token|secret|passw(?:or)?d|pwd|sig|signature|auth|credentials?)=)[^&\s#'\"]+", re.IGNORECASE
 )
+"""Parameters to mask in texts without a scheme, which may be other things than URLs."""
 
 
 def remember_secret(value: str, written: str) -> None:
@@ -49,12 +57,24 @@ def without_secrets(text: str) -> str:
 def mask_urls(text: str) -> str:
     """Return the text with the credentials in URLs masked.
 
-    Credentials are a password or token before the host, and query parameters with a name such as ``key`` or ``token``.
-    User names of ssh and sftp are not masked.
+    Credentials are a password or token before the host, and the values of all query and fragment parameters except
+    those with harmless names. User names of ssh and sftp are not masked.
     """
     if "://" in text:
-        text = _USER.sub(lambda found: f"://{found[2] if found[3] else ''}{found[3]}***@", text)
-    return _PARAMETER.sub(r"\1***", text)
+        text = _USER.sub(_masked_user, text)
+        text = _URL.sub(lambda url: _PARAMETER.sub(_masked_parameter, url[0]), text)
+    return _SECRET_PARAMETER.sub(r"\1***", text)
+
+
+def _masked_user(found: re.Match[str]) -> str:
+    scheme, border, user, colon = found.groups()
+    if scheme in ("ssh", "sftp") and not colon:
+        return found[0]
+    return f"{scheme}{border}{user if colon else ''}{colon}***@"
+
+
+def _masked_parameter(found: re.Match[str]) -> str:
+    return found[0] if found[2].lower() in _HARMLESS else f"{found[1]}***"
 
 
 class FailureKind(StrEnum):

@@ -63,6 +63,17 @@ def model(**fields) -> Damage:
     return lambda d: write(d, "model/config.json", json.dumps({**MODEL, **fields}))
 
 
+def sample(**fields) -> Damage:
+    """Change columns of the first sample of a run."""
+
+    def change(d: Path) -> None:
+        file = d / ROLLOUTS
+        first, *others = file.read_text().splitlines(keepends=True)
+        file.write_text(json.dumps({**json.loads(first), **fields}) + "\n" + "".join(others))
+
+    return change
+
+
 # (command, file, what its message names); each gets a pipe, a device, a text too deep
 READ = [
     (DRY, "good.yaml"), (DRY, "model/config.json"), (DRY, "model/model.safetensors.index.json"),
@@ -179,7 +190,22 @@ OPTIONS = [
     (
         DUMP,
         text("dump.jsonl", '{"input": "a", "output": "b", "r": 1, "advantage": "x"}\n'),
-        "advantage must be a number",
+        "dump.jsonl: sample 1: advantage must be a number",
+    ),
+    (
+        DUMP,
+        text("dump.jsonl", '{"input": "a", "output": "b", "r": 1}\n[1]\n'),
+        "dump.jsonl:2: is not a line of a JSONL",
+    ),
+    *(
+        ("inspect {d}/run --out {d}/page", sample(**{name: None}), f"rollout file (ValueError: {name} of sample 1 is")
+        for name in ("outcome", "finish_reason", "environment", "sample_index")
+    ),
+    (DUMP, text("dump.jsonl", '{"input": "a", "r": 1, "r": 0}\n'), "dump.jsonl:1: is not a line"),
+    (DUMP, pipe("dump.jsonl"), PIPE),
+    *(
+        ("conformance {d}/mine.py:f", text("mine.py", f"def f(*_, **__):\n {body}\n"), "FUNCTION: worked example")
+        for body in ("return [[1]]", "return 'x'", "return object()")
     ),
     (DUMP, text("dump.jsonl", '{"input": "a", "output": "b", "r": ' + "9" * 400 + "}\n"), "r must be a number"),
 ]

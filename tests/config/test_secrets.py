@@ -68,7 +68,11 @@ def test_escape_sequences_are_written_out_in_messages(tmp_path):
         ("https://hunter2-and-more@host/x", "https://***@host/x"),
         ("https://host/x?api_key=hunter2-and-more&n=3", "https://host/x?api_key=***&n=3"),
         ("https://host/x?n=3&X-Amz-Signature=hunter2-and-more", "https://host/x?n=3&X-Amz-Signature=***"),
+        ("https://host/x?code=hunter2-and-more&page=3#access=hunter2", "https://host/x?code=***&page=3#access=***"),
+        ("https://host/x?sslmode=require;pw=hunter2#usage", "https://host/x?sslmode=require;pw=***#usage"),
+        ("https://me:hunter2@and-more@host/x", "https://me:***@host/x"),
         ("ssh://git@host/x@y", "ssh://git@host/x@y"),
+        ("ssh://git:hunter2-and-more@host/x", "ssh://git:***@host/x"),
         ("https://host/a@b?n=3", "https://host/a@b?n=3"),
     ],
 )
@@ -77,6 +81,11 @@ def test_credentials_in_urls_are_masked_in_files_and_messages(url, shown):
     assert config.logger.mlflow.tracking_uri == url
     assert recorded(config)["logger"]["mlflow"]["tracking_uri"] == shown
     assert str(ConfigError(f"{url} gives no answer")) == f"{shown} gives no answer"
+
+
+def test_values_that_are_not_urls_are_saved_unchanged():
+    pattern = "(?P<a>x?b=1&c=2;d=3)"
+    assert recorded(load_config(None, [f"run.name='{pattern}'"]))["run"]["name"] == pattern
 
 
 @pytest.mark.parametrize(

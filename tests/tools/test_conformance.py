@@ -1,5 +1,7 @@
 """Recorded advantages of other trainers, and the command that compares a function with them."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -129,3 +131,12 @@ def test_the_command_refuses_what_is_not_an_estimator(arguments, message, tmp_pa
     (tmp_path / "mine.py").write_text(ESTIMATORS)
     assert cli.main(["conformance", *(argument.format(d=tmp_path) for argument in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("exit_with", [SystemExit(3), GeneratorExit("x"), BaseException("x")])
+def test_exits_of_a_custom_function_are_its_outcome(exit_with):
+    def leave(*_):
+        raise exit_with
+
+    assert isinstance(evaluate(leave, load_cases()[0]), str)
+    assert "os._exit" in evaluate(lambda *_: os._exit(3), load_cases()[0])

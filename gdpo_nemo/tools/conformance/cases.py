@@ -15,6 +15,7 @@ import numpy as np
 
 from gdpo_nemo.algorithms.advantages import compute_advantages
 from gdpo_nemo.utils.errors import first_line
+from gdpo_nemo.utils.user_code import exits_contained
 
 VECTORS = Path(__file__).with_name("conformance.json")
 TOLERANCE = 1e-3
@@ -83,8 +84,9 @@ def evaluate(estimator: Estimator, case: Case) -> Outcome:
     """
     try:
         # Copies, because an estimator may modify its arguments.
-        values = estimator(case.rewards.copy(), case.groups.copy(), case.weights.copy(), case.lengths.copy())
-    except (Exception, SystemExit) as error:  # any error of an implementation is its outcome
+        with exits_contained():
+            values = estimator(case.rewards.copy(), case.groups.copy(), case.weights.copy(), case.lengths.copy())
+    except Exception as error:  # any error of an implementation is its outcome
         return first_line(error)
     try:
         array = np.asarray(values, dtype=np.float64)

@@ -8,14 +8,14 @@ NeMo-RL, slime and prime-rl record only the sum of the rewards.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 import numpy as np
 
 from gdpo_nemo.data.records import Group, Prompt, Trajectory
-from gdpo_nemo.utils.errors import ConfigError, first_line
+from gdpo_nemo.utils.errors import ConfigError, first_line, message_line
+from gdpo_nemo.utils.files import open_file, parse_json
 
 TRAINERS = ("trl", "verl")
 _NO_TOKENS = np.zeros(0, np.int32)
@@ -54,13 +54,14 @@ def read_dump(trainer: str, path: Path) -> tuple[list[Group], np.ndarray]:
     members = _groups_of_prompts([str(row[prompt]) for row in rows], by_order=trainer == "trl")
     groups = [Group(Prompt(f"{index}", _NO_TOKENS, str(rows[m[0]][prompt]), ""), []) for index, m in enumerate(members)]
     for group, indices in zip(groups, members, strict=True):
-        for sample_index, row in enumerate(rows[index] for index in indices):
-            rewards = {name: _number(row.get(name), name, path) for name in names}
-            text = str(row[completion])
+        for sample_index, index in enumerate(indices):
+            rewards = {name: _number(rows[index], name, f"{path}: sample {index + 1}") for name in names}
+            text = str(rows[index][completion])
             group.trajectories.append(
                 Trajectory(group.prompt, sample_index, _NO_TOKENS, _NO_TOKENS, 0, text, "stop", rewards)
             )
-    recorded = [_number(rows[index].get("advantage"), "advantage", path) for indices in members for index in indices]
+    order = [index for indices in members for index in indices]
+    recorded = [_number(rows[index], "advantage", f"{path}: sample {index + 1}") for index in order]
     return groups, np.array([np.nan if value is None else value for value in recorded], np.float64)
 
 
@@ -78,14 +79,20 @@ def _read_trl(path: Path) -> tuple[list[dict[str, Any]], str, str, Sequence[str]
 
 
 def _read_verl(path: Path) -> tuple[list[dict[str, Any]], str, str, Sequence[str]]:
+    rows: list[dict[str, Any]] = []
+    number = 0
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        with open_file(path) as file:
+            for line in file:
+                number += 1
+                if line.strip():
+                    rows.append(parse_json(line))
+                    if not isinstance(rows[-1], dict):
+                        raise ValueError("it is not a mapping")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise ConfigError(f"{path}: is not a JSONL file ({first_line(error)})") from None
-    if not all(isinstance(row, Mapping) for row in rows):
-        raise ConfigError(f"{path}: every line must be a mapping")
+        raise ConfigError(f"{path}:{number}: is not a line of a JSONL file ({message_line(error)})") from None
     return rows, "input", "output", ("step", "input", "output", "gts", "score", "request_id", "reward")
 
 
@@ -108,13 +115,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
-def _number(value: object, name: str, path: Path) -> float | None:
+def _number(row: Mapping[str, object], name: str, where: str) -> float | None:
     """Return a reward or an advantage, or None if it is missing."""
+    value = row.get(name)
     if value is None or (isinstance(value, float) and np.isnan(value)):
         return None
     if not isinstance(value, (int, float)):
-        raise ConfigError(f"{path}: {name} must be a number, got {repr(value)[:40]}")
+        raise ConfigError(f"{where}: {name} must be a number, got {repr(value)[:40]}")
     try:
         return float(value)
     except OverflowError:
-        raise ConfigError(f"{path}: {name} must be a number of at most 1.8e308, got {str(value)[:20]}...") from None
+        raise ConfigError(f"{where}: {name} must be a number of at most 1.8e308, got {str(value)[:20]}...") from None
