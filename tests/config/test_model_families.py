@@ -114,9 +114,9 @@ REFUSED = {
         shape("qwen3_next", 2048, 48, 16, 2, 5120, 151936, 262144, linear_num_value_heads=24),
         "linear_num_value_heads 24 must be a multiple of linear_num_key_heads 16",
     ),
-    "a text as the size of a head, of which a part is rotated": (
-        shape("minimax_m2", 3072, 62, 48, 8, 1536, 200064, 196608, rotary_dim=64, head_dim="128"),
-        "head_dim in the model's config.json must be a positive integer, got '128'",
+    "a list as the size of a head, of which a part is rotated": (
+        shape("minimax_m2", 3072, 62, 48, 8, 1536, 200064, 196608, rotary_dim=64, head_dim=[128]),
+        "head_dim in the model's config.json must be a positive integer, got [128]",
     ),
     "a Qwen2-MoE without biases": (
         shape("qwen2_moe", 2048, 24, 16, 16, 5632, 151936, 8192, qkv_bias=False),
