@@ -201,7 +201,7 @@ OPTIONS = [
         ("inspect {d}/run --out {d}/page", sample(**{name: None}), f"rollout file (ValueError: {name} of sample 1 is")
         for name in ("outcome", "finish_reason", "environment", "sample_index")
     ),
-    (DUMP, text("dump.jsonl", '{"input": "a", "r": 1, "r": 0}\n'), "dump.jsonl:1: is not a line"),
+    (DUMP, text("dump.jsonl", '{"input": "a", "r": 1, "r": 0}\n'), "dump.jsonl:1: is not a JSONL file"),
     (DUMP, pipe("dump.jsonl"), PIPE),
     *(
         ("conformance {d}/mine.py:f", text("mine.py", f"def f(*_, **__):\n {body}\n"), "FUNCTION: worked example")

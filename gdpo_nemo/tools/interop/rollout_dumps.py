@@ -92,7 +92,7 @@ def _read_verl(path: Path) -> tuple[list[dict[str, Any]], str, str, Sequence[str
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise ConfigError(f"{path}:{number}: is not a line of a JSONL file ({message_line(error)})") from None
+        raise ConfigError(f"{path}:{number}: is not a JSONL file ({message_line(error)})") from None
     return rows, "input", "output", ("step", "input", "output", "gts", "score", "request_id", "reward")
 
 
