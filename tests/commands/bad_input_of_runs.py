@@ -108,7 +108,7 @@ RUNS = [
     (
         EXPLAIN,
         replaced(ROLLOUTS, '"completion_ids": [3]', '"completion_ids": null'),
-        "completion_ids of sample 1 is null",
+        "ids of sample 1 is null",
     ),
     (EXPLAIN, replaced(ROLLOUTS, '"completion_ids": [3]', '"completion_ids": [1e400]'), "is not a rollout file"),
     ("explain-advantages {d}/absent.jsonl", None, "cannot be read"),
