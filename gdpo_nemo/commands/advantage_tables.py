@@ -198,9 +198,6 @@ def read_step(path: Path) -> tuple[list[Group], np.ndarray]:
 
 
 def _trajectory(record: dict[str, Any]) -> Trajectory:
-    for name in ("prompt_ids", "completion_ids", "rewards"):
-        if record[name] is None:
-            raise ValueError(f"{name} is null")
     return Trajectory(
         prompt=Prompt(record["prompt_id"], record["prompt_ids"], record["prompt"], record["environment"]),
         sample_index=record["sample_index"],

@@ -27,8 +27,8 @@ _TOTAL = 8
 """Maximum total size of all values in one rendering, as a multiple of the maximum size of one value."""
 _STEP = 32
 """Size that a call or one iteration of a loop adds to the total. The limit on the total thus also limits time."""
-_NESTED_VALUE = 4
-"""Size that a value adds to the collection that contains it, in addition to its own size."""
+_ELEMENT = 4
+"""Size of an element of a collection, which takes more memory than a character, in addition to its own size."""
 _LONGEST_NUMBER = 1 << 16
 """Maximum number of bits in an integer."""
 _LINEAR = frozenset(
@@ -243,7 +243,7 @@ def _result_size(operator: str, left: Any, right: Any) -> int:
         return 1
     if operator == "*":
         many, times = (left, right) if hasattr(left, "__len__") else (right, left)
-        return len(many) * max(times, 0) if hasattr(many, "__len__") and isinstance(times, int) else 1
+        return _size(many) * max(times, 0) if isinstance(times, int) else 1
     if operator == "%" and isinstance(left, (str, bytes)):
         return _format_size(str(left), right)
     return _size(left) + _size(right)
@@ -286,8 +286,11 @@ def _format_size(text: str, arguments: Any) -> int:
 
 
 def _size(value: Any) -> int:
-    """Return the number of characters in a text or of elements in a collection. Return 1 for any other value."""
-    return len(value) if isinstance(value, (str, bytes, list, tuple, dict, set)) else 1
+    """Return the number of characters in a text, or ``_ELEMENT`` for each element of a collection. Return 1 for any
+    other value."""
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return _ELEMENT * len(value) if isinstance(value, (list, tuple, dict, set)) else 1
 
 
 def _deep_size(value: Any) -> int:
@@ -298,7 +301,7 @@ def _deep_size(value: Any) -> int:
     size, waiting = 0, [value]
     while waiting and size <= _LIMIT.get():
         found = waiting.pop()
-        size += _NESTED_VALUE + _size(found)
+        size += _size(found)
         if isinstance(found, Mapping):
             waiting += [*found.keys(), *found.values()]
         elif isinstance(found, (list, tuple, set)):

@@ -35,6 +35,7 @@ def embedding(kind: str, value: bytes) -> Damage:
 
 
 ROW = '{"question": "a", "answer": "#### 1"}\n'
+HALF_WRITTEN = r"{% for message in messages %}{{ message.content }}{{ '\ud83d' }}{% endfor %}"
 HALF_PAIRS = [
     *(
         (command, text("rows.jsonl", ROW + ROW.replace('"a"', r'"a\ud83d"')), "rows.jsonl:2: it contains " + HALF)
@@ -61,7 +62,7 @@ HALF_PAIRS = [
     ("train --dry-run --config {d}/pairs.yaml",
      text("pairs.jsonl", r'{"prompt": "a", "chosen": "\ud83d", "rejected": "a"}'),
      "pairs.jsonl:1: it contains " + HALF),
-    (DRY + " data.train.chat=true", tokenizer(chat_template=r"{{ messages[0].content }}{{ '\ud83d' }}"),
+    (DRY + " data.train.chat=true", tokenizer(chat_template=HALF_WRITTEN),
      "row 0: the chat template rejected the row: HalfPair: it contains " + HALF),
     (DRY, text("good.yaml", r'run: {name: "\ud83d"}'), "good.yaml: it contains " + HALF),
     (DRY + r""" 'run.name="\ud83d"'""", None, "run.name: it contains " + HALF),

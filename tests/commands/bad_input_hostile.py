@@ -195,7 +195,7 @@ OPTIONS = [
     (
         DUMP,
         text("dump.jsonl", '{"input": "a", "output": "b", "r": 1}\n[1]\n'),
-        "dump.jsonl:2: is not a line of a JSONL",
+        "dump.jsonl:2: is not a JSONL file",
     ),
     *(
         ("inspect {d}/run --out {d}/page", sample(**{name: None}), f"rollout file (ValueError: {name} of sample 1 is")

@@ -105,7 +105,11 @@ RUNS = [
     ("train --dry-run --config {d}/good.yaml policy.model_name=" + 5000 * "a", None, "too long for this system"),
     ("train --dry-run --config {d}/good.yaml data.train.path=" + 5000 * "a", None, "too long for this system"),
     ("train --dry-run --config {d}/good.yaml data.train.path=~nobody-here/x", None, "not found"),
-    (EXPLAIN, replaced(ROLLOUTS, '"completion_ids": [3]', '"completion_ids": null'), "completion_ids is null"),
+    (
+        EXPLAIN,
+        replaced(ROLLOUTS, '"completion_ids": [3]', '"completion_ids": null'),
+        "ids of sample 1 is null",
+    ),
     (EXPLAIN, replaced(ROLLOUTS, '"completion_ids": [3]', '"completion_ids": [1e400]'), "is not a rollout file"),
     ("explain-advantages {d}/absent.jsonl", None, "cannot be read"),
     ("explain-advantages {d}/run", None, "cannot be read"),

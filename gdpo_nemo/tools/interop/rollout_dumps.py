@@ -88,7 +88,7 @@ def _read_verl(path: Path) -> tuple[list[dict[str, Any]], str, str, Sequence[str
                 if line.strip():
                     rows.append(parse_json(line))
                     if not isinstance(rows[-1], dict):
-                        raise ValueError("it is not a mapping")
+                        raise ValueError("every line must be a mapping")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
