@@ -30,6 +30,11 @@ PICKLE = ".pkl"
 file for functions without an import path."""
 
 
+_RENAMED = {"gdpo_nemo.interop.": "gdpo_nemo.tools.interop."}
+"""Current beginning of a module's name, by the beginning up to version 0.1. Configs of translators and of run folders
+name functions that convert rows by the name of their time."""
+
+
 def is_reference(text: str) -> bool:
     """Return True if the text has the form of an import path.
 
@@ -49,6 +54,9 @@ def load_object(reference: str) -> Any:
     location, _, name = reference.rpartition(":") if ":" in reference else reference.rpartition(".")
     if not location or not name:
         raise ConfigError(f"{reference!r} does not name an object; write file.py:name or package.module.name")
+    for before, now in _RENAMED.items():
+        if location.startswith(before):
+            location = now + location.removeprefix(before)
     if location.endswith(PICKLE):
         return _unpickled(location, name)
     file = file_of_module(location)

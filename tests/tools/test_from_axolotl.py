@@ -270,9 +270,10 @@ def test_alpaca_rows_are_the_texts_that_alpaca_has(tmp_path):
         assert asked == f"{bare}\n\n### Instruction:\nAdd.\n\n### Response:\n"
     assert alpaca_chat(row)["prompt"] == f"SYSTEM: {head}{rest}\nUSER: Add.\n2 3\nASSISTANT:"
     (tmp_path / "rows.jsonl").write_text('{"instruction": "Add.", "input": "2 3", "output": "5"}\n')
-    how = "gdpo_nemo.tools.interop.axolotl.data:alpaca"
-    (found,) = load_rows(DatasetConfig(path=str(tmp_path / "rows.jsonl"), type=how), {}, "train", 0)
-    assert found["prompt"] == prompt and found["completion"] == "5"
+    for package in ("gdpo_nemo.tools.interop", "gdpo_nemo.interop"):  # the second one is in configs of version 0.1
+        how = f"{package}.axolotl.data:alpaca"
+        (found,) = load_rows(DatasetConfig(path=str(tmp_path / "rows.jsonl"), type=how), {}, "train", 0)
+        assert found["prompt"] == prompt and found["completion"] == "5"
 
 
 @pytest.mark.parametrize(
