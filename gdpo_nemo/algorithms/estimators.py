@@ -88,7 +88,9 @@ def _factor(groups: Groups, scale: np.ndarray, stats: Moments, settings: Setting
         scale: result of `_scale`.
     """
     factor: np.ndarray = groups.rows(np.where(stats.constant, 0.0, scale))
-    return _leave_one_out(groups, factor, stats, settings) if settings.leave_one_out else factor
+    if settings.leave_one_out and groups.trajectories is None:
+        return _leave_one_out(groups, factor, stats, settings)
+    return factor
 
 
 def _leave_one_out(groups: Groups, factor: np.ndarray, stats: Moments, settings: Settings) -> np.ndarray:
@@ -159,8 +161,9 @@ def _summed(table: RewardTable, settings: Settings, scale: Callable[..., np.ndar
         factor = groups.rows(np.where(stats.constant, 0.0, scale(stats, settings)))
     shares = table.columns * table.weights[:, None]
     for share in shares:
-        share -= groups.rows(groups.sum(share) / np.maximum(stats.count, 1))
+        share -= groups.baseline(share, scored)
         share *= factor
+        share[~scored] = 0.0
         share[~scored] = 0.0
     return Terms(shares, scored & groups.rows(~stats.constant), stats.deviation * factor, holds_kl=True)
 
@@ -181,6 +184,8 @@ def dr_grpo(table: RewardTable, settings: Settings) -> Terms:
 
 def rloo(table: RewardTable, settings: Settings) -> Terms:
     """A = r - mean of the other samples' weighted reward sums = n / (n - 1) (r - mean) (RLOO, arXiv 2402.14740)."""
+    if table.groups.trajectories is not None:  # the baseline excludes the own trajectory
+        return dr_grpo(table, settings)
     return _summed(table, settings, lambda stats, s: stats.count / np.maximum(stats.count - 1, 1))
 
 

@@ -101,7 +101,13 @@ def with_array_hint(error: Exception) -> str:
 
 
 def build_table(
-    rewards: Any, group_ids: Any, weights: Any = None, valid: Any = None, lengths: Any = None
+    rewards: Any,
+    group_ids: Any,
+    weights: Any = None,
+    valid: Any = None,
+    lengths: Any = None,
+    *,
+    trajectory_ids: Any = None,
 ) -> RewardTable:
     """Check the caller's arrays and sort them by group.
 
@@ -113,7 +119,7 @@ def build_table(
     """
     names, columns = _columns(rewards, weights)
     count = columns.shape[1]
-    ids = _integers(group_ids, count)
+    ids = _integers(group_ids, count, "group_ids")
     weight = _weights(weights, names)
     rows = _row_mask(valid, count)
     tokens = _lengths(lengths, count)
@@ -125,7 +131,7 @@ def build_table(
         raise ValueError(
             f"every reward is missing: none of the {int(rows.sum())} valid rows has a value for {weighted_names}"
         )
-    groups = Groups(ids)
+    groups = Groups(ids, None if trajectory_ids is None else _integers(trajectory_ids, count, "trajectory_ids"))
     if groups.order is not None:
         rows = groups.take(rows)
         tokens = None if tokens is None else groups.take(tokens)
@@ -175,12 +181,12 @@ def _as_float(values: Any, what: str) -> np.ndarray:
         raise ValueError(f"{what} must contain numbers or None: {error}") from None
 
 
-def _integers(group_ids: Any, count: int) -> np.ndarray:
-    ids = group_ids.detach().cpu().numpy() if _is_tensor(group_ids) else np.asarray(group_ids)
+def _integers(values: Any, count: int, what: str) -> np.ndarray:
+    ids = values.detach().cpu().numpy() if _is_tensor(values) else np.asarray(values)
     if ids.shape != (count,):
-        raise ValueError(f"group_ids must have one entry per row ({count}), got shape {ids.shape}")
+        raise ValueError(f"{what} must have one entry per row ({count}), got shape {ids.shape}")
     if ids.dtype.kind not in "iu":
-        raise ValueError(f"group_ids must be integers, got {ids.dtype}")
+        raise ValueError(f"{what} must be integers, got {ids.dtype}")
     return ids.astype(np.int64, copy=False)
 
 
@@ -239,9 +245,11 @@ class Groups:
 
     Args:
         ids: integer [sequences], in any order.
+        trajectories: integer [sequences], equal for the turns of one trajectory. Each row is then compared with the
+            group's other trajectories. None: each row is a trajectory, and is compared with its whole group.
     """
 
-    def __init__(self, ids: np.ndarray) -> None:
+    def __init__(self, ids: np.ndarray, trajectories: np.ndarray | None = None) -> None:
         # Neighbours are compared, not subtracted, because the difference of two hashes may overflow int64.
         self.order: np.ndarray | None = None
         if (ids[1:] < ids[:-1]).any():
@@ -250,6 +258,10 @@ class Groups:
         self.starts = np.concatenate(([0], np.flatnonzero(ids[1:] != ids[:-1]) + 1))
         self.ids = ids[self.starts]
         self.sizes = np.diff(np.append(self.starts, len(ids)))
+        self.trajectories: np.ndarray | None = None
+        """Index of each row's trajectory: int64 [sequences]."""
+        if trajectories is not None:
+            self.trajectories = np.unique(self.take(trajectories), return_inverse=True)[1]
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -283,19 +295,49 @@ class Groups:
         """Return for each row the value of its group."""
         return np.repeat(per_group, self.sizes)
 
+    def baseline(self, values: np.ndarray, present: np.ndarray) -> np.ndarray:
+        """Return the mean of the present values with which each row is compared: float64 [sequences].
+
+        With `trajectories`, it is the mean over the turns of the group's other trajectories. A trajectory decides
+        itself how many turns it has and what they return, so its own turns would bias the gradient. A row without
+        other trajectories is compared with itself.
+
+        Args:
+            values: float64 [sequences], 0 for absent values.
+            present: bool [sequences].
+        """
+        total, count = self.sum(values), self.sum(present)
+        if self.trajectories is None:
+            return self.rows(total / np.maximum(count, 1))
+        own_count = self._own(present)
+        others = self.rows(count) - own_count
+        mean = (self.rows(total) - self._own(values)) / np.maximum(others, 1)
+        return np.where(others > 0, mean, values)
+
+    def is_single(self, present: np.ndarray) -> np.ndarray:
+        """Return the groups in which fewer than two trajectories have a present value: bool [groups]."""
+        count = self.sum(present)
+        if self.trajectories is None:
+            return np.asarray(count < 2)
+        return np.asarray(self.max(self._own(present)) == count)
+
+    def _own(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of the values of each row's trajectory: float64 [sequences]."""
+        return np.bincount(self.trajectories, values)[self.trajectories]
+
 
 @dataclass(frozen=True)
 class Moments:
     """Centred values of one component, and statistics of its groups."""
 
     deviation: np.ndarray
-    """Per row: value minus mean of the group's present values. Exactly 0 if missing or if the group is constant."""
+    """Per row: value minus `Groups.baseline`. Exactly 0 if missing or if the group is constant."""
     count: np.ndarray
     """Per group: number of present values."""
     std: np.ndarray
     """Per group: standard deviation of the present values; 0 if there are fewer than two values."""
     constant: np.ndarray
-    """Per group: True if it has no signal, because fewer than two values are present or their range is 0."""
+    """Per group: True if it has no signal, because fewer than two trajectories have a value or the range is 0."""
 
 
 def moments(groups: Groups, values: np.ndarray, present: np.ndarray, ddof: int = 1, exact: bool = True) -> Moments:
@@ -320,14 +362,13 @@ def moments(groups: Groups, values: np.ndarray, present: np.ndarray, ddof: int =
     if not everywhere:
         deviation[~present] = 0.0
     spread = groups.max(deviation)
-    constant = count < 2
+    constant = groups.is_single(present)
     if exact:
         constant = constant | (
             spread <= CONSTANT_RANGE * np.maximum(1.0, np.maximum(np.abs(low), np.abs(low + spread)))
         )
-    mean = groups.sum(deviation) / np.maximum(count, 1)
     # Subtracting the mean leaves rounding noise in a constant group, so multiply its rows by 0.
-    deviation -= groups.rows(mean)
+    deviation -= groups.baseline(deviation, present)
     if constant.any():
         deviation *= groups.rows((~constant).astype(np.float64))
     if not everywhere:

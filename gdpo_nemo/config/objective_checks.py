@@ -170,6 +170,11 @@ def check_estimator(gdpo: GdpoConfig, function: Callable[..., Any] | None = None
     for name in ("batch_norm", "epsilon"):
         if name in gdpo.options:
             raise ConfigError(f"gdpo.options.{name}: not an option; set gdpo.{name}")
+    if gdpo.turn_baseline == "group" and gdpo.options.get("leave_one_out"):
+        raise ConfigError(
+            "gdpo.options.leave_one_out: conflicts with gdpo.turn_baseline group, whose baseline already leaves out "
+            "the sample; remove it"
+        )
     if function is None and is_import_path(gdpo.estimator):
         _check_import_path("gdpo.estimator", gdpo.estimator)
         return

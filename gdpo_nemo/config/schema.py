@@ -153,8 +153,8 @@ class GdpoConfig:
     does not discount."""
     turn_baseline: str = "turn"
     """Returns that serve as the baseline of a turn, with credit: turn. turn: the group's returns of the same turn.
-    group: the group's returns of all turns (process supervision in GRPO), which is biased, because they include the
-    returns of the sample's own later turns."""
+    group: the returns of all turns of the group's other samples. The sample's own turns are left out, because they
+    depend on its tokens."""
     kl_in_reward: Annotated[Optional[float], Range(above=0)] = None
     """Coefficient beta of a KL penalty in the reward, relative to the initial model. The advantage becomes A - beta (KL
     - mean KL of the group), in which KL is the summed log-ratio of a trajectory. The penalty is applied before the

@@ -395,13 +395,7 @@ def _notes(config: Config, layout: Layout, updates: int) -> list[str]:
 def _reward_notes(gdpo: GdpoConfig) -> list[str]:
     changed = {*gdpo.constraints, *gdpo.schedules}
     unset = [name for name, weight in gdpo.rewards.items() if weight == 0 and name not in changed]
-    notes = [f"gdpo.rewards: components with weight 0 are only measured: {', '.join(unset)}"] if unset else []
-    if gdpo.turn_baseline == "group":
-        notes.append(
-            "gdpo.turn_baseline: group is biased, because the baseline of a turn includes the returns of the sample's "
-            "later turns, which depend on this turn; small groups may train a turn in the wrong direction. Use turn"
-        )
-    return notes
+    return [f"gdpo.rewards: components with weight 0 are only measured: {', '.join(unset)}"] if unset else []
 
 
 def _learning_rate_notes(policy: PolicyConfig, updates: int) -> list[str]:

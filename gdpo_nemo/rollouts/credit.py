@@ -98,8 +98,9 @@ def advantages_of(
         rows = turn_rows(trajectories, _component_names(trajectories, config.gdpo), config.gdpo.discount)
         turn_ids = rows.ids(ids, config.gdpo.turn_baseline)
         of_turns = _compute(
-            lambda: rows.columns, turn_ids, valid[rows.trajectory], rows.tokens, config, None, functions
-        )
+            lambda: rows.columns, turn_ids, valid[rows.trajectory], rows.tokens, config, None, functions,
+            trajectory_ids=rows.trajectory if config.gdpo.turn_baseline == "group" else None,
+        )  # fmt: skip
         return TurnAdvantages(rows, of_turns, reward_columns(trajectories, config, functions), valid)
     lengths = np.array([t.num_policy_tokens for t in trajectories])
     return _compute(lambda: reward_columns(trajectories, config, functions), ids, valid, lengths, config, kl, functions)
@@ -113,6 +114,7 @@ def _compute(
     config: Config,
     kl: np.ndarray | None,
     functions: CustomFunctions | None,
+    trajectory_ids: np.ndarray | None = None,
 ) -> Advantages:
     """Call ``compute_advantages`` with the config's settings, for trajectories or turns.
 
@@ -131,6 +133,7 @@ def _compute(
             weights={name: gdpo.rewards.get(name, 0.0) for name in columns},
             valid=valid,
             lengths=lengths,
+            trajectory_ids=trajectory_ids,
             kl=kl,
             kl_coefficient=gdpo.kl_in_reward,
             estimator=custom or gdpo.estimator,
