@@ -162,6 +162,11 @@ def test_scripts_import_names_that_exist(path):
     assert missing == []
 
 
+def test_there_are_at_most_200_mutants():
+    """Each mutant quotes a line of the package, which a refactoring has to follow."""
+    assert len(MUTANTS) <= 200
+
+
 def test_every_mutant_changes_a_text_that_occurs_once():
     """`tests/mutants.py` runs weekly; a change of the package that a mutant no longer fits is seen here."""
     counts = {mutant.describe(): (ROOT.parent / mutant.path).read_text().count(mutant.text) for mutant in MUTANTS}
