@@ -167,6 +167,26 @@ def test_there_are_at_most_200_mutants():
     assert len(MUTANTS) <= 200
 
 
+OTHER_TESTS = {
+    "benchmarks": "measurements, started by hand",
+    "browser": "the inspector's page in Chromium",
+    "chaos": "whole runs into which faults are injected",
+    "compat": "comparisons with checkouts of other projects, started by hand or weekly",
+    "docker": "the images' recipes and constraints (docker/)",
+    "end_to_end": "whole runs",
+    "examples": "scripts of examples/",
+    "gpu": "measurements of a machine with a GPU",
+    "mutant_tables": "changes that tests/mutants.py makes",
+    "slurm": "jobs on a Slurm of this machine (examples/slurm/)",
+}
+"""Folders of tests/ that are not named after a package, and their content."""
+
+
+def test_a_folder_of_tests_has_the_name_of_its_package():
+    folders = {path.parent.name for path in (ROOT.parent / "tests").glob("*/*.py")}
+    assert folders - {path.name for path in ROOT.iterdir()} == set(OTHER_TESTS)
+
+
 def test_every_mutant_changes_a_text_that_occurs_once():
     """`tests/mutants.py` runs weekly; a change of the package that a mutant no longer fits is seen here."""
     counts = {mutant.describe(): (ROOT.parent / mutant.path).read_text().count(mutant.text) for mutant in MUTANTS}

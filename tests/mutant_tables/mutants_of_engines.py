@@ -114,7 +114,7 @@ ENGINES = (
         "config/validate.py",
         'and megatron.recompute != "selective":',
         'and megatron.recompute == "none":',
-        "config/test_config_validation.py::test_switches_that_could_do_nothing_are_refused",
+        "config/test_validate.py::test_switches_that_could_do_nothing_are_refused",
         "recompute_modules has no effect with recompute: full",
     ),
     mutant(

@@ -16,7 +16,7 @@ ENVIRONMENTS = (
         "rollouts/context.py",
         "total - math.fsum(values[:-1])",
         "total",
-        "turns/test_shared_endpoint.py::test_step_rewards_of_an_agents_server_are_credited_to_their_turns",
+        "rollouts/test_endpoint_agents.py::test_step_rewards_of_an_agents_server_are_credited_to_their_turns",
         "the rewards of the turns add up to the total",
     ),
     mutant(
@@ -51,7 +51,7 @@ ENVIRONMENTS = (
         "environments/execution/worker.py",
         "return self._checks <= _CHECKS_AFTER_DEATH and not self._stopped",
         "return False",
-        "environments/test_environment_pool.py::"
+        "environments/test_pool.py::"
         "test_a_worker_that_dies_before_its_acknowledgement_is_read_fails_its_sample_and_not_the_pool",
         "pebble reads the last messages of a worker before it sees its death",
     ),
@@ -59,7 +59,7 @@ ENVIRONMENTS = (
         "environments/execution/pool.py",
         "if not pool.active:",
         "if False:",
-        "environments/test_environment_pool.py::"
+        "environments/test_pool.py::"
         "test_a_task_that_pebble_takes_from_its_queue_while_the_pool_breaks_is_sent_to_a_new_pool",
         "a task that is lost while the pool breaks is sent to a new pool",
     ),
@@ -102,7 +102,7 @@ ENVIRONMENTS = (
         "environments/base.py",
         "    if math.isinf(number):\n",
         "    if False:\n",
-        "environments/test_functions.py::test_a_wrong_function_is_an_error_that_names_it",
+        "environments/test_reward_functions.py::test_a_wrong_function_is_an_error_that_names_it",
         "an infinite reward is an error",
     ),
     mutant(

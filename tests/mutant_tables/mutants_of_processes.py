@@ -47,14 +47,14 @@ PROCESSES = (
         "observe/run_files.py",
         "if number < self._written:",
         "if False:",
-        "observe/test_doctor.py::test_the_status_thread_replaces_no_newer_status",
+        "observe/test_diagnosis.py::test_the_status_thread_replaces_no_newer_status",
         "an older status does not replace a newer one",
     ),
     mutant(
         "observe/run_files.py",
         "[*self._waits, *waiting]",
         "waiting",
-        "observe/test_doctor.py::test_the_status_thread_replaces_no_newer_status",
+        "observe/test_diagnosis.py::test_the_status_thread_replaces_no_newer_status",
         "the status keeps a wait that has expired until it is examined",
     ),
 )

@@ -100,7 +100,7 @@ ROLLOUTS = (
         "rollouts/group_maker.py",
         "engines_report_groups(config.policy.generation) and not has_deadline",
         "engines_report_groups(config.policy.generation)",
-        "rollouts/test_scheduling_ahead.py::test_engines_report_whole_groups_only_if_there_are_many_and_groups_have_no_deadline",
+        "rollouts/test_scheduler_ahead.py::test_engines_report_whole_groups_only_if_there_are_many_and_groups_have_no_deadline",
         "a group that misses its deadline is trained with the samples that finished",
     ),
     mutant(
@@ -108,14 +108,14 @@ ROLLOUTS = (
         "        engine = self._engines[index] = _Engine(generation, self.clients[index], actor)\n",
         "        engine = earlier or _Engine(generation, self.clients[index], actor)\n"
         "        self._engines[index] = engine\n",
-        "rollouts/test_rollout_hosts.py::test_groups_are_sampled_again_after_their_engine_dies",
+        "rollouts/test_host.py::test_groups_are_sampled_again_after_their_engine_dies",
         "a host forgets the groups of an engine's dead actor",
     ),
     mutant(
         "rollouts/host.py",
         '                return sendable(error, "rollouts")\n',
         '                raise sendable(error, "rollouts") from None\n',
-        "rollouts/test_rollout_hosts.py::test_an_engine_that_dies_during_an_update_fails_only_its_own_call_to_the_host",
+        "rollouts/test_host.py::test_an_engine_that_dies_during_an_update_fails_only_its_own_call_to_the_host",
         "an engine that dies during an update does not fail the other engines of its node",
     ),
     mutant(
@@ -136,7 +136,7 @@ ROLLOUTS = (
         "cluster/host_link.py",
         'WorkerDied(f"engine {index}: {error}") if isinstance(error, WorkerDied) else error',
         "RunError(str(error))",
-        "rollouts/test_rollout_hosts.py::test_engines_of_a_dead_host_are_replaced_and_their_groups_sampled_again",
+        "rollouts/test_host.py::test_engines_of_a_dead_host_are_replaced_and_their_groups_sampled_again",
         "the engines of a dead host are replaced",
     ),
     mutant(
@@ -157,14 +157,14 @@ ROLLOUTS = (
         "rollouts/metrics.py",
         "if len(failed) > limit * len(trajectories):",
         "if len(failed) >= limit * len(trajectories):",
-        "rollouts/test_rollout_metrics.py::test_a_run_stops_above_its_share_of_failures_and_not_at_it",
+        "rollouts/test_metrics.py::test_a_run_stops_above_its_share_of_failures_and_not_at_it",
         "the share of failures that is allowed is included",
     ),
     mutant(
         "rollouts/credit.py",
         "weights={name: gdpo.rewards.get(name, 0.0) for name in columns}",
         "weights={name: gdpo.rewards.get(name, 1.0) for name in columns}",
-        "rollouts/test_learning.py::test_components_without_a_weight_are_measured_and_change_nothing",
+        "rollouts/test_credit.py::test_components_without_a_weight_are_measured_and_change_nothing",
         "a component that is not in gdpo.rewards is logged only",
     ),
     mutant(
@@ -262,21 +262,21 @@ ROLLOUTS = (
         "rollouts/endpoint/server.py",
         "if not hmac.compare_digest(given.encode(), token.encode()):",
         "if not given:",
-        "turns/test_clients.py::test_a_client_needs_the_access_token_if_there_is_one",
+        "rollouts/test_endpoint_clients.py::test_a_client_needs_the_access_token_if_there_is_one",
         "a wrong access token is refused",
     ),
     mutant(
         "rollouts/endpoint/server.py",
         "        if name in known:\n",
         "        if name:\n",
-        "turns/test_clients.py::test_pages_of_other_sites_cannot_reach_the_endpoint",
+        "rollouts/test_endpoint_clients.py::test_pages_of_other_sites_cannot_reach_the_endpoint",
         "a rebound name of another site is refused",
     ),
     mutant(
         "rollouts/endpoint/conversations.py",
         "turn = replace(turn, uses=same[1].uses)",
         "pass",
-        "turns/test_shared_endpoint.py::test_turn_that_more_episodes_contain_than_requests_sampled_is_not_trained",
+        "rollouts/test_endpoint_agents.py::test_turn_that_more_episodes_contain_than_requests_sampled_is_not_trained",
         "equal turns of several requests are trained",
     ),
 )

@@ -23,14 +23,14 @@ SETTINGS = (
         "config/load.py",
         "_merged(pickle.dumps(sources))",
         "_merged(pickle.dumps(sources[-1:]))",
-        "config/test_config_loading.py::test_environments_of_a_parent_stay_only_where_they_are_named_again",
+        "config/test_load.py::test_environments_of_a_parent_stay_only_where_they_are_named_again",
         "a merge that is used again contains the parents",
     ),
     mutant(
         "config/load.py",
         "    if isinstance(config, (Mapping, Config)):  # may",
         "    if isinstance(config, Config):  # may",
-        "config/test_config_loading.py::test_a_mapping_with_a_value_that_cannot_be_pickled_is_refused_in_one_line",
+        "config/test_load.py::test_a_mapping_with_a_value_that_cannot_be_pickled_is_refused_in_one_line",
         "only files are pickled",
     ),
     mutant(
