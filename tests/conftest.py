@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -65,83 +67,49 @@ def pytest_addoption(parser):
 
 _LONGEST_FIRST = (
     "end_to_end/test_run.py",
-    "chaos",
-    "megatron",
+    "chaos: slow",
+    "megatron: slow",
     "end_to_end/test_two_hosts.py",
     "end_to_end/test_changed_run.py",
     "cluster/test_engines_and_weights.py",
-    "turns",
-    "environments",
+    "rollouts: slow",
+    "environments: slow",
     "cluster/test_parity_and_convert.py",
-    "examples",
+    "examples: slow",
 )
+_BY_FILE = ("end_to_end", "cluster", "commands", "tools", "training")
+"""Folders whose files share nothing that takes long to start."""
+
+
+@cache
+def _source(path: Path) -> str:
+    """Text of a test file. Imports are half of the collection, so markers are read from the text."""
+    return path.read_text()
 
 
 def _scope(nodeid: str) -> str:
-    """The file of a test, in these folders; elsewhere its folder, whose tests share engines, ranks or servers."""
-    _, folder, *file = nodeid.partition("::")[0].split("/")
-    return "/".join([folder, *file]) if folder in ("end_to_end", "cluster", "commands", "tools", "training") else folder
-
-
-_SLOW = (
-    "browser",
-    "chaos",
-    "cluster",
-    "commands",
-    "docker",
-    "end_to_end",
-    "environments",
-    "examples",
-    "generation",
-    "gpu",
-    "megatron",
-    "observe",
-    "tools",
-    "turns",
-    "weights",
-)
-"""Folders whose tests start processes or take long together. `-m "not slow"` leaves them out, except for these:"""
-_QUICK_ALL_THE_SAME = (
-    "tests/end_to_end/test_run.py::test_run_ends_with_status_0_and_leaves_nothing_beside_its_folder",
-    "tests/end_to_end/test_run.py::test_run_folder_holds_what_the_contract_names",
-    "tests/end_to_end/test_run.py::test_every_step_reports_the_contracted_metrics",
-    "tests/end_to_end/test_run.py::test_trainer_and_sampler_agree_at_every_step",
-    "tests/megatron/test_layout_parity.py::test_updates_equal_transformers_and_torch[TP2+SP-qwen2]",
-    "tests/tools/test_conformance.py::",
-    "tests/tools/test_reward_profile.py::",
-)
-
-_SLOW_TESTS = (
-    "tests/models/test_sources_of_a_run.py::test_a_gguf_file_is_converted_once_and_again_when_it_changes",
-    "tests/models/test_sources_of_a_run.py::test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices",
-    "tests/planning/test_plan.py::test_a_sweep_ranks_layouts_that_fit_up_to_1024_gpus",
-    "tests/training/test_replay.py",
-    "tests/training/test_supervisor.py",
-    "tests/utils/test_import_trial.py::test_code_that_computes_for_longer_than_a_hang_is_waited_for",
-    "tests/utils/test_progress.py",
-    "tests/utils/test_waits.py::test_work_that_may_not_be_looked_at_is_taken_for_some",
-)
-"""Tests elsewhere that take long: they make models, import libraries in new processes or start several processes."""
+    """The file of a test, or its folder, in which files with slow tests share engines, ranks or servers."""
+    name = nodeid.partition("::")[0].removeprefix("tests/")
+    folder, _, _ = name.rpartition("/")
+    if not folder or folder in _BY_FILE:
+        return name
+    return f"{folder}: slow" if "pytest.mark.slow" in _source(REPOSITORY / "tests" / name) else folder
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Do not import files whose tests are all slow if slow tests are left out: imports are half of the collection."""
-    path = os.path.relpath(collection_path, REPOSITORY)
-    if config.option.markexpr != "not slow" or not path.endswith(".py"):
+    """Do not import files whose tests are all slow if slow tests are left out."""
+    path = Path(collection_path)
+    if config.option.markexpr != "not slow" or path.suffix != ".py":
         return None
-    quick = any(test.startswith(f"{path}::") for test in _QUICK_ALL_THE_SAME)
-    slow = path.split("/")[1] in _SLOW or path in _SLOW_TESTS
-    return True if slow and not quick else None
+    slow = re.search(r"^pytestmark = .*\bpytest\.mark\.slow\b", _source(path), re.MULTILINE)
+    return True if slow else None
 
 
 def pytest_collection_modifyitems(items):
-    """Mark the slow tests; start with the folders that take longest."""
-    place = {name: number for number, name in enumerate(_LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(_scope(item.nodeid), len(place)))
-    for item in items:
-        folder = item.nodeid.split("/")[1]
-        if (folder in _SLOW or item.nodeid.startswith(_SLOW_TESTS)) and not item.nodeid.startswith(_QUICK_ALL_THE_SAME):
-            item.add_marker("slow")
+    """Start with the scopes that take longest, and keep the tests of a scope together."""
+    scopes = [*_LONGEST_FIRST, *(_scope(item.nodeid) for item in items)]
+    place = {scope: number for number, scope in reversed(list(enumerate(scopes)))}
+    items.sort(key=lambda item: place[_scope(item.nodeid)])
 
 
 def pytest_xdist_auto_num_workers(config):

@@ -12,7 +12,7 @@ import pytest
 
 from gdpo_nemo.tools.inspect import builder
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.slow, pytest.mark.browser]
 
 
 @pytest.fixture(scope="module")

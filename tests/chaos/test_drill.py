@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
 from hostile_verifier import DEEDS
 from soak import RECORD, REPOSITORY, VARIANTS, read, soak, table, verifier_faults
 
@@ -13,6 +14,8 @@ from gdpo_nemo.cluster.worker_launcher import FOLDER
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.tools.drill.exercise import by_fault
 from gdpo_nemo.tools.drill.run import Outcome
+
+pytestmark = pytest.mark.slow
 
 KILLS = ("engine-kill", "supervisor-kill")
 """The kernel kills the driver with its supervisor. Ranks and Ray are lost in `end_to_end/test_run.py`."""

@@ -16,6 +16,8 @@ from gdpo_nemo.cluster.cleanup_process import GUARD_MARK, MARK, OWNER
 from gdpo_nemo.cluster.worker_launcher import FOLDER
 from gdpo_nemo.commands.cli import main
 
+pytestmark = pytest.mark.slow
+
 DRIVER = """
 import multiprocessing, os, sys, time
 from multiprocessing import resource_tracker, shared_memory

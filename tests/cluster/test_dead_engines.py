@@ -23,6 +23,8 @@ from gdpo_nemo.generation.requests import Completion, EngineReport, FinishedRequ
 from gdpo_nemo.utils.errors import EngineFailed, RunError
 from gdpo_nemo.utils.waits import Patience
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(1.0, 1.0, -1, 4)
 SEED = 40
 

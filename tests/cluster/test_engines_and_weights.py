@@ -37,6 +37,8 @@ from gdpo_nemo.weights.transports.base import Receiver, make_transport
 from gdpo_nemo.weights.transports.ipc import IpcReceiver
 from gdpo_nemo.weights.transports.memory import MemoryTransport
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 OWN = "examples/custom_transport.py:CompressedTransport"
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=16)

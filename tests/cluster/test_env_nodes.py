@@ -45,6 +45,7 @@ def hosts() -> list[psutil.Process]:
     return [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::EnvironmentHo")]
 
 
+@pytest.mark.slow
 def test_verdicts_keep_their_order_over_nodes_and_every_node_works(nodes):
     mixed = [trajectory("x" * i, "one" if i % 3 == 0 else "env", f"p{i // 4}", i % 4) for i in range(40)]
     assert lengths(nodes.verify(mixed)) == [float(i) for i in range(40)]
@@ -52,6 +53,7 @@ def test_verdicts_keep_their_order_over_nodes_and_every_node_works(nodes):
     assert sorted(nodes.process_locations()) == [0, 1] and nodes.verify([]) == []
 
 
+@pytest.mark.slow
 def test_hangs_crashes_and_mistakes_are_what_they_are_beside_the_driver(nodes):
     texts = ["a", "bb", "hang", "dddd", "crash", "ffffff"]
     verdicts = nodes.verify(trajectories(texts, group=1))
@@ -64,6 +66,7 @@ def test_hangs_crashes_and_mistakes_are_what_they_are_beside_the_driver(nodes):
     assert lengths(nodes.verify(trajectories(["still", "works"]))) == [5.0, 5.0]
 
 
+@pytest.mark.slow
 def test_a_killed_actor_is_replaced_and_asked_again_and_its_workers_end(nodes):
     before = hosts()
     orphans = [child for host in before for child in host.children()]
@@ -96,6 +99,7 @@ def gone(files: list[str], limit_s: float = 240.0) -> bool:
     return not left
 
 
+@pytest.mark.slow
 def test_neither_a_killed_actor_nor_a_closed_one_leaves_semaphores_on_its_node(nodes):
     config = Config(env={"env": {"plugin": f"{HOSTILE}:Hostile"}})
     config.cluster.env_nodes = 1

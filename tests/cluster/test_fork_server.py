@@ -17,6 +17,8 @@ from gdpo_nemo.cluster.fork_server import ENGINE, RANK, fork_server, thread_envi
 from gdpo_nemo.cluster.worker_launcher import FOLDER, PRELOADED
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT, ENVIRONMENT
 
+pytestmark = pytest.mark.slow
+
 REPORT = """
 import json, os, sys
 import numpy

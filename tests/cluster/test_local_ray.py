@@ -109,6 +109,7 @@ def _session(tmp_path: Path, before: str = "", after: str = "", **environment: s
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_agents_that_are_late_do_not_end_the_raylet(tmp_path):
     started = tmp_path / "started"
     (tmp_path / "sitecustomize.py").write_text(LATE_AGENTS.format(started=started))
@@ -116,6 +117,7 @@ def test_agents_that_are_late_do_not_end_the_raylet(tmp_path):
     assert _session(tmp_path, CALL_AGENTS.format(started=started), PYTHONPATH=path) == ["set 1 None"]
 
 
+@pytest.mark.slow
 def test_a_session_starts_again_after_its_raylet_died(tmp_path):
     """Ray alone would wait for it until its time limit."""
     (shown, reason) = _session(tmp_path, KILL_THE_FIRST_RAYLET, "        print(attempts[0])")
@@ -138,21 +140,25 @@ def lines(tmp_path_factory) -> list[str]:
     return _session(tmp_path_factory.mktemp("session"), after=after, HOME=NO_HOME)
 
 
+@pytest.mark.slow
 def test_session_of_a_user_without_a_home_has_no_dashboard_autoscaler_or_copier_of_logs(lines):
     assert lines[:2] == ["set 1 None", "[]"]
 
 
+@pytest.mark.slow
 def test_a_session_of_this_machine_listens_on_loopback_alone(lines):
     """Driver, GCS, raylet with its object manager, the agent of runtime environments, an actor."""
     count, exposed = lines[2].split(" ", 1)
     assert int(count) >= 6 and exposed == "[]", lines
 
 
+@pytest.mark.slow
 def test_a_session_reports_the_loss_of_either_of_its_servers(lines):
     """`end_to_end/test_run.py` kills one in a run."""
     assert lines[3] == "['gcs_server', 'raylet']"
 
 
+@pytest.mark.slow
 def test_a_call_after_the_session_starts_no_cluster(lines):
     """By default Ray starts one, for example for a thread that did not notice the end of the session."""
     assert lines[4:] == ["refused False"] * 3
@@ -206,6 +212,7 @@ def unknown(uid):
     raise KeyError(uid)
 
 
+@pytest.mark.slow
 def test_what_stands_for_the_dashboards_agent_ends_with_its_raylet():
     start = (
         "import os, subprocess, sys; os.environ['RAY_RAYLET_PID'] = str(os.getpid()); "
@@ -219,6 +226,7 @@ def test_what_stands_for_the_dashboards_agent_ends_with_its_raylet():
     assert psutil.wait_procs([agent], timeout=120)[1] == []
 
 
+@pytest.mark.slow
 def test_workers_keep_the_working_directory_under_uv_run_if_ray_was_imported_first():
     code = (
         "import ray; from ray._private import ray_constants; before = ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV; "

@@ -10,6 +10,8 @@ import pytest
 
 from gdpo_nemo.commands.cli import main
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def gdpo_nemo(capfd):

@@ -21,6 +21,8 @@ from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.manifest import pack, unpack
 from gdpo_nemo.weights.transports.memory import MemoryReceiver, MemoryTransport
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOWN = "model.layers.1.mlp.down_proj.weight"
 QUERY = "model.layers.1.self_attn.q_proj.weight"

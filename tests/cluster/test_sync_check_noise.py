@@ -15,6 +15,8 @@ from gdpo_nemo.cluster.weight_sync import MARGIN, SyncCheck
 from gdpo_nemo.config.load import load_config
 from gdpo_nemo.utils.errors import RunError
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 2048
 LAYERS = 4

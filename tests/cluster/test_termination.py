@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DRIVER = """
 import os, re, signal, sys, threading, time
 from pathlib import Path

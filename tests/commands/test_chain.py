@@ -60,6 +60,7 @@ def trained(monkeypatch, *words) -> list[tuple[str, str]]:
     return done
 
 
+@pytest.mark.slow
 def test_each_stage_trains_the_model_of_the_one_before_and_is_not_trained_twice(folders, tmp_path, monkeypatch, capsys):
     models = ["results/models/digit_sort_0", f"{tmp_path}/1/model", f"{tmp_path}/2/model"]
     expected = list(zip(STAGES, models))
@@ -105,6 +106,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dry", [["--dry-run"], []], ids=["dry", "real"])
 @pytest.mark.parametrize("files, words, sentence", REFUSED, ids=[str(case[1]) for case in REFUSED])
 def test_what_is_wrong_with_any_stage_is_refused_before_the_first_starts(
@@ -118,6 +120,7 @@ def test_what_is_wrong_with_any_stage_is_refused_before_the_first_starts(
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "outcomes, words, sentence",
     [

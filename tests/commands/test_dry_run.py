@@ -57,6 +57,7 @@ def dry(config: Path, *overrides: str) -> int:
     return cli.main(["train", "--dry-run", "--config", str(config), *overrides])
 
 
+@pytest.mark.slow
 def test_good_data_passes_and_the_plan_says_what_was_read(config, tmp_path, capsys):
     assert dry(config(jsonl(tmp_path / "train.jsonl"))) == 0
     said = capsys.readouterr().out
@@ -132,6 +133,7 @@ def test_a_row_that_names_none_of_several_servers_is_found(
     assert message in said.err and said.err.count("\n") == (status > 0)
 
 
+@pytest.mark.slow
 def test_a_row_that_the_environment_cannot_verify_is_found(config, tmp_path, capsys):
     status = dry(config(jsonl(tmp_path / "train.jsonl", [{"question": "What is 1 and 1?"}])))
     said = capsys.readouterr()
@@ -165,6 +167,7 @@ def test_anchors_of_raw_texts_are_counted_and_so_are_texts_without(tmp_path, cap
     assert "verified" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_csv_and_folders_are_read_by_the_run_and_by_its_dry_run_alike(config, tmp_path, capsys):
     (tmp_path / "train.csv").write_text('question,answer\n"What is 1, and 1?","The sum.\n#### 2"\n')
     (tmp_path / "folder").mkdir()
@@ -190,6 +193,7 @@ def test_what_the_loader_refuses_the_dry_run_refuses_with_the_same_sentence(name
     assert capsys.readouterr().err == f"error: {refusal.value}\n"
 
 
+@pytest.mark.slow
 def test_only_the_beginning_of_a_large_file_is_read(config, tmp_path, capsys, monkeypatch):
     path = jsonl(tmp_path / "train.jsonl")
     path.write_text(path.read_text() + "not JSON\n")
@@ -199,6 +203,7 @@ def test_only_the_beginning_of_a_large_file_is_read(config, tmp_path, capsys, mo
     assert "data.train: the first 8 rows of" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_prompts_are_tokenised_if_the_tokenizer_is_local_and_long_ones_counted(config, tmp_path, capsys, byte_model):
     rows = [*ROWS, {"question": "long " * 40, "answer": "#### 1"}]
     path = jsonl(tmp_path / "train.jsonl", rows)
@@ -210,6 +215,7 @@ def test_prompts_are_tokenised_if_the_tokenizer_is_local_and_long_ones_counted(c
     assert "all 1 prompts are longer than 95 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_notes_compare_end_tokens_with_the_model_and_another_vocabulary_is_refused(
     config, tmp_path, capsys, byte_model
 ):
@@ -257,6 +263,7 @@ def test_a_dataset_on_the_hub_is_left_to_the_run_and_it_says_so(config, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_a_dataset_with_several_configurations_needs_one_and_lists_them(config, tmp_path, capsys):
     folder = tmp_path / "several"
     folder.mkdir()

@@ -16,6 +16,8 @@ from gdpo_nemo.commands.env.check import Check
 from gdpo_nemo.data.records import Outcome, Verdict
 from gdpo_nemo.environments.registry import BUILT_IN
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = ROOT / "tests" / "environments" / "hostile_functions.py"
 BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"

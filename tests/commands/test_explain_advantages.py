@@ -164,6 +164,7 @@ def test_without_a_config_beside_it_one_is_asked_for(tmp_path, capsys):
     assert "prompt first" in shown(capsys, path, "--config", DEMO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["gdpo.estimator=MINE:estimator", "gdpo.shaping=[{component: length, MINE:rule: {}}]"])
 def test_explain_runs_code_of_a_config_only_if_the_user_names_it(tmp_path, capsys, key):
     path = recorded(tmp_path, two_groups())

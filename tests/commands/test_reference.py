@@ -69,6 +69,7 @@ def test_the_index_has_one_line_for_every_page(page):
     assert len(re.findall(rf"^\* \[.*\]\({page}\)", (DOCS / "README.md").read_text(), re.M)) == 1
 
 
+@pytest.mark.slow
 def test_the_command_imports_nothing_heavy():
     code = (
         "import sys; from gdpo_nemo.commands.cli import main; main(['explain', 'metric'])\n"

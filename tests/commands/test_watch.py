@@ -81,6 +81,7 @@ def test_a_status_of_another_program_is_no_error(folder, junk):
     assert snapshot(folder).outcome is None and "step 7/60" in drawn(folder)
 
 
+@pytest.mark.slow
 def test_a_run_whose_driver_is_gone_is_over_and_one_elsewhere_only_silent(folder):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -90,6 +91,7 @@ def test_a_run_whose_driver_is_gone_is_over_and_one_elsewhere_only_silent(folder
     assert snapshot(folder).outcome is None and "no update for 1:30" in drawn(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outcome, code", [("complete", 0), ("failed", 1)])
 def test_the_view_ends_with_the_run_and_leaves_its_last_state(folder, outcome, code):
     status_of(folder, driver=os.getpid())

@@ -24,10 +24,12 @@ def _load() -> ModuleType:
 constraints = _load()
 
 
+@pytest.mark.slow
 def test_every_installed_package_has_its_listed_version(capsys):
     assert constraints.check() == 0, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_check_names_a_package_of_another_version_and_one_that_is_not_listed(capsys):
     listed = constraints.listed_versions(ROOT)
     del listed["rich"]

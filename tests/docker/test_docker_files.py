@@ -104,6 +104,7 @@ def test_every_command_of_the_page_exists(capsys):
         assert (ROOT / path).exists()
 
 
+@pytest.mark.slow
 def test_the_health_check_fails_on_a_run_that_stands_still(tmp_path):
     script = ROOT / "docker" / "healthcheck.sh"
     program = tmp_path / "bin" / "gdpo-nemo"

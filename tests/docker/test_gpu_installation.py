@@ -99,6 +99,7 @@ def test_extra_and_group_of_one_name_install_the_same_engine():
         assert set(project[name]) <= set(PROJECT["dependency-groups"][name])
 
 
+@pytest.mark.slow
 def test_the_command_of_the_readme_resolves_and_builds_nothing_while_it_does(project):
     """In a fresh folder: there is no torch, which a build of the bindings would import, and none is started."""
     command = "uv sync --no-default-groups --group gpu"
@@ -110,6 +111,7 @@ def test_the_command_of_the_readme_resolves_and_builds_nothing_while_it_does(pro
     assert not (project / ".venv").exists()
 
 
+@pytest.mark.slow
 def test_no_two_wheels_of_the_gpu_group_install_different_contents_of_a_path(project):
     _uv("uv lock", project)
     wheels, without = wheel_conflicts.resolved(project)
@@ -119,6 +121,7 @@ def test_no_two_wheels_of_the_gpu_group_install_different_contents_of_a_path(pro
     assert all(".dist-info/RECORD," in text for text in records.values())  # each lists itself
 
 
+@pytest.mark.slow
 def test_wheels_of_cuda_python_12_and_cuda_bindings_13_are_reported(project, capsys):
     """These two were resolved before `cuda-python>=13` was required, and FlashInfer could not be imported."""
     (project / "pyproject.toml").write_text(
@@ -162,6 +165,7 @@ def test_progress_of_the_bindings_gives_files_and_minutes():
     assert build_bindings.progress("x.h:364:18: warning: [-Winterference-size]\n", 1.0) is None
 
 
+@pytest.mark.slow
 def test_a_library_linked_with_the_driver_loads_with_the_stub(tmp_path):
     code = "int cuInit(int); int cuInit_of_own(int x) { return x; } int start(void) { return cuInit(0); }\n"
     library = tmp_path / "liblinked.so"

@@ -14,6 +14,8 @@ import pytest
 
 from gdpo_nemo.utils.source import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:

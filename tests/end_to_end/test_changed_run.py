@@ -12,6 +12,8 @@ from launch import LR, UNDISTURBED, UNDISTURBED_STEPS as STEPS, arguments, rows,
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.config.load import load_config
 
+pytestmark = pytest.mark.slow
+
 LATER = STEPS + 2
 
 

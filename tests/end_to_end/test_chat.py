@@ -28,6 +28,8 @@ import torch
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.models.hf_folder import open_weights, save_tensors, weight_names
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600
 EMBEDDING = "model.embed_tokens.weight"

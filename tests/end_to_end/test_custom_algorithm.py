@@ -15,6 +15,8 @@ from launch import STEPS, rows, train_here
 from gdpo_nemo.cluster.fork_server import ENGINE, RANK
 from gdpo_nemo.cluster.worker_launcher import PRELOADED
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = ("logger.plot=false", "logger.tensorboard.enabled=false", "--config", "examples/custom_sft.yaml")
 
 

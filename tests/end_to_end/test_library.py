@@ -19,6 +19,8 @@ from gdpo_nemo.cluster.worker_launcher import FOLDER
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, os, random, shutil, signal, sys, threading
 

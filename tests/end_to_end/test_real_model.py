@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.slow, pytest.mark.real_model]
 
 
 @pytest.fixture(scope="module")

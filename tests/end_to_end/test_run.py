@@ -72,6 +72,7 @@ def test_every_step_reports_the_contracted_metrics(undisturbed):
         assert expected <= row.keys(), expected - row.keys()
 
 
+@pytest.mark.slow
 def test_the_plans_batch_arithmetic_is_what_the_run_did(undisturbed):
     from gdpo_nemo.config.load import load_config
     from gdpo_nemo.data.packing import assign
@@ -106,6 +107,7 @@ def test_trainer_and_sampler_agree_at_every_step(undisturbed):
     assert {row["staleness/max"] for row in trained} == {0.0}
 
 
+@pytest.mark.slow
 def test_three_rewards_are_normalised_in_their_groups_weighted_and_then_over_the_batch(undisturbed):
     run_dir = undisturbed.run_dir
     samples = read_rollouts(rollout_path(run_dir, 1))
@@ -120,6 +122,7 @@ def test_three_rewards_are_normalised_in_their_groups_weighted_and_then_over_the
     assert row["advantage/std"] == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads_it(undisturbed):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -130,6 +133,7 @@ def test_exported_model_is_what_the_last_checkpoint_holds_and_transformers_loads
     assert ids.shape == (1, 6) and model(ids).logits.shape[-1] == model.config.vocab_size
 
 
+@pytest.mark.slow
 def test_a_run_through_lost_processes_a_hang_up_and_a_flipped_bit_is_the_undisturbed_run_bit_for_bit(
     undisturbed, tmp_path, digit_model
 ):
@@ -215,6 +219,7 @@ def _check_account_of_restarts(run_dir: Path, log: str) -> None:
     assert "(raylet)" not in log and "state-dump" not in log, "what Ray says of lost processes stays in its own logs"
 
 
+@pytest.mark.slow
 def test_eval_of_a_checkpoint_gives_what_the_run_itself_measured_after_that_step(undisturbed, tmp_path, capfd):
     """Through a Hugging Face folder and another engine, bit for bit."""
     run_dir = undisturbed.run_dir
@@ -245,7 +250,7 @@ def one_step_stale(tmp_path_factory, digit_model) -> tuple[Path, dict]:
         run_dir,
         scratch / "adapter",
         *("--config", "configs/gdpo_turns_cpu.yaml"),
-        "rollout.function=tests/turns/own_rollouts.py:compacts",
+        "rollout.function=tests/rollouts/custom_rollouts.py:compacts",
         "rollout.save_trainer_logprobs=true",
         f"policy.lora={{rank: 4, alpha: 8, target_modules: [{','.join(TARGETS)}]}}",
         f"policy.megatron_cfg.optimizer.lr={LR}",
@@ -266,6 +271,7 @@ def one_step_stale(tmp_path_factory, digit_model) -> tuple[Path, dict]:
     return run_dir, start
 
 
+@pytest.mark.slow
 def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step_stale(one_step_stale):
     """The reference is the model without the adapter. Format alone is constant in many groups, and without the batch
     normalisation one reward's advantages are GRPO's."""
@@ -291,6 +297,7 @@ def test_adapters_kl_penalty_dynamic_sampling_and_several_updates_train_one_step
     assert 0 < max(float((after[name] - start[name]).abs().max()) for name in start) < 8 * LR
 
 
+@pytest.mark.slow
 def test_an_agent_of_several_contexts_trains_and_sampler_and_trainer_agree(one_step_stale):
     run_dir, _ = one_step_stale
     for row in (row for row in rows(run_dir) if "loss" in row):
@@ -333,6 +340,7 @@ def on_a_small_disk(tmp_path_factory, digit_model) -> tuple[Launch, int, str, li
     return launch, status, err, (scratch / "kept").read_text().split()
 
 
+@pytest.mark.slow
 def test_full_disk_on_a_checkpoint_ends_the_run_and_keeps_the_last_good_one(on_a_small_disk):
     launch, status, err, kept = on_a_small_disk
     assert status == 1, err
@@ -341,6 +349,7 @@ def test_full_disk_on_a_checkpoint_ends_the_run_and_keeps_the_last_good_one(on_a
     assert launch.left_behind() == []
 
 
+@pytest.mark.slow
 def test_two_turns_are_trained_and_sampler_and_trainer_agree(on_a_small_disk):
     run_dir = on_a_small_disk[0].run_dir
     steps = [row for row in rows(run_dir) if "loss" in row]
@@ -360,6 +369,7 @@ def test_two_turns_are_trained_and_sampler_and_trainer_agree(on_a_small_disk):
             assert s["loss_mask"].count(0) == 2 and s["turns"] == 2  # the hint: a digit (or +) and =
 
 
+@pytest.mark.slow
 def test_kl_to_the_starting_model_can_be_part_of_the_reward(on_a_small_disk):
     launch = on_a_small_disk[0]
     first, second = [row for row in rows(launch.run_dir) if "loss" in row]
@@ -410,6 +420,7 @@ class Patient(DigitSort):
 """
 
 
+@pytest.mark.slow
 def test_data_and_context_ranks_make_the_same_first_update_and_a_blocking_rank_is_named(
     undisturbed, tmp_path, digit_model
 ):

@@ -19,6 +19,8 @@ from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 from gdpo_nemo.training.checkpoints import model_fingerprint
 
+pytestmark = pytest.mark.slow
+
 QUIET = ("logger.plot=false", "logger.tensorboard.enabled=false", "gdpo.num_prompts_per_step=16")
 STEPS = {"sft": 6, "dpo": 9, "distillation": 6}
 OF_PAIRS = (f"gdpo.max_num_steps={STEPS['dpo']}", "gdpo.val_prompts=48")

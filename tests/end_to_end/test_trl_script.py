@@ -11,6 +11,8 @@ from launch import REPOSITORY, rows
 from gdpo_nemo.commands.cli import main
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
+pytestmark = pytest.mark.slow
+
 REWARDS = """
 import asyncio
 import multiprocessing

@@ -23,6 +23,8 @@ from launch import REPOSITORY, UNDISTURBED, Launch, rows, timeless
 
 from gdpo_nemo.observe.run_files import read_alerts
 
+pytestmark = pytest.mark.slow
+
 RAY = Path(sys.executable).with_name("ray")
 PORT = 20_000 + os.getpid() % 10_000  # of these tests: without namespaces, the hosts share the machine
 # A lost host is to be known within 16 s, and no run of anybody else may join this cluster.

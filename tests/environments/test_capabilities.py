@@ -206,6 +206,7 @@ def test_classes_say_what_they_are_before_they_are_built():
             load(name, num_workers=2)
 
 
+@pytest.mark.slow
 def test_an_old_class_verifies_in_the_worker_processes():
     with EnvironmentPool({"mine": {"plugin": HERE + "Old"}}, timeout_s=60.0) as pool:
         assert [verdict.rewards for verdict in pool.verify([trajectory("ab", "mine")])] == [{"a": 2.0}]
@@ -234,6 +235,7 @@ def test_a_file_in_tasks_is_the_environment_of_its_name():
     assert named | {"functions", "nemo_gym", "nemo_gym_agent", "openenv"} == BUILT_IN.keys()
 
 
+@pytest.mark.slow
 def test_naming_an_environment_imports_no_other():
     code = (
         "import sys; from gdpo_nemo.environments.registry import BUILT_IN, environment_class\n"

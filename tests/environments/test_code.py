@@ -20,6 +20,8 @@ from gdpo_nemo.environments.execution import sandbox
 from gdpo_nemo.environments.tasks.code import Code
 from gdpo_nemo.utils.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ADD = "def add(a, b):\n    return a + b\n"
 MBPP = {
     "text": "Add two numbers.",

@@ -307,6 +307,7 @@ def test_an_environment_that_cannot_be_had_is_refused_in_one_line(name, options,
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_every_built_in_environment_loads_and_names_its_rewards():
     options = {
         "nemo_gym": {"servers": {"one": "http://127.0.0.1:1"}},
@@ -351,6 +352,7 @@ def test_every_environment_gives_each_text_finite_rewards_or_none(text):
         assert set(found) == set(env.reward_names) and all(-3.0 <= value <= 3.0 for value in found.values())
 
 
+@pytest.mark.slow
 def test_math_in_the_pool_gives_what_it_gives_alone():
     samples = [trajectory(f"<think>x</think><answer>{i}</answer>", "gsm8k", f"p{i}", answer="#### 3") for i in range(6)]
     with EnvironmentPool({"gsm8k": {}}, timeout_s=10.0) as pool:

@@ -113,6 +113,7 @@ def test_columns_and_tokens_are_sent_as_the_config_says(server):
         verdicts(server, ["good"], columns=["anwser"])
 
 
+@pytest.mark.slow
 def test_it_works_in_worker_processes_and_is_announced_without_the_server(server):
     section = {"plugin": "functions", "functions": {"helpful": server.url}}
     assert announced_components("env", section) == ("helpful",) and server.requests == []

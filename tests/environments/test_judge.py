@@ -157,6 +157,7 @@ def test_the_reference_column_is_shown_to_the_judge(server):
     assert 'reference: "a model answer"' in server.requests[0][2]["messages"][1]["content"]
 
 
+@pytest.mark.slow
 def test_the_judge_works_in_the_worker_processes(server):
     with EnvironmentPool({"env": {"plugin": "functions", **options(server, time_limit_s=1)}}, timeout_s=20.0) as pool:
         good, failed = pool.verify([trajectory("say SCORE: 3"), trajectory("hang", index=1)])

@@ -17,6 +17,8 @@ from gdpo_nemo.rollouts.batches import apply_verdicts
 from gdpo_nemo.rollouts.credit import advantages_of
 from gdpo_nemo.training.validation import validate
 
+pytestmark = pytest.mark.slow
+
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "gdpo_tiny_cpu.yaml"
 PLACE = Path(__file__).with_name("hostile_functions.py")
 

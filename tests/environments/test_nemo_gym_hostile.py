@@ -121,6 +121,7 @@ def judged(gym):
         return dict(zip(MISDEEDS, threads.map(run, MISDEEDS)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("misdeed", MISDEEDS)
 def test_a_misdeed_has_one_outcome_in_bounded_time_and_changes_no_other_trajectory(judged, misdeed):
     kind, words, least, most = MISDEEDS[misdeed]
@@ -246,6 +247,7 @@ def test_a_server_that_always_hangs_costs_two_deadlines_and_not_one_per_sample(s
     gym.close()
 
 
+@pytest.mark.slow
 def test_a_group_with_enough_verdicts_closes_and_cuts_stragglers_at_the_deadline(servers):
     timing = {
         "min_valid": 3,
@@ -273,6 +275,7 @@ def test_a_group_with_enough_verdicts_closes_and_cuts_stragglers_at_the_deadline
     gym.close()
 
 
+@pytest.mark.slow
 def test_servers_verdicts_and_worker_verdicts_come_together_in_order(servers):
     section = {"gym": {"plugin": "nemo_gym", "servers": {"main": servers[0].url}, "rewards": RULES}, "digit_sort": {}}
     mixed = []

@@ -15,6 +15,8 @@ from gdpo_nemo.environments.nemo_gym.rows import ROW
 from gdpo_nemo.tools.gym.trial import recorded_answers, verify_rows
 from gdpo_nemo.utils.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 TOOLS = "example_tool_call_multireward"
 RULES = [{"name": "correctness"}, {"name": "schema_valid"}, {"name": "format"}]
 

@@ -12,6 +12,8 @@ from gdpo_nemo.commands.cli import main
 from gdpo_nemo.observe.metric_registry import unknown_metrics
 from gdpo_nemo.observe.samples import read_rollouts, rollout_path
 
+pytestmark = pytest.mark.slow
+
 CONFIG = str(REPOSITORY / "configs" / "gdpo_nemo_gym_multireward.yaml")
 TOOLS = "example_tool_call_multireward"
 

@@ -115,6 +115,7 @@ def wait_until(found):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_rewards_and_observations_equal_those_of_openenvs_own_client(pool, server):
     prompt = prompt_of("guess", "row-7")
     arguments = reset_arguments(read_settings({"url": server, "action": "guess"}), prompt)
@@ -135,6 +136,7 @@ def test_rewards_and_observations_equal_those_of_openenvs_own_client(pool, serve
     assert ends == [False, True]
 
 
+@pytest.mark.slow
 def test_samples_of_a_row_get_one_task_and_other_rows_another(pool):
     def told(name):
         replies = pool.step([EpisodeStep(prompt_of("echo", name, number=3), j, 0) for j in range(3)])
@@ -145,6 +147,7 @@ def test_samples_of_a_row_get_one_task_and_other_rows_another(pool):
     assert isinstance(first.pop(), int)
 
 
+@pytest.mark.slow
 def test_reset_is_given_constants_and_columns_of_the_row(pool):
     reply = reset(pool, prompt_of("echo", number=[7]))
     given = json.loads(reply.observation[0]["content"].partition("\n\n")[2])
@@ -191,6 +194,7 @@ def test_an_observation_is_shown_as_a_field_fields_a_template_or_json(chosen, te
     assert observation_text(settings, observation) == text
 
 
+@pytest.mark.slow
 def test_the_policys_text_goes_where_the_action_says(server):
     prompt = prompt_of("mine")
     with one(f"{server}/echo", action={"message": "{text}", "loud": True}) as pool:
@@ -199,6 +203,7 @@ def test_the_policys_text_goes_where_the_action_says(server):
     assert action_of(settings, "x") == {"tool_name": "say", "arguments": {"all": ["x", 1]}}
 
 
+@pytest.mark.slow
 def test_a_policy_that_writes_json_writes_the_action_beside_fixed_fields(server):
     with one(f"{server}/echo", action_format="json", action={"loud": True}, invalid_action_reward=-0.5) as pool:
         said = ['{"message": "a", "loud": false}', "{", "[1]", '{"massage": "a"}', "[" * 5000, '{"message": "end"}']
@@ -209,6 +214,7 @@ def test_a_policy_that_writes_json_writes_the_action_beside_fixed_fields(server)
     assert "massage" in wrong[2].observation
 
 
+@pytest.mark.slow
 def test_an_action_that_the_servers_check_refuses_is_the_policys_mistake(pool):
     _, wrong, right = play(pool, prompt_of("guess"), ["seven", "30"])
     assert wrong.outcome is Outcome.OK and wrong.rewards == {"reward": 0.0} and not wrong.done
@@ -216,6 +222,7 @@ def test_an_action_that_the_servers_check_refuses_is_the_policys_mistake(pool):
     assert right.observation == "less" and right.rewards == {"reward": -0.1}
 
 
+@pytest.mark.slow
 def test_an_action_that_the_config_makes_wrong_is_a_failure_not_a_reward(server):
     for action, word in (("massage", "massage"), ({"message": "{text}", "volume": 3}, "volume")):
         with one(f"{server}/echo", action=action) as pool:
@@ -224,23 +231,27 @@ def test_an_action_that_the_config_makes_wrong_is_a_failure_not_a_reward(server)
         assert reply.detail.startswith("rejected: VALIDATION_ERROR") and word in reply.detail
 
 
+@pytest.mark.slow
 def test_no_reward_is_none_and_an_empty_observation_is_an_empty_line(pool):
     _, nothing, yes, null = play(pool, prompt_of("echo", number=1), ["nothing", "yes", "null"])
     assert nothing.rewards == {"reward": None} and yes.rewards == {"reward": 1.0} and null.observation == "\n"
 
 
+@pytest.mark.slow
 def test_what_the_environment_raises_masks_the_trajectory(pool):
     _, reply = play(pool, prompt_of("echo", number=1), ["raise"])
     assert reply.outcome is Outcome.ENV_FAILED
     assert reply.detail == "server_error: EXECUTION_ERROR: the environment broke"
 
 
+@pytest.mark.slow
 def test_an_episode_that_is_over_at_its_reset_is_a_failure(server):
     with one(f"{server}/echo", reset={"over": True}) as pool:
         reply = reset(pool, prompt_of("mine"))
     assert reply.outcome is Outcome.ENV_FAILED and "ended at its reset" in reply.detail
 
 
+@pytest.mark.slow
 def test_a_server_without_a_free_session_is_asked_again_then_is_a_failure(server):
     prompt = prompt_of("mine")
     with one(f"{server}/narrow", retries=2) as pool, one(f"{server}/narrow", retries=50) as patient:
@@ -256,6 +267,7 @@ def test_a_server_without_a_free_session_is_asked_again_then_is_a_failure(server
         assert [reply.outcome for reply in waited] == [Outcome.OK]
 
 
+@pytest.mark.slow
 def test_512_episodes_at_once_need_no_thread_each_and_leave_no_session(server):
     prompts = [prompt_of("mine", f"p{i}") for i in range(512)]
     with one(f"{server}/counted") as pool:
@@ -276,6 +288,7 @@ def test_512_episodes_at_once_need_no_thread_each_and_leave_no_session(server):
     wait_until(lambda: live(server) == 0)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_cancelled_or_an_episode_that_is_left_closes_its_session(server):
     prompt = prompt_of("mine")
     with one(f"{server}/counted") as pool:
@@ -297,6 +310,7 @@ def test_a_step_that_is_cancelled_or_an_episode_that_is_left_closes_its_session(
         assert late.outcome is Outcome.ENV_FAILED and late.detail.startswith("connection: ")
 
 
+@pytest.mark.slow
 def test_sessions_end_with_their_idle_time_with_the_pool_and_with_a_cut(server):
     prompt = prompt_of("mine")
     with one(f"{server}/counted", idle_timeout_s=0.2) as pool:
@@ -316,6 +330,7 @@ def test_sessions_end_with_their_idle_time_with_the_pool_and_with_a_cut(server):
         reset(pool, prompt)
 
 
+@pytest.mark.slow
 def test_a_session_outlives_the_servers_pings_while_the_policy_writes(pool):
     """The server pings every 0.5 s and gives up 10 s after one that is not answered."""
     prompt = prompt_of("echo", number=1)
@@ -420,6 +435,7 @@ def test_a_key_opens_the_server_and_is_in_no_message(hostile, monkeypatch):
             reset(pool, prompt_of("mine"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, line",
     [
@@ -437,6 +453,7 @@ def test_preflight_names_a_field_or_column_that_is_not_there(server, options, li
     environment.close()
 
 
+@pytest.mark.slow
 def test_preflight_passes_a_server_with_and_without_schemas_and_refuses_none(server, fresh):
     for url in (f"{server}/echo", fresh.url):
         environment = OpenEnv({"url": url, "action": "message", "observation": "echoed_message"})

@@ -113,6 +113,7 @@ def test_what_cannot_be_scored_fails_and_is_no_reward(chatty):
     assert broken.outcome is Outcome.ENV_FAILED and broken.rewards == {} and broken.detail.endswith("score is nan")
 
 
+@pytest.mark.slow
 def test_it_is_a_reward_beside_others_and_loads_before_the_time_limit_runs(chatty):
     functions = {
         "liked": {"function": "reward_model", "model": str(chatty)},

@@ -54,6 +54,7 @@ def begin(environment, **fields):
     return asked, environment.start_step(EpisodeStep(asked, 0, 0)).result()
 
 
+@pytest.mark.slow
 def test_every_trajectory_has_an_object_of_its_own_whose_state_is_rewarded(environment):
     counter = environment()
     players = [begin(counter, start=start) for start in (1, 2)]
@@ -95,6 +96,7 @@ def test_schemas_are_those_of_the_public_methods(environment):
         environment().read_row(row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, arguments, text",
     [
@@ -118,6 +120,7 @@ def test_a_call_that_fails_is_text_for_the_model(environment, name, arguments, t
     assert counter.start_step(EpisodeStep(asked, 0, 2, answer.state)).result(60).done, "the environment still answers"
 
 
+@pytest.mark.slow
 def test_resets_calls_and_rewards_of_all_episodes_share_one_event_loop(environment):
     """Objects and functions may keep a client, which belongs to the loop that it was first used in."""
     loops = set()
@@ -138,6 +141,7 @@ def test_a_reward_function_that_ends_the_process_is_named(environment):
         counter.start_step(EpisodeStep(asked, 0, 1, reply.state)).result(60)
 
 
+@pytest.mark.slow
 def test_a_reset_that_raises_and_a_call_that_hangs_mask_the_trajectory(environment):
     counter = environment(time_limit_s=2)
     _, reply = begin(counter, start=-1)
@@ -150,6 +154,7 @@ def test_a_reset_that_raises_and_a_call_that_hangs_mask_the_trajectory(environme
     assert answer.outcome is Outcome.ENV_FAILED and "within 2 s" in answer.detail
 
 
+@pytest.mark.slow
 def test_calls_after_the_last_allowed_turn_end_the_episode(environment):
     counter = environment(max_tool_calling_iterations=1)
     asked, reply = begin(counter, start=1)

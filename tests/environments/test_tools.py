@@ -104,6 +104,7 @@ def test_prompts_show_schemas_when_rows_hold_text(tmp_path):
     assert schema["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first number."}
 
 
+@pytest.mark.slow
 def test_episode_answers_calls_until_a_turn_has_none(tmp_path):
     env = environment("add", "fetch")
     words = tokenizer()
@@ -116,6 +117,7 @@ def test_episode_answers_calls_until_a_turn_has_none(tmp_path):
     assert made.metrics == {"tools/call_frequency": 2.0, "tools/failure_frequency": 0.0}
 
 
+@pytest.mark.slow
 def test_reward_functions_get_the_conversation_in_the_form_of_trl(tmp_path):
     env = environment("add", functions={"names": f"{PLACE}:names"})
     words = tokenizer()
@@ -135,6 +137,7 @@ def test_reward_functions_get_the_conversation_in_the_form_of_trl(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_failed_calls_are_text_for_the_model_and_no_reward(tmp_path):
     env = environment("add", "leave", time_limit_s=5)
     words = tokenizer()
@@ -196,6 +199,7 @@ def test_results_are_bounded_and_hold_whole_characters():
     assert contents[2].startswith("{'error': 'The result has 65536 characters")
 
 
+@pytest.mark.slow
 def test_episode_ends_whole_when_its_rounds_of_calls_are_used_up(tmp_path):
     env = environment("add", max_tool_calling_iterations=1)
     words = tokenizer()
@@ -266,6 +270,7 @@ def test_dry_run_refuses_tools_that_cannot_be_found_or_answered():
         validate(config)
 
 
+@pytest.mark.slow
 def test_env_check_plays_the_conversation_and_has_it_judged(tmp_path):
     """One worker process: calls run there, and the state between turns is pickled."""
     from gdpo_nemo.commands.env.check import check_environment

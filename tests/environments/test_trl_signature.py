@@ -73,6 +73,7 @@ def samples(chat, texts):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [True, False])
 def test_every_form_of_function_sees_the_arguments_that_trls_own_code_gives_it(chat):
     texts = ["42", "no", "", "x"]
@@ -96,6 +97,7 @@ def test_every_form_of_function_sees_the_arguments_that_trls_own_code_gives_it(c
             assert getattr(given["trainer_state"], field) == getattr(wanted["trainer_state"], field)
 
 
+@pytest.mark.slow
 def test_a_reward_that_does_not_apply_is_missing_as_in_trl():
     found = Functions({"functions": {"a": f"{PLACE}:none_for_some"}}).verify(samples(False, ["a", "b", "c", "d"]))
     trl = rewards_of_trl([trl_functions.none_for_some], rows(False), ["a", "b", "c", "d"], [[1]] * 4)
@@ -103,6 +105,7 @@ def test_a_reward_that_does_not_apply_is_missing_as_in_trl():
     assert np.isnan(trl[:, 0].tolist()).tolist() == [False, False, True, True]
 
 
+@pytest.mark.slow
 def test_what_a_function_logs_reaches_the_samples_and_the_metrics_of_the_step(tmp_path):
     section = {"env": {"plugin": "functions", "functions": {"progress": f"{PLACE}:logging"}}}
     made = [trajectory(text, prompt_id=f"p{place // 2}", index=place % 2, answer="a") for place, text in

@@ -21,6 +21,8 @@ from gdpo_nemo.training.inputs import model_folder
 from gdpo_nemo.utils.errors import ConfigError, RunError
 from gdpo_nemo.utils.source import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = REPOSITORY / "examples" / "fetch_smollm2.py"
 NOWHERE = "http://127.0.0.1:9"  # the port of "discard", which nobody serves
 

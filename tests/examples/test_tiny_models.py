@@ -197,12 +197,14 @@ def digest(folder):
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_files_bit_for_bit(warmed_up):
     first, second, _ = warmed_up
     assert digest(first) == digest(second)
     assert sorted(p.name for p in first.parent.iterdir()) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_warm_up_lowers_the_loss_and_says_where_it_is(warmed_up):
     assert "warm-up on the device cpu\n" in warmed_up[2] or torch.cuda.is_available()
     lines = re.findall(r"warm-up step +(\d+)/3 +loss ([\d.]+)", warmed_up[2])
@@ -212,6 +214,7 @@ def test_warm_up_lowers_the_loss_and_says_where_it_is(warmed_up):
     assert losses[1] < losses[0] and losses[:2] == losses[2:]
 
 
+@pytest.mark.slow
 def test_the_warmed_up_model_is_the_architecture_that_was_announced(warmed_up):
     model = AutoModelForCausalLM.from_pretrained(warmed_up[0])
     tokenizer = AutoTokenizer.from_pretrained(warmed_up[0])
@@ -223,6 +226,7 @@ def test_the_warmed_up_model_is_the_architecture_that_was_announced(warmed_up):
     assert tokenizer.decode(written[0]).startswith("39172=")
 
 
+@pytest.mark.slow
 def test_warm_up_moves_every_matrix_away_from_its_start(warmed_up, tmp_path):
     makers._write_random(tmp_path, CHARACTERS, 5, makers.MODEL_CONFIGS["make_tiny_model"])
     before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (tmp_path, warmed_up[0]))
@@ -259,6 +263,7 @@ def test_a_failed_making_leaves_nothing(tmp_path, monkeypatch):
     assert list((tmp_path / "models").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_killed_making_leaves_no_model_under_the_name(made_in_a_process):
     folder = made_in_a_process[2]
     assert not folder.exists()

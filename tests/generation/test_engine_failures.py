@@ -183,6 +183,7 @@ class Child:
         self._process.send_signal(number)
 
 
+@pytest.mark.slow
 def test_how_a_process_of_vllms_ended_is_said():
     lives = Child("import time; time.sleep(600)")
     assert str(death_of([lives, Child("import sys; sys.exit(3)")], 60)) == (
@@ -254,6 +255,7 @@ def pump(started):
     return started(SLEEPS)
 
 
+@pytest.mark.slow
 def test_whoever_waits_for_a_process_that_was_killed_is_told(pump):
     threading.Timer(0.5, pump.core.processes[0].kill).start()
     with pytest.raises(EngineFailed, match="was killed by SIGKILL"):
@@ -264,6 +266,7 @@ def test_whoever_waits_for_a_process_that_was_killed_is_told(pump):
     pump.close()
 
 
+@pytest.mark.slow
 def test_an_error_of_the_device_in_one_call_is_the_answer_to_every_later_one(pump):
     with pytest.raises(EngineFailed, match="illegal memory access"):
         pump.wake("kv_cache")
@@ -289,6 +292,7 @@ def beside(call):
     threading.Thread(target=run, daemon=True).start()
 
 
+@pytest.mark.slow
 def test_whoever_waits_for_a_process_that_stands_still_is_told(pump, impatient):
     pump.core.processes[0].send(signal.SIGSTOP)
     with pytest.raises(
@@ -313,6 +317,7 @@ def looks(monkeypatch):
     return counts
 
 
+@pytest.mark.slow
 def test_engines_are_left_alone_that_have_nothing_to_do_or_are_slow_or_wait_for_weights(started, impatient, looks):
     idle, slow, receives = started(SLEEPS), started(WORKS_LITTLE), started(SLEEPS)
     idle.close_receiver(lambda: None)  # the last thing that it had to do

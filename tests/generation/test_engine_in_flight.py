@@ -24,6 +24,8 @@ from gdpo_nemo.weights.manifest import PeerLost, pack, unpack
 from gdpo_nemo.weights.transports.base import Receiver
 from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_new_tokens=40)
 SWITCH = 12
 """Decode steps before weights arrive in the tests that say when."""

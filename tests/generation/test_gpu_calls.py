@@ -34,6 +34,8 @@ from gdpo_nemo.models.hf_folder import open_weights, weight_names
 from gdpo_nemo.weights.manifest import pack
 from gdpo_nemo.weights.transports.memory import MemoryReceiver
 
+pytestmark = pytest.mark.slow
+
 RANKS = (1, 4)
 
 

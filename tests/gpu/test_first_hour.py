@@ -41,6 +41,7 @@ def finding(**row) -> str:
     return FINDING.format(row=row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends, status", [("time.sleep(600)", "timeout"), ("sys.exit(3)", "failed")])
 def test_a_step_that_hangs_or_fails_leaves_no_process_and_keeps_what_it_found(tmp_path, monkeypatch, ends, status):
     """Its grandchild is in a session of its own, as the processes of a run are, and deaf to SIGTERM."""
@@ -78,6 +79,7 @@ def test_a_step_that_hangs_or_fails_leaves_no_process_and_keeps_what_it_found(tm
     other.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, status, error",
     [
@@ -93,12 +95,14 @@ def test_a_step_is_ok_only_if_it_ends_and_nothing_exceeds_its_limit(tmp_path, co
     assert (outcome.status, outcome.error) == (status, error)
 
 
+@pytest.mark.slow
 def test_a_finding_that_was_cut_off_is_left_out_and_those_of_an_earlier_start_are_gone(tmp_path):
     (tmp_path / "one.jsonl").write_text('{"name": "old", "value": 1}\n')
     code = finding(name="whole", value=1) + 'f.write(\'{"name": "half", "va\')'
     assert [row["name"] for row in first_hour.run_step(step(code), tmp_path).findings] == ["whole"]
 
 
+@pytest.mark.slow
 def test_json_and_markdown_are_whole_after_every_step_and_say_what_failed(tmp_path, monkeypatch, capsys):
     seen = []
     reading = f"import pathlib; print(pathlib.Path({str(tmp_path / 'first_hour.md')!r}).read_text())"
@@ -171,6 +175,7 @@ def test_run_folders_are_kept_in_the_output_folder_if_a_step_fails(tmp_path, mon
     assert "with kept_on_failure() as folder" in inspect.getsource(_module("runs").colocated)
 
 
+@pytest.mark.slow
 def test_the_driver_needs_the_standard_library_alone():
     """-S: without site-packages; the script finds its folder wherever it is called from."""
     done = subprocess.run(
@@ -232,6 +237,7 @@ def measured(tmp_path_factory) -> Path:
     return _measured(tmp_path_factory.mktemp("measured"), FORKED.replace("NAMES", names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["speed", "policy", "weights", "logprobs", "noise"])
 def test_a_measurement_runs_on_a_cpu_without_ray_and_vllm_and_meets_its_limits(name, tmp_path, request):
     """basics is two processes of ``update``, which the others do the work of."""

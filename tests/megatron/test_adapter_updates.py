@@ -18,6 +18,8 @@ from gdpo_nemo.utils.errors import RunError
 from gdpo_nemo.weights.adapters import merged_into, modules_of, peft_name
 from gdpo_nemo.weights.manifest import unpack
 
+pytestmark = pytest.mark.slow
+
 HEAD = LoraConfig(rank=4, alpha=8.0, target_modules=["k_proj", "v_proj", "lm_head"], share_a=True)
 CPU = torch.device("cpu")
 

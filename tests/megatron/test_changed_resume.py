@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import tiny_models
 
+pytestmark = pytest.mark.slow
+
 # those of tests/megatron/layouts.py
 LR = 1e-2
 DECAY = 0.1

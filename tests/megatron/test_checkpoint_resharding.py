@@ -10,6 +10,8 @@ import pytest
 import tiny_models
 from hf_reference import relative_error
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = ["TP1+DIST", "TP2+SP+DIST", "DP2+DIST", "PP2+DIST", "CP2+DIST"]
 
 

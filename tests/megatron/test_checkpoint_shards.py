@@ -53,6 +53,7 @@ def larger_model(tmp_path_factory):
     return tiny_models.write_model("qwen3", tmp_path_factory.mktemp("larger"), **shape)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["DP4+DIST", "DP8+DIST", "TP2xDP2+SP+DIST"])
 def test_a_rank_copies_writes_and_reads_its_share_of_a_checkpoint(on_ranks, larger_model, tmp_path, layout):
     arguments = (larger_model, tiny_models.make_batch(), tmp_path / "checkpoint")

@@ -12,10 +12,12 @@ import torch
 from gdpo_nemo.megatron import cpu_shim
 
 
+@pytest.mark.slow
 def test_torch_is_left_as_it_is(on_ranks):
     assert on_ranks("TP1", rank_cases.changed_in_torch)[0] == []
 
 
+@pytest.mark.slow
 def test_all_groups_of_a_rank_share_one_gloo_device(on_ranks):
     """Each device has a thread that polls."""
     assert on_ranks("TP2", rank_cases.gloo_threads) == [1, 1]

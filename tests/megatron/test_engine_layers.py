@@ -25,6 +25,8 @@ from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.megatron.layers import transformer_engine_is_usable
 from gdpo_nemo.utils.errors import RunError
 
+pytestmark = pytest.mark.slow
+
 WHEEL = "transformer-engine==2.20.2"
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 LINEAR = dict(rope_type="linear", rope_theta=1e4, factor=4.0)

@@ -16,6 +16,8 @@ import torch
 from gdpo_nemo.models.families import FAMILIES
 from gdpo_nemo.models.family_checks import describe
 
+pytestmark = pytest.mark.slow
+
 # vLLM on CPUs has no attention for the smaller heads of the other tests.
 WIDE = dict(hidden_size=128, num_attention_heads=4, intermediate_size=64)
 

@@ -298,6 +298,7 @@ def test_what_the_conversion_would_drop_is_refused(trait):
         description_of(LlamaConfig(**trait))
 
 
+@pytest.mark.slow
 def test_the_sizes_that_are_promised_are_those_of_the_installed_engine():
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend

@@ -42,6 +42,7 @@ def tensors(arrays) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block, size, window", [(3, 1, None), (128, 1, None), (8, 2, None), (5, 4, None), (3, 1, 7), (8, 2, 40)]
 )

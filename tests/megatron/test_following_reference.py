@@ -7,6 +7,8 @@ import rank_cases
 import torch
 from tiny_models import make_batch
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("layout, model", [("TP2+SP", "qwen2"), ("PP2", "qwen2-tied"), ("DP2+OVERLAP", "qwen2")])
 def test_a_reference_follows_as_in_trl_and_is_in_the_checkpoint(on_ranks, model_folder, tmp_path, layout, model):

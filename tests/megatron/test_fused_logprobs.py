@@ -66,6 +66,7 @@ def assert_equal(found, expected, tolerance=1e-6):
 VOCABULARIES = [(101, 105), (1003, 1005), (3, 9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("vocabulary, padded", VOCABULARIES)
 def test_values_and_gradients_equal_the_reference_to_1e6(interpreted, ranks, vocabulary, padded):
@@ -163,6 +164,7 @@ def test_half_precision_is_accumulated_in_float32(interpreted, precision, roundi
         assert np.abs(ours - theirs).max() < 2 * rounding * np.abs(theirs).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout, model",
     [("TP1", "qwen2"), ("TP2+SP", "qwen2"), ("TP2+SP", "qwen2-tied"), ("DP2+OVERLAP", "qwen2"),

@@ -15,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 
 from gdpo_nemo.models.hf_folder import differences, open_weights, weight_names, write_model
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2", "PP2", "PP2+SHORTHEAD"])
 def test_round_trip_is_bit_exact(on_ranks, model_folder, layout):

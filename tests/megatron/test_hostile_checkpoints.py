@@ -60,6 +60,7 @@ def test_an_index_is_read_as_torch_reads_it(written):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RUNNING)
 def test_the_hostile_pickles_run_where_nobody_minds(tmp_path, kind):
     pickle.loads(HOSTILE[kind](tmp_path / "mark"))
@@ -153,6 +154,7 @@ def hostile_index(folder: Path, mark: Path) -> None:
     (folder / ".metadata").write_bytes(HOSTILE["os.system by reduce"](mark))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hide, said",
     [(hostile_index, "is not a supported checkpoint index"), (hostile_object, "a stored object cannot be read")],

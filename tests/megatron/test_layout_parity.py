@@ -31,11 +31,17 @@ MIXTURE_LAYOUTS = ["TP1", "TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "DP2xEP2+DIST"
 MIXTURES = tiny_models.MIXTURES
 
 
+def slow_unless_short(layout: str, model: str):
+    """Only one case, which starts two ranks, is in the short suite."""
+    return pytest.param(layout, model, marks=() if (layout, model) == (CUT, "qwen2") else pytest.mark.slow)
+
+
 def pytest_generate_tests(metafunc):
     whole = metafunc.config.getoption("layout_table")
     if metafunc.function is test_updates_equal_transformers_and_torch:
         some = [(CUT, model) for model in MODELS] + in_turn([layout for layout in LAYOUTS if layout != CUT], MODELS, 1)
-        metafunc.parametrize("layout, model", product(LAYOUTS, MODELS) if whole else some)
+        cases = product(LAYOUTS, MODELS) if whole else some
+        metafunc.parametrize("layout, model", [slow_unless_short(layout, model) for layout, model in cases])
     if metafunc.function is test_mixtures_equal_transformers_and_torch:
         some = [(fitting(CUT, model), model) for model in MIXTURES]
         some += in_turn([layout for layout in MIXTURE_LAYOUTS if layout != CUT], MIXTURES, 1)
@@ -51,10 +57,12 @@ def test_updates_equal_transformers_and_torch(packed_and_alone, reference, layou
     assert weight_error(packed_and_alone(layout, model), reference(model).weights) < 2e-6
 
 
+@pytest.mark.slow
 def test_mixtures_equal_transformers_and_torch(packed_and_alone, layout, model):
     packed_and_alone(layout, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["DP2+OVERLAP", "CP2+DIST", "TP2+SP+FULL", "TP2+SELECTIVE", "PP2xVPP2+FIRST"])
 def test_overlap_and_recompute_change_nothing(on_ranks, model_folder, reference, layout):
     expected = reference("qwen3")
@@ -63,6 +71,7 @@ def test_overlap_and_recompute_change_nothing(on_ranks, model_folder, reference,
     assert weight_error(results[0].weights, expected.weights) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen3", "qwen3-moe-mixed"])
 def test_recomputed_modules_change_no_bit_of_two_updates(on_ranks, model_folder, model):
     """That Megatron recomputes them at all is seen in the memory that ``test_memory_plan.py`` measures."""
@@ -74,6 +83,7 @@ def test_recomputed_modules_change_no_bit_of_two_updates(on_ranks, model_folder,
     assert all(np.array_equal(stored.weights[name], recomputed.weights[name]) for name in stored.weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["PP2+SHORTHEAD", "PP2+SHORTTAIL", "PP3+SHORTHEAD+SHORTTAIL"])
 def test_an_uneven_pipeline_computes_exports_and_plans_what_an_even_one_does(on_ranks, model_folder, reference, layout):
     expected = reference("qwen3")
@@ -95,6 +105,7 @@ def planned_layers(megatron, folder) -> list[list[int]]:
     return [list(on_stage(shape, layout, stage)) for stage in range(layout.pipeline)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["TP1", "DP2xEP2+DIST"])
 def test_frozen_routers_stay_bit_for_bit_while_everything_else_is_trained(on_ranks, model_folder, layout):
     from safetensors.numpy import load_file
@@ -112,6 +123,7 @@ def test_frozen_routers_stay_bit_for_bit_while_everything_else_is_trained(on_ran
     assert not any(np.array_equal(trained[name], start[name]) for name in routers)
 
 
+@pytest.mark.slow
 def test_the_routers_bias_keeps_every_bit_in_bfloat16(on_ranks, model_folder):
     from safetensors.numpy import load_file
 
@@ -123,6 +135,7 @@ def test_the_routers_bias_keeps_every_bit_in_bfloat16(on_ranks, model_folder):
     assert not np.array_equal(weights["model.norm.weight"], start["model.norm.weight"])
 
 
+@pytest.mark.slow
 def test_the_routers_precision_is_that_of_the_config(on_ranks, model_folder):
     """In bfloat16 the scores of a float64 router differ from those of a bfloat16 one, and so do the log-probs."""
     folder = model_folder("qwen3-moe")
@@ -134,6 +147,7 @@ def test_the_routers_precision_is_that_of_the_config(on_ranks, model_folder):
     assert 0 < np.abs(plain - exact).max() < 0.2
 
 
+@pytest.mark.slow
 def test_warm_up_has_the_rates_of_torchs_linear_schedule_and_their_multiple_for_the_head(on_ranks, model_folder):
     rates = on_ranks("TP1+WARMUP", value_cases.learning_rates, model_folder("qwen3"), tiny_models.make_batch(), 6)[0]
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -151,6 +165,7 @@ def test_warm_up_has_the_rates_of_torchs_linear_schedule_and_their_multiple_for_
         assert list(of_head) == pytest.approx([value_cases.HEAD_LR * rate], rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["TP2+SP", "CP2", "DP2"])
 def test_logprobs_equal_log_softmax_of_transformers(on_ranks, model_folder, reference, layout):
     batch = tiny_models.make_batch()

@@ -11,6 +11,8 @@ import rank_cases
 import tiny_models
 from layouts import in_turn
 
+pytestmark = pytest.mark.slow
+
 DENSE = [
     "TP2xPP2+SP+DIST",
     "TP2xCP2+SP+DIST",

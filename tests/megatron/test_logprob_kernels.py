@@ -53,6 +53,7 @@ def assembled(tmp_path, monkeypatch):
     return assemble
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", DEVICES)
 @pytest.mark.parametrize("dtype, pointer", [(torch.bfloat16, "*bf16"), (torch.float32, "*fp32")])
 def test_kernels_fit_the_registers_and_shared_memory_of_every_gpu(assembled, capability, dtype, pointer):
@@ -73,6 +74,7 @@ def test_kernels_fit_the_registers_and_shared_memory_of_every_gpu(assembled, cap
             assert "wgmma.mma_async" in ptx, "the only instruction that reaches Hopper's full rate"
 
 
+@pytest.mark.slow
 def test_kernels_compile_without_entropy_and_for_any_hidden_size(assembled):
     from gdpo_nemo.megatron import logprob_kernels as kernels
 
@@ -88,6 +90,7 @@ def test_kernels_compile_without_entropy_and_for_any_hidden_size(assembled):
         assert shared <= DEVICES[90][2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("finish", [False, True])
 def test_the_parts_are_combined_on_every_gpu(assembled, finish):
     from gdpo_nemo.megatron import logprob_kernels as kernels
@@ -98,6 +101,7 @@ def test_the_parts_are_combined_on_every_gpu(assembled, finish):
         assert "0 bytes spill stores" in said
 
 
+@pytest.mark.slow
 def test_a_micro_batch_launches_a_twentieth_and_waits_for_nothing(on_ranks):
     """On meta tensors, which have no value to wait for: a host sync of either path would raise."""
     (found,) = on_ranks("TP1", fused_cases.launches)

@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 
 from gdpo_nemo.config.schema import LoraConfig
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = LoraConfig(rank=4, alpha=8.0)
 SOME = LoraConfig(rank=4, alpha=8.0, target_modules=["q_proj", "v_proj", "up_proj"])
 SHARED = LoraConfig(rank=4, alpha=8.0, share_a=True)

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from gdpo_nemo.commands import cli
 from gdpo_nemo.models.hf_folder import differences
 
+pytestmark = pytest.mark.slow
+
 MODELS = ["qwen2-tied", "qwen3", "qwen3-moe", "qwen2-moe"]
 
 

@@ -12,6 +12,8 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.models.family_checks import describe
 from gdpo_nemo.planning.memory import policy_memory
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "small": dict(hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
     intermediate_size=176, vocab_size=512),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 _BLOCKED = ("ray", "vllm", "datasets", "pydantic", "wandb")
 _CODE = """
 import sys

@@ -15,6 +15,8 @@ from gdpo_nemo.algorithms import OffPolicySettings
 from gdpo_nemo.algorithms.policy_loss import LossSettings
 from gdpo_nemo.data.packing import with_gradient
 
+pytestmark = pytest.mark.slow
+
 LONGEST = max(len(s) for s in tiny_models.make_batch())
 
 

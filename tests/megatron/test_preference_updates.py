@@ -91,6 +91,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, kind", CASES)
 def test_preference_updates_equal_transformers_at_every_layout(on_ranks, model_folder, expected, layout, kind):
     batch = make_pairs(kind == "kto")
@@ -101,6 +102,7 @@ def test_preference_updates_equal_transformers_at_every_layout(on_ranks, model_f
             assert (saved > 0) == sharing
 
 
+@pytest.mark.slow
 def test_metrics_of_pairs_do_not_depend_on_the_layout(on_ranks, model_folder):
     batch = make_pairs()
     update = told("dpo", batch)

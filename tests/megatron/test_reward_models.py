@@ -73,6 +73,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, model", CASES)
 def test_a_reward_model_is_transformers_classifier_at_every_layout(trained, layout, model):
     batch = make_pairs()
@@ -92,6 +93,7 @@ def test_a_reward_model_is_transformers_classifier_at_every_layout(trained, layo
     np.testing.assert_allclose(said, start, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_answers_that_share_their_prompt_have_the_same_scores(trained):
     (alone,), _ = trained("TP1")
     (together,), _ = trained("TP1", sharing=True)

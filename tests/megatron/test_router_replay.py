@@ -16,6 +16,8 @@ from layouts import optimizer
 
 from gdpo_nemo.data.packing import TrainSequence
 
+pytestmark = pytest.mark.slow
+
 MODEL = "qwen3-moe-mixed"
 """Two of its four layers have experts."""
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2

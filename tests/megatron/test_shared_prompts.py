@@ -17,6 +17,8 @@ from gdpo_nemo.config.schema import LoraConfig
 from gdpo_nemo.data.packing import TrainSequence, has_split_trajectory
 from gdpo_nemo.data.prefixes import shared_prefixes
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = ["TP2", "TP2+SP", "DP2", "DP2+DIST", "PP2", "PP2xVPP2", "CP2", "TP1+FULL", "TP1+SELECTIVE", "CP2+SELECTIVE"]
 MIXTURE_LAYOUTS = ["TP2+SP", "TP2xEP2xETP1+SP", "DP2xEP2", "DP2xEP2+DIST", "PP2", "CP2xEP2+DIST"]
 

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from gdpo_nemo.config.schema import LoraConfig
 
+pytestmark = pytest.mark.slow
+
 CASES = {
     "qwen2": ["q_proj", "v_proj", "down_proj", "lm_head"],
     "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],

@@ -7,6 +7,8 @@ import pytest
 import rank_cases
 import tiny_models
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("layout", ["TP1", "TP2+SP", "PP2", "CP2", "DP2+OVERLAP"])
 def test_the_teacher_scores_as_transformers_does_and_leaves_the_policy_alone(on_ranks, model_folder, reference, layout):

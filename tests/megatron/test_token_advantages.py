@@ -58,6 +58,7 @@ def test_equal_advantages_of_all_tokens_are_that_of_the_sequence_bit_for_bit():
     np.testing.assert_array_equal(advantages_of_rows(spread, (0, 1))[0], advantages_of_rows(batch, (0, 1))[0])
 
 
+@pytest.mark.slow
 def test_updates_with_advantages_by_token_are_those_of_transformers(on_ranks, model_folder):
     batch = by_token(tiny_models.make_batch())
     theirs = hf_reference.run(model_folder("qwen3"), batch, 2, layouts.optimizer())
@@ -78,6 +79,7 @@ def steps(on_ranks, model_folder):
     return cache(lambda layout: on_ranks(layout, rank_cases.first_updates, model_folder("qwen3"), batch, settings)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_advantages_by_token_have_the_same_gradient_in_every_layout(steps, layout):
     for loss, expected in steps("TP1").items():
@@ -102,6 +104,7 @@ TERMS = {"TP1": (CLIPPED, False), "TP2+SP": (CLIPPED, True), "PP2": (CLIPPED, Fa
 TERMS |= {"DP2+DIST": (LossSettings(type="gspo"), True), "PP2xVPP2": (LossSettings(type="cispo"), False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", TERMS)
 def test_gradients_of_terms_sum_to_the_gradient_and_change_no_weight(on_ranks, model_folder, layout):
     """Packed and with shared prompts, with clipped tokens; the effects are those of the update that follows."""

@@ -9,6 +9,8 @@ import tiny_models
 import torch
 from hf_reference import relative_error
 
+pytestmark = pytest.mark.slow
+
 # (real vocabulary, padded vocabulary); in the last case one of two ranks holds padding only.
 VOCABULARIES = [(100, 100), (99, 100), (3, 8)]
 

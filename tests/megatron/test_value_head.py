@@ -18,6 +18,8 @@ from transformers import AutoModelForCausalLM
 from gdpo_nemo.algorithms.ppo import ActorCriticSettings
 from gdpo_nemo.data.packing import TrainSequence
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = ActorCriticSettings(vf_coef=0.7, cliprange_value=0.2)
 
 

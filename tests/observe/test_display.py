@@ -244,6 +244,7 @@ def test_durations_read_as_people_write_them():
     assert [duration(s) for s in (-1, 0.4, 59.9, 60, 125, 3725)] == ["0 s", "0 s", "59 s", "1:00", "2:05", "1:02:05"]
 
 
+@pytest.mark.slow
 def test_a_display_imports_the_standard_library_alone():
     code = (
         "import sys, gdpo_nemo.observe.display; "

@@ -71,6 +71,7 @@ FAILING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_imports_report_one_line_for_each_module_that_fails(monkeypatch, tmp_path):
     for name, (code, _) in FAILING.items():
         (tmp_path / f"{name}.py").write_text(code)
@@ -80,6 +81,7 @@ def test_imports_report_one_line_for_each_module_that_fails(monkeypatch, tmp_pat
     assert all("\n" not in reason for reason in found.values())
 
 
+@pytest.mark.slow
 def test_import_is_killed_with_its_children_at_the_deadline(monkeypatch, tmp_path):
     os.mkfifo(tmp_path / "alive")
     alive = os.open(tmp_path / "alive", os.O_RDONLY | os.O_NONBLOCK)
@@ -149,6 +151,7 @@ def test_modules_that_require_the_driver_are_imported_only_on_a_gpu(machine, mon
     assert with_gpu.text.endswith("flashinfer, vllm.v1.worker.gpu_worker, transformer_engine.pytorch")
 
 
+@pytest.mark.slow
 def test_nothing_but_the_standard_library_is_imported():
     code = "import sys, gdpo_nemo.observe.installation; print('torch' in sys.modules)"
     root = Path(__file__).resolve().parents[2]

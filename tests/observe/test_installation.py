@@ -41,6 +41,7 @@ def _checks(tmp_path_factory):
     return {check.name: check for check in check_installation(tmp_path_factory.mktemp("runs"))}
 
 
+@pytest.mark.slow
 def test_this_machine_is_fit_and_every_check_says_what_it_saw(checks):
     assert [name for name, check in checks.items() if check.passed is False and name != "GPUs"] == []
     assert "megatron-core 0.19.2" in checks["packages"].text and "vllm" in checks["engine"].text
@@ -135,6 +136,7 @@ def test_eval_and_parity_name_a_missing_library_before_they_start_a_process(tmp_
     assert "apt-get install libabsent9" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_the_system_must_bring_is_checked_with_nothing_installed():
     """-S: a Python without site-packages, such as the one that has still to download them."""
     command = [sys.executable, "-S", "-m", "gdpo_nemo.observe.installation"]

@@ -69,6 +69,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_second_writer_is_refused_with_who_holds_the_folder_and_writes_nothing(other, tmp_path):
     before = contents(tmp_path / "run")
     said = (
@@ -84,6 +85,7 @@ def test_a_second_writer_is_refused_with_who_holds_the_folder_and_writes_nothing
     assert contents(tmp_path / "run") == before and not (tmp_path / "model").exists()
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_killed_run_is_taken_over_at_once_and_said_so(other, tmp_path, monkeypatch):
     other.send_signal(signal.SIGKILL)
     other.wait()
@@ -115,6 +117,7 @@ def stepped_clock(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locks", [True, False])
 def test_live_owner_keeps_its_folder_after_the_clock_is_set(other, tmp_path, monkeypatch, stepped_clock, locks):
     if not locks:
@@ -131,6 +134,7 @@ def no_locks(*_):
     raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
 
 
+@pytest.mark.slow
 def test_live_owner_in_another_container_keeps_its_folder_though_its_claim_looks_old(other, tmp_path):
     """Its processes are not visible from there, and the clock was set: only the lock tells that it lives."""
     file = tmp_path / "run" / FILE
@@ -143,6 +147,7 @@ def test_live_owner_in_another_container_keeps_its_folder_though_its_claim_looks
         ownership.check_free(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_owner_that_is_a_zombie_is_dead(other, tmp_path):
     other.kill()
     os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
@@ -196,6 +201,7 @@ NOT_FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NOT_FILES)
 def test_owner_that_is_not_a_regular_file_is_refused_at_once(tmp_path, kind):
     run = tmp_path / "run"
@@ -234,6 +240,7 @@ def test_claim_at_the_largest_values_is_printed_in_one_line(tmp_path):
     assert str(refused.value).isprintable() and "36812" in str(claim) and str(claim).isprintable()
 
 
+@pytest.mark.slow
 def test_claim_of_an_older_version_is_that_of_its_process(other, tmp_path):
     file = tmp_path / "run" / FILE
     old = {key: value for key, value in json.loads(file.read_text()).items() if key != "ticks"}
@@ -273,6 +280,7 @@ def test_an_owner_elsewhere_that_renews_its_claim_is_alive(tmp_path):
         thread.join()
 
 
+@pytest.mark.slow
 def test_of_many_that_take_over_at_once_one_gets_the_folder(other, tmp_path):
     other.kill()
     other.wait()

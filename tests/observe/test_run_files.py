@@ -18,6 +18,7 @@ from gdpo_nemo.utils.errors import RunError
 numbers = st.one_of(st.integers(-(2**53), 2**53), st.floats(), st.none())
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.dictionaries(st.text(min_size=1, max_size=8), numbers, max_size=4), max_size=4))
 def test_rows_read_back_exactly_without_what_is_not_finite(tmp_path_factory, rows):

@@ -131,6 +131,7 @@ def test_a_writer_that_got_nothing_starts_no_thread(writer):
     assert writer._thread is None
 
 
+@pytest.mark.slow
 def test_a_log_writes_the_samples_and_closes_with_all_of_them(config, run_dir):
     log = RunLog(config, run_dir)
     for step in range(1, 5):
@@ -200,6 +201,7 @@ def packed_groups(prompts: int) -> list[Group]:
     return groups
 
 
+@pytest.mark.slow
 def test_groups_of_hosts_are_written_by_a_process_and_by_the_thread_if_it_is_killed(tmp_path, complaints):
     advantages = np.arange(9, dtype=np.float64)
     writer = SampleWriter(tmp_path, complaints.append)
@@ -236,6 +238,7 @@ def unread(pipe) -> int:
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_writing_process_is_raised_by_the_next_call(tmp_path):
     (tmp_path / "rollouts").write_text("a file in place of the folder")
     writer = SampleWriter(tmp_path, lambda line: None)

@@ -70,6 +70,7 @@ def mlflow_run(run_dir):
     return client, run
 
 
+@pytest.mark.slow
 def test_mlflow_holds_every_value_at_its_step_and_goes_on_after_a_resume(config, tmp_path):
     config.logger.mlflow.enabled = True
     write(config, tmp_path, ROWS[:2], status="stopped")
@@ -133,12 +134,14 @@ def offline(config):
     return config
 
 
+@pytest.mark.slow
 def test_wandb_writes_an_offline_run_with_every_row(offline, tmp_path):
     write(offline, tmp_path, ROWS)
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert [without_its_own(row) for row in wandb_history(file)] == ROWS
 
 
+@pytest.mark.slow
 def test_wandb_takes_the_trainers_step_as_axis_whatever_the_validation_period(offline, tmp_path):
     curves = []
     axes = []
@@ -155,6 +158,7 @@ def test_wandb_takes_the_trainers_step_as_axis_whatever_the_validation_period(of
     assert axes == [{"step"}] * 3
 
 
+@pytest.mark.slow
 def test_mlflow_has_a_validation_at_its_own_step_when_it_ends_later(config, tmp_path, database):
     config.logger.mlflow.enabled = True
     write(config, tmp_path, ROWS, validations=[(3, 1)])
@@ -162,6 +166,7 @@ def test_mlflow_has_a_validation_at_its_own_step_when_it_ends_later(config, tmp_
     assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "validation/format")] == [(1, 0.01)]
 
 
+@pytest.mark.slow
 def test_wandb_is_given_config_tags_entity_and_goes_on_under_the_id(offline, tmp_path, monkeypatch):
     monkeypatch.setenv("GDPO_SECRET", "hunter2-hunter2")
     config = load_config(None, ["env.judge.key=${oc.env:GDPO_SECRET}", "gdpo.rewards={format: 2.0}"])
@@ -180,6 +185,7 @@ def test_wandb_is_given_config_tags_entity_and_goes_on_under_the_id(offline, tmp
     assert not any(b"hunter2" in file.read_bytes() for file in files)
 
 
+@pytest.mark.slow
 def test_mlflow_is_given_the_config_as_parameters_and_tags(config, tmp_path, monkeypatch, database):
     monkeypatch.setenv("GDPO_SECRET", "hunter2-hunter2")
     logger = config.logger
@@ -199,6 +205,7 @@ def test_mlflow_is_given_the_config_as_parameters_and_tags(config, tmp_path, mon
     assert b"hunter2" not in (tmp_path / "mlflow.db").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_tracker_goes_on_in_the_run_that_the_config_names(config, tmp_path):
     config.logger.mlflow.enabled = True
     config.logger.mlflow.tracking_uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -209,6 +216,7 @@ def test_a_tracker_goes_on_in_the_run_that_the_config_names(config, tmp_path):
     assert sorted(m.step for m in client.get_metric_history(run.info.run_id, "loss")) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_trackers_get_completions_with_rewards_and_advantages(offline, tmp_path, database):
     config = offline
     config.logger.mlflow.enabled = True
@@ -231,6 +239,7 @@ def test_trackers_get_completions_with_rewards_and_advantages(offline, tmp_path,
     assert "| p3-0 | digit_sort | 39172=<b> |" in shown and len(shown.splitlines()) == 6
 
 
+@pytest.mark.slow
 def test_no_text_goes_to_a_tracker_unasked(offline, tmp_path, database):
     offline.logger.mlflow.enabled = True
     offline.logger.tensorboard.enabled = True
@@ -270,6 +279,7 @@ def test_tensorboard_has_the_config_as_text_and_what_is_not_default_as_hparams(c
     assert ended.status == Status.STATUS_SUCCESS
 
 
+@pytest.mark.slow
 def test_aliases_are_written_beside_our_names_with_the_same_values(config, tmp_path, database):
     config.logger.mlflow.enabled = True
     config.logger.aliases = ["nemo_rl", "trl"]
@@ -291,6 +301,7 @@ def test_an_alias_stands_for_a_metric_that_exists_and_for_one_only():
     assert alias_values({"reward/total/mean": 0.5}, ["trl"]) == {"train/reward": 0.5}
 
 
+@pytest.mark.slow
 def test_system_metrics_are_recorded_where_the_config_asks_for_them(config, tmp_path, monkeypatch, database):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
     config.logger.mlflow.enabled = True
@@ -362,6 +373,7 @@ def test_a_tracker_that_is_switched_off_need_not_be_installed(config, monkeypatc
     assert trackers.missing_trackers(config) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tracker", [WandbLog, MlflowLog, PrometheusLog])
 def test_a_tracker_that_cannot_start_is_an_alert_and_no_end(config, tmp_path, tracker, capsys):
     with socket.socket() as taken:

@@ -352,6 +352,7 @@ def test_batches_are_worked_out_in_one_line():
     )
 
 
+@pytest.mark.slow
 def test_a_sweep_ranks_layouts_that_fit_up_to_1024_gpus():
     config = config_of("policy.model_name=Qwen/Qwen2.5-32B")
     gpu = device("h100")

@@ -183,6 +183,7 @@ def test_a_group_gets_the_room_of_one_that_was_given_up(fleet_of):
     assert placed.result(LIMIT_S) == [0]
 
 
+@pytest.mark.slow
 def test_an_engine_that_answers_no_more_is_replaced_like_one_that_died(fleet_of, monkeypatch):
     """It is stopped, or hangs: no connection breaks. Its answers so far say how long one may take."""
     monkeypatch.setattr(clients, "SILENT_S", 0.5)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAMS = {
     "scontrol": 'echo "$*" >> "$CALLS"; [[ $1 == show ]] && echo n1',

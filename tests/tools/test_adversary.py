@@ -131,6 +131,7 @@ def test_no_attack_is_the_right_answer():
         assert gold not in texts and answer not in texts
 
 
+@pytest.mark.slow
 def test_command_names_rows_whose_components_exclude_each_other(tmp_path, capsys, monkeypatch):
     """In strict GSM8K, 1,000 must keep its comma to be correct and lose it to be an integer."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -228,6 +229,7 @@ def calls_of(text):
     return [(name, json.loads(arguments)) for name, arguments in parse_hermes(text, [ADD]).calls]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "verifier, attacks",
     [

@@ -117,6 +117,7 @@ def test_a_row_of_raw_text_is_asked_as_its_first_anchor_and_shown_as_text(world)
     found.close()
 
 
+@pytest.mark.slow
 def test_a_reply_to_a_row_has_the_verdict_of_the_runs_environment(rows):
     prompt = Prompt("validation/2", np.array([1], np.int32), "2+2?", "gsm8k", rows.row(None, 2).content)
     right = rows.verdict(prompt, np.array([1, 2], np.int32), "so <answer>4</answer>", "stop")

@@ -118,6 +118,7 @@ def test_the_band_is_mean_and_standard_error_as_far_as_all_runs_go(tmp_path):
     assert error == pytest.approx(np.std([0, 0.1, 0.2, 0.1], ddof=1) / 2)
 
 
+@pytest.mark.slow
 def test_differences_are_taken_within_a_seed(tmp_path):
     """The seeds differ by far more than the variants."""
     base = seeds(tmp_path, "base", shifts=(0.0, 0.5, -0.4))
@@ -143,6 +144,7 @@ def test_the_randomisation_test_of_known_differences():
     assert np.isnan(sign_flip_p(np.array([1.0])))
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_writes_picture_and_page(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     for name, value in (("a", 1e-6), ("b", 0.5)):
@@ -196,6 +198,7 @@ def _no_rewards(folder):
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "damage, options, status, line",
     [

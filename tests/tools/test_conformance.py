@@ -49,6 +49,7 @@ def test_the_recorded_paper_is_its_formula_element_by_element(name):
     np.testing.assert_allclose(case.advantages["paper"], found, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(CASES.keys() - GROUPS))
 @pytest.mark.parametrize("column, aggregation", [("trl", "normalize_then_sum"), ("grpo", "sum_then_normalize")])
 def test_the_recorded_trl_is_the_installed_trl(name, column, aggregation):
@@ -99,6 +100,7 @@ def odd(rewards, groups, weights, lengths):
 """
 
 
+@pytest.mark.slow
 def test_the_command_names_the_rule_that_a_function_follows(tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(ESTIMATORS)
@@ -118,6 +120,7 @@ def test_the_command_without_a_function_shows_each_recorded_implementation(capsy
     assert "nan" in out and "error" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -167,6 +167,7 @@ def test_values_arrive_where_they_mean_the_same(tmp_path):
     assert (config.gdpo.val_temperature, config.gdpo.val_top_p, config.gdpo.val_top_k) == (0.3, 0.8, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stale, placement, engines", [(False, "colocated", 4), (True, "separate", 2)])
 def test_engines_that_share_gpus_there_share_them_here_where_none_runs_ahead(tmp_path, stale, placement, engines):
     changes = [
@@ -195,6 +196,7 @@ def test_parents_are_merged_and_a_marked_section_replaces_theirs(tmp_path):
     assert verdicts(translation)["grpo.val_period"] == NO_EFFECT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, key, expected",
     [
@@ -226,6 +228,7 @@ def test_each_value_gets_the_verdict_it_deserves(tmp_path, change, key, expected
     assert ("policy.generation.backend" in translation.blockers) == ("sglang" in change)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change, kv, differing",
     [
@@ -261,6 +264,7 @@ def test_when_new_weights_reach_samples_under_way_is_as_there(tmp_path, change, 
     ] == differing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
 def test_key_that_is_said_to_be_taken_over_is_in_the_written_file(name):
     translation = translate(RECIPES / f"{name}.yaml")
@@ -297,6 +301,7 @@ def others(key, value):
     return [f"{value}_other"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["base", "every_key", "gdpo", "async_in_flight", "uneven_pipeline", "lora", "dapo", "gdpo_gsm8k"]
 )

@@ -60,6 +60,7 @@ def defaults_of(kind) -> dict:
     return made
 
 
+@pytest.mark.slow
 def test_our_table_of_defaults_is_that_of_the_installed_classes():
     from peft import LoraConfig
     from trl import GRPOConfig, ModelConfig, ScriptArguments
@@ -114,6 +115,7 @@ def ours(folder: Path, **parts: str):
     return translation, load_config(folder / "ours.yaml")
 
 
+@pytest.mark.slow
 def test_a_script_in_the_style_of_trls_documentation_means_the_same_here(folder):
     (folder / "stranger.py").write_text(STRANGER.read_text().replace('"MODEL"', '"Qwen/Qwen2.5-0.5B-Instruct"'))
     assert cli.main(["config", "from-trl", "stranger.py", "--out", "ours.yaml"]) == 0
@@ -274,6 +276,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config, wanted, status", CASES, ids=[case[0] for case in CASES])
 def test_each_field_arrives_where_it_means_the_same_or_says_how_it_differs(folder, config, wanted, status):
     translation = translate_trl([write_script(folder, config=config)], "ours.yaml")

@@ -51,6 +51,7 @@ def ours(folder: Path, config: str = "", trainer: str = ""):
     return translation, made
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_fields_of_the_asynchronous_trainer_are_those_of_the_installed_class():
     from trl.experimental.async_grpo import AsyncGRPOConfig

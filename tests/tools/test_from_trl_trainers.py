@@ -81,6 +81,7 @@ def fields_of(kind) -> dict:
     return {name: getattr(value, "value", value) for name, value in made.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("trainer", INSTALLED)
 def test_table_of_a_trainer_equals_the_installed_class(trainer):
@@ -163,6 +164,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trainer, config, wanted, status", CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES])
 def test_a_field_of_a_trainer_arrives_or_is_said(folder, trainer, config, wanted, status):
     translation, made = ours(folder, trainer, config=config)
@@ -353,6 +355,7 @@ def test_an_option_that_nobody_knows_is_refused_in_one_line(folder, sources, opt
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     [

@@ -125,6 +125,7 @@ def agent_config(checkout: Path, name: str, server: str, **settings) -> None:
     file.write_text(json.dumps(content))
 
 
+@pytest.mark.slow
 def test_scan_chooses_the_configuration_in_which_an_agent_lacks_least_and_reports_what_it_lacks(checkout, capsys):
     model = checkout / "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
     model.parent.mkdir(parents=True)
@@ -185,6 +186,7 @@ while :; do sleep 0.05; done
 """
 
 
+@pytest.mark.slow
 def test_servers_are_asked_to_end_before_any_is_waited_for(tmp_path):
     processes = []
     for own, other in (("a", "b"), ("b", "a")):
@@ -217,6 +219,7 @@ def dry(checkout: Path, env: dict, capsys) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_dry_run_finds_files_references_ports_and_requirements(checkout, capsys, monkeypatch):
     folder = server(checkout, "adds")
     (folder / "requirements.txt").write_text("-e nemo-gym[dev] @ ../../\n")
@@ -248,6 +251,7 @@ def test_dry_run_finds_files_references_ports_and_requirements(checkout, capsys,
     assert "resources_server names the server gone, which no file" in said and "key is not set" in said
 
 
+@pytest.mark.slow
 def test_environment_is_made_once_per_requirements_and_needs_no_nemo_gym(checkout, monkeypatch, capsys):
     server(checkout, "adds")
     server(checkout, "calls")
@@ -288,6 +292,7 @@ def test_requirements_are_those_of_nemo_gym_and_the_server(checkout):
     assert environments.requirements("resources_servers", "adds").lines[0] == "nemo-gym==0.4.0"
 
 
+@pytest.mark.slow
 def test_environment_that_lacks_a_requirement_is_refused(checkout):
     folder = server(checkout, "adds")
     (folder / "requirements.txt").write_text("./absent.whl\n")

@@ -187,6 +187,7 @@ class Page(HTMLParser):
             self.inside.setdefault(self.tags[-1][0], data)
 
 
+@pytest.mark.slow
 def test_the_policy_of_the_page_runs_its_own_script_and_no_other(run):
     page = Page((built(run) / "index.html").read_text())
     policy = next(a["content"] for tag, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
@@ -329,6 +330,7 @@ def test_outcomes_and_environments_are_told_by_name(run):
     assert found == [Outcome.TRUNCATED, Outcome.OK, Outcome.OK] * 6 and names[1:] == [["digit_sort"], ["stop"]]
 
 
+@pytest.mark.slow
 def test_samples_of_a_validation_are_kept_and_told_apart_from_the_steps(config, run_dir):
     log = RunLog(config, run_dir)
     log.validation({"step": 0, "validation/format": 0.5}, demo_groups(9))

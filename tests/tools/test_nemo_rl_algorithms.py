@@ -52,6 +52,7 @@ def test_context_beyond_the_positions_of_a_cached_config_cannot_run(tmp_path, mo
     assert "policy.max_total_sequence_length: 512 exceeds the 256 positions of the model" in summary
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "base, change, key, status",
     [
@@ -116,6 +117,7 @@ def byte_model(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, rows",
     [

@@ -100,6 +100,7 @@ def test_agents_rows_and_weights_by_name_come_from_the_checkout(tmp_path):
     assert (line.status, line.targets) == (TRANSLATED, ("gdpo.rewards",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code, replies, reason",
     [

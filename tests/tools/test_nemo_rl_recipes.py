@@ -285,6 +285,7 @@ def loaded(name: str, folder: Path):
     return load_config(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STATUS)
 def test_a_recipe_comes_to_what_it_is(name):
     translation = translated(name)
@@ -296,6 +297,7 @@ def test_a_recipe_comes_to_what_it_is(name):
         assert set(translation.differences) == DIFFERENCES.get(name, set())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, status in STATUS.items() if status != CANNOT_RUN])
 def test_what_is_said_to_run_passes_the_dry_run_and_has_its_values(name, tmp_path):
     config = loaded(name, tmp_path)
@@ -381,6 +383,7 @@ def test_the_run_ends_with_its_epochs_and_dynamic_sampling_takes_whole_batches(t
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "base, change, expected, status",
     [

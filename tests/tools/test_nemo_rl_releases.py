@@ -91,6 +91,7 @@ def line_of(translation: Translation, key: str):
     return next(line for line in translation.lines if line.key == key and line.status != ADDED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", SHAPES)
 def test_recipe_of_a_release_trains_the_data_and_loss_of_that_release(release, write, tmp_path):
     translation = translate(write(release, {}))

@@ -19,6 +19,8 @@ from gdpo_nemo.tools.profile.measure import profile_groups, verify_again, write
 from gdpo_nemo.tools.profile.page import _EXPLAINED, _LEGENDS, heading, summary, write_page
 from gdpo_nemo.utils.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 FUNCTIONS = """
 import random
 

@@ -47,6 +47,7 @@ def profile(rewards, repeats=None, weights=None, lengths=None, repeated=None, **
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_profile_names_planted_defects_and_none_in_sound_rewards(seed):
     rewards = sound(seed)

@@ -47,6 +47,7 @@ GRPOTrainer(model, [first, second], args=config, train_dataset=rows, processing_
 """
 
 
+@pytest.mark.slow
 def test_a_dump_of_trl_gives_the_advantages_that_trl_recorded(tmp_path, capsys):
     command = [sys.executable, "-W", "ignore", "-c", TRAIN, str(REPOSITORY / "examples")]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
@@ -80,6 +81,7 @@ REWARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REWARDS)
 def test_the_rounding_of_float32_is_no_difference_but_another_rule_is(kind, tmp_path, capsys):
     rewards = REWARDS[kind](np.random.default_rng(0)).astype(np.float32)

@@ -50,6 +50,7 @@ def test_more_gpus_keep_the_share_that_samples_and_whole_replicas():
     assert scaled(resolve(config), 64, 0.25).layout.engines == 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes, expected",
     [
@@ -81,6 +82,7 @@ def test_occupancy_over_time_adds_up_to_the_seconds_of_all_slots():
     assert np.allclose(occupancy(trace, 100, 0.0, 4.0)[0, 200], 1.0)  # two engines a track
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_draws_and_gives_json(tmp_path, capsys):
     figure = tmp_path / "simulation.png"
     options = ["simulate", "--config", str(GPU_CONFIG), *SEPARATE, "--staleness", "0,2", "--steps", "6"]

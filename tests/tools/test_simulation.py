@@ -160,6 +160,7 @@ def test_continuous_groups_gain_what_the_bound_allows():
     assert verified < seconds[1] + 3
 
 
+@pytest.mark.slow
 def test_a_thousand_gpus_are_simulated_in_seconds_and_near_the_earlier_table():
     base = Scenario(384, RATES, 256, 512, 16, LogNormal.from_mean(4000, 1.0, 32000), train_s=8.6, endless=False)
     start = process_time()

@@ -28,6 +28,8 @@ from gdpo_nemo.training.checkpoints import Checkpoints, RunState, model_fingerpr
 from gdpo_nemo.training.resume import config_files, record_config
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 
 

@@ -28,6 +28,8 @@ from gdpo_nemo.utils.errors import (
 from gdpo_nemo.utils.waits import WaitExpired
 from gdpo_nemo.weights.manifest import PeerLost
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 300
 PROGRAM = """

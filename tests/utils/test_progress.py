@@ -16,6 +16,8 @@ import pytest
 from gdpo_nemo.generation.engine import CPU_ENVIRONMENT
 from gdpo_nemo.utils.progress import _Providers, hidden, importing
 
+pytestmark = pytest.mark.slow
+
 
 class Circle:
     """Garbage that only the collector finds."""

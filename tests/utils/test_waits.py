@@ -9,6 +9,7 @@ import sys
 import time
 
 import psutil
+import pytest
 
 from gdpo_nemo.utils.waits import Patience, RunningClock, work_done
 
@@ -84,6 +85,7 @@ def test_work_of_a_descendant_counts_and_a_stopped_family_does_none():
         parent.wait()
 
 
+@pytest.mark.slow
 def test_work_that_may_not_be_looked_at_is_taken_for_some(monkeypatch):
     """``/proc/PID/io`` is closed in some containers."""
 

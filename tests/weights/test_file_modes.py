@@ -26,6 +26,7 @@ def modes(folder: Path) -> set[int]:
     return {file.stat().st_mode & 0o777 for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 def test_models_and_adapters_are_written_with_the_modes_of_new_files(tmp_path, umask, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     import make_tiny_model

@@ -15,6 +15,8 @@ from gdpo_nemo.weights.manifest import PeerLost
 from gdpo_nemo.weights.transports.base import TransportOptions
 from gdpo_nemo.weights.transports.collective import GlooTransport
 
+pytestmark = pytest.mark.slow
+
 BUCKET = 4096
 
 

@@ -91,6 +91,7 @@ class Launches(TorchDispatchMode):
         return function(*arguments, **(named or {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("elements", [0, 5, _BLOCK - 1, _BLOCK, _BLOCK + 1, 35 * _BLOCK + 77])
 def test_a_gpu_adds_many_blocks_at_once_to_the_same_checksum(dtype, elements, monkeypatch):
@@ -228,6 +229,7 @@ class Received(threading.Thread):
 TRANSPORTS = {"collective": by_collective, "ipc": by_ipc}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSPORTS)
 @pytest.mark.parametrize("bucket_bytes", [1, 700, 1 << 20])
 def test_every_process_receives_every_tensor(name, bucket_bytes):
@@ -260,6 +262,7 @@ for way in t.TRANSPORTS.values():
 """
 
 
+@pytest.mark.slow
 def test_neither_end_holds_a_copy_of_the_model():
     """192 MiB in buckets of 8 MiB, both ends (two receivers of the broadcast) in one process."""
     # What is freed goes back to the system at once, so that it does not count.
@@ -269,6 +272,7 @@ def test_neither_end_holds_a_copy_of_the_model():
     assert max(map(float, shown.split())) < 150, shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_receiver_that_gives_up_ends_the_senders_wait(name):
     manifest = weight_metadata(model(), 1)
@@ -285,6 +289,7 @@ def test_a_receiver_that_gives_up_ends_the_senders_wait(name):
     assert time.monotonic() - start < 300
 
 
+@pytest.mark.slow
 def test_shared_memory_has_no_name_that_a_kill_could_leave_behind():
     """Looked at in the middle of an update, and memory and socket are there all the same."""
     server = IpcServer()

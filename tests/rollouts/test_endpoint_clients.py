@@ -18,6 +18,8 @@ from gdpo_nemo.rollouts.endpoint.requests import Refused
 from gdpo_nemo.rollouts.endpoint.server import Endpoint
 from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 
+pytestmark = pytest.mark.slow
+
 SAMPLING = Sampling(0.5, 1.0, -1, 80)
 FUNCTION = {"name": "get_counter_value", "description": "", "parameters": {"type": "object"}}
 TOOL = {"type": "function", "function": FUNCTION}

@@ -57,6 +57,7 @@ def chat(endpoint, turns: int) -> list[dict]:
     return answers
 
 
+@pytest.mark.slow
 def test_both_routes_give_one_conversation_the_same_tokens(resting_endpoint):
     endpoint = resting_endpoint
     service = resting_endpoint.service
@@ -81,6 +82,7 @@ def test_both_routes_give_one_conversation_the_same_tokens(resting_endpoint):
     assert any(i["type"] == "function_call" for reply in replies for i in reply["output"])
 
 
+@pytest.mark.slow
 def test_dropped_token_fields_are_restored_unless_the_client_edits_its_history(endpoint):
     bare = lambda item: {key: value for key, value in item.items() if key not in TOKEN_FIELDS}  # noqa: E731
     items, replies = converse(endpoint, 3, keep=bare, headers={"x-session-id": "s"})
@@ -97,6 +99,7 @@ def test_dropped_token_fields_are_restored_unless_the_client_edits_its_history(e
     assert refused.status_code == 400 and "not sampled" in refused.json()["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys, message",
     [
@@ -136,6 +139,7 @@ def test_what_would_be_sampled_otherwise_or_is_malformed_is_refused_with_a_sente
     assert endpoint.service.counts["turns"] == 0
 
 
+@pytest.mark.slow
 def test_a_conversation_without_room_gets_an_incomplete_answer_without_tokens(endpoint):
     """The context is 400 tokens, the conversation 4 turns and 80 tokens."""
     items, replies = converse(endpoint, 4)
@@ -148,6 +152,7 @@ def test_a_conversation_without_room_gets_an_incomplete_answer_without_tokens(en
     assert endpoint.service.counts["turns"] == 4
 
 
+@pytest.mark.slow
 def test_settings_that_change_nothing_are_taken_and_instructions_come_first(endpoint):
     neutral = {
         "temperature": 0.5,

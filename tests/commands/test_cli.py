@@ -27,6 +27,7 @@ def launch(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, named",
     [
@@ -43,6 +44,7 @@ def test_wrong_input_exits_2_with_one_line_on_stderr(arguments, named):
     assert all(text in result.stderr for text in named)
 
 
+@pytest.mark.slow
 def test_dry_run_and_explain_import_nothing_heavy_and_answer_in_seconds(minimal):
     program = (
         "import sys; from gdpo_nemo.commands.cli import main\n"
@@ -86,6 +88,7 @@ def test_the_status_of_a_run_is_the_status_of_the_program(minimal, monkeypatch, 
     assert capsys.readouterr().err == "error: engine 0 died at step 3\n"
 
 
+@pytest.mark.slow
 def test_explain_knows_every_key_of_the_schema_and_the_nearest_to_any_other(capsys):
     from gdpo_nemo.config.load import all_keys
 
@@ -102,6 +105,7 @@ def test_explain_knows_every_key_of_the_schema_and_the_nearest_to_any_other(caps
     assert "gdpo.estimator" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["gdpo_nemo", "gdpo_nemo.commands.cli"])
 def test_the_package_and_its_command_line_run_as_modules(module):
     def run(*arguments):
@@ -124,6 +128,7 @@ def test_the_versions_are_those_of_the_installation(capsys):
     assert f"megatron-core {version('megatron-core')}" in second and "ray" in second
 
 
+@pytest.mark.slow
 def test_a_model_factory_does_not_warn_of_a_cuda_toolkit_on_a_machine_without_a_gpu(tmp_path):
     """Where there is a GPU that torch does not see, the warning stays."""
     factory = tmp_path / "factory.py"

@@ -42,6 +42,7 @@ def patient(monkeypatch):
     monkeypatch.setattr(sample_writer, "_SLOW_S", 3600.0)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_every_file_and_a_summary(config, run_dir, capsys, patient):
     play(config)
     assert {p.name for p in run_dir.iterdir()} == {
@@ -125,6 +126,7 @@ def test_a_failure_to_write_metrics_ends_the_run(config):
         run.step(demo_row(1))
 
 
+@pytest.mark.slow
 def test_samples_are_kept_only_where_asked_for(config, run_dir):
     config.rollout.save_samples = False
     config.logger.plot = False
@@ -132,6 +134,7 @@ def test_samples_are_kept_only_where_asked_for(config, run_dir):
     assert not (run_dir / "rollouts").exists() and not (run_dir / "rewards.png").exists()
 
 
+@pytest.mark.slow
 def test_the_report_is_one_page_without_anything_active_in_it(config, run_dir):
     save_config(config, run_dir / "config.yaml")
     run = RunLog(config, run_dir)
@@ -144,6 +147,7 @@ def test_the_report_is_one_page_without_anything_active_in_it(config, run_dir):
     assert page.count("data:image/png;base64,") == 2 and "http" not in page
 
 
+@pytest.mark.slow
 def test_console_and_report_say_why_a_weight_is_what_it_is(config, capsys, run_dir):
     run = RunLog(config, run_dir)
     for step, weight in ((1, 0.5), (2, 0.3149)):
@@ -161,6 +165,7 @@ def test_console_and_report_say_why_a_weight_is_what_it_is(config, capsys, run_d
     assert row in (run_dir / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_the_report_command_redraws_a_run_from_its_files(config, run_dir, capsys):
     play(config)
     (run_dir / "report.html").unlink()
@@ -171,6 +176,7 @@ def test_the_report_command_redraws_a_run_from_its_files(config, run_dir, capsys
     assert "has no metrics" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir, patient):
     config.logger.report_period = 2
     run = RunLog(config, run_dir)
@@ -185,6 +191,7 @@ def test_picture_and_report_are_renewed_while_the_run_goes_on(config, run_dir, p
     assert read_alerts(run_dir) == [] and not list(run_dir.glob("*partial*"))
 
 
+@pytest.mark.slow
 def test_a_drawing_under_way_is_not_begun_again_and_is_gone_after_the_end(run_dir, monkeypatch):
     program = (
         "import sys, time; from gdpo_nemo.utils.files import whole_file; "
@@ -208,6 +215,7 @@ def test_a_drawing_under_way_is_not_begun_again_and_is_gone_after_the_end(run_di
     assert [path.name for path in run_dir.iterdir()] == ["started"]
 
 
+@pytest.mark.slow
 def test_a_drawing_that_fails_is_an_alert_and_no_end(config, run_dir, monkeypatch, patient):
     monkeypatch.setattr(report, "_COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
     config.logger.report_period = 1
@@ -236,6 +244,7 @@ def test_first_and_last_steps_of_a_short_run_do_not_overlap(steps, heads, change
     assert (last == "-") == (steps == 1)
 
 
+@pytest.mark.slow
 def test_report_names_status_model_algorithm_and_rewards_on_any_screen(config, run_dir):
     log = RunLog(config, run_dir)
     log.step(demo_row(1))
@@ -307,6 +316,7 @@ def test_sparklines_run_from_lowest_to_highest(values, expected):
     assert console.sparkline(values) == expected
 
 
+@pytest.mark.slow
 def test_why_a_run_was_restarted_stays_among_its_alerts_where_it_starts_over(config, run_dir, capsys, patient):
     play(config, range(1, 3), status="failed")
     write_alert(run_dir, 2, "driver killed; started again")

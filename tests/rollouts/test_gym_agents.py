@@ -29,6 +29,8 @@ from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 from gdpo_nemo.tools.gym.agent_trial import play
 from gdpo_nemo.utils.errors import RunError
 
+pytestmark = pytest.mark.slow
+
 SERVERS = ("example_session_state_mgmt", "example_multi_step")
 SAMPLING = Sampling(0.5, 1.0, -1, 80)
 EXPECTED = '{"name": "extract_synonym_values", "arguments": {"synonym_values": [711, 407]}}</tool_call>'

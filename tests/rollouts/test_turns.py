@@ -16,6 +16,8 @@ from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 from gdpo_nemo.utils.errors import RunError
 
+pytestmark = pytest.mark.slow
+
 PLUGINS = Path(__file__).with_name("episodes_for_tests.py")
 TALK = Conversation(TOKENIZER, chat=True)
 SAMPLING = Sampling(1.0, 1.0, -1, 10)

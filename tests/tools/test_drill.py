@@ -94,6 +94,7 @@ def test_both_words_of_a_lost_raylet_name_it(how):
     assert re.search(FAULTS["raylet-kill"].says, how) and re.search(FAULTS["gcs-kill"].says, how)
 
 
+@pytest.mark.slow
 def test_what_the_run_says_has_to_name_the_fault(program):
     run = program(HEARS + "steps(1, 600)")
     good = run.disturb(poke(says=r"^engine \d+: "))
@@ -104,11 +105,13 @@ def test_what_the_run_says_has_to_name_the_fault(program):
     assert "did not report the fault" in again.wrong, "what was said of the fault before is not said of this one"
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_where_it_should_go_on_is_told(program):
     run = program("signal.signal(signal.SIGUSR1, lambda *_: sys.exit(3)); steps(1, 600)")
     assert "ended with exit status 3 instead of continuing" in run.disturb(poke()).wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line, wrong", [("lost", "ended with exit status 3 and without a message"), ("error: lost", "")]
 )
@@ -119,12 +122,14 @@ def test_run_that_may_end_after_a_kill_must_report_the_reason(program, line, wro
     assert wrong in (outcome.wrong or "") and outcome.said == ["lost"] * (not wrong) and outcome.starts == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_no_further_step_is_given_up(program):
     run = program("steps(1, 1); time.sleep(600)", patience_s=2.0)
     with pytest.raises(RunError, match="timed out after 2 s waiting for a step after 1"):
         run.disturb(poke(number=0))
 
 
+@pytest.mark.slow
 def test_torn_checkpoint_is_never_the_only_one(program):
     """A run whose checkpoints are all damaged is refused, which is no recovery."""
     run = program(
@@ -141,11 +146,13 @@ def test_torn_checkpoint_is_never_the_only_one(program):
     assert victim == "checkpoints/step_4/files.json"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_over_before_it_recovered_is_told(program):
     run = program("first_step_and_signal(); alert('engine 3: it died')")
     assert "ended before it trained another step" in run.disturb(poke()).wrong
 
 
+@pytest.mark.slow
 def test_the_time_of_a_restart_is_to_a_step_of_the_next_process_that_none_before_has_trained(program):
     """Steps under way when it happens do not count, nor do those that are trained again."""
     run = program(
@@ -171,6 +178,7 @@ def test_the_time_of_a_restart_is_to_a_step_of_the_next_process_that_none_before
     assert outcome.wrong is None and outcome.seconds > 2.4, outcome
 
 
+@pytest.mark.slow
 def test_the_time_of_a_rebuild_begins_to_count_steps_when_the_run_has_told_of_its_loss(program):
     """A step under way may end, and be recorded, after a rank has died."""
     run = program(
@@ -193,6 +201,7 @@ def test_the_time_of_a_rebuild_begins_to_count_steps_when_the_run_has_told_of_it
     assert outcome.wrong is None and outcome.seconds > 1.4, outcome
 
 
+@pytest.mark.slow
 def test_processes_shared_memory_and_files_that_stay_are_told(program, monkeypatch):
     monkeypatch.setattr("gdpo_nemo.tools.drill.run._CLEANUP_S", 1.0)
     monkeypatch.setattr("gdpo_nemo.tools.drill.run._LIST_S", 0.0)
@@ -244,6 +253,7 @@ def test_a_journal_is_wanted_of_runs_that_sample(tmp_path):
         compared(what)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_run_is_compared_with_an_undisturbed_one_where_it_can_be_equal(tmp_path, monkeypatch, exact):
     class Run(Program):

@@ -68,6 +68,7 @@ def test_all_coroutines_of_a_process_share_one_event_loop():
     assert [(row["gets_loop"], row["loaded"]) for row in found[:2]] == [(1.0, 1.0)] * 2
 
 
+@pytest.mark.slow
 def test_a_worker_has_one_event_loop_and_ends_with_the_processes_of_its_functions():
     names = ("where", "gets_loop", "pooled", "pool_of_processes")
     functions = {"plugin": "functions", "functions": {name: f"{PLACE}:{name}" for name in names}}
@@ -125,6 +126,7 @@ def test_a_wrong_function_is_an_error_that_names_it(function, message):
     assert str(error.value) == message.replace("PLACE", PLACE)
 
 
+@pytest.mark.slow
 def test_the_pool_names_the_environment_too():
     section = {"mine": {"plugin": "functions", "functions": {"short": f"{PLACE}:short"}}}
     with (
@@ -154,16 +156,19 @@ def lengths(verdicts):
     return [verdict.rewards.get("length") for verdict in verdicts]
 
 
+@pytest.mark.slow
 def test_a_function_may_use_signals(pool):
     assert values(pool.verify(trajectories(["a", "slow", "b"], "limited"))) == [1.0, None, 1.0]
 
 
+@pytest.mark.slow
 def test_timers_and_handlers_left_by_a_function_do_not_reach_the_next_one(pool):
     # One worker, one group to a shard: both calls meet in one process.
     assert values(pool.verify([trajectory("arm", "untidy")])) == [1.0]
     assert values(pool.verify([trajectory("next", "untidy")])) == [1.0]
 
 
+@pytest.mark.slow
 def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(pool):
     mixed = [*trajectories(["a", "hang", "ccc", "crash"], "misbehaving"), *trajectories(["dd", "slow"], "limited")]
     found = pool.verify(mixed)
@@ -173,12 +178,14 @@ def test_a_function_that_hangs_or_crashes_costs_its_own_sample_only(pool):
     assert [verdict.outcome for verdict in (found[0], found[2], *found[4:])] == [Outcome.OK] * 4
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_place_of_a_reward_masks_the_sample_and_no_other(pool):
     [good, failed] = pool.verify(trajectories(["up", "down"], "asking"))
     assert good.rewards == {"value": 1.0, "other": 2.0}
     assert (failed.outcome, failed.detail, failed.rewards) == (Outcome.ENV_FAILED, "value: server is down", {})
 
 
+@pytest.mark.slow
 def test_an_environment_with_its_own_workers_waits_for_no_other(tmp_path):
     section = {
         "env": {"plugin": f"{HOSTILE}:Hostile", "num_workers": 2, "meeting": str(tmp_path)},

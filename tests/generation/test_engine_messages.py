@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BLOB = pickle.dumps({"manifest": list(range(100))})
 CALLS = (
     ("collective_rpc", ("init_weight_transfer_engine", None, (), {"init_info": {}})),

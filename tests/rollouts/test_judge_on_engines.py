@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from environment_samples import trajectory
 
 from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.environments.tasks.reward_functions import Functions
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.endpoint.service import Budgets
+
+pytestmark = pytest.mark.slow
 
 ANSWERS = [f"Dear reader, the answer is {n}." for n in range(32)]
 

@@ -88,6 +88,7 @@ def test_an_evaluation_that_cannot_be_is_refused_before_anything_starts(run_dir,
 RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("gdpo_*.yaml"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_machine_with_room_for_the_engines_alone_is_enough(recipe):
     config = load_config(recipe)

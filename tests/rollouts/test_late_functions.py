@@ -13,6 +13,8 @@ from gdpo_nemo.data.records import Outcome
 from gdpo_nemo.rollouts.ledger import LATE
 from gdpo_nemo.utils.errors import RunError
 
+pytestmark = pytest.mark.slow
+
 FUNCTION = """
 import threading
 from gdpo_nemo.generation.requests import SampleRequest

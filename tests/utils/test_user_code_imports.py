@@ -34,6 +34,7 @@ def test_nothing_is_tried_where_nobody_asked_for_it(mine, tmp_path):
     assert (tmp_path / "imports").read_text() == "x"
 
 
+@pytest.mark.slow
 def test_code_that_computes_for_longer_than_a_hang_is_waited_for(mine, monkeypatch):
     monkeypatch.setattr(user_code, "IDLE_S", 2.0)
     with imports_tried():

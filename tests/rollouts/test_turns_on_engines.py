@@ -14,6 +14,8 @@ from gdpo_nemo.environments.episodes import EpisodeStep
 from gdpo_nemo.environments.execution.pool import EnvironmentPool
 from gdpo_nemo.utils.errors import RunError
 
+pytestmark = pytest.mark.slow
+
 PLUGINS = Path(__file__).with_name("episodes_for_tests.py")
 
 

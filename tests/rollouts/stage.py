@@ -1,29 +1,23 @@
-"""One policy rank and a vLLM engine on a byte model with a chat template, kept for all tests of turns."""
+"""One policy rank and a vLLM engine on a byte model with a chat template, for all tests here that need them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
-import pytest
 from transformers import AutoTokenizer
 
 from gdpo_nemo.cluster.fleet import EngineFleet
 from gdpo_nemo.cluster.policy_group import PolicyGroup
-from gdpo_nemo.cluster.session import session
 from gdpo_nemo.cluster.weight_sync import WeightSync
 from gdpo_nemo.config.load import load_config
+from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.conversation import Conversation
 from gdpo_nemo.data.records import Trajectory
 from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.batches import sample_seed
 from gdpo_nemo.rollouts.context import RolloutContext
-from gdpo_nemo.rollouts.endpoint.server import Endpoint
-from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -86,21 +80,12 @@ class Stage:
         return asyncio.run_coroutine_threadsafe(all_of_them(), self.fleet.loop).result()
 
 
-@pytest.fixture(scope="session")
-def byte_model(tmp_path_factory) -> Path:
-    """A small model over bytes, with a chat template, that mostly writes tool calls."""
-    folder = tmp_path_factory.mktemp("bytes") / "model"
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("calling_model.py")), str(folder)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=REPOSITORY)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def stage(byte_model):
+def stage_config(model: Path) -> Config:
+    """The config of the stage: one rank, one engine, and updates that change nothing."""
     config = load_config(
         REPOSITORY / "configs" / "gdpo_turns_cpu.yaml",
         [
-            f"policy.model_name={byte_model}",
+            f"policy.model_name={model}",
             f"policy.max_total_sequence_length={LONGEST}",
             f"policy.generation={{engines: 1, max_new_tokens: 10, temperature: {TEMPERATURE}}}",
             "policy.generation.vllm_cfg.max_num_seqs=16",
@@ -108,34 +93,4 @@ def stage(byte_model):
         ],
     )
     config.policy.megatron_cfg.data_parallel_size = 1
-    _standing.enter_context(session(config.cluster))
-    made = Stage(config, byte_model)
-    _standing.callback(made.policy.close)
-    _standing.callback(made.fleet.close)
-    return made
-
-
-_standing = contextlib.ExitStack()
-"""What stands until the last test of this folder."""
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item, nextitem):
-    """A process has one Ray session at a time, and the next folder's tests may want another."""
-    if nextitem is None or nextitem.path.parent != item.path.parent:
-        _standing.close()
-
-
-@pytest.fixture
-def resting_endpoint(stage):
-    """An endpoint between two batches, whose conversations have four turns and 80 tokens in a context of 400."""
-    made = Endpoint(Service(stage.fleet, stage.conversation, Budgets(4, 80, 400)), "127.0.0.1", 0)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def endpoint(resting_endpoint):
-    """The endpoint during a batch, with turns of at most 24 tokens."""
-    with resting_endpoint.service.phase(SHORT, 5):
-        yield resting_endpoint
+    return config

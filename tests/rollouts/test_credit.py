@@ -330,7 +330,7 @@ def test_failed_and_masked_trajectories_leave_their_weight_to_the_others():
 
 
 def test_no_trajectory_is_masked_by_the_value_of_its_advantage():
-    """Advantages are finite by contract (see test_own_estimator); 0 is one of them and holds its place in the mean."""
+    """Advantages are finite by contract (test_custom_estimator.py); 0 is one and holds its place in the mean."""
     (update,) = updates_of(all_of(two_groups()), np.array([0.0, -3.0, *np.ones(6)]), config())
     assert [s.weight > 0 for s in update] == [True] * 8
 

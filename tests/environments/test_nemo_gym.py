@@ -29,6 +29,7 @@ SERVERS = {"servers": {"one": "http://127.0.0.1:1"}}
 TOOL = {"type": "function", "name": "f", "description": "d", "strict": True, "parameters": {"type": "object"}}
 
 
+@pytest.mark.slow
 def test_a_row_becomes_a_chat_with_tools_and_stays_itself():
     row = {
         "responses_create_params": {
@@ -112,6 +113,7 @@ def kinds(*how):
     return [item["type"] for item in items_of(*how)]
 
 
+@pytest.mark.slow
 def test_a_completion_becomes_thoughts_message_and_calls():
     block = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
     assert kinds("hi " + block + block) == ["message", "function_call", "function_call"]
@@ -123,6 +125,7 @@ def test_a_completion_becomes_thoughts_message_and_calls():
     assert json.loads(items_of(block)[0]["arguments"]) == {"x": "é"}
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet='<>/tool_cal{}"name:argumets\\ \n[]é\ud800', max_size=120))
 def test_any_completion_can_be_sent(text):
@@ -141,6 +144,7 @@ _JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(reply=st.dictionaries(_NAMES, _JSON, max_size=6), named=st.booleans(), check_sum=st.booleans())
 def test_any_reply_is_finite_rewards_or_a_failure_in_one_line(reply, named, check_sum):
@@ -155,6 +159,7 @@ def test_any_reply_is_finite_rewards_or_a_failure_in_one_line(reply, named, chec
         assert rewards and all(value is None or math.isfinite(value) for value in rewards.values())
 
 
+@pytest.mark.slow
 def test_long_hostile_texts_are_read_in_linear_time():
     begin = time.process_time()
     items_of("<tool_call>" * 30_000)

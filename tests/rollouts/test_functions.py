@@ -18,7 +18,7 @@ from gdpo_nemo.rollouts.functions import RolloutKind, RolloutRunner, SamplingJob
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-OWN = Path(__file__).with_name("own_rollouts.py")
+OWN = Path(__file__).with_name("custom_rollouts.py")
 TALK = Conversation(TOKENIZER, chat=True)
 SAMPLING = Sampling(1.0, 1.0, -1, 10)
 

@@ -110,6 +110,7 @@ def test_what_a_killed_writer_left_beside_the_status_is_removed(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["status.json", "status.txt"]
 
 
+@pytest.mark.slow
 def test_stacks_of_live_processes_show_where_they_are_and_stopped_ones_are_known(tmp_path):
     code = "import time\ndef dawdle():\n    time.sleep(60)\ndawdle()\n"
     (tmp_path / "dawdler.py").write_text(code)

@@ -1,4 +1,4 @@
-"""Rollout functions as users of TRL write them, for servers in the manner of OpenEnv; see test_trl_rollouts.py."""
+"""Rollout functions as users of TRL write them, for servers in the manner of OpenEnv; see test_trl_functions.py."""
 
 from __future__ import annotations
 

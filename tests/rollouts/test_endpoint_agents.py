@@ -314,6 +314,7 @@ def called(runner, prompts, first: int):
     return runner.call(prompts, asked, None)
 
 
+@pytest.mark.slow
 def test_one_call_may_hold_prompts_of_several_agents_and_kinds_mix(engines, port):
     runner = runner_of(engines, port, 0)
     try:
@@ -354,6 +355,7 @@ BAD_STEPS = {
 }
 
 
+@pytest.mark.slow
 def test_step_rewards_of_an_agents_server_are_credited_to_their_turns(engines, port):
     server = StepServer(port)
     runner = runner_of(engines, port, 0, f"{{plugin: nemo_gym_agent, agents: {{gym: '{server.url}'}}}}")
@@ -383,6 +385,7 @@ def test_step_rewards_of_an_agents_server_are_credited_to_their_turns(engines, p
     assert rows.columns["call"][4:6].tolist() == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_turn_that_more_episodes_contain_than_requests_sampled_is_not_trained(engines, port):
     """The cache answers samples of two prompts. Requests may also sample equal tokens, which are all trained."""
     engines.script = lambda request: ("same", "stop")
@@ -410,6 +413,7 @@ def outlines(group) -> list:
     return sorted(t.completion_ids.tolist() for t in group)
 
 
+@pytest.mark.slow
 def test_groups_called_at_once_are_under_way_together_and_their_samples_differ(engines, port):
     runner = runner_of(engines, port, 1)
     try:

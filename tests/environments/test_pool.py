@@ -17,6 +17,8 @@ from gdpo_nemo.environments.execution import worker
 from gdpo_nemo.environments.execution.pool import RETRY_FAILURES, EnvironmentPool, _split_into_shards
 from gdpo_nemo.utils.errors import RunError
 
+pytestmark = pytest.mark.slow
+
 ENVIRONMENTS = {
     "env": {"plugin": f"{HOSTILE}:Hostile"},
     "short": {"plugin": f"{HOSTILE}:Hostile", "short": True},

@@ -34,6 +34,7 @@ def config_of(source, tmp_path, *overrides):
     return load_config(None, [*names, *overrides])
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_converted_once_and_again_when_it_changes(model, tmp_path, capfd):
     file = tiny_gguf.write_gguf(model, tmp_path / "tiny.gguf")
     folder = model_folder(config_of(file, tmp_path), model_source(config_of(file, tmp_path).policy))
@@ -96,6 +97,7 @@ def lora(**changes) -> list[str]:
     return [f"policy.lora.{name}={value}" for name, value in values.items()]
 
 
+@pytest.mark.slow
 def test_a_lora_run_on_an_adapter_takes_its_base_as_the_model_and_its_matrices(model, tmp_path):
     adapter = write_adapter(tmp_path / "adapter", model)
     config = config_of(adapter, tmp_path, *lora())

@@ -69,6 +69,7 @@ def prompt(say: str) -> Prompt:
     return Prompt(say, ids, text, "digit_turns", {"answer": "7"}, messages)
 
 
+@pytest.mark.slow
 def test_one_turn_keeps_drawn_tokens_and_gives_its_columns_to_the_rewards(engines, server):
     groups = called(engines, "one_turn")
     samples = [t for group in groups for t in group]

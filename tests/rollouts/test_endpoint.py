@@ -22,6 +22,8 @@ from gdpo_nemo.rollouts.endpoint import server
 from gdpo_nemo.rollouts.endpoint.server import Endpoint
 from gdpo_nemo.rollouts.endpoint.service import Budgets, Service
 
+pytestmark = pytest.mark.slow
+
 FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 # Shows an assistant's message in full only while it is the last one: what templates do that drop old reasoning.
 FORGETFUL = (
@@ -247,7 +249,7 @@ def test_requests_that_are_too_large_or_no_json_or_come_between_batches_are_refu
 
 
 def test_conversations_at_once_keep_their_turns_apart(endpoint):
-    """That a conversation asks for its engine is in test_shared_endpoint.py, that many use all in tests/cluster."""
+    """That a conversation asks for its engine is in test_endpoint_agents.py, that many use all in tests/cluster."""
     with ThreadPoolExecutor(8) as threads:
         talks = list(threads.map(lambda i: converse(endpoint, 2, opening=f"begin {i}")[1], range(8)))
     history = endpoint.service.history

@@ -82,6 +82,7 @@ def in_terminal(command: list[str], **environment: str) -> tuple[int, str]:
     return process.wait(), shown.decode(errors="replace").replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_a_terminal_names_the_phases_of_a_start_in_order_and_ends_with_the_error(tmp_path):
     status, shown = in_terminal(refused_run(tmp_path), TERM="xterm")
     lines = shown.split("\r\x1b[K")
@@ -93,6 +94,7 @@ def test_a_terminal_names_the_phases_of_a_start_in_order_and_ends_with_the_error
     assert seen == [name for name in order if name in seen] and "tokenizer" in seen
 
 
+@pytest.mark.slow
 def test_without_a_terminal_or_quietly_the_error_is_all_there_is(tmp_path):
     command = refused_run(tmp_path)
     done = subprocess.run([*command, "--quiet"], capture_output=True, text=True, cwd=REPOSITORY)
@@ -101,12 +103,14 @@ def test_without_a_terminal_or_quietly_the_error_is_all_there_is(tmp_path):
     assert status == 2 and shown == done.stderr
 
 
+@pytest.mark.slow
 def test_verbose_says_what_every_phase_took(tmp_path):
     done = subprocess.run([*refused_run(tmp_path), "-v"], capture_output=True, text=True, cwd=REPOSITORY)
     said = re.findall(r"^(\w+): \d+\.\d s$", done.stdout, re.MULTILINE)
     assert list(dict.fromkeys(said)) == ["config", "imports", "environments", "model", "tokenizer", "data"]
 
 
+@pytest.mark.slow
 def test_what_a_run_reads_before_its_processes_needs_no_torch(tmp_path):
     model_folder(tmp_path / "model")
     code = (
@@ -149,6 +153,7 @@ def test_every_other_tokenizer_is_left_to_auto_tokenizer(model_type, settings, t
     assert tokenizer_module._known_class(folder) is None
 
 
+@pytest.mark.slow
 def test_what_a_factory_prints_stands_above_the_phases_and_quietly_nowhere(tmp_path, capfd):
     factory = tmp_path / "factory.py"
     factory.write_text(

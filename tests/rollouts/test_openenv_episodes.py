@@ -19,6 +19,8 @@ from gdpo_nemo.generation.requests import Sampling
 from gdpo_nemo.rollouts.credit import turn_rows
 from gdpo_nemo.rollouts.turns import EpisodeJob, Limits, play_episode
 
+pytestmark = pytest.mark.slow
+
 SERVER = Path(__file__).resolve().parents[1] / "environments" / "openenv_server.py"
 EPISODES = Path(__file__).with_name("episodes_for_tests.py")
 TALK = Conversation(TOKENIZER, chat=True)
