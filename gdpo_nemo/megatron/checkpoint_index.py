@@ -12,8 +12,9 @@ import contextlib
 import copyreg
 import io
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import set_element

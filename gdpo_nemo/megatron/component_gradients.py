@@ -5,8 +5,9 @@ Every method is collective, like the methods of ``Policy``. Gradients are stored
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby
-from typing import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist

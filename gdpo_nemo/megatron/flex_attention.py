@@ -10,8 +10,9 @@ torch has no compiled backward pass of FlexAttention for CPUs.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch

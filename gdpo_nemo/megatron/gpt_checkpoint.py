@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist

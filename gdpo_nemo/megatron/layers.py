@@ -7,11 +7,12 @@ attention (``*``), and MLP (``-``) or experts (``E``). See ``ModelDescription.sy
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add

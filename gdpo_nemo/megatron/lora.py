@@ -12,8 +12,9 @@ distribute like the expert's weights.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist

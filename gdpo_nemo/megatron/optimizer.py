@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from inspect import unwrap
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.optimizer import (

@@ -11,8 +11,9 @@ shared and the unshared tokens, ordered by position.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class Packing(PackedSeqParams):
 
     Only ``PackedAttention`` reads this field and the fields below.
     """
-    rectangles: list["Rectangle"] = field(default_factory=list)
+    rectangles: list[Rectangle] = field(default_factory=list)
     """Padded batches of all sequences of the micro-batch."""
     order: torch.Tensor | None = None
     """int64 [tokens of all context ranks]: index of each token of the pack in the tokens gathered from these ranks.

@@ -11,7 +11,8 @@ A recurrence is computed in chunks: products of matrices inside a chunk, and a l
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 from gdpo_nemo.models.architectures import has_optional_experts, model_error
 from gdpo_nemo.models.families import FAMILIES, Family

@@ -8,9 +8,10 @@ import json
 import math
 import shutil
 import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -157,12 +158,12 @@ def _weight_map(folder: str | Path) -> dict[str, str]:
     file_of: dict[str, str] = {}
     if (folder / INDEX).exists():
         file_of = json.loads((folder / INDEX).read_text())["weight_map"]
-        return file_of
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as shard:
-            file_of.update(dict.fromkeys(shard.keys(), file.name))
-    if not file_of:
-        raise ConfigError(f"policy.model_name: {folder} has no weights (*.safetensors)")
+    else:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as shard:
+                file_of.update(dict.fromkeys(shard.keys(), file.name))
+        if not file_of:
+            raise ConfigError(f"policy.model_name: {folder} has no weights (*.safetensors)")
     return file_of
 
 

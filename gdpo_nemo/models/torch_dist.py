@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.models.families import Family
 from gdpo_nemo.models.weights import EMBEDDING

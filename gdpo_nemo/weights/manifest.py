@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import zlib
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Iterable, Iterator
 
 import numpy as np
 import torch

@@ -10,8 +10,9 @@ import contextlib
 import functools
 import pickle
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import torch
 from vllm.distributed.weight_transfer.base import (

@@ -12,8 +12,9 @@ each process stores at most two buckets.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 
