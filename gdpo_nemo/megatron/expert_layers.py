@@ -117,10 +117,9 @@ class ParallelMoELayer(MoELayer):
         return self.expert_output_norm(super().postprocess(output, None)) + shared_expert_output
 
 
-def with_dense_mlp(layer: ModuleSpec, norm: Any) -> ModuleSpec:
-    """Return an MoE layer with ``ParallelMoELayer`` in place of Megatron's layer, and without a norm of its input."""
-    mlp = partial(ParallelMoELayer, norm=norm, **layer.submodules.mlp.keywords)
-    return replace(layer, submodules=replace(layer.submodules, mlp=mlp, pre_mlp_layernorm=IdentityOp))
+def beside_dense_mlp(moe: partial[Any], norm: Any) -> partial[Any]:
+    """Return the builder of ``ParallelMoELayer`` with the arguments of ``moe``, the builder of Megatron's layer."""
+    return partial(ParallelMoELayer, norm=norm, **moe.keywords)
 
 
 def local_moe(config: TransformerConfig, norm: type[torch.nn.Module]) -> Any:

@@ -339,7 +339,7 @@ def build_chunks(
     for stage in range(virtual) if virtual else [None]:
         model = model_class(
             config,
-            layer_spec(description, config, layers, use_te, attention, adapted, sharing),
+            layer_spec(description, config, layers, use_te, attention, adapted=adapted, sharing=sharing),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(description.symbols, layout),
