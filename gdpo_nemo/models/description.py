@@ -139,7 +139,10 @@ class ModelDescription:
     @property
     def hf_layers(self) -> list[int]:
         """Index of the layer of each Hybrid layer."""
-        return [layer for layer, symbols in enumerate(self.symbols) for _ in symbols]
+        layers: list[int] = []
+        for layer, symbols in enumerate(self.symbols):
+            layers += [layer] * len(symbols)
+        return layers
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
