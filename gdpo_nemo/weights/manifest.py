@@ -191,8 +191,10 @@ def _block_sums(blocks: torch.Tensor) -> torch.Tensor:
     at_once = max(1, (1 if _is_on_cpu(blocks) else _ROWS) * _BLOCK // size)
     if count <= at_once:
         return torch.cat([(part * weights).sum(2) for part in torch.split(blocks, at_once // count)])
-    rows = (torch.split(row, at_once, 1) for row in torch.split(blocks, 1))
-    return torch.cat([torch.cat([(part * weights).sum(2) for part in row], 1) for row in rows])
+    rows = []
+    for row in torch.split(blocks, 1):
+        rows.append(torch.cat([(part * weights).sum(2) for part in torch.split(row, at_once, 1)], 1))
+    return torch.cat(rows)
 
 
 @functools.cache
