@@ -22,6 +22,17 @@ from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.weights.host_memory import host_memory_like
 
 
+def chained(optimizer: Any) -> list[Any]:
+    """Return the optimizers that Megatron chains for dense and for expert parameters, or the only optimizer."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def optimized(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of all groups of a torch optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 class OptimizerOffload:
     """Offloading of an optimizer's main weights and moments to host memory between updates.
 
@@ -34,8 +45,10 @@ class OptimizerOffload:
     """
 
     def __init__(self, optimizer: Any, parameters: Iterable[torch.nn.Parameter], device: torch.device):
-        parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._optimizers = [part.optimizer for part in parts if not getattr(part, "is_stub_optimizer", False)]
+        self._optimizers = []
+        for part in chained(optimizer):
+            if not getattr(part, "is_stub_optimizer", False):  # a rank without parameters of a kind has a stub
+                self._optimizers.append(part.optimizer)
         self._parameters = list(parameters)
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -82,7 +95,7 @@ class OptimizerOffload:
         """
         model = {p.untyped_storage()._cdata for p in self._parameters}
         for optimizer in self._optimizers:
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for p in optimized(optimizer):
                 p.grad = None  # gradient and parameter must be on the same device
                 if p.untyped_storage()._cdata not in model:
                     yield None, p, "", p.data
@@ -170,6 +183,7 @@ class GroupStepAdam(torch.optim.Optimizer):
     def __init__(
         self,
         params,
+        *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
