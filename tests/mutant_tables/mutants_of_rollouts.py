@@ -338,7 +338,7 @@ ROLLOUTS = (
     ),
     mutant(
         "megatron/micro_batch.py",
-        "first.setdefault(s.trajectory, i)",
+        "first.setdefault(sequence.trajectory, i)",
         "i",
         "rollouts/test_contexts.py::"
         "test_losses_over_whole_sequences_get_all_contexts_in_one_micro_batch_and_one_sequence_id",
