@@ -208,8 +208,9 @@ def _assemble(parts: list[torch.Tensor], split: str, model: ModelDescription) ->
     if len(parts) == 1:
         return parts[0]
     if sections := _sections(sum(map(len, parts)), split, model):
-        by_rank = [part.split([rows // len(parts) for rows in sections]) for part in parts]
-        return torch.cat([piece for section in zip(*by_rank) for piece in section])
+        local = [rows // len(parts) for rows in sections]
+        by_rank = [part.split(local) for part in parts]
+        return torch.cat(list(chain.from_iterable(zip(*by_rank))))
     return torch.cat(parts, dim=1 if split == COLUMNS else 0)
 
 
@@ -310,12 +311,13 @@ def _export_parts(
     chunks: list[torch.nn.Module], model: ModelDescription, shapes_only: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield like ``_export_stage``, but yield stacked experts as one slice per expert."""
-    weights = (
-        (parameter.detach().to("meta") if shapes_only else parameter.detach(), weight)
-        for parameter, weight in local_weights(chunks, model)
-        if not weight.tied
-    )
-    for batch in _batches(weights):
+
+    def weights() -> Iterator[tuple[torch.Tensor, Weight]]:
+        for parameter, weight in local_weights(chunks, model):
+            if not weight.tied:
+                yield parameter.detach().to("meta") if shapes_only else parameter.detach(), weight
+
+    for batch in _batches(weights()):
         for sources, tensor, weight in _gather_batch(batch, model):
             for name, part in zip(sources, separate(tensor, weight, model)):
                 yield name, part[: model.vocabulary] if weight.vocabulary else part
@@ -352,7 +354,7 @@ def _gather_batch(
         yield first.sources, _assemble([part for (part,) in parts], first.split, model), first
         return
     sharded = _gather(tensors, _split_group(first))
-    by_rank = _gather([tensor for part in sharded for tensor in part], parallel_state.get_expert_model_parallel_group())
+    by_rank = _gather(list(chain.from_iterable(sharded)), parallel_state.get_expert_model_parallel_group())
     for index, (_, weight) in enumerate(batch):
         for expert, gathered in zip(_experts(weight), by_rank):
             tensor = _assemble(gathered[index :: len(batch)], weight.split, model)
@@ -367,8 +369,10 @@ def _gather(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[list[
     gathered = own.new_empty(group.size() * own.numel())
     dist.all_gather_into_tensor(gathered, own, group=group)
     sizes = [tensor.numel() for tensor in tensors]
-    ranks = gathered.split(own.numel())
-    return [[part.view(tensor.shape) for part, tensor in zip(rank.split(sizes), tensors)] for rank in ranks]
+    by_rank = []
+    for rank in gathered.split(own.numel()):
+        by_rank.append([part.view(tensor.shape) for part, tensor in zip(rank.split(sizes), tensors)])
+    return by_rank
 
 
 def with_score_head(

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayerSubmodules
 
-from gdpo_nemo.megatron.latent_attention import ReplicatedLinear, device
+from gdpo_nemo.megatron.latent_attention import ReplicatedLinear, replicated_parameter
 
 
 class ExpertRowLinear(RowParallelLinear):
@@ -70,13 +70,8 @@ class ScaledRouter(TopKRouter):
 
     def __init__(self, config: Any, *arguments: Any, **options: Any):
         super().__init__(config, *arguments, **options)
-        self.scale = torch.nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype, device=device()))
-        self.expert_scale = torch.nn.Parameter(
-            torch.ones(config.num_moe_experts, dtype=config.params_dtype, device=device())
-        )
-        for scale in (self.scale, self.expert_scale):
-            # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
-            setattr(scale, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        self.scale = replicated_parameter(config, config.hidden_size)
+        self.expert_scale = replicated_parameter(config, config.num_moe_experts)
 
     def gating(self, input):
         """Return the scores of the experts, [tokens, 1, experts]."""
@@ -115,11 +110,6 @@ class ParallelMoELayer(MoELayer):
     def postprocess(self, output: torch.Tensor, shared_expert_output: torch.Tensor | None) -> torch.Tensor:
         """Return the sum of the normalised outputs of the experts and of the dense MLP."""
         return self.expert_output_norm(super().postprocess(output, None)) + shared_expert_output
-
-
-def beside_dense_mlp(moe: partial[Any], norm: Any) -> partial[Any]:
-    """Return the builder of ``ParallelMoELayer`` with the arguments of ``moe``, the builder of Megatron's layer."""
-    return partial(ParallelMoELayer, norm=norm, **moe.keywords)
 
 
 def local_moe(config: TransformerConfig, norm: type[torch.nn.Module]) -> Any:

@@ -44,9 +44,9 @@ from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.megatron.attention import LayerAttention, LayerSelfAttention, PackedAttention
-from gdpo_nemo.megatron.expert_layers import beside_dense_mlp, local_moe
+from gdpo_nemo.megatron.expert_layers import ParallelMoELayer, local_moe
 from gdpo_nemo.megatron.flex_attention import FlexAttention
-from gdpo_nemo.megatron.latent_attention import LatentAttention, device
+from gdpo_nemo.megatron.latent_attention import LatentAttention, device, replicated_parameter
 from gdpo_nemo.megatron.model_config import rotary
 from gdpo_nemo.megatron.recurrent_layers import (
     DELTA_KERNELS,
@@ -149,9 +149,7 @@ def layer_spec(
         sharing: True if packs may contain shared prompts, which the CUDA kernels of recurrent layers do not support.
     """
     if use_te:
-        is_latent = config.multi_latent_attention
-        spec = _latent_engine_stack(layers, attention) if is_latent else _engine_stack(adapted, layers, attention)
-        spec = _recurrent_layers(spec, sharing)
+        spec = _recurrent_layers(_engine_stack(config, layers, attention, adapted), sharing)
     else:
         core = FlexAttention if attention is Attention.FLEX else PackedAttention
         spec = _local_stack(config, partial(core, layers=layers))
@@ -168,7 +166,8 @@ def layer_spec(
         changes[f"{self_attention}.params"] = {**params, "layers": layers}
     norm = _norm(use_te)
     if model.experts and family.experts and family.experts.beside:
-        changes["moe_layer.mlp"] = beside_dense_mlp(stack.moe_layer.submodules.mlp, norm)
+        arguments = stack.moe_layer.submodules.mlp.keywords
+        changes["moe_layer.mlp"] = partial(ParallelMoELayer, norm=norm, **arguments)
         changes["moe_layer.pre_mlp_layernorm"] = IdentityOp  # ParallelMoELayer has norms for each of its two inputs
     changes |= _post_norms(stack, config, norm, family)
     return _changed(spec, changes)
@@ -193,21 +192,6 @@ def _latent(linear: Any, output: Any, core: partial[Any]) -> ModuleSpec:
         kv_layernorm=RMSNorm,
     )
     return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=modules)
-
-
-def _latent_engine_stack(layers: Sequence[LayerAttention], attention: Attention) -> ModuleSpec:
-    """Return TransformerEngine's stack with latent attention. Its norms are separate from the linear layers."""
-    from megatron.core.extensions.transformer_engine import (
-        TEColumnParallelLinear,
-        TEDotProductAttention,
-        TERowParallelLinear,
-    )
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-
-    unshared = None if attention is Attention.FLEX else TEDotProductAttention
-    core = partial(FlexAttention, layers=layers, unshared=unshared)
-    latent = _latent(TEColumnParallelLinear, TERowParallelLinear, core)
-    return _changed(_for_adapters(hybrid_stack_spec), {"attention_layer.self_attention": latent})
 
 
 def engine_options(
@@ -235,15 +219,26 @@ _DELTA_NORM_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 _MAMBA_NORM_KEYS = {"norm.": "mixer.in_proj.layer_norm_"}
 
 
-def _engine_stack(adapted: bool, layers: Sequence[LayerAttention], attention: Attention) -> ModuleSpec:
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+def _engine_stack(
+    config: TransformerConfig, layers: Sequence[LayerAttention], attention: Attention, adapted: bool
+) -> ModuleSpec:
+    """Return TransformerEngine's stack. Models with latent attention have norms that are separate, as for adapters."""
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TEDotProductAttention,
+        TERowParallelLinear,
+    )
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    spec = _for_adapters(hybrid_stack_spec) if adapted else hybrid_stack_spec
+    is_latent = config.multi_latent_attention
+    spec = _for_adapters(hybrid_stack_spec) if adapted or is_latent else hybrid_stack_spec
     if attention is Attention.ENGINE:
         return spec
     unshared = TEDotProductAttention if attention is Attention.ENGINE_AND_FLEX else None
     core = partial(FlexAttention, layers=layers, unshared=unshared)
+    if is_latent:
+        latent = _latent(TEColumnParallelLinear, TERowParallelLinear, core)
+        return _changed(spec, {"attention_layer.self_attention": latent})
     return _changed(spec, {"attention_layer.self_attention.core_attention": core})
 
 
@@ -290,9 +285,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.offset = config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
-        # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        self.weight = replicated_parameter(config, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of x [..., hidden]."""
@@ -423,32 +416,33 @@ def _local_stack(config: TransformerConfig, core) -> ModuleSpec:
             sharded_state_dict_keys_map=_MLP_NORM_KEYS,
         ),
     )
-    mamba = ModuleSpec(
-        module=MambaLayer,
-        submodules=MambaLayerSubmodules(
-            norm=RMSNorm,
-            mixer=ModuleSpec(
-                module=PackedMambaMixer,
-                submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
-            ),
-            mamba_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_MAMBA_NORM_KEYS,
-        ),
+    moe = local_moe(config, RMSNorm)
+    layers = HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp, moe_layer=moe, **_local_recurrent_layers())
+    return ModuleSpec(module=LocalHybridStack, submodules=layers)
+
+
+def _local_recurrent_layers() -> dict[str, ModuleSpec]:
+    mixer = ModuleSpec(
+        module=PackedMambaMixer,
+        submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
     )
-    delta = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=PackedDeltaNet,
-                submodules=GatedDeltaNetSubmodules(
-                    in_proj=ColumnParallelLinear, out_norm=HeadNorm, out_proj=RowParallelLinear
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_DELTA_NORM_KEYS,
-        ),
+    mamba = MambaLayerSubmodules(
+        norm=RMSNorm,
+        mixer=mixer,
+        mamba_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=_MAMBA_NORM_KEYS,
     )
-    layers: dict[str, Any] = dict(mamba_layer=mamba, gdn_layer=delta, attention_layer=attention, mlp_layer=mlp)
-    layers["moe_layer"] = local_moe(config, RMSNorm)
-    return ModuleSpec(module=LocalHybridStack, submodules=HybridStackSubmodules(**layers))
+    net = ModuleSpec(
+        module=PackedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=HeadNorm, out_proj=RowParallelLinear),
+    )
+    delta = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=net,
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=_DELTA_NORM_KEYS,
+    )
+    return {
+        "mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba),
+        "gdn_layer": ModuleSpec(module=TransformerLayer, submodules=delta),
+    }

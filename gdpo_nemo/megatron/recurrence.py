@@ -88,6 +88,7 @@ def state_space_scan(
     b: torch.Tensor,
     c: torch.Tensor,
     skip: torch.Tensor,
+    *,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
     """Compute Mamba-2's state space model (arXiv 2405.21060, section 6) in float32.
@@ -130,6 +131,7 @@ def gated_delta_scan(
     value: torch.Tensor,
     strength: torch.Tensor,
     decay: torch.Tensor,
+    *,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
     """Compute the gated delta rule (arXiv 2412.06464, section 3) in float32, for normalised keys.

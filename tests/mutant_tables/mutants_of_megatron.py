@@ -232,9 +232,9 @@ MEGATRON = (
         "the norm of the experts' output excludes the output of the dense MLP",
     ),
     mutant(
-        "megatron/expert_layers.py",
-        'setattr(scale, "sequence_parallel", config.sequence_parallel)',
-        'setattr(scale, "sequence_parallel", False)',
+        "megatron/latent_attention.py",
+        'setattr(parameter, "sequence_parallel", config.sequence_parallel)',
+        'setattr(parameter, "sequence_parallel", False)',
         "megatron/test_layout_parity.py::test_mixtures_equal_transformers_and_torch[TP2+SP-gemma4-moe]",
         "gradients of the router's factors are summed over the tensor-parallel ranks under sequence parallelism",
     ),
