@@ -63,6 +63,7 @@ class Manifest:
 
 
 _ALIGNMENT = 64
+"""Alignment of the tensors in bytes, a multiple of the size of every data type."""
 
 
 def form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -142,7 +143,9 @@ _BLOCK = 1 << 20
 _ROWS = 16
 """Number of blocks that a GPU processes together. The products of these blocks take 128 MiB."""
 _CHAIN = 0x5851F42D4C957F2D
+"""Multiplier that makes the checksum depend on the order of the blocks (of Knuth's generator MMIX)."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
+"""Multiplier of the words' indices: 2^64 divided by the golden ratio, as in SplitMix64."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
