@@ -41,8 +41,12 @@ _SHARED = "shared"
 """Key of the blocks of replicated tensors in the state that ``load_divided`` requests."""
 
 
-def blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, sizes) of the rectangular blocks that make up a range of a flattened tensor, in order.
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a rectangular block of a tensor."""
+
+
+def blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[Block]:
+    """Yield the blocks that make up a range of a flattened tensor, in order.
 
     Args:
         shape: shape of the tensor.
@@ -60,15 +64,14 @@ def blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[
     if first > last:  # the range lies within one row
         yield from _in_row(last, blocks(rest, start - last * row, stop - last * row))
         return
+    # Only whole rows form one block. The ends of the range are divided along the next dimension.
     yield from _in_row(first - 1, blocks(rest, start - (first - 1) * row, row if start < first * row else 0))
     if first < last:
         yield (first, *(0 for _ in rest)), (last - first, *rest)
     yield from _in_row(last, blocks(rest, 0, stop - last * row))
 
 
-def _in_row(
-    row: int, inner: Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _in_row(row: int, inner: Iterator[Block]) -> Iterator[Block]:
     for offsets, sizes in inner:
         yield (row, *offsets), (1, *sizes)
 

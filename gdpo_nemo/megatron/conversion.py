@@ -323,9 +323,7 @@ def _export_parts(
                 yield name, part[: model.vocabulary] if weight.vocabulary else part
 
 
-def _batches(
-    weights: Iterable[tuple[torch.Tensor, Weight]],
-) -> Iterator[list[tuple[torch.Tensor, Weight]]]:
+def _batches(weights: Iterable[tuple[torch.Tensor, Weight]]) -> Iterator[list[tuple[torch.Tensor, Weight]]]:
     """Group consecutive expert matrices of one data type that are gathered together. Other weights are not grouped."""
     ranks = parallel_state.get_expert_model_parallel_group().size()
     ranks *= parallel_state.get_expert_tensor_parallel_group().size()
@@ -353,6 +351,8 @@ def _gather_batch(
         parts = [tensors] if first.split == REPLICATED else _gather(tensors, _split_group(first))
         yield first.sources, _assemble([part for (part,) in parts], first.split, model), first
         return
+    # Gather over the tensor-parallel ranks first, then over the expert-parallel ranks. In a list of the result, the
+    # parts of one tensor are therefore `len(batch)` places apart.
     sharded = _gather(tensors, _split_group(first))
     by_rank = _gather(list(chain.from_iterable(sharded)), parallel_state.get_expert_model_parallel_group())
     for index, (_, weight) in enumerate(batch):

@@ -125,9 +125,5 @@ def local_moe(config: TransformerConfig, norm: type[torch.nn.Module]) -> Any:
         mlp = partial(LatentMoELayer, **mlp.keywords)
     return ModuleSpec(
         module=MoETransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=norm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-        ),
+        submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=get_bias_dropout_add),
     )

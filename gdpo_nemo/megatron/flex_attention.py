@@ -17,12 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gdpo_nemo.megatron.attention import (
-    GatherContext,
-    PackedAttention,
-    rotated,
-    rotated_pairs,
-)
+from gdpo_nemo.megatron.attention import GatherContext, PackedAttention, rotated, rotated_pairs
 from gdpo_nemo.megatron.packing import Packing, local_positions, packing_arrays, position_arrays
 
 _BLOCK = 128

@@ -22,10 +22,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -427,10 +424,7 @@ def _local_recurrent_layers() -> dict[str, ModuleSpec]:
         submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
     )
     mamba = MambaLayerSubmodules(
-        norm=RMSNorm,
-        mixer=mixer,
-        mamba_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=_MAMBA_NORM_KEYS,
+        norm=RMSNorm, mixer=mixer, mamba_bda=get_bias_dropout_add, sharded_state_dict_keys_map=_MAMBA_NORM_KEYS
     )
     net = ModuleSpec(
         module=PackedDeltaNet,

@@ -340,7 +340,6 @@ def build_chunks(
     description = description_of(hf)
     use_te = _uses_engine(layout, description.family)
     layers = layer_attentions(hf, description)
-    rotary = layers[0].rotary
     attention = select_attention(
         layout.attention_backend,
         use_te,
@@ -350,6 +349,8 @@ def build_chunks(
     )
     config = transformer_config(hf, description, layout, dtype, use_te, attention)
     fused = use_fused_logprobs(layout.fused_logprobs, description.logit_cap)
+    # Only TransformerEngine's attention uses the model's rotary angles. The others compute their angles.
+    rotary = layers[0].rotary if attention is Attention.ENGINE else None
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
     model_class = ValueModel if values else PolicyModel
@@ -366,12 +367,11 @@ def build_chunks(
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            # Only TransformerEngine's attention uses the model's rotary angles. The others compute their angles.
-            position_embedding_type="rope" if rotary and attention is Attention.ENGINE else "none",
+            position_embedding_type="rope" if rotary else "none",
             vp_stage=stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
-        if rotary and attention is Attention.ENGINE:
+        if rotary:
             model.rotary_pos_emb.inv_freq = rotary[0]
             model.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
         model.temperature = temperature

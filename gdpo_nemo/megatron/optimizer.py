@@ -131,27 +131,25 @@ class Reference:
             store it on the device.
     """
 
+    weights: list[torch.Tensor]
+    """Tensors of the reference, in the order of the parameters."""
+
     def __init__(self, parameters: Iterable[torch.nn.Parameter], on_host: bool):
         self._parameters = list(parameters)
         live = [p.detach() for p in self._parameters]
         # On a CPU, host memory and device memory are the same.
         self._on_host = on_host and any(value.is_cuda for value in live)
         if self._on_host:
-            self._weights = host_memory_like(live, pinned=True)
-            for weight, value in zip(self._weights, live):
+            self.weights = host_memory_like(live, pinned=True)
+            for weight, value in zip(self.weights, live):
                 weight.copy_(value)
         else:
-            self._weights = [value.clone() for value in live]
-
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        """Tensors of the reference, in the order of the parameters."""
-        return self._weights
+            self.weights = [value.clone() for value in live]
 
     @torch.no_grad()
     def follow(self, alpha: float) -> None:
         """Set the reference to alpha * policy + (1 - alpha) * reference (arXiv 2404.09656, equation 7)."""
-        for weight, p in zip(self._weights, self._parameters):
+        for weight, p in zip(self.weights, self._parameters):
             weight.mul_(1.0 - alpha).add_(p.detach().to(weight.device), alpha=alpha)
 
     @contextlib.contextmanager
@@ -159,7 +157,7 @@ class Reference:
         """Use the reference as the model's parameters in the block. Afterwards restore the policy's weights."""
         live = [p.data for p in self._parameters]
         try:
-            for p, weight in zip(self._parameters, self._weights):
+            for p, weight in zip(self._parameters, self.weights):
                 p.data = weight.to(p.device, non_blocking=True) if self._on_host else weight
             yield
         finally:

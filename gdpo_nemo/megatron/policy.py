@@ -159,10 +159,7 @@ class Policy:
     # -- update -------------------------------------------------------------------------------------------------
 
     def train(
-        self,
-        sequences: Sequence[TrainSequence],
-        micro_batches: Sequence[Sequence[int]],
-        settings: Objective,
+        self, sequences: Sequence[TrainSequence], micro_batches: Sequence[Sequence[int]], settings: Objective
     ) -> UpdateResult:
         """Run one optimizer update. Arguments and errors are those of ``backward``."""
         self._replay.count(self.runtime.device)
@@ -183,10 +180,7 @@ class Policy:
         return UpdateResult(sums.pop("loss"), norm, self.built.scheduler.rate(), skipped, sums, maxima)
 
     def backward(
-        self,
-        sequences: Sequence[TrainSequence],
-        micro_batches: Sequence[Sequence[int]],
-        settings: Objective,
+        self, sequences: Sequence[TrainSequence], micro_batches: Sequence[Sequence[int]], settings: Objective
     ) -> list[Any]:
         """Compute the gradients of a loss, and return the loss and metrics of each micro-batch on the last stage.
 

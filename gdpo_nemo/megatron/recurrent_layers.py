@@ -18,12 +18,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from gdpo_nemo.megatron.attention import PackedAttention
 from gdpo_nemo.megatron.latent_attention import device
 from gdpo_nemo.megatron.packing import Packing
-from gdpo_nemo.megatron.recurrence import (
-    causal_convolution,
-    gated_delta_scan,
-    over_sequences,
-    state_space_scan,
-)
+from gdpo_nemo.megatron.recurrence import causal_convolution, gated_delta_scan, over_sequences, state_space_scan
 
 MAMBA_KERNELS = ("mamba_ssm", "causal_conv1d")
 """Packages with the CUDA kernels of Megatron's Mamba-2 layers."""
