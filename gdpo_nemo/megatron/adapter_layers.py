@@ -59,9 +59,10 @@ class Pair(torch.nn.Module):
         self,
         part: Part,
         width: int,
-        by_columns: bool,
         settings: LoraConfig,
         seed: int,
+        *,
+        by_columns: bool,
         like: torch.Tensor,
         group: dist.ProcessGroup,
         shared: torch.nn.Parameter | None = None,
@@ -118,7 +119,8 @@ class Adapters(torch.nn.Module):
                 # The parts of a module are rows of the same B, so they share A.
                 like_last = pairs and (settings.share_a or pairs[-1].part.module == part.module)
                 shared = pairs[-1].a if like_last else None
-                pairs.append(Pair(part, width, self.by_columns, settings, seed, like, self.group, shared))
+                options: dict[str, Any] = dict(by_columns=self.by_columns, like=like, group=self.group, shared=shared)
+                pairs.append(Pair(part, width, settings, seed, **options))
         # Under sequence parallelism, each tensor-parallel rank processes only some of the tokens, so Megatron must sum
         # the gradients of replicated matrices.
         if self.sequence_parallel:
@@ -189,11 +191,11 @@ class Adapters(torch.nn.Module):
                 parts[0] = parts[0].unflatten(-1, (-1, 2, self.gate_size)).transpose(-3, -2).flatten(-3)
             return torch.cat(parts, -1).flatten(-2)
         if self.key_heads:
-            parts = [
-                piece.flatten(-2)
-                for part, rows in zip(parts, self.key_heads)
-                for piece in part.unflatten(-1, (-1, sum(rows))).split(rows, -1)
-            ]
+            sections = []
+            for module, heights in zip(parts, self.key_heads):
+                by_head = module.unflatten(-1, (-1, sum(heights)))
+                sections += [section.flatten(-2) for section in by_head.split(heights, -1)]
+            parts = sections
         return torch.cat(parts, -1)
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -192,10 +193,11 @@ def softmax_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    *,
     scale: float,
     score_cap: float | None,
     sinks: torch.Tensor | None,
-    dropout: float = 0.0,
+    dropout: float,
 ) -> torch.Tensor:
     """Compute attention with a soft cap and sinks, which SDPA lacks. Return [sequences, heads, queries, size].
 
@@ -233,12 +235,11 @@ class PackedAttention(MegatronModule):
         layer_number,
         attn_mask_type,
         attention_type,
-        attention_dropout=None,
-        softmax_scale=None,
-        cp_comm_type=None,
-        pg_collection=None,
         *,
         layers: Sequence[LayerAttention],
+        attention_dropout=None,
+        softmax_scale=None,
+        pg_collection=None,
         **unused,
     ):
         super().__init__(config=config)
@@ -270,17 +271,7 @@ class PackedAttention(MegatronModule):
         """Return the arrays of a pack that this attention needs. For the arguments, see ``packing_arrays``."""
         return packing_arrays(lengths, rank, size, rectangles=True, shared=shared, window=self.window)
 
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params: Packing | None = None,
-        **unused,
-    ):
+    def forward(self, query, key, value, attention_mask, *, packed_seq_params: Packing, **unused):
         """Return the attention output, [local tokens, heads * size].
 
         Args:
@@ -300,8 +291,10 @@ class PackedAttention(MegatronModule):
             both = GatherContext.apply(torch.stack((key, value), 1), packing.order, self.context_group)
             key, value = both.unbind(1)
         drop = self.dropout if self.training else 0.0
-        outputs = [self._attend(query, key, value, rectangle, drop) for rectangle in packing.rectangles]
-        moves = [(rectangle.query_cells, rectangle.query_rows) for rectangle in packing.rectangles]
+        outputs, moves = [], []
+        for rectangle in packing.rectangles:
+            outputs.append(self._attend(query, key, value, rectangle, drop))
+            moves.append((rectangle.query_cells, rectangle.query_rows))
         return _UnpadOutput.apply(query.size(0), moves, *outputs).flatten(1)
 
     def _rotate(self, x, packing):
@@ -345,17 +338,15 @@ class PackedAttention(MegatronModule):
 
     def _attend_rectangle(self, query, key, value, rectangle: Rectangle, drop: float):
         q = _PadInput.apply(query, rectangle.queries, rectangle.query_cells, rectangle.query_rows, False)
-        k, v = (
-            _PadInput.apply(x, rectangle.keys, rectangle.key_cells, rectangle.key_rows, rectangle.shares)
-            for x in (key, value)
-        )
+        keys = rectangle.keys, rectangle.key_cells, rectangle.key_rows, rectangle.shares
+        k, v = _PadInput.apply(key, *keys), _PadInput.apply(value, *keys)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mask = rectangle.mask
         if self.layer.window is not None and rectangle.window_mask is not None:
             mask = rectangle.window_mask
-        if self.layer.sinks or self.layer.score_cap is not None:
-            sinks = self.sinks if self.layer.sinks else None
-            out = softmax_attention(q, k, v, mask, self.scale, self.layer.score_cap, sinks, drop)
+        cap, sinks = self.layer.score_cap, self.sinks if self.layer.sinks else None
+        if cap is not None or sinks is not None:
+            out = softmax_attention(q, k, v, mask, scale=self.scale, score_cap=cap, sinks=sinks, dropout=drop)
         else:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=drop, scale=self.scale

@@ -17,11 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
-from megatron.core.dist_checkpointing.mapping import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
-)
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -40,6 +36,7 @@ from gdpo_nemo.megatron.checkpoint_shards import (
     read_back,
 )
 from gdpo_nemo.megatron.lora import load_adapters, sharded_adapters
+from gdpo_nemo.megatron.optimizer import chained, optimized
 from gdpo_nemo.megatron.runtime import random_state, set_random_state
 from gdpo_nemo.utils.errors import RunError
 
@@ -165,8 +162,10 @@ def _fill_moments(optimizer) -> None:
     Parameters that have not been updated get zero moments. A group that has no parameters on this rank gets the step
     count of the other groups, because the checkpoint stores the groups of the first rank.
     """
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    groups = [group for part in parts for group in part.optimizer.param_groups]
+    parts = chained(optimizer)
+    groups = []
+    for part in parts:
+        groups += part.optimizer.param_groups
     step = max((group["step"] for group in groups if "step" in group), default=None)
     for group in groups:
         if step is not None:
@@ -174,7 +173,7 @@ def _fill_moments(optimizer) -> None:
     for part in parts:
         if part.config.use_precision_aware_optimizer:
             # Megatron's function lacks an argument that TransformerEngine's method requires.
-            for p in (p for group in part.optimizer.param_groups for p in group["params"]):
+            for p in optimized(part.optimizer):
                 if not part.optimizer.state[p]:
                     part.optimizer.initialize_state(p, store_param_remainders=False)
         else:
@@ -243,7 +242,7 @@ def _load(policy, folder: str | Path) -> None:
     _fill_model(policy, state)
     _fill_reference(policy, state)
     optimizer = policy.built.optimizer
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = chained(optimizer)
     saved = dist_checkpointing.load_common_state_dict(str(folder))["optimizer"]
     converted = _convert_optimizer_state(state["optimizer"], saved, parts)
     _restore_settings(converted, parts)
@@ -313,11 +312,10 @@ def _metadata() -> dict[str, Any]:
 
 
 def _model_state(policy) -> dict[str, Any]:
-    return {
-        # Under LoRA, the checkpoint contains only the adapters. The frozen model stays in its original folder.
-        name: sharded_adapters(chunk) if policy.lora else chunk.sharded_state_dict(metadata=_metadata())
-        for name, chunk in _named_chunks(policy)
-    }
+    if not policy.lora:
+        return dict(sharded_weights(policy))
+    # The checkpoint contains only the adapters. The frozen model stays in its original folder.
+    return {name: sharded_adapters(chunk) for name, chunk in _named_chunks(policy)}
 
 
 _REFERENCE = "reference."
@@ -363,25 +361,23 @@ def _state(policy) -> dict[str, Any]:
         **_reference_state(policy),
         "optimizer": _optimizer_state(policy.built.optimizer, chunks if len(chunks) > 1 else chunks["model"]),
         "scheduler": policy.built.scheduler.state_dict(),
-        "random": _random_object(),
+        # The key contains the rank and the number of ranks: only as many ranks can restore their random state.
+        "random": ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),)),
     }
 
 
 def _optimizer_state(optimizer: Any, model_state: dict[str, Any]) -> dict[Any, Any]:
     """Return the optimizer's sharded state. Chained optimizers (dense and expert parameters) have the keys 0 and 1."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = chained(optimizer)
     if len(parts) > 1:
         optimizer._synchronize_steps()
-    states = [
-        {
-            **part.state_dict(),
-            "param_state": optimizer_ranges(part, model_state),
-            "param_state_sharding_type": _SHARDING,
-        }
-        if isinstance(part, DistributedOptimizer)
-        else part.sharded_state_dict(model_state, metadata=_metadata())
-        for part in parts
-    ]
+    states = []
+    for part in parts:
+        if isinstance(part, DistributedOptimizer):
+            ranges = optimizer_ranges(part, model_state)
+            states.append({**part.state_dict(), "param_state": ranges, "param_state_sharding_type": _SHARDING})
+        else:
+            states.append(part.sharded_state_dict(model_state, metadata=_metadata()))
     return dict(enumerate(states)) if len(parts) > 1 else states[0]
 
 
@@ -475,11 +471,3 @@ as the other groups.
 
 def _identity(group: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in _IDENTITY_KEYS)
-
-
-def _random_object() -> ShardedObject:
-    """Return this rank's random state as a checkpoint object, keyed by the rank and the number of ranks.
-
-    Only a run with the same number of ranks restores this state.
-    """
-    return ShardedObject("random", random_state(), (dist.get_world_size(),), (dist.get_rank(),))

@@ -12,8 +12,9 @@ import contextlib
 import copyreg
 import io
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import set_element
@@ -31,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
+from gdpo_nemo.models.torch_dist import INDEX_CLASSES
 from gdpo_nemo.utils.errors import RunError, first_line
 from gdpo_nemo.utils.files import check_pickle
 
@@ -40,22 +42,12 @@ _MAX_NUMBER = 1 << 48
 """Upper bound (exclusive) of sizes, offsets and byte counts in an index."""
 _MAX_DIMENSIONS = 16
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_PLANNER = "torch.distributed.checkpoint.planner"
 _RECORDS = {
-    *((_METADATA, name) for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )),
+    *INDEX_CLASSES,
     # Location of TensorProperties in torch before 2.3.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"),
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    # Classes of save plans, which Megatron stores in the index for its own writer.
-    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
-    ("pathlib", "PosixPath"),
-}  # fmt: skip
+}
 """(module, name) of all classes and functions that an index may name, in addition to torch.Size and torch's dtypes."""
 
 

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,8 +41,12 @@ _SHARED = "shared"
 """Key of the blocks of replicated tensors in the state that ``load_divided`` requests."""
 
 
-def blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield (offsets, sizes) of the rectangular blocks that make up a range of a flattened tensor, in order.
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a rectangular block of a tensor."""
+
+
+def blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[Block]:
+    """Yield the blocks that make up a range of a flattened tensor, in order.
 
     Args:
         shape: shape of the tensor.
@@ -58,15 +64,14 @@ def blocks(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[
     if first > last:  # the range lies within one row
         yield from _in_row(last, blocks(rest, start - last * row, stop - last * row))
         return
+    # Only whole rows form one block. The ends of the range are divided along the next dimension.
     yield from _in_row(first - 1, blocks(rest, start - (first - 1) * row, row if start < first * row else 0))
     if first < last:
         yield (first, *(0 for _ in rest)), (last - first, *rest)
     yield from _in_row(last, blocks(rest, 0, stop - last * row))
 
 
-def _in_row(
-    row: int, inner: Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _in_row(row: int, inner: Iterator[Block]) -> Iterator[Block]:
     for offsets, sizes in inner:
         yield (row, *offsets), (1, *sizes)
 
@@ -123,23 +128,19 @@ def optimizer_ranges(optimizer: Any, model_state: dict[str, Any]) -> dict[int, d
         model_state: sharded state of the optimizer's model. Its entries contain the parameters themselves.
     """
     models = {part.data: part for part in nested_values(model_state) if _has_tensor(part)}
-    state = {}
+    state: dict[int, dict[str, ShardedTensorFactory]] = {}
     for number, (parameter, start, stop) in enumerate(_owned_ranges(optimizer)):
         model = models[parameter]
         tensors = optimizer._get_main_param_and_optimizer_states(parameter)
         tensors.pop("step", None)  # the parameter groups contain it
         # The ranges of the data-parallel ranks differ. The first two numbers distinguish copies on other ranks.
         replica_id = (*model.replica_id[:2], 0)
-        state[number] = {
-            name: _RangeFactory(
-                f"optimizer.state.{name}.{model.key}",
-                values,
-                partial(_build_range, model=model, start=start, stop=stop),
-                partial(_loaded_range, values=values),
-                replica_id,
-            )
-            for name, values in tensors.items()
-        }
+        build = partial(_build_range, model=model, start=start, stop=stop)
+        state[number] = {}
+        for name, values in tensors.items():
+            key = f"optimizer.state.{name}.{model.key}"
+            merge = partial(_loaded_range, values=values)
+            state[number][name] = _RangeFactory(key, values, build, merge, replica_id)
     return state
 
 
@@ -177,6 +178,11 @@ def _build_range(
         if begin < end:
             own = values[first + begin - start : first + end - start]
             parts += range_of(tensor, begin, end, own, replica_id)
+    return _numbered(parts)
+
+
+def _numbered(parts: Sequence[ShardedTensor]) -> dict[str, ShardedTensor]:
+    """Return the blocks by number, because Megatron reads and writes dictionaries of tensors."""
     return {str(number): part for number, part in enumerate(parts)}
 
 
@@ -229,23 +235,40 @@ def _cuts(tensors: Sequence[ShardedTensor], ranks: int) -> Iterator[_Cut]:
 
     The tensors form a sequence of bytes, which is cut ``ranks - 1`` times. So most tensors remain whole.
     """
-    sizes = [tensor.data.numel() * tensor.data.element_size() for tensor in tensors]
+    sizes = [tensor.data.nbytes for tensor in tensors]
     total = sum(sizes)
     position = 0
     for tensor, size in zip(tensors, sizes):
         item = tensor.data.element_size()
+        start = 0
+        # The maximum prevents a division by 0 if all tensors are empty.
         for owner in range(position * ranks // max(total, 1), ranks):
-            begin, end = (total * rank // ranks - position for rank in (owner, owner + 1))
-            start, stop = (min(max(-(-place // item), 0), size // item) for place in (begin, end))
+            end = total * (owner + 1) // ranks - position
+            stop = min(-(-end // item), size // item)  # an element that a cut divides belongs to the rank before it
             if start < stop:
                 yield _Cut(tensor, owner, start, stop)
             if end >= size:
                 break
+            start = stop
         position += size
 
 
-def _by_group(tensors: Sequence[ShardedTensor]) -> list[tuple[Any, list[ShardedTensor]]]:
-    """Return (process group, tensors that all of its ranks have) for groups of several ranks.
+@dataclass(frozen=True)
+class _Division:
+    """Replicated tensors of the ranks of a process group, divided among these ranks."""
+
+    group: Any
+    tensors: list[ShardedTensor]
+    cuts: list[_Cut]
+
+    def own_cuts(self) -> list[_Cut]:
+        """Return the cuts of this rank."""
+        rank = dist.get_rank(self.group)
+        return [cut for cut in self.cuts if cut.owner == rank]
+
+
+def _divisions(tensors: Sequence[ShardedTensor]) -> list[_Division]:
+    """Divide the tensors that are replicated over groups of several ranks.
 
     The last number of a replica id is the rank in the group. Experts have a group of their own.
     """
@@ -254,12 +277,15 @@ def _by_group(tensors: Sequence[ShardedTensor]) -> list[tuple[Any, list[ShardedT
     found = []
     for group, is_expert in ((dense, False), (expert, True)):
         members = [tensor for tensor in tensors if (".experts." in tensor.key) == is_expert]
-        if members and dist.get_world_size(group) > 1:
-            for tensor in members:
-                if tensor.replica_id[2] != dist.get_rank(group):
-                    raise NotImplementedError(f"{tensor.key} is not replicated over the data-parallel group")
-            members.sort(key=lambda tensor: (tensor.key, tensor.global_offset))
-            found.append((group, members))
+        ranks = dist.get_world_size(group)
+        if not members or ranks == 1:
+            continue
+        for tensor in members:
+            if tensor.replica_id[2] != dist.get_rank(group):
+                raise NotImplementedError(f"{tensor.key} is not replicated over the data-parallel group")
+        # Every rank computes the cuts of all ranks, so the order must not depend on the rank.
+        members.sort(key=lambda tensor: (tensor.key, tensor.global_offset))
+        found.append(_Division(group, members, list(_cuts(members, ranks))))
     return found
 
 
@@ -270,18 +296,21 @@ def divide(state: dict[str, Any]) -> None:
     """
     apply_factories(state)
     tensors = [part for part in nested_values(state) if isinstance(part, ShardedTensor) and part.has_regular_grid]
-    own: dict[int, dict[str, ShardedTensor]] = {}
-    for group, members in _by_group(tensors):
-        own |= {id(tensor): {} for tensor in members}
-        for cut in _cuts(members, dist.get_world_size(group)):
-            if cut.owner == dist.get_rank(group) and cut.tensor.replica_id[:2] == (0, 0):
-                parts = own[id(cut.tensor)]
-                parts |= {str(len(parts) + number): part for number, part in enumerate(cut.parts())}
+    # Tensors are found by identity, because ShardedTensor is not hashable.
+    own: dict[int, list[ShardedTensor]] = {}
+    for division in _divisions(tensors):
+        for tensor in division.tensors:
+            own[id(tensor)] = []
+        for cut in division.own_cuts():
+            # Copies on tensor-parallel ranks and pipeline stages are not written: the first two numbers identify them.
+            if cut.tensor.replica_id[:2] == (0, 0):
+                own[id(cut.tensor)] += cut.parts()
 
     def own_parts(part: Any) -> Any:
         if id(part) not in own:
             return part
-        return own[id(part)] or LocalNonpersistentObject(None)
+        # Megatron would save an empty dictionary with the values that all ranks have in common.
+        return _numbered(own[id(part)]) or LocalNonpersistentObject(None)
 
     dict_list_map_inplace(own_parts, state)
 
@@ -297,30 +326,32 @@ def load_divided(state: dict[str, Any], folder: str) -> dict[str, Any]:
     Returns:
         The state with its tensors in place of the sharded ones.
     """
-    wholes: dict[int, tuple[torch.Tensor, list[ShardedTensor]]] = {}
+    views: dict[int, list[ShardedTensor]] = {}
     for part in nested_values(state):
         if _has_tensor(part) and not isinstance(part, _RangeFactory):
-            leaves = _views(part)
-            if leaves:
-                wholes[id(part)] = part.data.detach(), leaves
-    groups = _by_group([leaf for _, leaves in wholes.values() for leaf in leaves])
-    divided = {id(leaf) for _, members in groups for leaf in members}
-    wholes = {key: value for key, value in wholes.items() if id(value[1][0]) in divided}
-    cuts = [(group, list(_cuts(members, dist.get_world_size(group)))) for group, members in groups]
-    own = [cut for group, of_group in cuts for cut in of_group if cut.owner == dist.get_rank(group)]
+            views[id(part)] = _views(part)
+    divisions = _divisions(list(chain.from_iterable(views.values())))
+    divided: set[int] = set()
+    for division in divisions:
+        divided.update(map(id, division.tensors))
     requested = dict(state)
 
-    def whole(part: Any) -> Any:
-        return LocalNonpersistentObject(wholes[id(part)][0]) if id(part) in wholes else part
+    def without_divided(part: Any) -> Any:
+        # Megatron returns this object unchanged. Blocks of it are requested below, and `_exchange` adds the others.
+        leaves = views.get(id(part))
+        return LocalNonpersistentObject(part.data.detach()) if leaves and id(leaves[0]) in divided else part
 
-    dict_list_map_inplace(whole, requested)
-    parts = [part for cut in own for part in cut.parts()]
-    if parts:
-        requested[_SHARED] = {str(number): part for number, part in enumerate(parts)}
+    dict_list_map_inplace(without_divided, requested)
+    own: list[ShardedTensor] = []
+    for division in divisions:
+        for cut in division.own_cuts():
+            own += cut.parts()
+    if own:
+        requested[_SHARED] = _numbered(own)
     loaded = dist_checkpointing.load(requested, folder)
     loaded.pop(_SHARED, None)
-    for group, of_group in cuts:
-        _exchange(group, of_group)
+    for division in divisions:
+        _exchange(division)
     return loaded
 
 
@@ -332,19 +363,21 @@ def _views(part: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
     return leaves if fits else []
 
 
-def _exchange(group: Any, cuts: Sequence[_Cut]) -> None:
+def _exchange(division: _Division) -> None:
     """Send the parts that each rank of a group has read to the other ranks."""
+    group = division.group
     # NCCL sends only GPU memory, and an offloaded reference is in host memory.
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     for owner in range(dist.get_world_size(group)):
+        # One broadcast per data type: a model has thousands of tensors, and each broadcast takes time to start.
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for cut in cuts:
+        for cut in division.cuts:
             if cut.owner == owner:
                 by_dtype.setdefault(cut.tensor.data.dtype, []).append(cut.values())
         for views in by_dtype.values():
             buffer = torch.cat([view.to(device) for view in views])
             dist.broadcast(buffer, dist.get_global_rank(group, owner), group)
-            for view, values in zip(views, buffer.split([len(view) for view in views])):
+            for view, values in zip(views, buffer.split(list(map(len, views)))):
                 view.copy_(values)
 
 
@@ -364,8 +397,12 @@ def own_weights(state: dict[str, Any], chunks: list[str]) -> list[ShardedTensor]
         state: divided state (see ``divide``).
         chunks: keys of the model's chunks in the state.
     """
-    parts = (part for name in chunks for part in nested_values(state[name]) if isinstance(part, ShardedTensor))
-    return [block.without_data() for part in parts if is_main_replica(part.replica_id) for block in as_blocks(part)]
+    found = []
+    for name in chunks:
+        for part in nested_values(state[name]):
+            if isinstance(part, ShardedTensor) and is_main_replica(part.replica_id):
+                found += [block.without_data() for block in as_blocks(part)]
+    return found
 
 
 def checksums(buckets: list[Any], places: set[Place]) -> dict[Place, int]:
@@ -386,17 +423,20 @@ def in_host_memory(buckets: list[Any], live: set[int]) -> list[Any]:
         live: addresses of storages on the CPU that training changes, whose tensors must be copied. Megatron has copied
             the tensors that are parts of such storages.
     """
-    tensors = [tensor for _, _, (_, of_file) in buckets for _, tensor in of_file]
+    tensors = []
+    for _, _, (_, of_file) in buckets:
+        tensors += [tensor for _, tensor in of_file]
     on_gpu = [tensor for tensor in tensors if tensor.is_cuda]
     copies = {id(tensor): tensor.clone() for tensor in tensors if tensor.untyped_storage().data_ptr() in live}
     for tensor, host in zip(on_gpu, host_memory_like(on_gpu, pinned=bool(on_gpu))):
         copies[id(tensor)] = with_own_storage(host.copy_(tensor, non_blocking=True))
     if on_gpu:
         torch.cuda.synchronize()
-    return [
-        (path, key, (blobs, [(item, copies.get(id(tensor), tensor)) for item, tensor in of_file]))
-        for path, key, (blobs, of_file) in buckets
-    ]
+    copied = []
+    for path, key, (blobs, of_file) in buckets:
+        pairs = [(item, copies.get(id(tensor), tensor)) for item, tensor in of_file]
+        copied.append((path, key, (blobs, pairs)))
+    return copied
 
 
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:

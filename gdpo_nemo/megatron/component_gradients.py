@@ -5,8 +5,10 @@ Every method is collective, like the methods of ``Policy``. Gradients are stored
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Iterator, Sequence
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from megatron.core.transformer.module import param_is_not_shared
 from gdpo_nemo.algorithms.loss_selection import Objective
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import GradientProducts
+from gdpo_nemo.megatron.optimizer import chained
 from gdpo_nemo.megatron.policy import Policy
 from gdpo_nemo.megatron.runtime import random_state, set_random_state
 
@@ -43,16 +46,17 @@ class ComponentGradients:
     def __init__(self, policy: Policy):
         self._policy = policy
         self._count = 0
+        self._weights: list[list[_Weight]] = []
+        """Weights by optimizer."""
         with policy.optimizer_on_device():
-            self._weights = [
-                [_Weight(p, _on_host(p), _second(part, p), []) for p in _counted(part)] for part in self._optimizers
-            ]
+            for part in self._optimizers:
+                groups = _groups(part)
+                self._weights.append([_Weight(p, _on_host(p), _second(part, p, groups[p]), []) for p in _counted(part)])
             self._earlier = max(int(group.get("step", 0)) for group in policy.built.optimizer.param_groups)
 
     @property
     def _optimizers(self) -> list[Any]:
-        optimizer = self._policy.built.optimizer
-        return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        return chained(self._policy.built.optimizer)
 
     def add(
         self, sequences: Sequence[TrainSequence], micro_batches: Sequence[Sequence[int]], terms: Sequence[Objective]
@@ -67,7 +71,7 @@ class ComponentGradients:
             for term in terms:
                 self._policy.backward(sequences, micro_batches, term)
                 self._policy.built.optimizer.prepare_grads()
-                for weight in (weight for weights in self._weights for weight in weights):
+                for weight in chain.from_iterable(self._weights):
                     found = weight.parameter.grad
                     weight.gradients.append(torch.zeros_like(weight.before) if found is None else _on_host(found))
                 set_random_state(state)
@@ -89,7 +93,7 @@ class ComponentGradients:
         """Return the sums over this rank's weights: float64 [gradients, 2 x gradients + 1]."""
         device = self._policy.runtime.device
         total = torch.zeros((self._count, 2 * self._count + 1), dtype=torch.float64, device=device)
-        groups = {p: group for group in optimizer.param_groups for p in group["params"]} if weights else {}
+        groups = _groups(optimizer)
         for weight in weights:
             group = groups[weight.parameter]
             after = weight.parameter.detach().flatten()
@@ -103,13 +107,20 @@ class ComponentGradients:
         return total
 
 
-def _second(optimizer: Any, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+def _second(optimizer: Any, parameter: torch.nn.Parameter, group: dict[str, Any]) -> torch.Tensor | None:
     """Return Adam's bias-corrected second moments of a parameter, or None before its first update."""
     state = optimizer.optimizer.state.get(parameter, {})
     if "exp_avg_sq" not in state:
         return None
-    (group,) = [group for group in optimizer.param_groups if any(p is parameter for p in group["params"])]
     return _on_host(state["exp_avg_sq"]) / (1.0 - group["betas"][1] ** int(group["step"]))
+
+
+def _groups(optimizer: Any) -> dict[torch.nn.Parameter, dict[str, Any]]:
+    """Return the group with Adam's settings of each parameter."""
+    groups: dict[torch.nn.Parameter, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        groups |= dict.fromkeys(group["params"], group)
+    return groups
 
 
 def _chunks(count: int) -> Iterator[slice]:

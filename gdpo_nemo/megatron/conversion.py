@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, groupby
-from typing import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -208,8 +208,9 @@ def _assemble(parts: list[torch.Tensor], split: str, model: ModelDescription) ->
     if len(parts) == 1:
         return parts[0]
     if sections := _sections(sum(map(len, parts)), split, model):
-        by_rank = [part.split([rows // len(parts) for rows in sections]) for part in parts]
-        return torch.cat([piece for section in zip(*by_rank) for piece in section])
+        local = [rows // len(parts) for rows in sections]
+        by_rank = [part.split(local) for part in parts]
+        return torch.cat(list(chain.from_iterable(zip(*by_rank))))
     return torch.cat(parts, dim=1 if split == COLUMNS else 0)
 
 
@@ -310,20 +311,19 @@ def _export_parts(
     chunks: list[torch.nn.Module], model: ModelDescription, shapes_only: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield like ``_export_stage``, but yield stacked experts as one slice per expert."""
-    weights = (
-        (parameter.detach().to("meta") if shapes_only else parameter.detach(), weight)
-        for parameter, weight in local_weights(chunks, model)
-        if not weight.tied
-    )
-    for batch in _batches(weights):
+
+    def weights() -> Iterator[tuple[torch.Tensor, Weight]]:
+        for parameter, weight in local_weights(chunks, model):
+            if not weight.tied:
+                yield parameter.detach().to("meta") if shapes_only else parameter.detach(), weight
+
+    for batch in _batches(weights()):
         for sources, tensor, weight in _gather_batch(batch, model):
             for name, part in zip(sources, separate(tensor, weight, model)):
                 yield name, part[: model.vocabulary] if weight.vocabulary else part
 
 
-def _batches(
-    weights: Iterable[tuple[torch.Tensor, Weight]],
-) -> Iterator[list[tuple[torch.Tensor, Weight]]]:
+def _batches(weights: Iterable[tuple[torch.Tensor, Weight]]) -> Iterator[list[tuple[torch.Tensor, Weight]]]:
     """Group consecutive expert matrices of one data type that are gathered together. Other weights are not grouped."""
     ranks = parallel_state.get_expert_model_parallel_group().size()
     ranks *= parallel_state.get_expert_tensor_parallel_group().size()
@@ -351,8 +351,10 @@ def _gather_batch(
         parts = [tensors] if first.split == REPLICATED else _gather(tensors, _split_group(first))
         yield first.sources, _assemble([part for (part,) in parts], first.split, model), first
         return
+    # Gather over the tensor-parallel ranks first, then over the expert-parallel ranks. In a list of the result, the
+    # parts of one tensor are therefore `len(batch)` places apart.
     sharded = _gather(tensors, _split_group(first))
-    by_rank = _gather([tensor for part in sharded for tensor in part], parallel_state.get_expert_model_parallel_group())
+    by_rank = _gather(list(chain.from_iterable(sharded)), parallel_state.get_expert_model_parallel_group())
     for index, (_, weight) in enumerate(batch):
         for expert, gathered in zip(_experts(weight), by_rank):
             tensor = _assemble(gathered[index :: len(batch)], weight.split, model)
@@ -367,8 +369,10 @@ def _gather(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> list[list[
     gathered = own.new_empty(group.size() * own.numel())
     dist.all_gather_into_tensor(gathered, own, group=group)
     sizes = [tensor.numel() for tensor in tensors]
-    ranks = gathered.split(own.numel())
-    return [[part.view(tensor.shape) for part, tensor in zip(rank.split(sizes), tensors)] for rank in ranks]
+    by_rank = []
+    for rank in gathered.split(own.numel()):
+        by_rank.append([part.view(tensor.shape) for part, tensor in zip(rank.split(sizes), tensors)])
+    return by_rank
 
 
 def with_score_head(

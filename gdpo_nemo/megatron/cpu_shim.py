@@ -16,7 +16,8 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
-from typing import Any, Iterator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayerSubmodules
 
-from gdpo_nemo.megatron.latent_attention import ReplicatedLinear, device
+from gdpo_nemo.megatron.latent_attention import ReplicatedLinear, replicated_parameter
 
 
 class ExpertRowLinear(RowParallelLinear):
@@ -70,13 +70,8 @@ class ScaledRouter(TopKRouter):
 
     def __init__(self, config: Any, *arguments: Any, **options: Any):
         super().__init__(config, *arguments, **options)
-        self.scale = torch.nn.Parameter(torch.ones(config.hidden_size, dtype=config.params_dtype, device=device()))
-        self.expert_scale = torch.nn.Parameter(
-            torch.ones(config.num_moe_experts, dtype=config.params_dtype, device=device())
-        )
-        for scale in (self.scale, self.expert_scale):
-            # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
-            setattr(scale, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        self.scale = replicated_parameter(config, config.hidden_size)
+        self.expert_scale = replicated_parameter(config, config.num_moe_experts)
 
     def gating(self, input):
         """Return the scores of the experts, [tokens, 1, experts]."""
@@ -117,12 +112,6 @@ class ParallelMoELayer(MoELayer):
         return self.expert_output_norm(super().postprocess(output, None)) + shared_expert_output
 
 
-def with_dense_mlp(layer: ModuleSpec, norm: Any) -> ModuleSpec:
-    """Return an MoE layer with ``ParallelMoELayer`` in place of Megatron's layer, and without a norm of its input."""
-    mlp = partial(ParallelMoELayer, norm=norm, **layer.submodules.mlp.keywords)
-    return replace(layer, submodules=replace(layer.submodules, mlp=mlp, pre_mlp_layernorm=IdentityOp))
-
-
 def local_moe(config: TransformerConfig, norm: type[torch.nn.Module]) -> Any:
     """Return the MoE layer, which computes its experts sequentially."""
     if not config.num_moe_experts:
@@ -136,9 +125,5 @@ def local_moe(config: TransformerConfig, norm: type[torch.nn.Module]) -> Any:
         mlp = partial(LatentMoELayer, **mlp.keywords)
     return ModuleSpec(
         module=MoETransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            pre_mlp_layernorm=norm,
-            mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
-        ),
+        submodules=TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=mlp, mlp_bda=get_bias_dropout_add),
     )

@@ -10,18 +10,14 @@ torch has no compiled backward pass of FlexAttention for CPUs.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any, Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from gdpo_nemo.megatron.attention import (
-    GatherContext,
-    PackedAttention,
-    rotated,
-    rotated_pairs,
-)
+from gdpo_nemo.megatron.attention import GatherContext, PackedAttention, rotated, rotated_pairs
 from gdpo_nemo.megatron.packing import Packing, local_positions, packing_arrays, position_arrays
 
 _BLOCK = 128
@@ -115,9 +111,10 @@ def block_mask(arrays: Mapping[str, torch.Tensor], windowed: bool = False) -> An
         return None
     from torch.nn.attention.flex_attention import BlockMask
 
-    tensors: dict[str, Any] = {
-        name.removeprefix(prefix): tensor for name, tensor in arrays.items() if name.startswith(prefix)
-    }
+    tensors: dict[str, Any] = {}
+    for name, tensor in arrays.items():
+        if name.startswith(prefix):
+            tensors[name.removeprefix(prefix)] = tensor
     ends, rows = tensors.pop("ends"), tensors.pop("rows")
     positions, window = tensors.pop("positions", None), tensors.pop("window", None)
 
@@ -191,17 +188,7 @@ class FlexAttention(PackedAttention):
                 arrays |= mask_arrays(lengths, shared, rank, size, self.window)
         return arrays
 
-    def forward(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        attn_mask_type=None,
-        attention_bias=None,
-        packed_seq_params: Packing | None = None,
-        **unused,
-    ):
+    def forward(self, query, key, value, attention_mask, *, packed_seq_params: Packing, attn_mask_type=None, **unused):
         """Return the attention output, [local tokens, heads * size]. For the arguments, see ``PackedAttention``."""
         packing: Any = packed_seq_params
         query = self._scale(self._rotate(query, packing), packing)

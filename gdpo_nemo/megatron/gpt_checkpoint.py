@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import pickle
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,18 +26,19 @@ from gdpo_nemo.utils.errors import ConfigError, first_line
 _FINAL_NORMS = ("decoder.final_layernorm.weight", FINAL_NORM)
 
 
-class _Slice:
-    """Slice of a stored tensor, given by indices of its leading dimensions (layer, expert).
+class _Slice(NamedTuple):
+    """Slice of a stored tensor."""
 
-    Args:
-        stored: shape and data type of the stored tensor.
-        indices: index of each leading dimension, or empty for the complete tensor.
-    """
+    name: str
+    stored: Held
+    """Shape and data type of the stored tensor."""
+    indices: tuple[int, ...] = ()
+    """Index of each leading dimension (layer, expert), or empty for the complete tensor."""
 
-    def __init__(self, name: str, stored: Held, indices: tuple[int, ...] = ()):
-        self.name = name
-        self.stored = stored
-        self.indices = indices
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the slice."""
+        return self.stored.shape[len(self.indices) :]
 
 
 def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,9 +80,9 @@ def megatron_weights(source: Source, config: Any, key: str) -> Iterator[tuple[st
             yield weight.sources[0], tensor[: model.vocabulary] if weight.vocabulary else tensor
         for layer in range(model.layers):
             slices = list(_layer_slices(layer, weights, tensors, source, key))
-            unread -= {part.name for part, _ in slices}
-            loaded = read([part for part, _ in slices])
-            for (_, weight), tensor in zip(slices, loaded, strict=True):
+            parts = [part for part, _ in slices]
+            unread.difference_update(part.name for part in parts)
+            for (_, weight), tensor in zip(slices, read(parts), strict=True):
                 for name, part in zip(weight.sources, separate(tensor, weight, model), strict=True):
                     yield name, part.contiguous()
     if unread:
@@ -144,10 +146,9 @@ def _reader(source: Source, prefix: str, key: str) -> Callable[[list[_Slice]], l
     def read(slices: list[_Slice]) -> list[torch.Tensor]:
         requested = {}
         for number, part in enumerate(slices):
-            shape = part.stored.shape
-            axes = len(part.indices)
-            data = torch.empty((1,) * axes + shape[axes:], dtype=getattr(torch, part.stored.dtype))
-            offsets = [(axis, index, shape[axis]) for axis, index in enumerate(part.indices)]
+            leading = (1,) * len(part.indices)
+            data = torch.empty((*leading, *part.shape), dtype=getattr(torch, part.stored.dtype))
+            offsets = [(axis, index, part.stored.shape[axis]) for axis, index in enumerate(part.indices)]
             requested[str(number)] = ShardedTensor.from_rank_offsets(prefix + part.name, data, *offsets)
         try:
             with warnings.catch_warnings():
@@ -155,9 +156,7 @@ def _reader(source: Source, prefix: str, key: str) -> Callable[[list[_Slice]], l
                 loaded = strategy.load(requested, source.path)
         except (Exception, CheckpointException) as error:  # torch's exception derives directly from BaseException
             raise ConfigError(f"{key}: {source.path} cannot be read ({_reason(error)})") from error
-        return [
-            loaded[str(number)].reshape(part.stored.shape[len(part.indices) :]) for number, part in enumerate(slices)
-        ]
+        return [loaded[str(number)].reshape(part.shape) for number, part in enumerate(slices)]
 
     return read
 

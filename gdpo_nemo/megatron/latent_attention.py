@@ -10,10 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention
 
@@ -26,15 +23,21 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def replicated_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """Return a parameter of ones that all tensor-parallel ranks have."""
+    parameter = torch.nn.Parameter(torch.ones(shape, dtype=config.params_dtype, device=device()))
+    # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
+    setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+    return parameter
+
+
 class ReplicatedLinear(torch.nn.Module):
     """Linear layer without bias whose weight is replicated on the tensor-parallel ranks."""
 
     def __init__(self, inputs: int, outputs: int, config: TransformerConfig):
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device()))
+        self.weight = replicated_parameter(config, outputs, inputs)
         torch.nn.init.normal_(self.weight, std=config.init_method_std)
-        # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the projection of x [..., inputs]."""

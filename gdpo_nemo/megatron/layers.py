@@ -7,11 +7,12 @@ attention (``*``), and MLP (``-``) or experts (``E``). See ``ModelDescription.sy
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -21,10 +22,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, reduce_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -33,6 +31,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnBackend, AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -42,9 +41,9 @@ from transformers import PretrainedConfig
 
 from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.megatron.attention import LayerAttention, LayerSelfAttention, PackedAttention
-from gdpo_nemo.megatron.expert_layers import local_moe, with_dense_mlp
+from gdpo_nemo.megatron.expert_layers import ParallelMoELayer, local_moe
 from gdpo_nemo.megatron.flex_attention import FlexAttention
-from gdpo_nemo.megatron.latent_attention import LatentAttention, device
+from gdpo_nemo.megatron.latent_attention import LatentAttention, device, replicated_parameter
 from gdpo_nemo.megatron.model_config import rotary
 from gdpo_nemo.megatron.recurrent_layers import (
     DELTA_KERNELS,
@@ -109,12 +108,32 @@ def select_attention(
     return Attention.ENGINE_AND_FLEX if sharing or latent else Attention.ENGINE
 
 
+def _changed(spec: ModuleSpec, changes: Mapping[str, Any]) -> ModuleSpec:
+    """Return a copy of a specification with other modules. The original may be Megatron's own, so it never changes.
+
+    Args:
+        changes: new values by path. A path consists of names of nested submodules and ends with the name to change,
+            which may also be ``module`` or ``params`` of a specification.
+    """
+    for path, value in changes.items():
+        name, _, inner = path.partition(".")
+        if name in ("module", "params"):
+            spec = replace(spec, **{name: value})
+            continue
+        submodules: Any = spec.submodules
+        if inner:
+            value = _changed(getattr(submodules, name), {inner: value})
+        spec = replace(spec, submodules=replace(submodules, **{name: value}))
+    return spec
+
+
 def layer_spec(
     model: ModelDescription,
     config: TransformerConfig,
     layers: Sequence[LayerAttention],
     use_te: bool,
     attention: Attention,
+    *,
     adapted: bool = False,
     sharing: bool = False,
 ) -> ModuleSpec:
@@ -127,26 +146,28 @@ def layer_spec(
         sharing: True if packs may contain shared prompts, which the CUDA kernels of recurrent layers do not support.
     """
     if use_te:
-        is_latent = config.multi_latent_attention
-        spec = _latent_engine_stack(layers, attention) if is_latent else _engine_stack(adapted, layers, attention)
-        spec = _recurrent_layers(spec, sharing)
+        spec = _recurrent_layers(_engine_stack(config, layers, attention, adapted), sharing)
     else:
         core = FlexAttention if attention is Attention.FLEX else PackedAttention
         spec = _local_stack(config, partial(core, layers=layers))
     family = model.family
+    stack: Any = spec.submodules
+    self_attention = "attention_layer.self_attention"
+    changes: dict[str, Any] = {}
     if family.qk_norm_of_layer:
-        spec = _with_norms_of_heads(spec)
+        changes[f"{self_attention}.q_layernorm"] = partial(NormOfHeads, count="num_attention_heads")
+        changes[f"{self_attention}.k_layernorm"] = partial(NormOfHeads, count="num_query_groups")
     if family.global_heads:
-        layer = spec.submodules.attention_layer
-        inner = layer.submodules.self_attention
-        inner = replace(inner, module=LayerSelfAttention, params={**inner.params, "layers": layers})
-        layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
-        spec = replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
+        params = stack.attention_layer.submodules.self_attention.params
+        changes[f"{self_attention}.module"] = LayerSelfAttention
+        changes[f"{self_attention}.params"] = {**params, "layers": layers}
     norm = _norm(use_te)
     if model.experts and family.experts and family.experts.beside:
-        layer = with_dense_mlp(spec.submodules.moe_layer, norm)
-        spec = replace(spec, submodules=replace(spec.submodules, moe_layer=layer))
-    return _with_post_norms(spec, config, norm, family)
+        arguments = stack.moe_layer.submodules.mlp.keywords
+        changes["moe_layer.mlp"] = partial(ParallelMoELayer, norm=norm, **arguments)
+        changes["moe_layer.pre_mlp_layernorm"] = IdentityOp  # ParallelMoELayer has norms for each of its two inputs
+    changes |= _post_norms(stack, config, norm, family)
+    return _changed(spec, changes)
 
 
 def _norm(use_te: bool) -> Any:
@@ -168,24 +189,6 @@ def _latent(linear: Any, output: Any, core: partial[Any]) -> ModuleSpec:
         kv_layernorm=RMSNorm,
     )
     return ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=modules)
-
-
-def _latent_engine_stack(layers: Sequence[LayerAttention], attention: Attention) -> ModuleSpec:
-    """Return TransformerEngine's stack with latent attention. Its norms are separate from the linear layers."""
-    from megatron.core.extensions.transformer_engine import (
-        TEColumnParallelLinear,
-        TEDotProductAttention,
-        TERowParallelLinear,
-    )
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-
-    spec = _for_adapters(hybrid_stack_spec)
-    unshared = None if attention is Attention.FLEX else TEDotProductAttention
-    core = partial(FlexAttention, layers=layers, unshared=unshared)
-    layer = spec.submodules.attention_layer
-    inner = _latent(TEColumnParallelLinear, TERowParallelLinear, core)
-    layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
-    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
 
 
 def engine_options(
@@ -213,96 +216,60 @@ _DELTA_NORM_KEYS = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 _MAMBA_NORM_KEYS = {"norm.": "mixer.in_proj.layer_norm_"}
 
 
-def _engine_stack(adapted: bool, layers: Sequence[LayerAttention], attention: Attention) -> ModuleSpec:
-    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+def _engine_stack(
+    config: TransformerConfig, layers: Sequence[LayerAttention], attention: Attention, adapted: bool
+) -> ModuleSpec:
+    """Return TransformerEngine's stack. Models with latent attention have norms that are separate, as for adapters."""
+    from megatron.core.extensions.transformer_engine import (
+        TEColumnParallelLinear,
+        TEDotProductAttention,
+        TERowParallelLinear,
+    )
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    spec = _for_adapters(hybrid_stack_spec) if adapted else hybrid_stack_spec
+    is_latent = config.multi_latent_attention
+    spec = _for_adapters(hybrid_stack_spec) if adapted or is_latent else hybrid_stack_spec
     if attention is Attention.ENGINE:
         return spec
     unshared = TEDotProductAttention if attention is Attention.ENGINE_AND_FLEX else None
     core = partial(FlexAttention, layers=layers, unshared=unshared)
-    layer = spec.submodules.attention_layer
-    inner = layer.submodules.self_attention
-    inner = replace(inner, submodules=replace(inner.submodules, core_attention=core))
-    layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
-    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
+    if is_latent:
+        latent = _latent(TEColumnParallelLinear, TERowParallelLinear, core)
+        return _changed(spec, {"attention_layer.self_attention": latent})
+    return _changed(spec, {"attention_layer.self_attention.core_attention": core})
 
 
 def _recurrent_layers(spec: ModuleSpec, sharing: bool) -> ModuleSpec:
     """Return a stack whose recurrent layers compute in torch, unless their CUDA kernels can be used."""
-    mamba, delta = spec.submodules.mamba_layer, spec.submodules.gdn_layer
-    mixer, net = mamba.submodules.mixer, delta.submodules.self_attention
-    if sharing or not kernels_are_usable(MAMBA_KERNELS):
-        mixer = replace(mixer, module=PackedMambaMixer)
-    if sharing or not kernels_are_usable(DELTA_KERNELS):
-        net = replace(net, module=PackedDeltaNet)
     # Megatron's norm would multiply by 1 + weight in models whose other norms do.
-    net = replace(net, submodules=replace(net.submodules, out_norm=HeadNorm))
-    mamba = replace(mamba, submodules=replace(mamba.submodules, mixer=mixer))
-    delta = replace(delta, submodules=replace(delta.submodules, self_attention=net))
-    return replace(spec, submodules=replace(spec.submodules, mamba_layer=mamba, gdn_layer=delta))
+    changes: dict[str, Any] = {"gdn_layer.self_attention.out_norm": HeadNorm}
+    if sharing or not kernels_are_usable(MAMBA_KERNELS):
+        changes["mamba_layer.mixer.module"] = PackedMambaMixer
+    if sharing or not kernels_are_usable(DELTA_KERNELS):
+        changes["gdn_layer.self_attention.module"] = PackedDeltaNet
+    return _changed(spec, changes)
 
 
 def _for_adapters(spec: ModuleSpec) -> ModuleSpec:
     """Return TransformerEngine's stack with norms that are separate from the linear layers."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
-    stock = spec.submodules
-    attention = stock.attention_layer.submodules
-    inner = attention.self_attention
-    mamba = stock.mamba_layer.submodules
-    delta = stock.gdn_layer.submodules
-    net = delta.self_attention
-    return replace(
-        spec,
-        submodules=replace(
-            stock,
-            gdn_layer=replace(
-                stock.gdn_layer,
-                submodules=replace(
-                    delta,
-                    input_layernorm=TENorm,
-                    self_attention=replace(net, submodules=replace(net.submodules, in_proj=TEColumnParallelLinear)),
-                    sharded_state_dict_keys_map=_DELTA_NORM_KEYS,
-                ),
-            ),
-            mamba_layer=replace(
-                stock.mamba_layer,
-                submodules=replace(
-                    mamba,
-                    norm=TENorm,
-                    mixer=replace(
-                        mamba.mixer, submodules=replace(mamba.mixer.submodules, in_proj=TEColumnParallelLinear)
-                    ),
-                    sharded_state_dict_keys_map=_MAMBA_NORM_KEYS,
-                ),
-            ),
-            attention_layer=replace(
-                stock.attention_layer,
-                submodules=replace(
-                    attention,
-                    input_layernorm=TENorm,
-                    self_attention=replace(
-                        inner, submodules=replace(inner.submodules, linear_qkv=TEColumnParallelLinear)
-                    ),
-                    sharded_state_dict_keys_map=_QKV_NORM_KEYS,
-                ),
-            ),
-            mlp_layer=replace(
-                stock.mlp_layer,
-                submodules=replace(
-                    stock.mlp_layer.submodules,
-                    pre_mlp_layernorm=TENorm,
-                    mlp=partial(
-                        MLP.as_mlp_submodule,
-                        submodules=MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear),
-                    ),
-                    sharded_state_dict_keys_map=_MLP_NORM_KEYS,
-                ),
-            ),
-        ),
-    )
+    mlp = MLPSubmodules(linear_fc1=TEColumnParallelLinear, linear_fc2=TERowParallelLinear)
+    changes = {
+        "gdn_layer.input_layernorm": TENorm,
+        "gdn_layer.self_attention.in_proj": TEColumnParallelLinear,
+        "gdn_layer.sharded_state_dict_keys_map": _DELTA_NORM_KEYS,
+        "mamba_layer.norm": TENorm,
+        "mamba_layer.mixer.in_proj": TEColumnParallelLinear,
+        "mamba_layer.sharded_state_dict_keys_map": _MAMBA_NORM_KEYS,
+        "attention_layer.input_layernorm": TENorm,
+        "attention_layer.self_attention.linear_qkv": TEColumnParallelLinear,
+        "attention_layer.sharded_state_dict_keys_map": _QKV_NORM_KEYS,
+        "mlp_layer.pre_mlp_layernorm": TENorm,
+        "mlp_layer.mlp": partial(MLP.as_mlp_submodule, submodules=mlp),
+        "mlp_layer.sharded_state_dict_keys_map": _MLP_NORM_KEYS,
+    }
+    return _changed(spec, changes)
 
 
 class RMSNorm(torch.nn.Module):
@@ -315,9 +282,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.offset = config.layernorm_zero_centered_gamma
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device()))
-        # Megatron sums the gradients of parameters with this attribute over the tensor-parallel group.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+        self.weight = replicated_parameter(config, hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise the last dimension of x [..., hidden]."""
@@ -387,38 +352,19 @@ class NormAndAdd(torch.nn.Module):
         return add
 
 
-def _with_norms_of_heads(spec: ModuleSpec) -> ModuleSpec:
-    """Return the stack with norms of all heads of q, and of k, at once."""
-    layer = spec.submodules.attention_layer
-    inner = layer.submodules.self_attention
-    norms = {
-        "q_layernorm": partial(NormOfHeads, count="num_attention_heads"),
-        "k_layernorm": partial(NormOfHeads, count="num_query_groups"),
-    }
-    inner = replace(inner, submodules=replace(inner.submodules, **norms))
-    layer = replace(layer, submodules=replace(layer.submodules, self_attention=inner))
-    return replace(spec, submodules=replace(spec.submodules, attention_layer=layer))
-
-
-def _with_post_norms(spec: ModuleSpec, config: TransformerConfig, norm: Any, family: Family) -> ModuleSpec:
-    """Return the stack with norms after the attention and the MLP, before their outputs are added to the residual."""
-    attention, mlp = family.modules.post_attention_norm, family.modules.post_mlp_norm
-    if not (attention or mlp):
-        return spec
+def _post_norms(stack: Any, config: TransformerConfig, norm: Any, family: Family) -> dict[str, Any]:
+    """Return the changes that add norms after the attention and the MLP, before the addition to the residual."""
+    modules = family.modules
     params = dict(config=config, norm=norm)
-    add = ModuleSpec(NormAndAdd, params=params)
-    mlp_add = ModuleSpec(NormAndAdd, params={**params, "scaled": family.layer_scale is not None})
-    stack = spec.submodules
     changes = {}
-    for name, field, norm_name, added in (
-        ("attention_layer", "self_attn_bda", attention, add),
-        ("mlp_layer", "mlp_bda", mlp, mlp_add),
-        ("moe_layer", "mlp_bda", mlp, mlp_add),
-    ):
-        layer = getattr(stack, name)
-        if norm_name and isinstance(layer, ModuleSpec):
-            changes[name] = replace(layer, submodules=replace(layer.submodules, **{field: added}))
-    return replace(spec, submodules=replace(stack, **changes))
+    if modules.post_attention_norm:
+        changes["attention_layer.self_attn_bda"] = ModuleSpec(NormAndAdd, params=params)
+    if modules.post_mlp_norm:
+        add = ModuleSpec(NormAndAdd, params={**params, "scaled": family.layer_scale is not None})
+        changes["mlp_layer.mlp_bda"] = add
+        if isinstance(stack.moe_layer, ModuleSpec):  # dense models have no such layer
+            changes["moe_layer.mlp_bda"] = add
+    return changes
 
 
 class LocalHybridStack(HybridStack):
@@ -467,32 +413,30 @@ def _local_stack(config: TransformerConfig, core) -> ModuleSpec:
             sharded_state_dict_keys_map=_MLP_NORM_KEYS,
         ),
     )
-    mamba = ModuleSpec(
-        module=MambaLayer,
-        submodules=MambaLayerSubmodules(
-            norm=RMSNorm,
-            mixer=ModuleSpec(
-                module=PackedMambaMixer,
-                submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
-            ),
-            mamba_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_MAMBA_NORM_KEYS,
-        ),
+    moe = local_moe(config, RMSNorm)
+    layers = HybridStackSubmodules(attention_layer=attention, mlp_layer=mlp, moe_layer=moe, **_local_recurrent_layers())
+    return ModuleSpec(module=LocalHybridStack, submodules=layers)
+
+
+def _local_recurrent_layers() -> dict[str, ModuleSpec]:
+    mixer = ModuleSpec(
+        module=PackedMambaMixer,
+        submodules=MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
     )
-    delta = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=PackedDeltaNet,
-                submodules=GatedDeltaNetSubmodules(
-                    in_proj=ColumnParallelLinear, out_norm=HeadNorm, out_proj=RowParallelLinear
-                ),
-            ),
-            self_attn_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=_DELTA_NORM_KEYS,
-        ),
+    mamba = MambaLayerSubmodules(
+        norm=RMSNorm, mixer=mixer, mamba_bda=get_bias_dropout_add, sharded_state_dict_keys_map=_MAMBA_NORM_KEYS
     )
-    layers: dict[str, Any] = dict(mamba_layer=mamba, gdn_layer=delta, attention_layer=attention, mlp_layer=mlp)
-    layers["moe_layer"] = local_moe(config, RMSNorm)
-    return ModuleSpec(module=LocalHybridStack, submodules=HybridStackSubmodules(**layers))
+    net = ModuleSpec(
+        module=PackedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(in_proj=ColumnParallelLinear, out_norm=HeadNorm, out_proj=RowParallelLinear),
+    )
+    delta = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=net,
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=_DELTA_NORM_KEYS,
+    )
+    return {
+        "mamba_layer": ModuleSpec(module=MambaLayer, submodules=mamba),
+        "gdn_layer": ModuleSpec(module=TransformerLayer, submodules=delta),
+    }

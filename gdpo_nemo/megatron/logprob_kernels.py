@@ -49,6 +49,9 @@ def tile_for(dtype: torch.dtype, capability: tuple[int, int]) -> Tile:
     return _HALF_HOPPER if capability[0] == 9 else _HALF
 
 
+# Triton supports no keyword-only parameters, so the parameters of the kernels are positional.
+
+
 @triton.jit
 def _tile_of_program(program, row_tiles, parts, GROUP: tl.constexpr):
     """Return (row tile, part) of a program. All parts of ``GROUP`` row tiles precede those of the next row tiles."""

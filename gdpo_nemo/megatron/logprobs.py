@@ -26,15 +26,34 @@ chunks.
 """
 
 
+class _Shard(NamedTuple):
+    """Columns of the logits on this rank."""
+
+    group: dist.ProcessGroup
+    """Tensor-parallel group."""
+    scale: float
+    """1 / temperature."""
+    first: int
+    """Global token id of this rank's first column."""
+    valid: int
+    """Number of columns of this rank without padding; may be 0."""
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, width: int, temperature: float, vocab_size: int | None) -> _Shard:
+        """Return the shard of a rank with ``width`` columns. For the other arguments, see ``token_logprobs``."""
+        first = width * group.rank()
+        vocab_size = width * group.size() if vocab_size is None else vocab_size
+        return cls(group, 1.0 / temperature, first, min(width, max(0, vocab_size - first)))
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, group, scale, vocab_size, chunk, entropy_use):
+    def forward(ctx, logits, targets, shard, chunk, entropy_use):
         width = logits.size(-1)
-        first = width * group.rank()
-        local = targets - first
+        scale, padding = shard.scale, width - shard.valid
+        local = targets - shard.first
         owned = (local >= 0) & (local < width)
         local = local.clamp(0, width - 1)  # valid indices for gather; `owned` masks targets of other ranks
-        padding = max(0, first + width - vocab_size)  # number of padded columns; above 0 only on the last ranks
         with_entropy = entropy_use != "none"
         # peak: the rank's largest logit. Rows of sums, for d = logit - peak: sum of exp(d), the target's logit, sum of
         # exp(d) * d.
@@ -51,7 +70,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if with_entropy:
                 # exp underflows to 0 if x is -inf (padding); 0 * -inf would be NaN.
                 torch.sum(weights.mul_(x.clamp_(min=-1e30)), -1, out=sums[2, rows])
-        peak = _merge(peak, sums, group)
+        peak = _merge(peak, sums, shard.group)
         log_sum = sums[0].log()
         log_z = log_sum + peak
         # Subtract the large logits first: otherwise the small log_sum would be lost to rounding.
@@ -84,7 +103,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad.sub_(log_p * grad_entropy[rows, None])
             grad.scatter_add_(-1, local[rows, None], (owned[rows] * grad_logprob[rows])[:, None])
             out[rows] = grad.mul_(scale).to(out.dtype)
-        return out, None, None, None, None, None, None
+        return out, None, None, None, None
 
 
 def _suitable_chunk(logits: torch.Tensor) -> int:
@@ -124,7 +143,7 @@ def _scaled(logits: torch.Tensor, scale: float, padding: int) -> torch.Tensor:
     if scale != 1.0:
         x.mul_(scale)
     if padding:
-        x[:, max(0, x.size(-1) - padding) :] = float("-inf")
+        x[:, x.size(-1) - padding :] = float("-inf")
     return x
 
 
@@ -153,9 +172,8 @@ def token_logprobs(
         Log-probs and entropies in nats, float32 [tokens] each and differentiable in ``logits``. The entropies are None
         if ``entropy`` is ``none``.
     """
-    vocab_size = vocab_size if vocab_size is not None else logits.size(-1) * group.size()
-    chunk = chunk or _suitable_chunk(logits)
-    return _TokenLogprobs.apply(logits, targets, group, 1.0 / temperature, vocab_size, chunk, entropy)
+    shard = _Shard.of(group, logits.size(-1), temperature, vocab_size)
+    return _TokenLogprobs.apply(logits, targets, shard, chunk or _suitable_chunk(logits), entropy)
 
 
 _GRADIENT_BYTES = 256 << 20
@@ -202,24 +220,14 @@ def _kernels() -> ModuleType:
     return logprob_kernels
 
 
-class _Options(NamedTuple):
-    group: Any
-    scale: float
-    """1 / temperature."""
-    first: int
-    """Global token id of this rank's first column."""
-    valid: int
-    """Number of columns of this rank without padding; may be 0."""
-
-
 class _FusedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, options, entropy):
+    def forward(ctx, hidden, weight, targets, shard, entropy):
         hidden = hidden.contiguous()
-        results = _evaluate(hidden, weight, targets, options, entropy != "none")
+        results = _evaluate(hidden, weight, targets, shard, entropy != "none")
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, targets, results)
-        ctx.options = options
+        ctx.shard = shard
         if entropy == "none":
             return results[0], None
         values = results[1]
@@ -236,7 +244,7 @@ class _FusedLogprobs(torch.autograd.Function):
         if by_logprob is None:
             by_logprob = torch.zeros_like(results[0])
         gradients = by_logprob.contiguous(), None if by_entropy is None else by_entropy.contiguous()
-        for columns, gradient in _slices(hidden, weight, targets, results, gradients, ctx.options):
+        for columns, gradient in _slices(hidden, weight, targets, results, gradients, ctx.shard):
             _add_product(by_hidden, gradient, weight[columns])
             if main is not None:
                 _add_product(main[columns], gradient.t(), hidden)
@@ -247,7 +255,7 @@ class _FusedLogprobs(torch.autograd.Function):
         return by_hidden.to(hidden.dtype), by_weight, None, None, None
 
 
-def _evaluate(hidden, weight, targets, options: _Options, with_entropy: bool) -> torch.Tensor:
+def _evaluate(hidden, weight, targets, shard: _Shard, with_entropy: bool) -> torch.Tensor:
     """Return float32 [4, tokens]: log-prob, entropy, largest logit x, and log of the sum of exp(x - largest)."""
     tokens, size = hidden.shape
     results = hidden.new_empty((4, tokens), dtype=torch.float32)
@@ -255,28 +263,12 @@ def _evaluate(hidden, weight, targets, options: _Options, with_entropy: bool) ->
         return results
     kernels = _kernels()
     tile = kernels.tile_for(hidden.dtype, _capability(hidden))
-    parts = max(1, -(-options.valid // (tile.columns * kernels.TILES_PER_PART)))
+    parts = max(1, -(-shard.valid // (tile.columns * kernels.TILES_PER_PART)))
     statistics = results.new_empty((parts, 4, tokens))
-    kernels.part_statistics[(-(-tokens // tile.rows) * parts,)](
-        hidden,
-        weight,
-        targets,
-        statistics,
-        tokens,
-        options.valid,
-        options.first,
-        parts,
-        options.scale,
-        HIDDEN=size,
-        ENTROPY=with_entropy,
-        M=tile.rows,
-        N=tile.columns,
-        K=tile.depth,
-        TILES=kernels.TILES_PER_PART,
-        GROUP=kernels.ROWS_AT_ONCE,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    grid = (-(-tokens // tile.rows) * parts,)
+    inputs = hidden, weight, targets, statistics, tokens, shard.valid, shard.first, parts, shard.scale
+    constants = _constants(tile, size, with_entropy)
+    kernels.part_statistics[grid](*inputs, TILES=kernels.TILES_PER_PART, **constants)
 
     def combine(statistics: torch.Tensor, out: torch.Tensor, finish: bool) -> torch.Tensor:
         rows = kernels.ROWS_COMBINED
@@ -285,53 +277,46 @@ def _evaluate(hidden, weight, targets, options: _Options, with_entropy: bool) ->
         )
         return out
 
-    ranks = options.group.size()
+    ranks = shard.group.size()
     if ranks > 1:
         local = combine(statistics, torch.empty_like(results), finish=False)
         statistics = results.new_empty((ranks, 4, tokens))
-        dist.all_gather_into_tensor(statistics.view(-1), local.view(-1), group=options.group)
+        dist.all_gather_into_tensor(statistics.view(-1), local.view(-1), group=shard.group)
     return combine(statistics, results, finish=True)
 
 
-def _slices(hidden, weight, targets, results, gradients, options: _Options):
+def _constants(tile: Any, size: int, with_entropy: bool) -> dict[str, Any]:
+    """Return the arguments for which Triton compiles the kernels that compute logits.
+
+    Args:
+        tile: ``logprob_kernels.Tile``.
+        size: hidden size.
+    """
+    group = _kernels().ROWS_AT_ONCE
+    sizes = dict(HIDDEN=size, M=tile.rows, N=tile.columns, K=tile.depth, GROUP=group)
+    return dict(sizes, ENTROPY=with_entropy, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def _slices(hidden, weight, targets, results, gradients, shard: _Shard):
     """Yield (columns of the shard, gradient of their logits [tokens, columns]).
 
     All gradients use the same buffer, so that each gradient overwrites the previous gradient.
     """
     tokens, size = hidden.shape
-    if not tokens or not options.valid:
+    if not tokens or not shard.valid:
         return
     kernels = _kernels()
     tile = kernels.tile_for(hidden.dtype, _capability(hidden))
-    width = slice_width(tokens, options.valid, hidden.element_size(), tile.columns)
+    width = slice_width(tokens, shard.valid, hidden.element_size(), tile.columns)
     stride = -(-width // _ALIGNMENT) * _ALIGNMENT
     buffer = hidden.new_empty((tokens, stride))
-    by_logprob, by_entropy = gradients
-    for start in range(0, options.valid, width):
-        count = min(width, options.valid - start)
-        kernels.logit_gradients[(-(-tokens // tile.rows) * -(-count // tile.columns),)](
-            hidden,
-            weight,
-            targets,
-            results,
-            by_logprob,
-            by_entropy,
-            buffer,
-            tokens,
-            start,
-            count,
-            options.first,
-            stride,
-            options.scale,
-            HIDDEN=size,
-            ENTROPY=by_entropy is not None,
-            M=tile.rows,
-            N=tile.columns,
-            K=tile.depth,
-            GROUP=kernels.ROWS_AT_ONCE,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+    tensors = hidden, weight, targets, results, *gradients, buffer
+    constants = _constants(tile, size, with_entropy=gradients[1] is not None)
+    for start in range(0, shard.valid, width):
+        count = min(width, shard.valid - start)
+        grid = (-(-tokens // tile.rows) * -(-count // tile.columns),)
+        columns = tokens, start, count, shard.first, stride, shard.scale
+        kernels.logit_gradients[grid](*tensors, *columns, **constants)
         yield slice(start, start + count), buffer[:, :count]
 
 
@@ -414,21 +399,5 @@ def fused_token_logprobs(
     """
     if hidden.dtype != weight.dtype or not weight.is_contiguous():
         raise ValueError(f"hidden states are {hidden.dtype}, the weight is {weight.dtype}, or not contiguous")
-    width = weight.size(0)
-    first = width * group.rank()
-    vocab_size = width * group.size() if vocab_size is None else vocab_size
-    options = _Options(group, 1.0 / temperature, first, min(width, max(0, vocab_size - first)))
-    return _FusedLogprobs.apply(hidden, weight, targets, options, entropy)
-
-
-def reference_token_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    temperature: float = 1.0,
-    vocab_size: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute ``fused_token_logprobs`` with torch operators, for an unsharded weight and in its precision."""
-    log_p = (hidden @ weight[:vocab_size].t() / temperature).log_softmax(-1)
-    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+    shard = _Shard.of(group, weight.size(0), temperature, vocab_size)
+    return _FusedLogprobs.apply(hidden, weight, targets, shard, entropy)

@@ -12,8 +12,9 @@ distribute like the expert's weights.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ def attach(chunks: list[torch.nn.Module], hf: PretrainedConfig, settings: LoraCo
                 adapters = _expert_adapters(weight, is_grouped, linear, model, settings, seed)
             else:
                 adapters = Adapters(weight, linear.weight, model, settings, seed, linear.config.sequence_parallel)
-            if any(True for _ in adapters.parameters()):
+            if list(adapters.parameters()):
                 linear.adapters = adapters
                 linear.register_forward_hook(_forward_hook(adapters))
 
@@ -97,7 +98,10 @@ def _expert_adapters(
 
 def adapters_of(chunks: list[torch.nn.Module]) -> Iterator[Adapters]:
     """Yield the adapters of every adapted linear layer of this rank."""
-    return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapters))
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, Adapters):
+                yield module
 
 
 @contextlib.contextmanager
@@ -148,7 +152,9 @@ def gather_adapters(chunks: list[torch.nn.Module]) -> dict[str, tuple[torch.Tens
     for group in groups:
         by_rank: list[Any] = [None] * group.size()
         dist.all_gather_object(by_rank, stage_matrices, group=group)
-        stage_matrices = {module: pair for modules in by_rank for module, pair in modules.items()}
+        stage_matrices = {}
+        for modules in by_rank:
+            stage_matrices |= modules
     return stage_matrices
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,12 +61,12 @@ def to_device(arrays: Mapping[str, np.ndarray], device: torch.device) -> dict[st
         host[starts[name] : starts[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
     # torch does not reuse the pinned memory until the copy is done.
     buffer = torch.from_numpy(host).pin_memory().to(device, non_blocking=True)
-    return {
-        name: buffer[starts[name] : starts[name] + array.nbytes]
-        .view(torch.from_numpy(array[:0].reshape(-1)).dtype)
-        .view(array.shape)
-        for name, array in arrays.items()
-    }
+    tensors = {}
+    for name, array in arrays.items():
+        part = buffer[starts[name] : starts[name] + array.nbytes]
+        dtype = torch.from_numpy(array[:0].reshape(-1)).dtype
+        tensors[name] = part.view(dtype).view(array.shape)
+    return tensors
 
 
 def make_micro_batch(
@@ -188,9 +189,11 @@ def _trajectory_numbers(sequences: Sequence[TrainSequence]) -> np.ndarray:
     All sequences of a trajectory thus have the same ``TokenFields.sequence_ids``.
     """
     first: dict[int, int] = {}
-    return np.array(
-        [i if s.trajectory < 0 else first.setdefault(s.trajectory, i) for i, s in enumerate(sequences)], np.int64
-    )
+    numbers = np.arange(len(sequences), dtype=np.int64)
+    for i, sequence in enumerate(sequences):
+        if sequence.trajectory >= 0:
+            numbers[i] = first.setdefault(sequence.trajectory, i)
+    return numbers
 
 
 def _pair_numbers(sequences: Sequence[TrainSequence]) -> np.ndarray:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -13,6 +14,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig
 
 from gdpo_nemo.config.layout import stage_layers
@@ -30,6 +32,7 @@ from gdpo_nemo.megatron.model_config import description_of, embedding_scale, lay
 from gdpo_nemo.megatron.optimizer import build_optimizer
 from gdpo_nemo.megatron.routers import freeze_expert_biases, freeze_routers, in_precision
 from gdpo_nemo.models.description import ModelDescription
+from gdpo_nemo.models.families import Family
 from gdpo_nemo.utils.errors import ConfigError
 
 # Maximum size in bytes of float32 logits. Larger logits are computed in chunks of tokens and recomputed in the backward
@@ -87,6 +90,17 @@ class PolicyModel(HybridModel):
             hidden = tensor_parallel.copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
         return self._evaluate(hidden.squeeze(1).index_select(0, rows), targets)
 
+    def _gathered(self, hidden):
+        """Return the hidden states of all tokens, for a head that is replicated on the tensor-parallel ranks.
+
+        Each of these ranks computes the full gradient, which must not be summed.
+        """
+        if not self.config.sequence_parallel:
+            return hidden
+        return tensor_parallel.gather_from_sequence_parallel_region(
+            hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+        )
+
     def _evaluate(self, hidden, targets):
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         weight = self.output_layer.weight if weight is None else weight
@@ -99,14 +113,12 @@ class PolicyModel(HybridModel):
             return self._evaluate_chunk(hidden, weight, targets)
         head = self._head_adapter()
         drops = head is not None and head.drops
-        return torch.cat(
-            [
-                torch.utils.checkpoint.checkpoint(
-                    self._evaluate_chunk, h, weight, t, use_reentrant=False, preserve_rng_state=drops
-                )
-                for h, t in zip(hidden.split(tokens), targets.split(tokens))
-            ]
-        )
+        columns = []
+        for h, t in zip(hidden.split(tokens), targets.split(tokens)):
+            columns.append(
+                checkpoint(self._evaluate_chunk, h, weight, t, use_reentrant=False, preserve_rng_state=drops)
+            )
+        return torch.cat(columns)
 
     def _head_adapter(self):
         adapter = getattr(self.output_layer, "adapters", None)
@@ -147,12 +159,7 @@ class ScoreModel(PolicyModel):
 
     def _output(self, hidden, rows, targets):
         """Return the scores, float32 [targets, 1]. The token ids in ``targets`` are not used."""
-        if self.config.sequence_parallel:
-            # The head is replicated, so each tensor-parallel rank computes the full gradient, which must not be summed.
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
-            )
-        return self.score(hidden.squeeze(1).index_select(0, rows)).float()
+        return self.score(self._gathered(hidden).squeeze(1).index_select(0, rows)).float()
 
 
 class ValueModel(PolicyModel):
@@ -176,13 +183,8 @@ class ValueModel(PolicyModel):
 
         The additional column contains the value of the state in which each target was generated.
         """
-        if self.config.sequence_parallel:
-            # The value head is replicated, so each tensor-parallel rank computes its full gradient, which must not be
-            # summed. copy_to_tensor_model_parallel_region below sums the gradient that comes from the output layer.
-            hidden = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
-            )
-        selected = hidden.squeeze(1).index_select(0, rows)
+        selected = self._gathered(hidden).squeeze(1).index_select(0, rows)
+        # The backward pass of this function sums the gradient that comes from the output layer.
         shared = tensor_parallel.copy_to_tensor_model_parallel_region(selected, group=self.pg_collection.tp)
         columns = self._evaluate(shared, targets)
         if not self.values:
@@ -282,15 +284,39 @@ def layer_pattern(symbols: Sequence[str], layout: MegatronConfig) -> str:
         symbols: Hybrid layers of each Hugging Face layer (``ModelDescription.symbols``).
     """
     stages = layout.pipeline_model_parallel_size * (layout.virtual_pipeline_model_parallel_size or 1)
-    ends = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
-    layers_by_stage = stage_layers(len(symbols), stages, *(ends if stages > 1 else ()))
-    return "|".join("".join(symbols[layer] for layer in layers) for layers in layers_by_stage)
+    first, last = layout.num_layers_in_first_pipeline_stage, layout.num_layers_in_last_pipeline_stage
+    if stages == 1:
+        first = last = None
+    patterns = []
+    for layers in stage_layers(len(symbols), stages, first, last):
+        patterns.append("".join(symbols[layer] for layer in layers))
+    return "|".join(patterns)
+
+
+def _uses_engine(layout: MegatronConfig, family: Family) -> bool:
+    """Return whether to build TransformerEngine's layers.
+
+    Raises:
+        ConfigError: if TransformerEngine is required, but not available or not supported for the family.
+    """
+    use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
+    use_te = use_te and layout.attention_backend != "sdpa"
+    if family.biases:
+        if layout.transformer_engine:
+            raise ConfigError(
+                f"policy.megatron_cfg.transformer_engine: true is not supported for {family.model_type} models"
+            )
+        use_te = False
+    if layout.fp8 and not use_te:
+        raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
+    return use_te
 
 
 def build_chunks(
     hf: PretrainedConfig,
     layout: MegatronConfig,
     dtype: torch.dtype,
+    *,
     temperature: float = 1.0,
     adapted: bool = False,
     scores: bool = False,
@@ -311,24 +337,20 @@ def build_chunks(
     Raises:
         ConfigError: if fp8 or fused log-probs are required but not available.
     """
-    use_te = transformer_engine_is_usable() if layout.transformer_engine is None else layout.transformer_engine
-    use_te = use_te and layout.attention_backend != "sdpa"
     description = description_of(hf)
-    family = description.family
-    if family.biases:
-        if layout.transformer_engine:
-            raise ConfigError(
-                f"policy.megatron_cfg.transformer_engine: true is not supported for {family.model_type} models"
-            )
-        use_te = False
-    if layout.fp8 and not use_te:
-        raise ConfigError("policy.megatron_cfg.fp8: requires TransformerEngine, which is not available")
+    use_te = _uses_engine(layout, description.family)
     layers = layer_attentions(hf, description)
-    rotary = layers[0].rotary
-    special, latent = description.special_attention, family.latent is not None
-    attention = select_attention(layout.attention_backend, use_te, sharing, special, latent)
+    attention = select_attention(
+        layout.attention_backend,
+        use_te,
+        sharing,
+        special=description.special_attention,
+        latent=description.family.latent is not None,
+    )
     config = transformer_config(hf, description, layout, dtype, use_te, attention)
     fused = use_fused_logprobs(layout.fused_logprobs, description.logit_cap)
+    # Only TransformerEngine's attention uses the model's rotary angles. The others compute their angles.
+    rotary = layers[0].rotary if attention is Attention.ENGINE else None
     virtual = layout.virtual_pipeline_model_parallel_size
     tensor_size = layout.tensor_model_parallel_size
     model_class = ValueModel if values else PolicyModel
@@ -338,19 +360,18 @@ def build_chunks(
     for stage in range(virtual) if virtual else [None]:
         model = model_class(
             config,
-            layer_spec(description, config, layers, use_te, attention, adapted, sharing),
+            layer_spec(description, config, layers, use_te, attention, adapted=adapted, sharing=sharing),
             vocab_size=-(-hf.vocab_size // tensor_size) * tensor_size,
             max_sequence_length=hf.max_position_embeddings,
             hybrid_layer_pattern=layer_pattern(description.symbols, layout),
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
-            # Only TransformerEngine's attention uses the model's rotary angles. The others compute their angles.
-            position_embedding_type="rope" if rotary and attention is Attention.ENGINE else "none",
+            position_embedding_type="rope" if rotary else "none",
             vp_stage=stage,
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
-        if rotary and attention is Attention.ENGINE:
+        if rotary:
             model.rotary_pos_emb.inv_freq = rotary[0]
             model.rotary_pos_emb.rotary_interleaved = config.rotary_interleaved
         model.temperature = temperature
@@ -372,9 +393,9 @@ def wrap(config: TransformerConfig, chunks: list[PolicyModel], layout: MegatronC
         overlap_param_gather=layout.overlap_param_gather,
     )
     inner = [in_precision(config, chunk) for chunk in chunks]
-    wrapped = [
-        DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0) for index, module in enumerate(inner)
-    ]
+    wrapped = []
+    for index, module in enumerate(inner):
+        wrapped.append(DistributedDataParallel(config, ddp, module, disable_bucketing=index > 0))
     _accumulate_into_main_grad(chunks)
     if layout.overlap_grad_reduce:
         config.no_sync_func = [m.no_sync for m in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
@@ -444,8 +465,8 @@ def build(
     from gdpo_nemo.models.hf_folder import open_weights
 
     hf = _read_config(folder)
-    options = dict(scores=scores, values=value_lr_mult is not None, sharing=sharing)
-    config, chunks = build_chunks(hf, layout, dtype, temperature, adapted=lora is not None, **options)
+    options: dict[str, bool] = dict(scores=scores, values=value_lr_mult is not None, sharing=sharing)
+    config, chunks = build_chunks(hf, layout, dtype, temperature=temperature, adapted=lora is not None, **options)
     modules: list[torch.nn.Module] = list(chunks)
     read = open_weights(folder, finite=True)
     load_hf(modules, with_score_head(read, hf, seed) if scores else read, hf)

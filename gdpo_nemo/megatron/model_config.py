@@ -69,11 +69,10 @@ def layer_attentions(config: PretrainedConfig, model: ModelDescription) -> list[
         pairs=model.rotates_pairs,
         query_scale=model.query_scale,
     )
-    indices = [model.index if has_index else None for has_index in model.indexed_layers]
-    layers = [
-        LayerAttention(embeddings[rope], rope, window, index=index, heads=heads, **options)
-        for rope, window, index, heads in zip(ropes, model.windows, indices, model.layer_heads)
-    ]
+    layers = []
+    for rope, window, has_index, heads in zip(ropes, model.windows, model.indexed_layers, model.layer_heads):
+        index = model.index if has_index else None
+        layers.append(LayerAttention(embeddings[rope], rope, window, index=index, heads=heads, **options))
     return [layers[layer] for layer in model.hf_layers]
 
 

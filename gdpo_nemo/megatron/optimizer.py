@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from inspect import unwrap
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.optimizer import (
@@ -21,6 +22,17 @@ from gdpo_nemo.config.schema import MegatronConfig
 from gdpo_nemo.weights.host_memory import host_memory_like
 
 
+def chained(optimizer: Any) -> list[Any]:
+    """Return the optimizers that Megatron chains for dense and for expert parameters, or the only optimizer."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def optimized(optimizer: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of all groups of a torch optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 class OptimizerOffload:
     """Offloading of an optimizer's main weights and moments to host memory between updates.
 
@@ -33,8 +45,10 @@ class OptimizerOffload:
     """
 
     def __init__(self, optimizer: Any, parameters: Iterable[torch.nn.Parameter], device: torch.device):
-        parts = getattr(optimizer, "chained_optimizers", [optimizer])
-        self._optimizers = [part.optimizer for part in parts if not getattr(part, "is_stub_optimizer", False)]
+        self._optimizers = []
+        for part in chained(optimizer):
+            if not getattr(part, "is_stub_optimizer", False):  # a rank without parameters of a kind has a stub
+                self._optimizers.append(part.optimizer)
         self._parameters = list(parameters)
         self._device = device
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -81,7 +95,7 @@ class OptimizerOffload:
         """
         model = {p.untyped_storage()._cdata for p in self._parameters}
         for optimizer in self._optimizers:
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
+            for p in optimized(optimizer):
                 p.grad = None  # gradient and parameter must be on the same device
                 if p.untyped_storage()._cdata not in model:
                     yield None, p, "", p.data
@@ -117,27 +131,25 @@ class Reference:
             store it on the device.
     """
 
+    weights: list[torch.Tensor]
+    """Tensors of the reference, in the order of the parameters."""
+
     def __init__(self, parameters: Iterable[torch.nn.Parameter], on_host: bool):
         self._parameters = list(parameters)
         live = [p.detach() for p in self._parameters]
         # On a CPU, host memory and device memory are the same.
         self._on_host = on_host and any(value.is_cuda for value in live)
         if self._on_host:
-            self._weights = host_memory_like(live, pinned=True)
-            for weight, value in zip(self._weights, live):
+            self.weights = host_memory_like(live, pinned=True)
+            for weight, value in zip(self.weights, live):
                 weight.copy_(value)
         else:
-            self._weights = [value.clone() for value in live]
-
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        """Tensors of the reference, in the order of the parameters."""
-        return self._weights
+            self.weights = [value.clone() for value in live]
 
     @torch.no_grad()
     def follow(self, alpha: float) -> None:
         """Set the reference to alpha * policy + (1 - alpha) * reference (arXiv 2404.09656, equation 7)."""
-        for weight, p in zip(self._weights, self._parameters):
+        for weight, p in zip(self.weights, self._parameters):
             weight.mul_(1.0 - alpha).add_(p.detach().to(weight.device), alpha=alpha)
 
     @contextlib.contextmanager
@@ -145,7 +157,7 @@ class Reference:
         """Use the reference as the model's parameters in the block. Afterwards restore the policy's weights."""
         live = [p.data for p in self._parameters]
         try:
-            for p, weight in zip(self._parameters, self._weights):
+            for p, weight in zip(self._parameters, self.weights):
                 p.data = weight.to(p.device, non_blocking=True) if self._on_host else weight
             yield
         finally:
@@ -169,6 +181,7 @@ class GroupStepAdam(torch.optim.Optimizer):
     def __init__(
         self,
         params,
+        *,
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

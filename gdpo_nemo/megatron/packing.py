@@ -11,8 +11,9 @@ shared and the unshared tokens, ordered by position.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class Packing(PackedSeqParams):
 
     Only ``PackedAttention`` reads this field and the fields below.
     """
-    rectangles: list["Rectangle"] = field(default_factory=list)
+    rectangles: list[Rectangle] = field(default_factory=list)
     """Padded batches of all sequences of the micro-batch."""
     order: torch.Tensor | None = None
     """int64 [tokens of all context ranks]: index of each token of the pack in the tokens gathered from these ranks.
@@ -116,10 +117,9 @@ def packing_arrays(
         arrays |= position_arrays(lengths, rank, size, shared)
         positions = np.split(arrays["positions"], bounds[1:-1] // size)
         keys = _key_rows(lengths, bounds, shared)
-        without_prefix = [i for i, count in enumerate(shared) if not count]
-        with_prefix = [i for i, count in enumerate(shared) if count]
-        unshared = _similar_lengths(without_prefix, lengths)
-        sharing = _similar_areas(with_prefix, lengths, [len(rows) for rows in keys])
+        # A sequence without shared tokens has as many keys as queries, so a plain causal mask suffices for it.
+        unshared = _similar_lengths(np.flatnonzero(np.equal(shared, 0)).tolist(), lengths)
+        sharing = _similar_areas(np.flatnonzero(shared).tolist(), lengths, list(map(len, keys)))
         for kind, groups in ((_UNSHARED, unshared), (_SHARED, sharing)):
             for number, members in enumerate(groups):
                 masked = size > 1 or kind is _SHARED

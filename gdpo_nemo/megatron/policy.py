@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,25 +43,30 @@ _FP8_BLOCK = 32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def _to_numbers(parts: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]):
-    """Return copies of the dictionaries with Python numbers in place of scalar tensors.
+def _to_numbers(parts: list[dict[str, torch.Tensor]]) -> list[dict[str, float]]:
+    """Return copies of the dictionaries with Python numbers in place of scalar tensors."""
+    by_dtype: dict[torch.dtype, list[tuple[dict[str, float], str, torch.Tensor]]] = {}
+    numbers = []
+    for part in parts:
+        values = dict.fromkeys(part, 0.0)
+        numbers.append(values)
+        for name, scalar in part.items():
+            by_dtype.setdefault(scalar.dtype, []).append((values, name, scalar.detach()))
+    # One transfer for each data type: every transfer waits for the device.
+    for entries in by_dtype.values():
+        transferred = torch.stack([scalar for _, _, scalar in entries]).tolist()
+        for (values, name, _), number in zip(entries, transferred):
+            values[name] = number
+    return numbers
 
-    All scalars of the same data type are transferred from the device together.
-    """
-    scalars = [value.detach() for part in parts for values in part for value in values.values()]
-    numbers = [0.0] * len(scalars)
-    for dtype in {value.dtype for value in scalars}:
-        indices = [index for index, value in enumerate(scalars) if value.dtype == dtype]
-        for index, number in zip(indices, torch.stack([scalars[index] for index in indices]).tolist()):
-            numbers[index] = number
-    remaining = iter(numbers)
-    return [tuple({name: next(remaining) for name in values} for values in part) for part in parts]
 
-
-def _merge_metrics(by_rank: list[dict[str, float]], reduce) -> dict[str, float]:
+def _merge_metrics(by_rank: Iterable[dict[str, float]], reduce) -> dict[str, float]:
     """Reduce each metric over the ranks that have it."""
-    names = dict.fromkeys(name for metrics in by_rank for name in metrics)
-    return {name: reduce([metrics[name] for metrics in by_rank if name in metrics]) for name in names}
+    collected: dict[str, list[float]] = {}
+    for metrics in by_rank:
+        for name, value in metrics.items():
+            collected.setdefault(name, []).append(value)
+    return {name: reduce(values) for name, values in collected.items()}
 
 
 class Policy:
@@ -147,15 +153,13 @@ class Policy:
         return int(parallel_state.get_data_parallel_rank())
 
     def _parameters(self) -> Iterator[torch.nn.Parameter]:
-        return (p for chunk in self.chunks for p in chunk.parameters())
+        for chunk in self.chunks:
+            yield from chunk.parameters()
 
     # -- update -------------------------------------------------------------------------------------------------
 
     def train(
-        self,
-        sequences: Sequence[TrainSequence],
-        micro_batches: Sequence[Sequence[int]],
-        settings: Objective,
+        self, sequences: Sequence[TrainSequence], micro_batches: Sequence[Sequence[int]], settings: Objective
     ) -> UpdateResult:
         """Run one optimizer update. Arguments and errors are those of ``backward``."""
         self._replay.count(self.runtime.device)
@@ -165,19 +169,18 @@ class Policy:
         with self._optimizer_prefetched():
             sums, maxima = self._reduce(done)
             sums |= self._replay.counted()
-            norm = self._gradient_norm()
+            optimizer = self.built.optimizer
+            optimizer.prepare_grads()
+            norm = float(optimizer.get_grad_norm())  # of the complete model before clipping, equal on all ranks
             skipped = not (math.isfinite(norm) and math.isfinite(sums["loss"]))
             self.built.scheduler.tick(skipped)
             if not skipped:
                 self._wait_for_optimizer()
-                self.built.optimizer.step()
+                optimizer.step()
         return UpdateResult(sums.pop("loss"), norm, self.built.scheduler.rate(), skipped, sums, maxima)
 
     def backward(
-        self,
-        sequences: Sequence[TrainSequence],
-        micro_batches: Sequence[Sequence[int]],
-        settings: Objective,
+        self, sequences: Sequence[TrainSequence], micro_batches: Sequence[Sequence[int]], settings: Objective
     ) -> list[Any]:
         """Compute the gradients of a loss, and return the loss and metrics of each micro-batch on the last stage.
 
@@ -209,11 +212,6 @@ class Policy:
         """Return the learning rate of the next update."""
         return float(self.built.scheduler.next_rate())
 
-    def _gradient_norm(self) -> float:
-        """Return the gradient norm of the complete model before clipping, which is the same on every rank."""
-        self.built.optimizer.prepare_grads()
-        return float(self.built.optimizer.get_grad_norm())
-
     def _loss(self, settings: Objective, functions: Functions, batch: MicroBatch, output: torch.Tensor):
         columns = output.float().unbind(-1)
         if batch.trained is not None:
@@ -240,16 +238,21 @@ class Policy:
         if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             sums: dict[str, float] = {}
             maxima: dict[str, float] = {}
-            for part, largest in _to_numbers([({"loss": loss, **m.sums}, m.maxima) for loss, m in done]):
+            parts = [{"loss": loss, **metrics.sums} for loss, metrics in done]
+            parts += [metrics.maxima for _, metrics in done]
+            numbers = _to_numbers(parts)
+            for part in numbers[: len(done)]:
                 for name, value in part.items():
                     sums[name] = sums.get(name, 0.0) + value
-                for name, value in largest.items():
-                    maxima[name] = max(maxima.get(name, float("-inf")), value)
+            for part in numbers[len(done) :]:
+                for name, value in part.items():
+                    maxima[name] = max(maxima.get(name, -math.inf), value)
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             by_rank: list[Any] = [None] * group.size()
             dist.all_gather_object(by_rank, (sums, maxima), group=group)
             # A rank with only empty micro-batches has no metrics, so the names may differ.
-            totals = (_merge_metrics([s for s, _ in by_rank], sum), _merge_metrics([m for _, m in by_rank], max))
+            all_sums, all_maxima = zip(*by_rank)
+            totals = _merge_metrics(all_sums, sum), _merge_metrics(all_maxima, max)
         return self._from_last_stage(totals)
 
     @staticmethod
@@ -331,10 +334,10 @@ class Policy:
             self._set_training(mode=True)
         if not self.reports:
             return None
-        sequence, offset = (
-            np.concatenate([getattr(rows, name) for rows, _ in done]) for name in ("sequence", "offset")
-        )
-        return TokenValues(sequence, offset, torch.cat([values for _, values in done]).cpu().numpy())
+        rows, found = zip(*done)
+        sequence = np.concatenate([part.sequence for part in rows])
+        offset = np.concatenate([part.offset for part in rows])
+        return TokenValues(sequence, offset, torch.cat(found).cpu().numpy())
 
     def load_teacher(self, folder: str | Path) -> None:
         """Load the model in a Hugging Face folder as a frozen teacher in the same layout."""
@@ -440,9 +443,10 @@ class Policy:
             return output, partial(finish, batch)
 
         wrapped = self.built.wrapped
-        iterators = [
-            MicroBatches(partial(make, chunk.post_process and not forward_only), micro_batches) for chunk in self.chunks
-        ]
+        iterators = []
+        for chunk in self.chunks:
+            with_fields = chunk.post_process and not forward_only
+            iterators.append(MicroBatches(partial(make, with_fields), micro_batches))
         return self._forward_backward(
             forward_step_func=step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],

@@ -11,7 +11,8 @@ A recurrence is computed in chunks: products of matrices inside a chunk, and a l
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -87,6 +88,7 @@ def state_space_scan(
     b: torch.Tensor,
     c: torch.Tensor,
     skip: torch.Tensor,
+    *,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
     """Compute Mamba-2's state space model (arXiv 2405.21060, section 6) in float32.
@@ -129,6 +131,7 @@ def gated_delta_scan(
     value: torch.Tensor,
     strength: torch.Tensor,
     decay: torch.Tensor,
+    *,
     chunk: int = CHUNK,
 ) -> torch.Tensor:
     """Compute the gated delta rule (arXiv 2412.06464, section 3) in float32, for normalised keys.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import Any, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,9 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from gdpo_nemo.megatron.attention import PackedAttention
+from gdpo_nemo.megatron.latent_attention import device
 from gdpo_nemo.megatron.packing import Packing
-from gdpo_nemo.megatron.recurrence import (
-    causal_convolution,
-    gated_delta_scan,
-    over_sequences,
-    state_space_scan,
-)
+from gdpo_nemo.megatron.recurrence import causal_convolution, gated_delta_scan, over_sequences, state_space_scan
 
 MAMBA_KERNELS = ("mamba_ssm", "causal_conv1d")
 """Packages with the CUDA kernels of Megatron's Mamba-2 layers."""
@@ -34,9 +31,43 @@ def kernels_are_usable(packages: tuple[str, ...]) -> bool:
     return torch.cuda.is_available() and all(find_spec(name) for name in packages)
 
 
+# The projections are built like those of Megatron's recurrent layers.
+
+
+def _input_projection(submodules: Any, config: Any, inputs: int, outputs: int, tp_group: Any) -> Any:
+    return build_module(
+        submodules.in_proj,
+        inputs,
+        outputs,
+        config=config,
+        init_method=config.init_method,
+        gather_output=False,
+        bias=False,
+        skip_bias_add=False,
+        is_expert=False,
+        tp_comm_buffer_name="fc1",
+        tp_group=tp_group,
+    )
+
+
+def _output_projection(submodules: Any, config: Any, inputs: int, outputs: int, tp_group: Any) -> Any:
+    return build_module(
+        submodules.out_proj,
+        inputs,
+        outputs,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        is_expert=False,
+        tp_comm_buffer_name="fc2",
+        tp_group=tp_group,
+    )
+
+
 def _parameter(split: bool, *shape: int, dtype: torch.dtype) -> torch.nn.Parameter:
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
-    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
+    parameter = torch.nn.Parameter(torch.zeros(shape, dtype=dtype, device=device()))
     if split:
         set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     return parameter
@@ -44,7 +75,9 @@ def _parameter(split: bool, *shape: int, dtype: torch.dtype) -> torch.nn.Paramet
 
 def needs_of_layers(chunks: Iterable[torch.nn.Module]) -> dict[str, Any]:
     """Return the arguments of ``make_micro_batch`` that depend on the modules of a rank's chunks."""
-    modules = [pair for chunk in chunks for pair in chunk.named_modules()]
+    modules: list[tuple[str, torch.nn.Module]] = []
+    for chunk in chunks:
+        modules += chunk.named_modules()
     scans = any(isinstance(module, (PackedMambaMixer, PackedDeltaNet)) for _, module in modules)
     # A pipeline stage of a hybrid model may have no attention, of any kind.
     attends = any(name.endswith("core_attention") for name, _ in modules)
@@ -97,17 +130,8 @@ class PackedMambaMixer(MambaMixer):
         self.d_inner_local_tp = inner // ranks
         self.nheads_local_tp = config.mamba_num_heads // ranks
         self.ngroups_local_tp = config.mamba_num_groups // ranks
-        linear: dict[str, Any] = dict(config=config, bias=False, is_expert=False, tp_group=pg_collection.tp)
-        self.in_proj = build_module(
-            submodules.in_proj,
-            d_model,
-            2 * inner + 2 * states + config.mamba_num_heads,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **linear,
-        )
+        projected = 2 * inner + 2 * states + config.mamba_num_heads
+        self.in_proj = _input_projection(submodules, config, d_model, projected, self.tp_group)
         channels = (inner + 2 * states) // ranks
         self.conv1d_weight = _parameter(True, channels, 1, 4, dtype=config.params_dtype)
         self.conv1d_bias = _parameter(True, channels, dtype=config.params_dtype)
@@ -117,16 +141,7 @@ class PackedMambaMixer(MambaMixer):
         self.norm = GatedGroupNorm(
             self.d_inner_local_tp, self.ngroups_local_tp, config.layernorm_epsilon, config.params_dtype, self.tp_group
         )
-        self.out_proj = build_module(
-            submodules.out_proj,
-            inner,
-            d_model,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **linear,
-        )
+        self.out_proj = _output_projection(submodules, config, inner, d_model, self.tp_group)
 
     def forward(self, hidden_states, inference_context=None, *, packed_seq_params: Packing, **unused):
         """Return (output, bias) for the hidden states of a pack, [local tokens, 1, hidden]."""
@@ -205,17 +220,7 @@ class PackedDeltaNet(GatedDeltaNet):
         self.num_v_heads_local_tp = self.num_value_heads // self.tp_size
         self._setup_variant_attrs()
         self.in_proj_dim = sum(self.in_proj_split_sections) * self.tp_size
-        linear: dict[str, Any] = dict(config=config, bias=False, is_expert=False, tp_group=pg_collection.tp)
-        self.in_proj = build_module(
-            submodules.in_proj,
-            config.hidden_size,
-            self.in_proj_dim,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            **linear,
-        )
+        self.in_proj = _input_projection(submodules, config, config.hidden_size, self.in_proj_dim, pg_collection.tp)
         channels = self.conv_dim_local_tp = sum(self.in_proj_split_sections[:3])
         self.conv1d: Any = torch.nn.Module()  # Megatron's torch.nn.Conv1d, of which only the weight is used
         self.conv1d.weight = _parameter(True, channels, 1, config.linear_conv_kernel_dim, dtype=config.params_dtype)
@@ -224,16 +229,7 @@ class PackedDeltaNet(GatedDeltaNet):
         self.out_norm = build_module(
             submodules.out_norm, config=config, hidden_size=self.value_head_dim, eps=config.layernorm_epsilon
         )
-        self.out_proj = build_module(
-            submodules.out_proj,
-            values,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            **linear,
-        )
+        self.out_proj = _output_projection(submodules, config, values, config.hidden_size, pg_collection.tp)
 
     def forward(self, hidden_states, attention_mask, *, packed_seq_params: Packing, **unused):
         """Return (output, bias) for the hidden states of a pack, [local tokens, 1, hidden]."""

@@ -7,8 +7,9 @@ also passes to a layer that it recomputes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,11 +63,12 @@ class RouterReplay:
         self._replays = bool(chunks)
         self._counts: torch.Tensor | None = None
         """float64 [2]: ``SamplerChoice.counts`` of all layers of this rank. None if decisions are not counted."""
-        for layer in (layer for chunk in chunks for layer in chunk.decoder.layers):
-            if router := getattr(getattr(layer, "mlp", None), "router", None):
-                router.router_replay = SamplerChoice()
-                number = "".join(symbols)[: layer.layer_number - 1].count("E")
-                layer.register_forward_pre_hook(partial(self._choose, router, number), with_kwargs=True)
+        for chunk in chunks:
+            for layer in chunk.decoder.layers:
+                if router := getattr(getattr(layer, "mlp", None), "router", None):
+                    router.router_replay = SamplerChoice()
+                    number = "".join(symbols)[: layer.layer_number - 1].count("E")
+                    layer.register_forward_pre_hook(partial(self._choose, router, number), with_kwargs=True)
 
     def _choose(self, router: Any, number: int, layer: Any, arguments: Any, options: dict[str, Any]) -> None:
         """Give the router of MoE layer ``number`` of the model its experts, before each forward pass of the layer."""

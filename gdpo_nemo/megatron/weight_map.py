@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.models.description import Heads, ModelDescription
 from gdpo_nemo.models.weights import EMBEDDING, OUTPUT, QKV_ROWS, REPLICATED, weight_table

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 from gdpo_nemo.models.families import FAMILIES, Family
 from gdpo_nemo.utils.errors import ConfigError

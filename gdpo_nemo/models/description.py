@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Mapping, NamedTuple
+from typing import Any, NamedTuple
 
 from gdpo_nemo.models.architectures import has_optional_experts, model_error
 from gdpo_nemo.models.families import FAMILIES, Family
@@ -138,7 +139,10 @@ class ModelDescription:
     @property
     def hf_layers(self) -> list[int]:
         """Index of the layer of each Hybrid layer."""
-        return [layer for layer, symbols in enumerate(self.symbols) for _ in symbols]
+        layers: list[int] = []
+        for layer, symbols in enumerate(self.symbols):
+            layers += [layer] * len(symbols)
+        return layers
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.models.architectures import has_optional_experts, last_name, linear_layers, model_error
 from gdpo_nemo.models.description import FULL, SLIDING, ModelDescription

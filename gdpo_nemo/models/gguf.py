@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.families import FAMILIES, Family

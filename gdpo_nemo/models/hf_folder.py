@@ -8,19 +8,18 @@ import json
 import math
 import shutil
 import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from gdpo_nemo.models.fp8 import block_of, unquantised
-from gdpo_nemo.models.weight_files import NOT_FINITE, prediction_weights
+from gdpo_nemo.models.weight_files import INDEX, NOT_FINITE, prediction_weights
 from gdpo_nemo.utils.errors import ConfigError
-
-INDEX = "model.safetensors.index.json"
 
 
 @contextlib.contextmanager
@@ -130,19 +129,13 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 def differences(folder: str | Path, other: str | Path) -> list[str]:
     """Compare the tensors of two folders bitwise. Return a sentence for each difference, sorted by decreasing size."""
     read_first, read_second = open_weights(folder), open_weights(other)
-    (names, others) = (set(_weight_map(folder)), set(_weight_map(other)))
-    found: list[tuple[float, str]] = [
-        (math.inf, f"{name} is in only one of the two folders") for name in names ^ others
-    ]
+    names, others = set(_weight_map(folder)), set(_weight_map(other))
+    found = [(math.inf, f"{name} is in only one of the two folders") for name in names ^ others]
     for name in sorted(names & others):
-        (a, b) = (read_first(name), read_second(name))
+        a, b = read_first(name), read_second(name)
         if a.dtype != b.dtype or a.shape != b.shape:
-            found.append(
-                (
-                    math.inf,
-                    f"{name} is {a.dtype} {list(a.shape)} in one folder and {b.dtype} {list(b.shape)} in the other",
-                )
-            )
+            forms = f"{a.dtype} {list(a.shape)} in one folder and {b.dtype} {list(b.shape)} in the other"
+            found.append((math.inf, f"{name} is {forms}"))
         elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):  # also detects differences in NaN and -0
             same = (a == b) | (a.isnan() & b.isnan())
             difference = torch.where(same, 0.0, (a.double() - b.double()).abs())
@@ -157,12 +150,12 @@ def _weight_map(folder: str | Path) -> dict[str, str]:
     file_of: dict[str, str] = {}
     if (folder / INDEX).exists():
         file_of = json.loads((folder / INDEX).read_text())["weight_map"]
-        return file_of
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as shard:
-            file_of.update(dict.fromkeys(shard.keys(), file.name))
-    if not file_of:
-        raise ConfigError(f"policy.model_name: {folder} has no weights (*.safetensors)")
+    else:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as shard:
+                file_of.update(dict.fromkeys(shard.keys(), file.name))
+        if not file_of:
+            raise ConfigError(f"policy.model_name: {folder} has no weights (*.safetensors)")
     return file_of
 
 
@@ -214,29 +207,26 @@ def write_weights(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], sha
 
     For the arguments, see ``write_model``.
     """
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    sizes = [0]
-    names: list[str] = []
+    shard: dict[str, torch.Tensor] = {}
+    shard_size = total = 0
+    files: list[str] = []
+    weight_map: dict[str, str] = {}
 
     def flush() -> None:
-        names.append(f"model-{len(names) + 1:05d}.safetensors")
-        save_tensors(shards[-1], folder / names[-1], metadata={"format": "pt"})
-        maps.append(dict.fromkeys(shards[-1], names[-1]))
-        shards[-1].clear()
-        sizes[-1] = 0
+        files.append(f"model-{len(files) + 1:05d}.safetensors")
+        save_tensors(shard, folder / files[-1], metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(shard, files[-1]))
+        shard.clear()
 
-    maps: list[dict[str, str]] = []
-    total = 0
     for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        if shards[-1] and sizes[-1] + size > shard_bytes:
+        if shard and shard_size + tensor.nbytes > shard_bytes:
             flush()
-        shards[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
-        sizes[-1] += size
-        total += size
+            shard_size = 0
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        shard_size += tensor.nbytes
+        total += tensor.nbytes
     flush()
-    if len(names) == 1:
-        (folder / names[0]).rename(folder / "model.safetensors")
+    if len(files) == 1:
+        (folder / files[0]).rename(folder / "model.safetensors")
     else:
-        weight_map = {key: file for part in maps for key, file in part.items()}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1))

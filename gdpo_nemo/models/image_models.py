@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Iterator
 
 import torch
 
@@ -72,9 +73,10 @@ def with_text(image_model: Path, text_model: Path, key: str) -> Iterator[tuple[s
             found = read_text(inner)
         elif _PREFIX.match(name) and experts is not None:
             names = _expert_names(inner, experts, len(tensor))
-            if missing := [part for parts in names for part in parts if part not in stored]:
-                raise ConfigError(f"{key}: {text_model} has no tensor {missing[0]}")
-            found = torch.stack([torch.cat([read_text(part) for part in parts]) for parts in names])
+            for part in chain.from_iterable(names):
+                if part not in stored:
+                    raise ConfigError(f"{key}: {text_model} has no tensor {part}")
+            found = torch.stack([torch.cat(list(map(read_text, parts))) for parts in names])
         elif _PREFIX.match(name):
             raise ConfigError(f"{key}: {text_model} has no tensor {inner}")
         else:
@@ -100,5 +102,9 @@ def _expert_names(name: str, experts: Experts, count: int) -> list[list[str]]:
     for stacked, parts in modules.items():
         if name.endswith(stacked):
             layer = name.removesuffix(stacked)
-            return [[f"{layer}{str(part).format(expert)}.weight" for part in parts] for expert in range(count)]
+            patterns = [f"{layer}{part}.weight" for part in parts]
+            names = []
+            for expert in range(count):
+                names.append([pattern.format(expert) for pattern in patterns])
+            return names
     return [[name]]

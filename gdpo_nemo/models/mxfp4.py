@@ -5,8 +5,8 @@ Blocks of 32 values share an exponent. Source: OCP Microscaling Formats (MX) Spe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator
 
 import torch
 

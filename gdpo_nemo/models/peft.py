@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.models.weight_files import tensor_shapes
 from gdpo_nemo.utils.errors import ConfigError

@@ -293,9 +293,10 @@ def source_fields(source: Source, key: str, companion: str | None = None) -> dic
     folder = described_by(source, key, companion)
     if folder is None:
         return None
-    fields = read_fields(folder / "config.json", key)
+    fields = read_json_object(folder / "config.json", key)
+    family = describe(fields).family
     if source.format in (Format.MEGATRON, Format.NEMO_2):
-        check_gpt_format(describe(fields).family, key)
+        check_gpt_format(family, key)
         model_tensors(read_dist_metadata(source.path, key), fields, source.path, key)
     return fields
 
@@ -367,10 +368,3 @@ def _trained_as(source: Source) -> str:
     except (OSError, ValueError, AttributeError, TypeError, KeyError, yaml.YAMLError):
         return ""
     return f" ({names[-1]})" if names else ""
-
-
-def read_fields(file: Path, key: str) -> dict[str, Any]:
-    """Read a ``config.json`` and check that the model is supported. Return its fields. Raises ConfigError."""
-    content = read_json_object(file, key)
-    describe(content)
-    return content

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.models.families import Family
 from gdpo_nemo.models.weights import EMBEDDING
@@ -23,16 +24,18 @@ _METADATA = (
     "StorageMeta", "_MEM_FORMAT_ENCODING",
 )  # fmt: skip
 _PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-"""Classes of the ranks' save plans, which Megatron-core stores in the index."""
-_ALLOWED = {
+"""Classes of the ranks' save plans, which Megatron-core stores in the index for its own writer."""
+INDEX_CLASSES = {
     *((f"{_CHECKPOINT}.metadata", name) for name in _METADATA),
     *((f"{_CHECKPOINT}.planner", name) for name in _PLANNER),
-    *(("megatron.core.dist_checkpointing.strategies.torch", name) for name in ("MCoreMetadata", "MCoreSavePlan")),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
     ("pathlib", "PosixPath"),
     ("torch.serialization", "_get_layout"),
 }
-"""Classes that the index may contain, as (module, class). They are replaced by placeholders and not imported."""
+"""Classes that an index may name, as (module, class), in addition to torch.Size and torch's dtypes."""
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_ALLOWED = {*INDEX_CLASSES, (_MEGATRON, "MCoreMetadata"), (_MEGATRON, "MCoreSavePlan")}
+"""Classes in the index of another program. They are replaced by placeholders and not imported."""
 _DTYPES = ("float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool",
            "float8_e4m3fn", "float8_e5m2")  # fmt: skip
 

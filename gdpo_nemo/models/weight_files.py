@@ -4,8 +4,9 @@ sample of the numbers are read."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,8 @@ from gdpo_nemo.models.families import FAMILIES, Family
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import open_file, parse_json, read_text
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+"""Name of the file that lists the file of each tensor."""
 _HEADER_LIMIT = 100 << 20
 """Maximum size of a header in bytes, as specified by the safetensors format."""
 
@@ -45,9 +47,9 @@ def check_weight_files(folder: Path, remedy: str = "") -> None:
         other = any(folder.glob("*.bin"))
         what = "has weights only as *.bin; save them as safetensors" if other else "has no weights (*.safetensors)"
         raise ConfigError(f"policy.model_name: {folder} {what}{remedy}")
-    for name in _files_in_index(folder / _INDEX):
+    for name in _files_in_index(folder / INDEX):
         if not (folder / name).is_file():
-            raise ConfigError(f"policy.model_name: {folder} lacks {name}, which is listed in {_INDEX}")
+            raise ConfigError(f"policy.model_name: {folder} lacks {name}, which is listed in {INDEX}")
     for file in files:
         try:
             problem = _problem(file)
@@ -139,7 +141,7 @@ def tensor_shapes(folder: Path, key: str, file: str | None = None) -> dict[str, 
     Raises:
         ConfigError: if a file is missing or not in safetensors format.
     """
-    names = [file] if file else _files_in_index(folder / _INDEX) or [path.name for path in folder.glob("*.safetensors")]
+    names = [file] if file else _files_in_index(folder / INDEX) or [path.name for path in folder.glob("*.safetensors")]
     found: dict[str, tuple[int, ...]] = {}
     for name in sorted(names):
         try:

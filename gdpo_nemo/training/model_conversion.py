@@ -10,9 +10,10 @@ import torch
 
 from gdpo_nemo.models.fp8 import block_of, unquantised
 from gdpo_nemo.models.gguf import read_gguf_model
-from gdpo_nemo.models.hf_folder import INDEX, open_weights, weight_names, write_model, write_weights
+from gdpo_nemo.models.hf_folder import open_weights, weight_names, write_model, write_weights
 from gdpo_nemo.models.peft import read_peft_adapter
 from gdpo_nemo.models.sources import Format, Source, described_by, source_fields
+from gdpo_nemo.models.weight_files import INDEX
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.files import read_json_object, whole_folder
 from gdpo_nemo.utils.progress import import_transformers

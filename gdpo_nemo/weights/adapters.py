@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+from gdpo_nemo.models.architectures import last_name
 from gdpo_nemo.models.hf_folder import open_weights, save_tensors, weight_names
-from gdpo_nemo.models.peft import MATRICES, PeftAdapter, check_fit, read_shapes
+from gdpo_nemo.models.peft import CONFIG, MATRICES, PREFIX, PeftAdapter, check_fit, read_shapes
 from gdpo_nemo.utils.errors import ConfigError, RunError
 
 Pairs = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """(A [rank, in], B [out, rank]) by Hugging Face module."""
-
-_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Adapters:
             r=self.rank,
             lora_alpha=self.alpha,
             lora_dropout=self.dropout,
-            target_modules=sorted({module.rpartition(".")[2] for module in modules}),
+            target_modules=sorted(set(map(last_name, modules))),
             bias="none",
             fan_in_fan_out=False,
             inference_mode=True,
@@ -53,12 +53,12 @@ class Adapters:
 
 def peft_name(module: str, letter: str) -> str:
     """Return PEFT's name for matrix ``letter`` (A or B) of a Hugging Face module."""
-    return f"{_PREFIX}{module}.lora_{letter}.weight"
+    return f"{PREFIX}{module}.lora_{letter}.weight"
 
 
 def peft_modules(names: Iterable[str]) -> set[str]:
     """Return the Hugging Face modules of matrices with these PEFT names. This is the inverse of ``peft_name``."""
-    return {name.removeprefix(_PREFIX).rpartition(".lora_")[0] for name in names}
+    return {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names}
 
 
 def named(pairs: Pairs) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,7 +77,7 @@ def modules_of(weights: Iterable[str], targets: Iterable[str]) -> list[str]:
     """
     target_names = set(targets)
     modules = (name.removesuffix(".weight") for name in weights if name.endswith(".weight"))
-    return [module for module in modules if module.rpartition(".")[2] in target_names]
+    return [module for module in modules if last_name(module) in target_names]
 
 
 def merge(weight: torch.Tensor, pair: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
@@ -147,9 +147,9 @@ def write_adapter(folder: str | Path, matrices: Mapping[str, torch.Tensor], adap
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_tensors(matrices, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_tensors(matrices, folder / MATRICES, metadata={"format": "pt"})
     description = adapters.description(peft_modules(matrices))
-    (folder / "adapter_config.json").write_text(json.dumps(description, indent=1))
+    (folder / CONFIG).write_text(json.dumps(description, indent=1))
 
 
 def read_pairs(adapter: PeftAdapter, base: Path, key: str) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

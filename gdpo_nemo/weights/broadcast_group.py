@@ -17,8 +17,9 @@ import datetime
 import os
 import secrets
 import socket
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,20 +14,20 @@ _ALIGNMENT = 256
 
 def host_memory_like(tensors: Sequence[torch.Tensor], pinned: bool) -> list[torch.Tensor]:
     """Return uninitialised host tensors with the shapes and data types of ``tensors``, packed into a few blocks."""
-    sizes = [-(-t.numel() * t.element_size() // _ALIGNMENT) * _ALIGNMENT for t in tensors]
     used: list[int] = []
     locations = []
-    for size in sizes:
+    for tensor in tensors:
+        size = -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         index = next((i for i, nbytes in enumerate(used) if nbytes + size <= _BLOCK), len(used))
         if index == len(used):
             used.append(0)
         locations.append((index, used[index]))
         used[index] += size
     blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in used]
-    return [
-        blocks[index][start : start + t.numel() * t.element_size()].view(t.dtype).view(t.shape)
-        for (index, start), t in zip(locations, tensors)
-    ]
+    like = []
+    for (index, start), tensor in zip(locations, tensors):
+        like.append(blocks[index][start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+    return like
 
 
 class HostCopies:

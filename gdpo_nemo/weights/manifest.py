@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import zlib
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -63,6 +63,7 @@ class Manifest:
 
 
 _ALIGNMENT = 64
+"""Alignment of the tensors in bytes, a multiple of the size of every data type."""
 
 
 def form(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -142,7 +143,9 @@ _BLOCK = 1 << 20
 _ROWS = 16
 """Number of blocks that a GPU processes together. The products of these blocks take 128 MiB."""
 _CHAIN = 0x5851F42D4C957F2D
+"""Multiplier that makes the checksum depend on the order of the blocks (of Knuth's generator MMIX)."""
 _MULTIPLIER = 0x9E3779B97F4A7C15
+"""Multiplier of the words' indices: 2^64 divided by the golden ratio, as in SplitMix64."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -191,8 +194,10 @@ def _block_sums(blocks: torch.Tensor) -> torch.Tensor:
     at_once = max(1, (1 if _is_on_cpu(blocks) else _ROWS) * _BLOCK // size)
     if count <= at_once:
         return torch.cat([(part * weights).sum(2) for part in torch.split(blocks, at_once // count)])
-    rows = (torch.split(row, at_once, 1) for row in torch.split(blocks, 1))
-    return torch.cat([torch.cat([(part * weights).sum(2) for part in row], 1) for row in rows])
+    rows = []
+    for row in torch.split(blocks, 1):
+        rows.append(torch.cat([(part * weights).sum(2) for part in torch.split(row, at_once, 1)], 1))
+    return torch.cat(rows)
 
 
 @functools.cache

@@ -10,15 +10,12 @@ import contextlib
 import functools
 import pickle
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -160,7 +157,9 @@ def _load_experts(layer: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> It
             stacked = torch.stack([matrices.pop(expert) for expert in range(count)])
             loader(getattr(layer, parameter), stacked, f"{layer.layer_name}.{parameter}", shard, 0, return_success=True)
             yield parameter
-    rest = [(f"{index}.{name}", tensor) for name, several in received.items() for index, tensor in several.items()]
+    rest = []
+    for projection, matrices in received.items():
+        rest += [(f"{index}.{projection}", tensor) for index, tensor in matrices.items()]
     yield from type(layer).load_weights(layer, rest)
 
 

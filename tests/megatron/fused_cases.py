@@ -149,11 +149,15 @@ def fused(group, case: Case, temperature=1.0, entropy="gradient", precision="flo
     return tuple(None if value is None else value.detach().float().numpy() for value in values)
 
 
+def reference_token_logprobs(hidden, weight, targets, *, temperature=1.0, vocab_size=None):
+    """What ``fused_token_logprobs`` computes, with torch's operators, for a whole weight and in its precision."""
+    log_p = (hidden @ weight[:vocab_size].t() / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
 def reference(case: Case, temperature=1.0, entropy="gradient", precision="float64"):
     """The same of the whole weight, by torch's functions."""
     import torch
-
-    from gdpo_nemo.megatron.logprobs import reference_token_logprobs
 
     dtype = getattr(torch, precision)
     hidden = torch.from_numpy(case.hidden).to(dtype).requires_grad_()

@@ -9,11 +9,14 @@ import layouts
 import pytest
 import tiny_models
 import torch
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from transformers import AutoConfig, Gemma2Config, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from gdpo_nemo.config.layout import resolve_layout
 from gdpo_nemo.config.schema import Config, LoraConfig, PolicyConfig
-from gdpo_nemo.megatron.layers import Attention, NormAndAdd, RMSNorm, select_attention
+from gdpo_nemo.megatron.layers import Attention, NormAndAdd, RMSNorm, _changed, select_attention
 from gdpo_nemo.megatron.logprobs import use_fused_logprobs
 from gdpo_nemo.megatron.model_config import description_of, layer_attentions, rotary
 from gdpo_nemo.models import architectures, family_checks
@@ -205,6 +208,26 @@ def test_layers_beyond_transformer_engine_select_flex_attention(model):
         assert select_attention("auto", True, sharing, special) is Attention.FLEX
         assert select_attention("auto", False, sharing, special) is Attention.PACKED
     assert description_of(tiny_models.hf_config("qwen2")).special_attention is None
+
+
+def test_a_specification_is_changed_by_path_and_its_original_stays():
+    attention = ModuleSpec(
+        SelfAttention, submodules=SelfAttentionSubmodules(linear_qkv=1, core_attention=2, linear_proj=3)
+    )
+    stock = ModuleSpec(HybridStack, submodules=HybridStackSubmodules(attention_layer=attention, mlp_layer=3))
+    found = _changed(
+        stock, {"attention_layer.core_attention": 4, "attention_layer.module": 5, "attention_layer.params": {"a": 6}}
+    )
+    assert found.module is HybridStack and found.submodules.mlp_layer == 3
+    assert found.submodules.attention_layer == ModuleSpec(
+        5, {"a": 6}, SelfAttentionSubmodules(linear_qkv=1, core_attention=4, linear_proj=3)
+    )
+    assert stock.submodules.attention_layer is attention
+    assert attention == ModuleSpec(
+        SelfAttention, {}, SelfAttentionSubmodules(linear_qkv=1, core_attention=2, linear_proj=3)
+    )
+    with pytest.raises(TypeError, match="core_attentoin"):
+        _changed(stock, {"attention_layer.core_attentoin": 4})
 
 
 def test_layers_without_a_window_have_their_own_heads_with_old_and_new_fields():

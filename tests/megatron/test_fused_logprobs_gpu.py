@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fused_cases import reference_token_logprobs
 
-from gdpo_nemo.megatron.logprobs import fused_token_logprobs, reference_token_logprobs, token_logprobs
+from gdpo_nemo.megatron.logprobs import fused_token_logprobs, token_logprobs
 
 pytestmark = [
     pytest.mark.gpu,

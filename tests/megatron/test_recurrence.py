@@ -103,7 +103,9 @@ def test_no_state_passes_between_sequences_and_shared_prompts_pass_theirs_on(see
     def mixed(x):
         x = ours.causal_convolution(x, weight, bias).unflatten(-1, (GROUPS, STATE))
         step = x.mean(-1, keepdim=True).exp()
-        return ours.state_space_scan(x[..., None, :], step, -torch.ones(GROUPS, 1), x, x, torch.ones(GROUPS, 1), 4)
+        return ours.state_space_scan(
+            x[..., None, :], step, -torch.ones(GROUPS, 1), x, x, torch.ones(GROUPS, 1), chunk=4
+        )
 
     packed, alone = whole.clone().requires_grad_(), whole.clone().requires_grad_()
     packing = packing_of(lengths, tensors(packing_arrays(lengths, 0, 1, rectangles=True, shared=shared)))

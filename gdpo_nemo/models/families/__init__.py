@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Mapping
+from collections.abc import Mapping
 
 from gdpo_nemo.models.families import deepseek, gemma, glm, gpt_oss, llama, nemotron, qwen
 from gdpo_nemo.models.families.declaration import DeltaNet, Experts, Family, Latent, Mamba, Modules

@@ -19,12 +19,7 @@ FAMILIES = (
         ),
         qkv_bias="attention_bias",
         rope_types=("default",),
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-        },
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True, "partial_rotary_factor": 0.5},
         partial_rotary=True,
         rotary_pairs=True,
     ),

@@ -35,10 +35,7 @@ FAMILIES = (
             "attention": "*",
         },
         layer_types="layers_block_type",
-        pattern=(
-            "hybrid_override_pattern",
-            {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"},
-        ),
+        pattern=("hybrid_override_pattern", {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}),
         mamba=Mamba(norm="norm", mixer="mixer"),
         untrained=("mtp.",),
         experts=Experts(

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Iterable, Iterator, Mapping, Protocol, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 

@@ -12,8 +12,9 @@ each process stores at most two buckets.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
 
 import torch
 
@@ -53,10 +54,9 @@ class CollectiveTransport(StreamingTransport):
         """
         persistent = not self._sent
         receivers = self._receivers(engines, persistent)
-        updates = [
-            engine.update_weights.remote(self.manifest, receiver)
-            for engine, receiver in zip(engines.values(), receivers)
-        ]
+        updates = []
+        for engine, receiver in zip(engines.values(), receivers):
+            updates.append(engine.update_weights.remote(self.manifest, receiver))
         policy = self.policy
         if self._sent and self.options.keep:
             return updates, policy.start_sender(CollectiveSender, "broadcast_kept", ranks=[0])

@@ -12,11 +12,12 @@ import contextlib
 import os
 import secrets
 import socket
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
@@ -51,15 +52,17 @@ class IpcTransport(StreamingTransport):
         All ranks participate in gathering the weights.
         """
         shared = self.policy.shared
-        listening = [rank for number in engines for rank in shared[number]]
+        listening: list[int] = []
+        for number in engines:
+            listening += shared[number]
         opened = self.policy.start_sender(IpcSender, "listen", ranks=listening)
         addresses = dict(zip(listening, self.policy.wait(opened, "opening handles")))
         bucket = self.options.bucket_bytes
-        receivers = {
-            number: IpcReceiver(tuple(addresses[rank] for rank in shared[number]), bucket, self.policy.timeout_s)
-            for number in engines
-        }
-        updates = [engine.update_weights.remote(self.manifest, receivers[n]) for n, engine in engines.items()]
+        updates = []
+        for number, engine in engines.items():
+            of_engine = tuple(addresses[rank] for rank in shared[number])
+            receiver = IpcReceiver(of_engine, bucket, self.policy.timeout_s)
+            updates.append(engine.update_weights.remote(self.manifest, receiver))
         return updates, self.policy.start_sender(IpcSender, "send", self.manifest, bucket, listening)
 
 
