@@ -75,9 +75,13 @@ def _rate_changes(config: Config) -> bool:
     return schedule.lr_decay_style != "constant" or schedule.lr_warmup_steps > 0
 
 
-def _standardises(config: Config) -> bool:
+def _divides(config: Config) -> bool:
+    """Return True if the estimator or the batch norm divides by a standard deviation."""
+    entry = ESTIMATORS.get(config.gdpo.estimator)
+    if entry is None or entry.scale != "none":  # a custom function may divide
+        return True
     batch_norm = config.gdpo.batch_norm
-    return ESTIMATORS[config.gdpo.estimator].batch_norm if batch_norm is None else batch_norm
+    return entry.batch_norm if batch_norm is None else batch_norm
 
 
 def _reads_file(split: str, config: Config) -> bool:
@@ -237,7 +241,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
     *_read_by_some("loss_fn", LOSSES, _loss_reads),
     Effect(
         ("gdpo.epsilon",),
-        lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo", "gpg", "reinforce_plus_plus") or _standardises(c),
+        _divides,
         "with an estimator that does not divide by a standard deviation",
     ),
     Effect(("gdpo.discount", "gdpo.turn_baseline"), lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),
