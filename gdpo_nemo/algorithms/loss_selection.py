@@ -16,7 +16,7 @@ from gdpo_nemo.algorithms.loss_settings import KL_GRADIENTS, OLD_LOGPROBS, LossS
 from gdpo_nemo.algorithms.losses import AGGREGATIONS, KL_KINDS, LOSSES, Loss
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS, Correction
 from gdpo_nemo.algorithms.ppo import ActorCriticSettings
-from gdpo_nemo.algorithms.preference_settings import PreferenceUpdate
+from gdpo_nemo.algorithms.preference_objectives import PreferenceUpdate
 from gdpo_nemo.algorithms.ranges import check_numbers
 from gdpo_nemo.algorithms.table import nearest
 

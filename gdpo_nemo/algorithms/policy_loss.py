@@ -24,7 +24,7 @@ from gdpo_nemo.algorithms.losses import LossMetrics, Reduce, TokenFields, kl_pen
 from gdpo_nemo.algorithms.offpolicy import sequence_keep_mask
 from gdpo_nemo.algorithms.ppo import ActorCriticSettings
 from gdpo_nemo.algorithms.preference_losses import preference_loss
-from gdpo_nemo.algorithms.preference_settings import PreferenceUpdate
+from gdpo_nemo.algorithms.preference_objectives import PreferenceUpdate
 from gdpo_nemo.algorithms.table import with_array_hint
 
 METRICS = {

@@ -16,6 +16,7 @@ from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.loss_selection import correction_entry, loss_entry
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
+from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.config.algorithm_choice import (
     ALGORITHMS,
     AlgorithmSpec,
@@ -105,6 +106,7 @@ def _reads_type(split: str, config: Config, algorithm: AlgorithmSpec) -> bool:
 _VLLM = "policy.generation.vllm_cfg"
 _MEGATRON = "policy.megatron_cfg"
 _OFF_POLICY = "loss_fn.off_policy"
+_REFERENCED = " and ".join(name for name, objective in PREFERENCES.items() if objective.uses_reference)
 
 
 def _samples(config: Config, algorithm: AlgorithmSpec) -> bool:
@@ -278,7 +280,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
     AlgorithmEffect(
         ("policy.sync_ref_model",),
         _has_reference,
-        "without a reference model, which only KL penalties (in loss or reward), dpo and kto use",
+        f"without a reference model, which only KL penalties (in loss or reward), {_REFERENCED} use",
     ),
     Effect(
         ("policy.ref_model_sync_steps", "policy.ref_model_mixup_alpha"),

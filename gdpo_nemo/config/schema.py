@@ -15,7 +15,7 @@ from omegaconf import MISSING
 
 from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.ppo import PPOSettings
-from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
+from gdpo_nemo.algorithms.preference_objectives import PreferenceSettings
 from gdpo_nemo.algorithms.ranges import Range
 
 # Re-exported, so that all sections can be imported from this module.

@@ -1,8 +1,8 @@
 """Algorithms that train on answers in the data: supervised fine-tuning, and preference tuning.
 
 These algorithms do not sample, so neither engines nor environments are started. Training loop, policy, checkpoints,
-resuming and export are the same as for all algorithms. The preference losses are in
-``algorithms/preference_losses.py``.
+resuming and export are the same as for all algorithms. The preference objectives are in
+``algorithms/preference_objectives.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Iterator, Sequence
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, token_weights
-from gdpo_nemo.algorithms.preference_settings import PreferenceSettings, PreferenceUpdate
+from gdpo_nemo.algorithms.preference_objectives import PREFERENCES, PreferenceSettings, PreferenceUpdate
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Prompt, UpdateResult
@@ -93,7 +93,7 @@ class PreparedPairs:
 
 
 class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
-    """Training on preferences between answers in the data (``algorithm.type`` dpo, kto, orpo, simpo or cpo)."""
+    """Training on preferences between answers in the data (all objectives of ``PREFERENCES`` but reward_model)."""
 
     samples = False
 
@@ -101,6 +101,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
         super().__init__(config, policy, tokenizer, log)
         self.kind = config.algorithm.type
         self.settings: PreferenceSettings = config.preference
+        self._estimates_kl = PREFERENCES[self.kind].estimates_kl
         self._reference = self.settings.needs_reference(self.kind)
 
     @classmethod
@@ -119,7 +120,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
     def updates(self, prepared: PreparedPairs) -> Iterator[list[TrainSequence]]:
         """Yield the sequences of each update, and set ``loss`` to the settings that the ranks receive with it."""
         for number, update in enumerate(prepared.updates):
-            if self.kind == "kto":
+            if self._estimates_kl:
                 prepared.kl[number] = self._kl(update)
             self.loss = self._update_settings(update, prepared.kl[number])
             yield update
@@ -134,7 +135,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
             replace(r, sums={n: r.sums[n] for n in ("tokens", "entropy") if n in r.sums}, maxima={}) for r in results
         ]
         row = {**_update_metrics(common), **preference_metrics(sums), "train/tokens": sums["tokens"]}
-        if self.kind == "kto":
+        if self._estimates_kl:
             row["preference/kl"] = float(np.mean(prepared.kl))
         return row
 
@@ -149,7 +150,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
         if self._reference:
             for sequence, values in zip(sequences, self.policy.logprobs(sequences, reference=True)):
                 sequence.reference_logprobs = values
-        settings = self._update_settings(sequences, self._kl(sequences) if self.kind == "kto" else 0.0)
+        settings = self._update_settings(sequences, self._kl(sequences) if self._estimates_kl else 0.0)
         values = np.concatenate([s.where_written(found) for s, found in zip(sequences, now)])
         loss, metrics = preference_loss(torch.from_numpy(values), None, _fields(sequences), settings)
         found = preference_metrics({name: float(value) for name, value in metrics.sums.items()})
