@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Iterator, Sequence
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, token_weights
+from gdpo_nemo.algorithms.losses import TOKEN_INPUTS
 from gdpo_nemo.algorithms.preference_objectives import PREFERENCES, PreferenceSettings, PreferenceUpdate
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
@@ -305,12 +306,12 @@ def _fields(sequences: Sequence[TrainSequence]) -> Any:
 
     from gdpo_nemo.algorithms import TokenFields
 
+    inputs: dict[str, Any] = {}
+    for name in TOKEN_INPUTS:
+        if sequences and getattr(sequences[0], name) is not None:
+            parts = [s.where_written(getattr(s, name)) for s in sequences]
+            inputs[name] = torch.from_numpy(np.concatenate(parts))
     ids = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor([s.num_policy_tokens for s in sequences]))
     ones = torch.ones(len(ids))
-    references = [s.reference_logprobs for s in sequences]
-    reference = None
-    if all(values is not None for values in references):
-        parts = [s.where_written(values) for s, values in zip(sequences, references) if values is not None]
-        reference = torch.from_numpy(np.concatenate(parts))
     pairs = torch.tensor([s.pair for s in sequences])[ids]
-    return TokenFields(ones, ones, ids, len(sequences), reference_logprobs=reference, pairs=pairs)
+    return TokenFields(ones, ones, ids, len(sequences), pairs=pairs, **inputs)
