@@ -55,6 +55,9 @@ class TrainSequence(TokenInputs[np.ndarray]):
     trajectory: int = -1
     """Number of the trajectory in its step, or -1 if unknown. Several sequences may belong to one trajectory, whose
     weight they share: losses over whole sequences use all of them as one sequence."""
+    scores: np.ndarray | None = None
+    """float32 [completion tokens, 1 to 3 columns]: log-prob, entropy and value of each token, computed by the trainer
+    before the step (``training.gdpo.TokenScores``). Not sent to the ranks. None if unknown."""
     indices: np.ndarray | slice = slice(None)
     """int64 [completion tokens]: index of each token in the completion of the trajectory. A slice of all tokens if the
     trajectory has one sequence."""
