@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -315,9 +315,6 @@ class LossMetrics:
     """Scalars that are combined by maximum. Empty if the micro-batch has no trained token."""
 
 
-Array = TypeVar("Array")
-
-
 class TokenInput(NamedTuple):
     """Properties of a field of `TokenInputs`."""
 
@@ -332,7 +329,7 @@ def _input(dtype: type, missing: float | None = None) -> Any:
 
 
 @dataclass(kw_only=True)
-class TokenInputs(Generic[Array]):
+class TokenInputs[Array]:
     """Optional inputs of losses with one value per token.
 
     The driver sets these fields in a `TrainSequence`, as arrays [completion tokens]. Values of masked tokens are not

@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence, Union
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -145,13 +146,13 @@ def _result(config: Config, status: int) -> TrainResult:
     return TrainResult(status, run_dir, run_dir / "model" if exported else None, steps, validation, config)
 
 
-RewardFunction = Union[Callable[..., Any], str, Mapping[str, Any]]
+RewardFunction = Callable[..., Any] | str | Mapping[str, Any]
 """A function, or any value that the option ``functions`` of the environment ``functions`` accepts: a name, an import
 path, or a mapping with arguments."""
-Reward = Union[RewardFunction, tuple[RewardFunction, float]]
+Reward = RewardFunction | tuple[RewardFunction, float]
 """A reward function, or a tuple of a reward function and its weight. The default weight is 1."""
-PathLike = Union[str, "os.PathLike[str]"]
-Rows = Union[PathLike, Sequence[PathLike], Iterable[Mapping[str, Any]]]
+PathLike = str | os.PathLike[str]
+Rows = PathLike | Sequence[PathLike] | Iterable[Mapping[str, Any]]
 """A value of ``data.train.path``, or the rows themselves: a list of dictionaries or a ``datasets.Dataset``."""
 
 _ENVIRONMENT = "functions"

@@ -85,12 +85,10 @@ class RunComponents:
 
         attributes = vars(self)
         groups = {"policy rank": attributes.get("policy"), "engine": self.fleet, "environment node": self.environments}
-        roles = {
-            f"{name} {n}": location
-            for name, group in groups.items()
-            if group
-            for n, location in group.process_locations().items()
-        }
+        roles = {}
+        for name, group in groups.items():
+            for number, location in group.process_locations().items() if group else ():
+                roles[f"{name} {number}"] = location
         logs = log_folder()
         return {
             "step": self.state.step,

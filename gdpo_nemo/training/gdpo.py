@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -202,7 +204,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             if self.loss.reference_policy_kl_penalty:
                 for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
                     sequence.reference_logprobs = values
-        sequences = [sequence for update in updates for sequence in update]
+        sequences = list(chain.from_iterable(updates))
         known = []
         for column in scores.recorded(sequences):
             found = None if column is None else by_trajectory(sequences, column, batch.trajectories)
@@ -345,7 +347,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
 
     def _mean_advantages(self, prepared: PreparedRollout) -> np.ndarray:
         """Return the mean advantage over the policy tokens of each trajectory. Shape: float64 [trajectories]."""
-        sequences = [s for update in prepared.updates for s in update]
+        sequences = list(chain.from_iterable(prepared.updates))
         numbers = [s.trajectory for s in sequences]
         sums = [float(s.where_written(s.token_advantages()).sum(dtype=np.float64)) for s in sequences]
         tokens = np.bincount(numbers, [s.num_policy_tokens for s in sequences])

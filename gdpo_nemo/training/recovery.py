@@ -13,10 +13,11 @@ import contextlib
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING
 
 from gdpo_nemo.training.supervisor import FIRST_ATTEMPT, Attempt, report
 from gdpo_nemo.utils.errors import START_AGAIN, FailureKind, GdpoError, InfrastructureFailed, kind_of

@@ -33,9 +33,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterator
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -60,7 +61,7 @@ from gdpo_nemo.rollouts.batches import PromptStream
 from gdpo_nemo.training.components import RunComponents, Stop
 from gdpo_nemo.training.inputs import Inputs, read_inputs
 from gdpo_nemo.training.recovery import Decision, RetainedSession
-from gdpo_nemo.training.resume import find_start, record_config, run_date, total_updates
+from gdpo_nemo.training.resume import Start, find_start, record_config, run_date, total_updates
 from gdpo_nemo.training.supervisor import report
 from gdpo_nemo.utils.errors import START_AGAIN, GdpoError, InfrastructureFailed
 from gdpo_nemo.utils.progress import importing, phase
@@ -113,10 +114,7 @@ def run_context(resolved: Resolved, retained: RetainedSession | None = None) -> 
         log = RunLog(config, run_dir, start.state.step, last, owner.check, attempt.reason)
         outcome = ["failed"]
         stack.callback(lambda: log.close(outcome[0]))
-        for line in (*inputs.alerts, *start.damaged):
-            log.alert(line)
-        for line in (*([owner.predecessor] if owner.predecessor else []), *start.remarks):
-            log.note(line)
+        _log_findings(log, inputs, start, owner.predecessor)
         parts = RunComponents(
             resolved, run_dir, log, stop, start.checkpoints, start.state, limit, inputs.held_out, attempt
         )
@@ -135,10 +133,8 @@ def run_context(resolved: Resolved, retained: RetainedSession | None = None) -> 
             yield parts
             outcome[0] = "stopped" if stop.requested else "complete"
         except GdpoError as error:
-            if isinstance(error, WaitExpired):  # Processes are examined before any process is closed.
-                status.write(error.waits)
-                diagnosis = examine(run_dir)
-                error.args = (f"{error}; {diagnosis.sentence} (see {diagnosis.folder})",)
+            if isinstance(error, WaitExpired):
+                _diagnose(error, status, run_dir)
             if retained.decide(parts, error) is Decision.RESTART:
                 outcome[0] = RESTARTING
             log.alert(str(error))
@@ -146,6 +142,23 @@ def run_context(resolved: Resolved, retained: RetainedSession | None = None) -> 
         except SystemExit as end:
             outcome[0] = "stopped"
             raise SystemExit(stop.status or end.code) from None  # While waiting, Ray changes every exit status to 1.
+
+
+def _log_findings(log: RunLog, inputs: Inputs, start: Start, predecessor: str | None) -> None:
+    """Log what was found in the inputs, the checkpoints and the run folder."""
+    for line in (*inputs.alerts, *start.damaged):
+        log.alert(line)
+    if predecessor:
+        log.note(predecessor)
+    for line in start.remarks:
+        log.note(line)
+
+
+def _diagnose(error: WaitExpired, status: StatusFile, run_dir: Path) -> None:
+    """Add to the error what the run's processes do. Call this before any process is closed."""
+    status.write(error.waits)
+    diagnosis = examine(run_dir)
+    error.args = (f"{error}; {diagnosis.sentence} (see {diagnosis.folder})",)
 
 
 def _start_processes(

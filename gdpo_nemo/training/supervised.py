@@ -7,8 +7,10 @@ resuming and export are the same as for all algorithms. The preference objective
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -57,8 +59,7 @@ class SupervisedFineTuning(Algorithm["PromptBatch", list[list[TrainSequence]]]):
 
     def prepare(self, batch: PromptBatch) -> list[list[TrainSequence]]:
         """Return the sequences of each update."""
-        sequences = [sequence for prompt in batch.prompts for sequence in sequences_of(prompt)]
-        return _updates(sequences, self.config)
+        return _updates(sequences_of(batch.prompts), self.config)
 
     def updates(self, prepared: list[list[TrainSequence]]) -> Iterator[list[TrainSequence]]:
         """Yield the sequences of each update, weighted so that their loss is the mean selected by
@@ -75,12 +76,12 @@ class SupervisedFineTuning(Algorithm["PromptBatch", list[list[TrainSequence]]]):
         self, prepared: list[list[TrainSequence]], results: Sequence[UpdateResult], version: int
     ) -> dict[str, float]:
         """Return the metrics of loss, gradient norm, entropy and packing."""
-        tokens = sum(s.num_policy_tokens for update in prepared for s in update)
+        tokens = sum(map(self.count_tokens, prepared))
         return {**_update_metrics(results), "train/tokens": float(tokens)}
 
     def validate(self, evaluated: Sequence[Prompt]) -> dict[str, float]:
         """Return the mean cross-entropy per trained token on the held-out rows."""
-        sequences = [sequence for prompt in evaluated for sequence in sequences_of(prompt)]
+        sequences = sequences_of(evaluated)
         values = [s.where_written(found) for s, found in zip(sequences, self.policy.logprobs(sequences))]
         return {"validation/loss": -float(np.concatenate(values).astype(np.float64).mean())}
 
@@ -132,9 +133,10 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
         for result in results:
             for name, value in result.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
-        common = [
-            replace(r, sums={n: r.sums[n] for n in ("tokens", "entropy") if n in r.sums}, maxima={}) for r in results
-        ]
+        common = []
+        for result in results:
+            shared = {name: value for name, value in result.sums.items() if name in ("tokens", "entropy")}
+            common.append(replace(result, sums=shared, maxima={}))
         row = {**_update_metrics(common), **preference_metrics(sums), "train/tokens": sums["tokens"]}
         if self._estimates_kl:
             row["preference/kl"] = float(np.mean(prepared.kl))
@@ -224,7 +226,7 @@ def _mismatched(update: Sequence[TrainSequence]) -> list[TrainSequence]:
     by_prompt: dict[bytes, list[TrainSequence]] = {}
     for sequence in update:
         by_prompt.setdefault(sequence.prompt_ids.tobytes(), []).append(sequence)
-    rows = [sequence for prompt_rows in by_prompt.values() for sequence in prompt_rows]
+    rows = list(chain.from_iterable(by_prompt.values()))
     largest = max(map(len, by_prompt.values()))
     answers = rows[-largest:] + rows[:-largest]
     return [
@@ -246,18 +248,14 @@ def _scored(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     return found
 
 
-def sequences_of(prompt: Prompt) -> list[TrainSequence]:
-    """Return the answers of a prompt as sequences. Every trained token has weight 1."""
-    return [
-        TrainSequence(
-            prompt.token_ids,
-            answer.token_ids,
-            np.full(len(answer.token_ids), np.nan, np.float32),
-            weight=1.0,
-            loss_mask=answer.mask,
-        )
-        for answer in prompt.fields["answers"]
-    ]
+def sequences_of(prompts: Sequence[Prompt]) -> list[TrainSequence]:
+    """Return the answers of all prompts as sequences. Every trained token has weight 1."""
+    found = []
+    for prompt in prompts:
+        for answer in prompt.fields["answers"]:
+            unknown = np.full(len(answer.token_ids), np.nan, np.float32)
+            found.append(TrainSequence(prompt.token_ids, answer.token_ids, unknown, weight=1.0, loss_mask=answer.mask))
+    return found
 
 
 def _numbered(prompts: Sequence[Prompt]) -> list[TrainSequence]:
@@ -265,7 +263,7 @@ def _numbered(prompts: Sequence[Prompt]) -> list[TrainSequence]:
     for rejected answers."""
     found = []
     for number, prompt in enumerate(prompts, start=1):
-        for sequence, answer in zip(sequences_of(prompt), prompt.fields["answers"]):
+        for sequence, answer in zip(sequences_of([prompt]), prompt.fields["answers"]):
             sequence.pair = answer.sign * number
             found.append(sequence)
     return found

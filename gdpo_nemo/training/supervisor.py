@@ -34,9 +34,10 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from gdpo_nemo.cluster.worker_processes import remove_leftovers
 from gdpo_nemo.config.schema import Config
