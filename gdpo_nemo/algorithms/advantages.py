@@ -24,9 +24,10 @@ statistics per rank or per micro-batch would differ.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -172,15 +173,8 @@ def compute_advantages(
     if kl is not None or kl_coefficient is not None:
         table = table.with_kl(kl, kl_coefficient)
     terms = run_estimator(entry, table, settings, estimator_options, estimator)
-    as_grpo = settings.single_reward == "grpo" and np.count_nonzero(table.weights) == 1
-    scale = None
-    if not settings.batch_norm or as_grpo:
-        values = terms.values - _penalty(table, terms)
-    elif _cancelled(table, terms, settings, partial(entry.function, **estimator_options)):
-        values = np.zeros_like(terms.values)
-        scale = BatchScale(*_counted(table, terms, settings), np.inf)
-    else:
-        values, scale = _batch_scale(table, terms, settings)
+    compute = partial(entry.function, **estimator_options)
+    values, scale = _scaled(table, terms, settings, compute)
     put = table.groups.put
     return Advantages(
         values=torch.from_numpy(put(values)),
@@ -190,7 +184,7 @@ def compute_advantages(
         _table=table,
         _epsilon=None if terms.total is not None else settings.epsilon,
         _scale=scale,
-        _find_advantaged=partial(_advantaged_rows, table, settings, partial(entry.function, **estimator_options)),
+        _find_advantaged=partial(_advantaged_rows, table, settings, compute),
     )
 
 
@@ -209,6 +203,18 @@ def _penalty(table: RewardTable, terms: Terms) -> np.ndarray:
     if table.kl_penalty is None or terms.holds_kl:
         return np.zeros_like(terms.values)
     return table.kl_penalty
+
+
+def _scaled(
+    table: RewardTable, terms: Terms, settings: Settings, compute: Callable[..., Terms]
+) -> tuple[np.ndarray, BatchScale | None]:
+    """Return the advantages, [sequences], and the scale of the batch norm, or None if it is not applied."""
+    as_grpo = settings.single_reward == "grpo" and np.count_nonzero(table.weights) == 1
+    if not settings.batch_norm or as_grpo:
+        return terms.values - _penalty(table, terms), None
+    if _cancelled(table, terms, settings, compute):
+        return np.zeros_like(terms.values), BatchScale(*_counted(table, terms, settings), np.inf)
+    return _batch_scale(table, terms, settings)
 
 
 def _batch_scale(table: RewardTable, terms: Terms, settings: Settings) -> tuple[np.ndarray, BatchScale]:

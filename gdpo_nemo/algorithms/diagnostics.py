@@ -4,9 +4,10 @@ and confidence intervals."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -376,8 +377,12 @@ def present_values(rows: Sequence[Sequence[float | None]]) -> list[list[float]]:
     Args:
         rows: values of the samples of each prompt; None for a sample without a value.
     """
-    present = [[value for value in row if value is not None] for row in rows]
-    return [values for values in present if values]
+    present = []
+    for row in rows:
+        values = [value for value in row if value is not None]
+        if values:
+            present.append(values)
+    return present
 
 
 def mean_pass_at_k(rows: Sequence[Sequence[float | None]], k: int, direction: int = 1) -> float | None:

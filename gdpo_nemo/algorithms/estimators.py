@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -357,19 +358,43 @@ class Estimator:
     """True if the published form standardises the advantages over the batch."""
     options: tuple[str, ...] = ()
     """Names of options that only this estimator has, in addition to `Settings`."""
+    sums_rewards: bool = False
+    """True if the estimator normalises the sum of the rewards instead of each component. It ignores `singleton`."""
+    scale: Literal["settings", "own", "none"] = "settings"
+    """Divisor of the centred rewards. settings: as in `scale_rewards` and `leave_one_out`. own: a standard deviation
+    that the estimator defines. none: no standard deviation, so that `epsilon` has no effect."""
+    drops_rows: bool = False
+    """True if `Terms.dropped` may drop rows, so that `batch_rows` may be kept."""
+    reads_single_reward: bool = False
+    """True if the estimator reads the setting `single_reward`."""
+    has_presets: bool = False
+    """True if `PRESETS` are variants of this estimator."""
 
 
 ESTIMATORS: dict[str, Estimator] = {
-    "gdpo": Estimator(gdpo, batch_norm=True),
-    "grpo": Estimator(grpo, batch_norm=False),
-    "dr_grpo": Estimator(dr_grpo, batch_norm=False),
-    "rloo": Estimator(rloo, batch_norm=False),
-    "gpg": Estimator(gpg, batch_norm=False, options=("f_norm",)),
-    "reinforce_plus_plus": Estimator(reinforce_plus_plus, batch_norm=True, options=("minus_baseline",)),
+    "gdpo": Estimator(gdpo, batch_norm=True, reads_single_reward=True, has_presets=True),
+    "grpo": Estimator(grpo, batch_norm=False, sums_rewards=True),
+    "dr_grpo": Estimator(dr_grpo, batch_norm=False, sums_rewards=True, scale="none"),
+    "rloo": Estimator(rloo, batch_norm=False, sums_rewards=True, scale="none"),
+    "gpg": Estimator(gpg, batch_norm=False, options=("f_norm",), sums_rewards=True, scale="none"),
+    "reinforce_plus_plus": Estimator(
+        reinforce_plus_plus, batch_norm=True, options=("minus_baseline",), sums_rewards=True, scale="none"
+    ),
     "mo_grpo": Estimator(mo_grpo, batch_norm=False),
-    "gd2po": Estimator(gd2po, batch_norm=True, options=("mode", "tau")),
+    "gd2po": Estimator(gd2po, batch_norm=True, options=("mode", "tau"), drops_rows=True, reads_single_reward=True),
     "dvao": Estimator(dvao, batch_norm=False),
     "sa_mrpo": Estimator(sa_mrpo, batch_norm=True, options=("gamma", "bounds")),
-    "corr_grpo": Estimator(corr_grpo, batch_norm=False),
+    "corr_grpo": Estimator(corr_grpo, batch_norm=False, sums_rewards=True, scale="own"),
     "dara": Estimator(dara, batch_norm=True, options=("cap", "asymmetric")),
 }
+
+
+def about_options() -> str:
+    """Return the names of each estimator's own options, for the description of `gdpo.options`."""
+    return " ".join(f"{name}: {', '.join(entry.options)}." for name, entry in ESTIMATORS.items() if entry.options)
+
+
+def about_batch_norm() -> str:
+    """Return the estimators with a batch norm, for the description of `gdpo.batch_norm`."""
+    *others, last = (name for name, entry in ESTIMATORS.items() if entry.batch_norm)
+    return f"The batch norm is on for {', '.join(others)} and {last}, and off for the other estimators."

@@ -10,17 +10,16 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from gdpo_nemo.algorithms.loss_settings import KL_GRADIENTS, OLD_LOGPROBS, LossSettings, OffPolicySettings, TermLoss
 from gdpo_nemo.algorithms.losses import AGGREGATIONS, KL_KINDS, LOSSES, Loss
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS, LEVELS, Correction
 from gdpo_nemo.algorithms.ppo import ActorCriticSettings
-from gdpo_nemo.algorithms.preference_settings import PreferenceUpdate
+from gdpo_nemo.algorithms.preference_objectives import PreferenceUpdate
 from gdpo_nemo.algorithms.ranges import check_numbers
 from gdpo_nemo.algorithms.table import nearest
 
-Entry = TypeVar("Entry", Loss, Correction)
 Objective = LossSettings | PreferenceUpdate | ActorCriticSettings | TermLoss
 """Settings of an update's loss, which every rank receives. `OBJECTIVES` in `policy_loss.py` maps the types of settings
 to loss functions."""
@@ -83,7 +82,7 @@ def correction_entry(name: str, functions: Functions | None = None) -> Correctio
     return _custom_entry(template, function, "log_gap, fields, settings")
 
 
-def _custom_entry(template: Entry, function: Callable[..., Any], leading: str) -> Entry:
+def _custom_entry[Entry: (Loss, Correction)](template: Entry, function: Callable[..., Any], leading: str) -> Entry:
     skips = getattr(function, "skips_zero_advantage", False) is True
     return replace(template, function=function, options=custom_options(function, leading), skips_zero_advantage=skips)
 

@@ -9,8 +9,9 @@ can be checked quickly. The classes are not frozen, because OmegaConf makes sect
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Dict, Mapping, Optional
+from typing import Annotated, Any, Dict, Optional
 
 from gdpo_nemo.algorithms.ranges import Range
 

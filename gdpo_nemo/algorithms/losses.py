@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -315,9 +315,57 @@ class LossMetrics:
     """Scalars that are combined by maximum. Empty if the micro-batch has no trained token."""
 
 
-@dataclass(frozen=True)
-class TokenFields:
-    """Inputs of the loss of a micro-batch, in addition to the model's output. All tensors are 1-D [tokens] in the same
+class TokenInput(NamedTuple):
+    """Properties of a field of `TokenInputs`."""
+
+    dtype: type
+    missing: float | None = None
+    """Value for the sequences of an update that do not have the field. None: all sequences must have the field, or
+    none."""
+
+
+def _input(dtype: type, missing: float | None = None) -> Any:
+    return field(default=None, metadata={"input": TokenInput(dtype, missing)})
+
+
+@dataclass(kw_only=True)
+class TokenInputs[Array]:
+    """Optional inputs of losses with one value per token.
+
+    The driver sets these fields in a `TrainSequence`, as arrays [completion tokens]. Values of masked tokens are not
+    read. The ranks receive, split and pack every field that is set, and losses read it in `TokenFields`. A new input
+    only needs a field here and code that sets it.
+    """
+
+    old_logprobs: Array | None = _input(np.float32)
+    """Log-probs in the denominator of the ratio. None: those of the update's own forward pass (ratio 1).
+
+    Losses and corrections always receive a tensor.
+    """
+    reference_logprobs: Array | None = _input(np.float32)
+    """Log-probs of the reference model, for the KL penalty. None without a reference model."""
+    old_values: Array | None = _input(np.float32)
+    """Value of the state before each token, estimated before the step. None without a value head."""
+    returns: Array | None = _input(np.float32)
+    """Training targets of the value head, if there is one."""
+    staleness: Array | None = _input(np.int32, missing=0)
+    """Policy version in training minus the version that sampled the token. None if the difference is 0 for all tokens
+    or is not used.
+
+    Custom losses and corrections always receive a tensor.
+    """
+    chosen: Array | None = _input(bool, missing=False)
+    """True for tokens that the driver has selected by covariance for the loss kl_cov. None: no tokens."""
+    terms: Array | None = _input(np.float32)
+    """[tokens, terms]; terms of the advantages, which only `TermLoss` reads."""
+
+
+TOKEN_INPUTS: dict[str, TokenInput] = {f.name: f.metadata["input"] for f in fields(TokenInputs)}
+
+
+@dataclass
+class TokenFields(TokenInputs["Tensor"]):
+    """Inputs of the loss of a micro-batch, in addition to the model's output. All tensors are [tokens] in the same
     order.
 
     Tokens may belong to any sequences, in any order. With context parallelism, each rank holds a part of the tokens.
@@ -331,34 +379,15 @@ class TokenFields:
     """int64; index of the token's sequence in the micro-batch, equal on all ranks that share the sequence."""
     num_sequences: int
     """Number of sequences in the micro-batch, including those without tokens on this rank."""
-    old_logprobs: Tensor | None = None
-    """float32; log-probs in the denominator of the ratio. None: those of the current forward pass (ratio 1).
-
-    Losses and corrections always receive a tensor.
-    """
+    _: KW_ONLY
     sampler_logprobs: Tensor | None = None
     """float32; log-probs with which the tokens were sampled, NaN if unknown."""
-    reference_logprobs: Tensor | None = None
-    """float32; log-probs of the reference model, for the KL penalty."""
-    old_values: Tensor | None = None
-    """float32; value head outputs before the step. None without a value head."""
-    returns: Tensor | None = None
-    """float32; training targets of the value head, if there is one."""
-    staleness: Tensor | None = None
-    """int32; trained version of the weights minus the version that sampled the token. None: 0 for all tokens.
-
-    Custom losses and corrections always receive a tensor.
-    """
     pairs: Tensor | None = None
     """int64; number of the pair of completions to which the token belongs, counted within the micro-batch from 1 to at
     most `num_sequences`.
 
     Negative for rejected completions. None for losses without pairs.
     """
-    chosen: Tensor | None = None
-    """bool; True for tokens that the driver has selected by covariance for the loss kl_cov. None: no tokens."""
-    terms: Tensor | None = None
-    """float32 [tokens, terms]; terms of the advantages, which only `TermLoss` reads."""
     reduce: Reduce | None = None
     """Sum over the ranks that share the sequences. None if each rank has whole sequences."""
 

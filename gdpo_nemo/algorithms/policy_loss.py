@@ -24,7 +24,7 @@ from gdpo_nemo.algorithms.losses import LossMetrics, Reduce, TokenFields, kl_pen
 from gdpo_nemo.algorithms.offpolicy import sequence_keep_mask
 from gdpo_nemo.algorithms.ppo import ActorCriticSettings
 from gdpo_nemo.algorithms.preference_losses import preference_loss
-from gdpo_nemo.algorithms.preference_settings import PreferenceUpdate
+from gdpo_nemo.algorithms.preference_objectives import PreferenceUpdate
 from gdpo_nemo.algorithms.table import with_array_hint
 
 METRICS = {
@@ -59,6 +59,7 @@ def policy_loss(
     fields: TokenFields,
     settings: LossSettings,
     reduce: Reduce | None = None,
+    *,
     functions: Functions | None = None,
     all_trained: bool = False,
 ) -> tuple[Tensor, LossMetrics]:
@@ -346,6 +347,7 @@ def actor_critic_loss(
     fields: TokenFields,
     settings: ActorCriticSettings,
     reduce: Reduce | None = None,
+    *,
     functions: Functions | None = None,
 ) -> tuple[Tensor, LossMetrics]:
     """Return ``policy_loss`` plus ``vf_coef`` times the value loss, with the same token weights.
@@ -357,7 +359,7 @@ def actor_critic_loss(
     Raises:
         ValueError: if ``policy_loss`` raises it, or old values or returns are missing.
     """
-    loss, metrics = policy_loss(logprobs, entropy, fields, settings, reduce, functions, all_trained=True)
+    loss, metrics = policy_loss(logprobs, entropy, fields, settings, reduce, functions=functions, all_trained=True)
     each, clipped = value_losses(
         values, required(fields.old_values, "old_values"), required(fields.returns, "returns"), settings.cliprange_value
     )
@@ -378,14 +380,14 @@ model), and with a value head the values of the state before each token."""
 def _policy_gradient(
     columns: Columns, fields: TokenFields, settings: LossSettings, reduce: Reduce | None, functions: Functions
 ) -> tuple[Tensor, LossMetrics]:
-    return policy_loss(columns[0], _entropy(columns), fields, settings, reduce, functions, all_trained=True)
+    return policy_loss(columns[0], _entropy(columns), fields, settings, reduce, functions=functions, all_trained=True)
 
 
 def _actor_critic(
     columns: Columns, fields: TokenFields, settings: ActorCriticSettings, reduce: Reduce | None, functions: Functions
 ) -> tuple[Tensor, LossMetrics]:
     logprobs, entropy, values = columns
-    return actor_critic_loss(logprobs, entropy, values, fields, settings, reduce, functions)
+    return actor_critic_loss(logprobs, entropy, values, fields, settings, reduce, functions=functions)
 
 
 def _term(

@@ -1,7 +1,8 @@
-"""Preference losses: DPO, KTO, ORPO, SimPO, CPO, and the Bradley-Terry loss of reward models.
+"""Loss of an update of preference training.
 
-These losses are functions of whole completions, through the sums of their token log-probs. The loss of an update is the
-mean over pairs (KTO: over completions), plus `rpo_alpha` times the mean cross-entropy of the chosen tokens.
+The objectives are in `preference_objectives.py`. They are functions of whole completions, through the sums of their
+token log-probs. The loss of an update is the mean over pairs (KTO: over completions), plus `rpo_alpha` times the mean
+cross-entropy of the chosen tokens.
 
 No gradient crosses ranks. The sums are detached and reduced over the context-parallel ranks, and each rank
 differentiates the loss with respect to them. The derivative is then the coefficient of the log-prob of each token. Both
@@ -10,116 +11,13 @@ completions of a pair must be in the same micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from gdpo_nemo.algorithms.losses import LossMetrics, Reduce, TokenFields, required
-from gdpo_nemo.algorithms.preference_settings import PreferenceSettings, PreferenceUpdate
-
-
-@dataclass(frozen=True)
-class PairSums:
-    """Sums over the trained tokens of both completions of each pair. All tensors are [pairs].
-
-    If there is only one completion, as in KTO, the token count of the other is 0.
-    """
-
-    chosen: Tensor
-    """Policy log-probs summed over the completion, or its score from a reward model."""
-    rejected: Tensor
-    reference_chosen: Tensor
-    """Summed log-probs of the initial model; 0 without a reference."""
-    reference_rejected: Tensor
-    chosen_tokens: Tensor
-    rejected_tokens: Tensor
-
-    def scores(self, averaged: bool) -> tuple[Tensor, Tensor]:
-        """Return the log-ratios to the initial model of the chosen and the rejected completions.
-
-        Args:
-            averaged: divide the log-ratios by the number of tokens.
-        """
-        chosen = self.chosen - self.reference_chosen
-        rejected = self.rejected - self.reference_rejected
-        if not averaged:
-            return chosen, rejected
-        return chosen / self.chosen_tokens.clamp(min=1), rejected / self.rejected_tokens.clamp(min=1)
-
-
-def preference_losses(sums: PairSums, update: PreferenceUpdate) -> Tensor:
-    """Return the loss of each pair, or with KTO of each completion: [pairs]. The loss does not include the `rpo_alpha`
-    term.
-
-    Raises:
-        ValueError: if the objective is unknown.
-    """
-    if update.kind == "kto":
-        return _kto(sums, update)
-    if update.kind == "orpo":
-        return _orpo(sums, update.settings.strength("orpo"))
-    if update.kind == "reward_model":
-        return _bradley_terry(sums, update.settings.center_rewards_coefficient or 0.0)
-    if update.kind not in ("dpo", "cpo", "simpo"):
-        raise ValueError(f"unknown objective {update.kind!r}")
-    return _contrast(sums, update.kind, update.settings)
-
-
-def _contrast(sums: PairSums, kind: str, settings: PreferenceSettings) -> Tensor:
-    """Return losses of the score difference, chosen minus rejected.
-
-    DPO (arXiv 2305.18290, equation 7), cDPO with label smoothing (Mitchell 2023), robust DPO (arXiv 2403.00409), the
-    hinge loss of SLiC (arXiv 2305.10425), IPO (arXiv 2310.12036, equation 17, per token, as its authors confirmed to
-    TRL), CPO (arXiv 2401.08417, equation 3), SimPO (arXiv 2405.14734, equation 6).
-    """
-    beta = settings.strength(kind)
-    chosen, rejected = sums.scores(settings.averages(kind))
-    gap = chosen - rejected
-    if kind == "simpo":
-        gap = gap - settings.simpo_gamma / beta
-    if settings.loss_type == "hinge":
-        return (1 - beta * gap).relu()
-    if settings.loss_type == "ipo":
-        return (gap - 1 / (2 * beta)) ** 2
-    wrong = settings.label_smoothing
-    right = -logsigmoid(beta * gap)
-    flipped = -logsigmoid(-beta * gap)
-    if settings.loss_type == "robust":
-        return ((1 - wrong) * right - wrong * flipped) / (1 - 2 * wrong)
-    return (1 - wrong) * right + wrong * flipped
-
-
-def _orpo(sums: PairSums, beta: float) -> Tensor:
-    """-beta log sigmoid(log odds(chosen) - log odds(rejected)), with the odds of mean log-probs (arXiv 2403.07691,
-    equation 7)."""
-    chosen, rejected = sums.scores(averaged=True)
-    return -beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
-
-
-def _log_odds(logprob: Tensor) -> Tensor:
-    """log(p / (1 - p)). p is kept below 1 by one step of float32, because the result is undefined for p = 1."""
-    below = logprob.clamp(max=-(2.0**-23))
-    return below - torch.log(-torch.expm1(below))
-
-
-def _kto(sums: PairSums, update: PreferenceUpdate) -> Tensor:
-    """1 - sigmoid(beta (score - kl)) for desirable completions, 1 - sigmoid(beta (kl - score)) for undesirable ones.
-
-    Each loss is multiplied by its weight (KTO, arXiv 2402.01306, equation 8).
-    """
-    beta = update.settings.strength("kto")
-    chosen, rejected = sums.scores(averaged=False)
-    desirable = torch.sigmoid(-beta * (chosen - update.kl)) * update.settings.desirable_weight
-    undesirable = torch.sigmoid(-beta * (update.kl - rejected)) * update.settings.undesirable_weight
-    return torch.where(sums.chosen_tokens > 0, desirable, undesirable)
-
-
-def _bradley_terry(sums: PairSums, centering: float) -> Tensor:
-    """-log sigmoid(chosen - rejected) of reward-model scores (arXiv 2203.02155, equation 1), plus ``centering`` times
-    their squared sum (arXiv 2312.09244)."""
-    return -logsigmoid(sums.chosen - sums.rejected) + centering * (sums.chosen + sums.rejected) ** 2
+from gdpo_nemo.algorithms.preference_objectives import PairSums, PreferenceUpdate
 
 
 def rewards(sums: PairSums, update: PreferenceUpdate) -> tuple[Tensor, Tensor]:
@@ -127,11 +25,12 @@ def rewards(sums: PairSums, update: PreferenceUpdate) -> tuple[Tensor, Tensor]:
 
     For a reward model, the rewards are its scores. Otherwise the rewards are implicit: beta times the log-ratios.
     """
-    if update.kind == "reward_model":
+    if update.objective.trains_scores:
         return sums.chosen, sums.rejected
-    beta = update.settings.strength(update.kind)
-    chosen, rejected = sums.scores(update.settings.averages(update.kind) and update.kind != "dpo")
-    return beta * chosen, beta * rejected
+    # TRL logs the sums of log-ratios also if the loss uses their means.
+    averaged = update.settings.averages(update.kind) and not update.objective.uses_reference
+    chosen, rejected = sums.scores(averaged)
+    return update.beta * chosen, update.beta * rejected
 
 
 def preference_loss(
@@ -163,18 +62,17 @@ def preference_loss(
     leaves = [found.chosen.requires_grad_(), found.rejected.requires_grad_()]
     with torch.enable_grad():
         # An index without tokens is unused in this micro-batch and contributes nothing.
-        exists = (found.chosen_tokens + found.rejected_tokens) > 0
-        losses = preference_losses(_finite(found, exists), update)
+        exists = found.tokens > 0
+        losses = update.objective.loss(_finite(found, exists), update)
         each = torch.where(exists, losses, torch.zeros_like(losses)) / update.count
         by_chosen, by_rejected = torch.autograd.grad(each.sum(), leaves)
     slopes = torch.where(chosen, by_chosen[pair], by_rejected[pair]).to(logprobs.dtype)
-    tokens = (found.chosen_tokens + found.rejected_tokens).clamp(min=1)
-    values = (each.detach() / tokens)[pair]
+    values = (each.detach() / found.tokens.clamp(min=1))[pair]
     share = update.settings.supervised_weight(update.kind) / max(update.chosen_tokens, 1)
     slopes = slopes - share * chosen.to(slopes.dtype)
     values = values - share * chosen * logprobs.detach().double()
     surrogate = (slopes * (logprobs - logprobs.detach())).sum()
-    metrics = _metrics(found, losses.detach(), update, pair, chosen, logprobs, tokens)
+    metrics = _metrics(found, losses.detach(), update, pair, chosen, logprobs)
     if entropy is not None:
         metrics["entropy"] = entropy.detach().double().sum()
     metrics["tokens"] = torch.full((), float(len(logprobs)), dtype=torch.float64, device=logprobs.device)
@@ -225,13 +123,12 @@ def _metrics(
     pair: Tensor,
     chosen: Tensor,
     logprobs: Tensor,
-    tokens: Tensor,
 ) -> dict[str, Tensor]:
     """Return sums over pairs, or over chosen or rejected completions. A pair whose tokens are on several ranks is
     divided among these ranks."""
     reward_chosen, reward_rejected = (values.detach() for values in rewards(sums, update))
     margin = reward_chosen - reward_rejected
-    per_pair = (1.0 / tokens)[pair]
+    per_pair = (1.0 / sums.tokens.clamp(min=1))[pair]
     per_chosen = chosen / sums.chosen_tokens.clamp(min=1)[pair]
     per_rejected = ~chosen / sums.rejected_tokens.clamp(min=1)[pair]
     both = ((sums.chosen_tokens > 0) & (sums.rejected_tokens > 0)).double()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from functools import cache
-from typing import Any, Iterator, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 LARGEST = 10**15
 """Default limit for the absolute value of any number. No sensible value is larger than this limit, which is a petabyte,

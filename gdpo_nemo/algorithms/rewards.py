@@ -28,14 +28,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from gdpo_nemo.algorithms.loss_selection import Functions, check_options, custom_options, is_import_path
 from gdpo_nemo.algorithms.table import nearest, with_array_hint
-
-T = TypeVar("T")
 
 COMPARISONS: dict[str, Callable[[np.ndarray, float], np.ndarray]] = {
     "ge": np.greater_equal,
@@ -209,7 +207,7 @@ def apply_shaping(
             if rule["component"] == name:
                 column = _apply(column, rule, context, functions)
         done[name] = column
-    return {name: done[name] for name in (*inputs, *(name for name in order if name not in inputs))}
+    return {name: done[name] for name in dict.fromkeys((*inputs, *order))}
 
 
 def _array(values: Any, dtype: type) -> np.ndarray | None:
@@ -319,7 +317,7 @@ def _apply_custom(
     return np.where(missing, np.nan, shaped)
 
 
-def _labelled(rule: Mapping[str, Any], action: Callable[[], T]) -> T:
+def _labelled[T](rule: Mapping[str, Any], action: Callable[[], T]) -> T:
     """Call ``action``, and prefix its error messages with the rule."""
     try:
         return action()

@@ -19,8 +19,6 @@ from gdpo_nemo.algorithms.table import RewardTable, build_table, nearest
 DEFAULT_EPSILON = 1e-6
 
 _BATCH_SETTINGS = ("batch_epsilon", "batch_epsilon_inside", "batch_unit", "batch_rows", "residue")
-_SUMMING = ("grpo", "dr_grpo", "rloo", "gpg", "reinforce_plus_plus", "corr_grpo")
-"""Estimators that normalise the sum of the rewards instead of each component."""
 
 
 def entry_of(estimator: str | Callable[..., Terms]) -> Estimator:
@@ -42,7 +40,8 @@ def entry_of(estimator: str | Callable[..., Terms]) -> Estimator:
     parameters = list(inspect.signature(estimator).parameters.values())
     if len(parameters) < 2 or any(p.default is p.empty for p in parameters[2:]):
         raise ValueError(f"estimator {_name(estimator)} must take (table, settings), then options with defaults")
-    return Estimator(estimator, batch_norm=True, options=tuple(p.name for p in parameters[2:]))
+    # A custom function may drop rows: its terms are unknown until it runs.
+    return Estimator(estimator, batch_norm=True, options=tuple(p.name for p in parameters[2:]), drops_rows=True)
 
 
 def _name(estimator: str | Callable[..., Terms]) -> str:
@@ -67,7 +66,7 @@ def select(
     entry = entry_of(estimator)
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; {nearest(preset, tuple(PRESETS))}")
-    if preset is not None and estimator != "gdpo":
+    if preset is not None and not entry.has_presets:
         raise ValueError(f"preset {preset!r} is a variant of gdpo and conflicts with estimator {_name(estimator)!r}")
     base = PRESETS[preset] if preset else Settings(batch_norm=entry.batch_norm)
     estimator_options = {name: value for name, value in options.items() if name in entry.options}
@@ -212,18 +211,17 @@ def _idle(name: str, estimator: str | Callable[..., Terms], entry: Estimator, se
     """Return the reason why an option has no effect, or None if it has an effect."""
     if name in entry.options:
         return None
-    sums_rewards = estimator in _SUMMING
-    has_fixed_scale = estimator in _SUMMING[1:]
+    has_fixed_scale = entry.scale != "settings"
     if name in _BATCH_SETTINGS and not settings.batch_norm:
         return "without the batch norm"
-    if name == "batch_rows" and settings.batch_rows == "kept" and estimator in set(ESTIMATORS) - {"gd2po"}:
+    if name == "batch_rows" and settings.batch_rows == "kept" and not entry.drops_rows:
         return f"as kept with {_name(estimator)}, which drops no samples; use scored"
-    if (name == "singleton" and sums_rewards) or (name == "leave_one_out" and has_fixed_scale):
-        return f"with {estimator}, which normalises the sum of the rewards"
+    if (name == "singleton" and entry.sums_rewards) or (name == "leave_one_out" and has_fixed_scale):
+        return f"with {_name(estimator)}, which normalises the sum of the rewards"
     if name == "scale_rewards" and has_fixed_scale:
         return f"with {_name(estimator)}, which sets its own scale"
     if name == "equal_peers" and not (settings.leave_one_out and settings.scale_rewards == "group"):
         return "without leave_one_out, or without the division by standard deviations"
-    if name == "single_reward" and estimator not in ("gdpo", "gd2po"):
+    if name == "single_reward" and not entry.reads_single_reward:
         return f"with {_name(estimator)}"
     return None

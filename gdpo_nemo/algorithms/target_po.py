@@ -26,6 +26,7 @@ def target_po_coefficients(
     old_sequence_logprobs: Any,
     scores: Any,
     group_ids: Any,
+    *,
     valid: Any = None,
     lengths: Any = None,
     temperature: float = 1.0,

@@ -343,7 +343,7 @@ class PolicyGroup:
         layout = self._lay_out(sequences, whole=split)
         what = "computing gradients by component"
         self._call_with_shares(
-            "component_gradients", sequences, layout, (*TRAINING, "terms"), what=what, terms=list(terms), first=first
+            "component_gradients", sequences, layout, TRAINING, what=what, terms=list(terms), first=first
         )
 
     def gradient_products(self) -> GradientProducts:

@@ -12,6 +12,7 @@ from typing import Any, Sequence, Union, get_args, get_origin, get_type_hints
 
 from omegaconf import MISSING
 
+from gdpo_nemo.algorithms.estimators import about_batch_norm, about_options
 from gdpo_nemo.algorithms.ranges import Range, fields_of
 from gdpo_nemo.commands.arguments import Commands
 from gdpo_nemo.config.algorithm_choice import about_algorithms
@@ -21,6 +22,8 @@ from gdpo_nemo.config.schema import Config
 from gdpo_nemo.observe.metric_registry import OWN, Metric, find_metric, metrics, nearest_metric
 from gdpo_nemo.utils.errors import ConfigError
 
+_ABOUT_ESTIMATORS = {"gdpo.options": about_options, "gdpo.batch_norm": about_batch_norm}
+"""Functions that return what the registry of estimators adds to the description of a key."""
 _METRIC = "metric"
 _METRICS = f"{_METRIC}s"
 
@@ -196,6 +199,8 @@ def _key(field: dataclasses.Field[Any], hint: Any, docs: dict[str, str], range_:
     about = docs.get(field.name) or (about_section(section) if section else "")
     if path == "algorithm.type":
         about = f"{about_algorithms()} {about}"
+    if path in _ABOUT_ESTIMATORS:
+        about = f"{about} {_ABOUT_ESTIMATORS[path]()}"
     choices = CHOICES.get(path, ())
     return Key(
         path=path,

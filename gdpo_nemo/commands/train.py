@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
@@ -21,7 +22,7 @@ from gdpo_nemo.models.sources import Format, Source, described_by
 from gdpo_nemo.observe.display import process_start, shown
 from gdpo_nemo.planning.report import describe
 from gdpo_nemo.training.api import run as train
-from gdpo_nemo.training.supervisor import supervised
+from gdpo_nemo.training.supervisor import FIRST_ATTEMPT, Attempt, supervised
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError
 from gdpo_nemo.utils.progress import phase
@@ -51,11 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     started = process_start()
 
-    def attempt(begin: float | None) -> int:
-        with shown(sys.stdout, level, begin, None if begin else display):
-            return train(resolved, begin or started).status
+    def start(attempt: Attempt) -> int:
+        with shown(sys.stdout, level, attempt.begin, None if attempt.begin else display):
+            return train(resolved, replace(attempt, begin=attempt.begin or started)).status
 
-    return supervised(config, attempt) if arguments.alone and config.run.max_restarts else attempt(None)
+    return supervised(config, start) if arguments.alone and config.run.max_restarts else start(FIRST_ATTEMPT)
 
 
 def _dry_run(resolved: Resolved) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from gdpo_nemo.algorithms.loss_selection import is_import_path, loss_entry
 from gdpo_nemo.algorithms.loss_settings import LossSettings
+from gdpo_nemo.algorithms.preference_objectives import PREFERENCES, PreferenceObjective
 from gdpo_nemo.config.schema import Config, GdpoConfig
 from gdpo_nemo.utils.errors import ConfigError, nearest
 from gdpo_nemo.utils.source import find_definition
@@ -74,7 +75,6 @@ _PREFERENCE = AlgorithmSpec(
     "gdpo_nemo.training.supervised:PreferenceTuning",
     "trains on preferences between the data's answers, without sampling; see section preference",
     samples=False,
-    rows="pairs",
     section="preference",
     unused=(
         *_WITH_ANSWERS,
@@ -85,6 +85,21 @@ _PREFERENCE = AlgorithmSpec(
     ),
     check=f"{_CHECKS}:check_preferences",
 )
+
+
+def _preference(objective: PreferenceObjective) -> AlgorithmSpec:
+    """Return the specification of an algorithm of the section preference."""
+    spec = replace(_PREFERENCE, rows="pairs" if objective.paired else "single")
+    if not objective.trains_scores:
+        return spec
+    return replace(
+        spec,
+        import_path="gdpo_nemo.training.supervised:RewardModelTraining",
+        about="trains a reward model (Bradley-Terry) on rows in the format of dpo",
+        head="score",
+    )
+
+
 ALGORITHMS = {
     "gdpo": AlgorithmSpec(
         "gdpo_nemo.training.gdpo:GDPO",
@@ -144,19 +159,10 @@ ALGORITHMS = {
         unused=_WITH_ANSWERS,
         check=f"{_CHECKS}:check_supervised",
     ),
-    "dpo": _PREFERENCE,
-    "cpo": _PREFERENCE,
-    "simpo": _PREFERENCE,
-    "orpo": _PREFERENCE,
-    "kto": replace(_PREFERENCE, rows="single"),
-    "reward_model": replace(
-        _PREFERENCE,
-        import_path="gdpo_nemo.training.supervised:RewardModelTraining",
-        about="trains a reward model (Bradley-Terry) on rows in the format of dpo",
-        head="score",
-    ),
+    **{name: _preference(objective) for name, objective in PREFERENCES.items()},
 }
-"""Built-in algorithms by name. A new algorithm only needs an entry here."""
+"""Built-in algorithms by name. A new algorithm only needs an entry here, and a preference objective only one in
+`PREFERENCES`."""
 
 
 def about_algorithms() -> str:

@@ -16,6 +16,7 @@ from gdpo_nemo.algorithms.estimators import ESTIMATORS
 from gdpo_nemo.algorithms.loss_selection import correction_entry, loss_entry
 from gdpo_nemo.algorithms.losses import LOSSES
 from gdpo_nemo.algorithms.offpolicy import CORRECTIONS
+from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.config.algorithm_choice import (
     ALGORITHMS,
     AlgorithmSpec,
@@ -75,9 +76,13 @@ def _rate_changes(config: Config) -> bool:
     return schedule.lr_decay_style != "constant" or schedule.lr_warmup_steps > 0
 
 
-def _standardises(config: Config) -> bool:
+def _divides(config: Config) -> bool:
+    """Return True if the estimator or the batch norm divides by a standard deviation."""
+    entry = ESTIMATORS.get(config.gdpo.estimator)
+    if entry is None or entry.scale != "none":  # a custom function may divide
+        return True
     batch_norm = config.gdpo.batch_norm
-    return ESTIMATORS[config.gdpo.estimator].batch_norm if batch_norm is None else batch_norm
+    return entry.batch_norm if batch_norm is None else batch_norm
 
 
 def _reads_file(split: str, config: Config) -> bool:
@@ -101,6 +106,7 @@ def _reads_type(split: str, config: Config, algorithm: AlgorithmSpec) -> bool:
 _VLLM = "policy.generation.vllm_cfg"
 _MEGATRON = "policy.megatron_cfg"
 _OFF_POLICY = "loss_fn.off_policy"
+_REFERENCED = " and ".join(name for name, objective in PREFERENCES.items() if objective.uses_reference)
 
 
 def _samples(config: Config, algorithm: AlgorithmSpec) -> bool:
@@ -237,7 +243,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
     *_read_by_some("loss_fn", LOSSES, _loss_reads),
     Effect(
         ("gdpo.epsilon",),
-        lambda c: c.gdpo.estimator not in ("dr_grpo", "rloo", "gpg", "reinforce_plus_plus") or _standardises(c),
+        _divides,
         "with an estimator that does not divide by a standard deviation",
     ),
     Effect(("gdpo.discount", "gdpo.turn_baseline"), lambda c: c.gdpo.credit == "turn", "unless gdpo.credit is turn"),
@@ -274,7 +280,7 @@ EFFECTS: tuple[Effect | AlgorithmEffect, ...] = (
     AlgorithmEffect(
         ("policy.sync_ref_model",),
         _has_reference,
-        "without a reference model, which only KL penalties (in loss or reward), dpo and kto use",
+        f"without a reference model, which only KL penalties (in loss or reward), {_REFERENCED} use",
     ),
     Effect(
         ("policy.ref_model_sync_steps", "policy.ref_model_mixup_alpha"),

@@ -17,6 +17,7 @@ from gdpo_nemo.algorithms.loss_selection import (
 )
 from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.losses import LOSSES
+from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.algorithms.rewards import check_shaping, creates, parse_condition, rule_name
 from gdpo_nemo.algorithms.selection import check_selection
 from gdpo_nemo.algorithms.table import with_array_hint
@@ -407,9 +408,9 @@ def check_preferences(config: Config, algorithm: AlgorithmSpec, layout: Layout) 
         )
     if algorithm.rows == "pairs" and size % 2:
         raise ConfigError(f"policy.train_global_batch_size: {size} splits a pair of answers; use an even number")
-    if name == "kto" and size < 2:
+    if PREFERENCES[name].estimates_kl and size < 2:
         raise ConfigError(
-            "gdpo.num_prompts_per_step: must be at least 2 with kto, which estimates its KL from the other answers "
+            f"gdpo.num_prompts_per_step: must be at least 2 with {name}, which estimates its KL from the other answers "
             "of an update"
         )
 

@@ -15,7 +15,7 @@ from omegaconf import MISSING
 
 from gdpo_nemo.algorithms.loss_settings import LossSettings
 from gdpo_nemo.algorithms.ppo import PPOSettings
-from gdpo_nemo.algorithms.preference_settings import PreferenceSettings
+from gdpo_nemo.algorithms.preference_objectives import PreferenceSettings
 from gdpo_nemo.algorithms.ranges import Range
 
 # Re-exported, so that all sections can be imported from this module.
@@ -122,8 +122,7 @@ class GdpoConfig:
     nemo_rl."""
     options: Dict[str, Any] = field(default_factory=dict)
     """Options of the estimator, by name. All estimators: batch_rows, batch_unit, ddof, missing, singleton,
-    leave_one_out, equal_peers, scale_rewards. gpg: f_norm. reinforce_plus_plus: minus_baseline. gd2po: mode, tau.
-    sa_mrpo: gamma, bounds. dara: cap, asymmetric."""
+    leave_one_out, equal_peers, scale_rewards."""
     rewards: Annotated[Dict[str, float], Range(-(10**12), 10**12)] = MISSING
     """Weight of each reward component used for training, by name: `{correctness: 1.0, format: 1.0}`. Optional if the
     environments provide their own rewards and weights (nemo_gym)."""
@@ -141,8 +140,7 @@ class GdpoConfig:
     1.0}}`."""
     batch_norm: Optional[bool] = None
     """Standardize the advantages over all sequences of the batch that have a training signal. The GDPO paper and
-    `preset: paper` use all sequences. Null: as published, which is on for gdpo, gd2po, sa_mrpo and dara, and off for
-    the other estimators."""
+    `preset: paper` use all sequences. Null: as published."""
     credit: str = "sequence"
     """Unit that gets its own advantage: sequence, turn or span. With turn, the advantage of a turn is computed from the
     rewards of this turn and of later turns (MT-GRPO). With span, the term of a component acts only on the tokens that

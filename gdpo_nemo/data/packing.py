@@ -16,13 +16,14 @@ from typing import Any, Callable, Sequence
 
 import numpy as np
 
+from gdpo_nemo.algorithms.losses import TokenInputs
 from gdpo_nemo.data.state_keys import state_keys
 from gdpo_nemo.models.description import ModelDescription
 from gdpo_nemo.models.weights import weight_table
 
 
 @dataclass
-class TrainSequence:
+class TrainSequence(TokenInputs[np.ndarray]):
     """One trajectory as training data for the policy, or one of its contexts (``data.contexts``)."""
 
     prompt_ids: np.ndarray
@@ -39,26 +40,9 @@ class TrainSequence:
     The weighted sum over an update is the mean that ``loss_fn.aggregation`` selects, so the layout cannot change the
     gradient.
     """
-    old_logprobs: np.ndarray | None = None
-    """float32 [completion tokens]: log-probs in the denominator of the ratio. None uses the log-probs of the update
-    itself, so that the ratio is 1."""
-    reference_logprobs: np.ndarray | None = None
-    """float32 [completion tokens]: log-probs of the reference model (None without a reference model)."""
-    old_values: np.ndarray | None = None
-    """float32 [completion tokens]: value of the state before each token, estimated before the step. None without a
-    value head. Values of masked tokens are not read."""
-    returns: np.ndarray | None = None
-    """float32 [completion tokens]: targets of the values. Targets of masked tokens are not read."""
     loss_mask: np.ndarray | None = None
     """bool [completion tokens]: True for tokens that the policy wrote (None if it wrote all tokens). The other tokens
     are only context, without log-probs, loss or metrics."""
-    staleness: np.ndarray | None = None
-    """int32 [completion tokens]: policy version in training minus the version that sampled the token. None if the
-    difference is 0 for all tokens or is not used. Values of masked tokens are not read."""
-    chosen: np.ndarray | None = None
-    """bool [completion tokens]: tokens that the loss kl_cov penalizes (``TokenFields.chosen``), or None."""
-    terms: np.ndarray | None = None
-    """float32 [completion tokens, terms]: terms of the advantages (``TokenFields.terms``), or None."""
     routing: np.ndarray | None = None
     """int8 or int16 [tokens, MoE layers * experts per token]: experts that the sampler chose for each token of prompt
     and completion, or -1 if unknown. The policy uses these experts instead of its choice. None if all are unknown."""
@@ -71,6 +55,9 @@ class TrainSequence:
     trajectory: int = -1
     """Number of the trajectory in its step, or -1 if unknown. Several sequences may belong to one trajectory, whose
     weight they share: losses over whole sequences use all of them as one sequence."""
+    scores: np.ndarray | None = None
+    """float32 [completion tokens, 1 to 3 columns]: log-prob, entropy and value of each token, computed by the trainer
+    before the step (``training.gdpo.TokenScores``). Not sent to the ranks. None if unknown."""
     indices: np.ndarray | slice = slice(None)
     """int64 [completion tokens]: index of each token in the completion of the trajectory. A slice of all tokens if the
     trajectory has one sequence."""

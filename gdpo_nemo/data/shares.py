@@ -12,20 +12,17 @@ from typing import Sequence
 
 import numpy as np
 
+from gdpo_nemo.algorithms.losses import TOKEN_INPUTS, TokenInput
 from gdpo_nemo.data.packing import Assignment, TrainSequence, has_split_trajectory
 from gdpo_nemo.data.records import TokenValues
 from gdpo_nemo.utils.errors import RunError
 
-TRAINING = (
-    "sampler_logprobs", "old_logprobs", "reference_logprobs", "old_values", "returns", "loss_mask", "staleness",
-    "chosen",
-)  # fmt: skip
+TRAINING = ("sampler_logprobs", "loss_mask", *TOKEN_INPUTS)
 """Per-token fields of ``TrainSequence`` that an update reads, besides the token ids."""
 SCORING = ("loss_mask",)
 """Per-token fields that the computation of log-probs reads."""
-_MISSING = {"loss_mask": (bool, True), "staleness": (np.int32, 0), "chosen": (bool, False)}
-"""(type, default) of fields that may be missing in some sequences. Other fields must be set for all sequences or for
-none."""
+_OPTIONAL = {"loss_mask": TokenInput(bool, missing=True), **TOKEN_INPUTS}
+"""Properties of the fields that may be missing in all sequences."""
 
 
 @dataclass(frozen=True)
@@ -211,11 +208,11 @@ def _column(sequences: Sequence[TrainSequence], name: str) -> np.ndarray | None:
     if all(value is None for value in values):
         return None
     if any(value is None for value in values):
-        if name not in _MISSING:
+        dtype, default = _OPTIONAL[name]
+        if default is None:
             raise RunError(
                 f"{name}: only some sequences of an update have this field; set it for all sequences or for none"
             )
-        dtype, default = _MISSING[name]
         lengths = [len(s.completion_ids) for s in sequences]
         values = [np.full(n, default, dtype) if v is None else v for v, n in zip(values, lengths)]
     return _joined(values)

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from gdpo_nemo.algorithms import TokenFields
+from gdpo_nemo.algorithms.losses import TOKEN_INPUTS, TokenFields, TokenInput
 from gdpo_nemo.data.packing import PackedRows, TrainSequence
 from gdpo_nemo.megatron.attention import PackedAttention
 from gdpo_nemo.megatron.flex_attention import block_mask
 from gdpo_nemo.megatron.packing import Packing, packing_arrays, packing_of
 
-_DTYPES = {"staleness": np.int32, "chosen": bool}
-"""Data types of the fields that are not float32."""
+_INPUTS = {"sampler_logprobs": TokenInput(np.float32), **TOKEN_INPUTS}
+"""Per-token inputs of the loss."""
+_FIELD = "field."
+"""Prefix of the names of arrays that are fields of ``TokenFields``."""
 _ALIGNMENT = 16
 """Alignment of every array in bytes: sufficient for all data types and for the widest loads of a kernel."""
 
@@ -102,7 +104,7 @@ def make_micro_batch(
         arrays["seq_idx"] = np.repeat(np.arange(len(rows.padded_lengths), dtype=np.int32), rows.padded_lengths)[None]
     if with_fields:
         fields, trained = _field_arrays(sequences, rows)
-        arrays |= {f"field.{name}": array for name, array in fields.items()}
+        arrays |= {_FIELD + name: array for name, array in fields.items()}
         if len(trained) < len(rows.rows):
             arrays["trained"] = trained
     tensors = to_device(arrays, device)
@@ -111,33 +113,17 @@ def make_micro_batch(
     packing.window_block_mask = block_mask(tensors, windowed=True)
     packing.routing = tensors.get("routing")
     packing.seq_idx = tensors.get("seq_idx")
+    inputs: dict[str, Any] = {
+        name.removeprefix(_FIELD): tensor for name, tensor in tensors.items() if name.startswith(_FIELD)
+    }
     return MicroBatch(
         rows,
         tensors["tokens"][None],
         tensors["rows"],
         tensors["targets"],
         packing,
-        _token_fields(tensors, len(sequences)) if with_fields else None,
+        TokenFields(num_sequences=len(sequences), **inputs) if with_fields else None,
         tensors.get("trained"),
-    )
-
-
-def _token_fields(tensors: Mapping[str, torch.Tensor], num_sequences: int) -> TokenFields:
-    """Create ``TokenFields`` from the tensors that are named ``field.NAME``."""
-    return TokenFields(
-        tensors["field.advantages"],
-        tensors["field.weights"],
-        tensors["field.sequence_ids"],
-        num_sequences,
-        old_logprobs=tensors.get("field.old_logprobs"),
-        sampler_logprobs=tensors.get("field.sampler_logprobs"),
-        reference_logprobs=tensors.get("field.reference_logprobs"),
-        old_values=tensors.get("field.old_values"),
-        returns=tensors.get("field.returns"),
-        staleness=tensors.get("field.staleness"),
-        pairs=tensors.get("field.pairs"),
-        chosen=tensors.get("field.chosen"),
-        terms=tensors.get("field.terms"),
     )
 
 
@@ -164,13 +150,11 @@ def _field_arrays(sequences: Sequence[TrainSequence], rows: PackedRows) -> tuple
     }
     if not sequences or any(sequence.pair for sequence in sequences):
         fields["pairs"] = _pair_numbers(sequences)[rows.sequence]
-    for name in ("sampler_logprobs", "old_logprobs", "reference_logprobs", "old_values", "returns", *_DTYPES):
+    for name, (dtype, _) in _INPUTS.items():
         # A rank without sequences does not know which optional fields the other ranks have, so it creates all fields.
         # These fields are empty, which is valid for every loss.
         if not sequences or getattr(sequences[0], name) is not None:
-            fields[name] = values_of_rows(name, _DTYPES.get(name, np.float32))
-    if sequences and sequences[0].terms is not None:
-        fields["terms"] = values_of_rows("terms", np.float32)
+            fields[name] = values_of_rows(name, dtype)
     if len(trained) < len(weights):
         fields = {name: array[trained] for name, array in fields.items()}
     return fields, trained

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Callable, Generic, Iterable, Iterator, Mapping, Sequence, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.algorithms import LossSettings
 from gdpo_nemo.algorithms.component_weights import directions
@@ -32,17 +33,14 @@ if TYPE_CHECKING:
     from gdpo_nemo.observe.log import RunLog
 
 
-Batch = TypeVar("Batch")
-"""Type of a batch: ``Rollout`` if the algorithm samples, otherwise ``PromptBatch``."""
-Prepared = TypeVar("Prepared")
-"""Return type of ``prepare``. The training loop only passes it to the other methods."""
-
-
-class Algorithm(ABC, Generic[Batch, Prepared]):
+class Algorithm[Batch, Prepared](ABC):
     """Base class of all algorithms. Instances run in the driver process.
 
     If a method of a custom class raises an exception, the run ends with a message that contains the class and the
     method.
+
+    ``Batch`` is the type of a batch: ``Rollout`` if the algorithm samples, otherwise ``PromptBatch``. ``Prepared`` is
+    the return type of ``prepare``, which the training loop only passes to the other methods.
 
     Args:
         policy: computes log-probs with the current or the reference weights. The training loop updates it.
@@ -202,10 +200,10 @@ def _named(cls: type[Algorithm[Any, Any]], method: str, definition: Any) -> Any:
     def bound(target: Any) -> Callable[..., Any]:
         if definition is None:
             found: Callable[..., Any] = getattr(super(cls, target), method)
-            return found
-        found = (
-            definition.__get__(None, target) if isinstance(target, type) else definition.__get__(target, type(target))
-        )
+        elif isinstance(target, type):
+            found = definition.__get__(None, target)
+        else:
+            found = definition.__get__(target, type(target))
         return found
 
     @wraps(getattr(cls, method))

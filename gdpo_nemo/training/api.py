@@ -9,10 +9,11 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Mapping, Sequence, Union
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -30,6 +31,7 @@ from gdpo_nemo.config.schema import Config, DatasetConfig
 from gdpo_nemo.observe.display import NORMAL, QUIET, shown
 from gdpo_nemo.observe.metrics import read_metrics
 from gdpo_nemo.observe.ownership import check_free
+from gdpo_nemo.training.supervisor import FIRST_ATTEMPT, Attempt
 from gdpo_nemo.training.validation import validate
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line
 from gdpo_nemo.utils.files import write_whole
@@ -102,14 +104,11 @@ def train(
     check_creatable_folder("run.dir", inline.config.run.dir)
     check_free(Path(inline.config.run.dir))
     with written(Path(inline.config.run.dir), inline.files), imports_tried():
-        return run(validate(inline.config), begin)
+        return run(validate(inline.config), Attempt(begin=begin))
 
 
-def run(resolved: Resolved, begin: float | None = None) -> TrainResult:
+def run(resolved: Resolved, attempt: Attempt = FIRST_ATTEMPT) -> TrainResult:
     """Run a validated config. A process can have only one run at a time.
-
-    Args:
-        begin: start time for measurements, in seconds since the epoch. None: start of this process.
 
     Raises:
         ConfigError: if the config or an input is invalid.
@@ -118,13 +117,13 @@ def run(resolved: Resolved, begin: float | None = None) -> TrainResult:
     if not _one_at_a_time.acquire(blocking=False):
         raise RunError("this process already has a run in flight; wait until it ends, or train in another process")
     try:
-        with shown(sys.stdout, NORMAL, begin) as display:
+        with shown(sys.stdout, NORMAL, attempt.begin) as display:
             if resolved.config.logger.console == "quiet":
                 display.level = QUIET
             with phase("imports"):
                 from gdpo_nemo.training.trainer import run as fit
 
-            status = fit(resolved, begin)
+            status = fit(resolved, attempt)
     except SystemExit as end:  # The run received a signal before training had started, or a second signal.
         if end.code not in STOPPED:
             raise RunError(f"the run was ended by sys.exit({end.code!r})") from end
@@ -147,13 +146,13 @@ def _result(config: Config, status: int) -> TrainResult:
     return TrainResult(status, run_dir, run_dir / "model" if exported else None, steps, validation, config)
 
 
-RewardFunction = Union[Callable[..., Any], str, Mapping[str, Any]]
+RewardFunction = Callable[..., Any] | str | Mapping[str, Any]
 """A function, or any value that the option ``functions`` of the environment ``functions`` accepts: a name, an import
 path, or a mapping with arguments."""
-Reward = Union[RewardFunction, tuple[RewardFunction, float]]
+Reward = RewardFunction | tuple[RewardFunction, float]
 """A reward function, or a tuple of a reward function and its weight. The default weight is 1."""
-PathLike = Union[str, "os.PathLike[str]"]
-Rows = Union[PathLike, Sequence[PathLike], Iterable[Mapping[str, Any]]]
+PathLike = str | os.PathLike[str]
+Rows = PathLike | Sequence[PathLike] | Iterable[Mapping[str, Any]]
 """A value of ``data.train.path``, or the rows themselves: a list of dictionaries or a ``datasets.Dataset``."""
 
 _ENVIRONMENT = "functions"

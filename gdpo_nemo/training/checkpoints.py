@@ -29,10 +29,11 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Iterator, Sequence
+from typing import Any
 
 from gdpo_nemo.observe.run_files import LEDGER, LEDGER_MORE, fault
 from gdpo_nemo.utils.errors import RunError
@@ -292,7 +293,7 @@ def _read_listing(folder: Path) -> dict[str, tuple[int, int]] | None:
         listing = {name: (size, checksum) for name, (size, checksum) in parse_json(read_text(folder / _FILES)).items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    valid = all(type(number) is int for pair in listing.values() for number in pair)
+    valid = all(type(number) is int for number in itertools.chain.from_iterable(listing.values()))
     inside = all(not Path(name).is_absolute() and ".." not in Path(name).parts for name in listing)
     return listing if valid and inside else None
 

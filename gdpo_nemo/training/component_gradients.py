@@ -7,8 +7,9 @@ regularisation (KL and entropy).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -105,7 +106,9 @@ class ComponentGradients:
         ids = np.repeat(np.arange(len(groups)), [len(group.trajectories) for group in groups])
         self._scores, used = score_coefficients(rewards, ids)
         self._update = [_with_terms(s, terms[s.trajectory], self._scores[s.trajectory]) for s in update]
-        halves = [[s for s in self._update if ids[s.trajectory] % 2 == half] for half in (0, 1)]
+        halves: tuple[list[TrainSequence], ...] = ([], [])
+        for s in self._update:
+            halves[ids[s.trajectory] % 2].append(s)
         self._shares = [used[ids % 2 == half].sum(axis=0) / np.maximum(used.sum(axis=0), 1) for half in (0, 1)]
         """Share of each half in the samples with each component, by half: [components]."""
         count = len(weighted)

@@ -13,7 +13,7 @@ from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.observe.log import RunLog
 from gdpo_nemo.rollouts.batches import BatchStream
 from gdpo_nemo.training.checkpoints import Checkpoints, RunState
-from gdpo_nemo.training.supervisor import current_attempt
+from gdpo_nemo.training.supervisor import FIRST_ATTEMPT, Attempt
 from gdpo_nemo.utils.signals import leave_lost_terminal
 
 if TYPE_CHECKING:  # These imports take seconds and would delay the message about an invalid config.
@@ -61,6 +61,8 @@ class RunComponents:
     prompt_limit: int | None = None
     """Maximum number of prompts of the whole run (``config.layout.prompt_limit``); None: no limit."""
     validation_prompts: list[Prompt] = field(default_factory=list)
+    attempt: Attempt = FIRST_ATTEMPT
+    """Current attempt of the run."""
     total_updates: int = 0
     """Number of optimizer updates of the whole run (``resume.total_updates``)."""
     policy: PolicyGroup = field(init=False)
@@ -83,12 +85,10 @@ class RunComponents:
 
         attributes = vars(self)
         groups = {"policy rank": attributes.get("policy"), "engine": self.fleet, "environment node": self.environments}
-        roles = {
-            f"{name} {n}": location
-            for name, group in groups.items()
-            if group
-            for n, location in group.process_locations().items()
-        }
+        roles = {}
+        for name, group in groups.items():
+            for number, location in group.process_locations().items() if group else ():
+                roles[f"{name} {number}"] = location
         logs = log_folder()
         return {
             "step": self.state.step,
@@ -96,7 +96,7 @@ class RunComponents:
             "queues": self.stream.queues() if "stream" in attributes else {},
             "roles": roles,
             "logs": str(logs) if logs else None,
-            "restarts": current_attempt().restarts,
+            "restarts": self.attempt.restarts,
         }
 
     def finish(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -96,8 +98,6 @@ class TokenScores:
         rollout = config.rollout
         self._entropies = rollout.save_entropies and rollout.save_samples
         self._all = self._entropies or (rollout.save_trainer_logprobs and rollout.save_samples)
-        self._found: dict[int, np.ndarray] = {}
-        """Scores by ``id`` of the sequence, [completion tokens, 1 to 3 columns]: log-prob, entropy, value."""
 
     def logprobs(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
         """Return the log-probs with the current weights: float32 [completion tokens] for each sequence."""
@@ -109,12 +109,15 @@ class TokenScores:
         return self._column(sequences, -1)
 
     def _column(self, sequences: list[TrainSequence], index: int) -> list[np.ndarray]:
-        unknown = [sequence for sequence in sequences if id(sequence) not in self._found]
+        return [np.ascontiguousarray(scores[:, index]) for scores in self._scores(sequences)]
+
+    def _scores(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
+        """Return ``TrainSequence.scores`` of each sequence. Missing scores are computed and set."""
+        unknown = [sequence for sequence in sequences if sequence.scores is None]
         if unknown:
-            self._found |= {
-                id(sequence): found for sequence, found in zip(unknown, self._compute(unknown), strict=True)
-            }
-        return [np.ascontiguousarray(self._found[id(sequence)][:, index]) for sequence in sequences]
+            for sequence, found in zip(unknown, self._compute(unknown), strict=True):
+                sequence.scores = found
+        return [sequence.scores for sequence in sequences if sequence.scores is not None]
 
     def _compute(self, sequences: list[TrainSequence]) -> list[np.ndarray]:
         if self._with_values:
@@ -131,15 +134,13 @@ class TokenScores:
 
         If ``rollout.save_trainer_logprobs`` or ``rollout.save_entropies`` is set, missing values are computed.
         """
-        unknown = [sequence for sequence in sequences if id(sequence) not in self._found]
-        if unknown and self._all:
-            self.logprobs(unknown)
-        if not self._found:
+        if self._all:
+            self._scores(sequences)
+        if all(sequence.scores is None for sequence in sequences):
             return None, None
-        found = [self._found.get(id(sequence)) for sequence in sequences]
 
         def column(index: int) -> list[np.ndarray | None]:
-            return [None if values is None else values[:, index] for values in found]
+            return [None if s.scores is None else s.scores[:, index] for s in sequences]
 
         return column(0), column(1) if self._entropies else None
 
@@ -203,7 +204,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
             if self.loss.reference_policy_kl_penalty:
                 for sequence, values in zip(update, self.policy.logprobs(update, reference=True)):
                     sequence.reference_logprobs = values
-        sequences = [sequence for update in updates for sequence in update]
+        sequences = list(chain.from_iterable(updates))
         known = []
         for column in scores.recorded(sequences):
             found = None if column is None else by_trajectory(sequences, column, batch.trajectories)
@@ -346,7 +347,7 @@ class GDPO(Algorithm["Rollout", PreparedRollout]):
 
     def _mean_advantages(self, prepared: PreparedRollout) -> np.ndarray:
         """Return the mean advantage over the policy tokens of each trajectory. Shape: float64 [trajectories]."""
-        sequences = [s for update in prepared.updates for s in update]
+        sequences = list(chain.from_iterable(prepared.updates))
         numbers = [s.trajectory for s in sequences]
         sums = [float(s.where_written(s.token_advantages()).sum(dtype=np.float64)) for s in sequences]
         tokens = np.bincount(numbers, [s.num_policy_tokens for s in sequences])

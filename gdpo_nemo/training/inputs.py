@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.config.data_files import is_broken_link
 from gdpo_nemo.config.layout import Resolved
@@ -116,7 +118,9 @@ def read_inputs(resolved: Resolved, splits: Sequence[str]) -> Inputs:
         with phase("preflight"):
             _preflight(environments, sources)
         check_rewards(config.gdpo, resolved.algorithm, environments)
-    found += [sentence for sentence in (source.left_out() for source in sources.values()) if sentence]
+    for source in sources.values():
+        if sentence := source.left_out():
+            found.append(sentence)
     held_out = sources["validation"].head(config.gdpo.val_prompts) if "validation" in sources else []
     check_turns_kept(config, len(held_out))
     adapter = starting_adapter(config.policy, resolved.model.source)
@@ -146,7 +150,8 @@ def _preflight(environments: Mapping[str, Any], sources: Mapping[str, PromptSour
         if not environment.has_preflight:
             continue
         try:
-            environment.preflight([p for s in sources.values() for p in s.one_of_each_row() if p.environment == name])
+            prompts = chain.from_iterable(source.one_of_each_row() for source in sources.values())
+            environment.preflight([prompt for prompt in prompts if prompt.environment == name])
         except GdpoError as error:
             raise type(error)(f"env.{name}: {error}") from None
         finally:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -76,7 +78,7 @@ class PPO(GDPO):
         trained = [reward is not None for reward in rewards]
         updates = updates_of(batch.trajectories, no_advantages, self.config, batch.version, trained)
         scores = TokenScores(self.policy, self.config, values=True)
-        sequences = [s for update in updates for s in update]
+        sequences = list(chain.from_iterable(updates))
         measured = self._credit_tokens(rewards, batch.trajectories, sequences, scores)
         return self._scored(batch, rewards_by_component, updates, measured, scores)
 

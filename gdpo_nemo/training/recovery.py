@@ -12,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING
 
-from gdpo_nemo.training.supervisor import count_rebuild, current_attempt, report
+from gdpo_nemo.training.supervisor import FIRST_ATTEMPT, Attempt, report
 from gdpo_nemo.utils.errors import START_AGAIN, FailureKind, GdpoError, InfrastructureFailed, kind_of
 
 if TYPE_CHECKING:  # These modules import torch and Ray, which would delay the message about an invalid config.
@@ -45,7 +48,9 @@ class RetainedSession:
     decision.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attempt: Attempt = FIRST_ATTEMPT) -> None:
+        self.attempt = attempt
+        """Current attempt of the run."""
         self.session = contextlib.ExitStack()
         """Stack that closes Ray's session and the fork server, if they were started."""
         self.placement: Placement | None = None
@@ -89,10 +94,11 @@ class RetainedSession:
         sentence = f"{message}; the policy is restarted from the last checkpoint; everything else continues"
         error.args = (sentence,)
         self._end_without_ray = _end
-        count_rebuild(sentence)
+        rebuilds = self.attempt.rebuilds + 1
+        self.attempt = replace(self.attempt, rebuilds=rebuilds, lost_at=time.time(), reason=sentence)
 
     def _may_restart(self, parts: RunComponents) -> bool:
-        attempt = current_attempt()
+        attempt = self.attempt
         return (
             attempt.supervised
             and attempt.restarts + attempt.rebuilds < parts.config.run.max_restarts

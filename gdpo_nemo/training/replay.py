@@ -10,9 +10,10 @@ import contextlib
 import inspect
 import itertools
 import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.config.algorithm_choice import spec_of
 from gdpo_nemo.config.changes import load_saved_config
@@ -137,9 +138,8 @@ def _audit_samples(
         complete: last step of which samples must exist.
     """
     paths = dict(rollout_files(run_dir))
-    result.found += [
-        f"{paths[step]}: journal.jsonl has no step {step}" for step in paths.keys() - {e.step for e in entries}
-    ]
+    recorded = {entry.step for entry in entries}
+    result.found += [f"{paths[step]}: journal.jsonl has no step {step}" for step in paths.keys() - recorded]
     trained = compared = hashed = 0
     for entry in entries:
         config = [config for first, config in configs if first <= entry.step][-1]
@@ -200,20 +200,7 @@ def plan_rerun(
             for segment in segments
         ]
     for segment in segments:
-        check_own_functions(segment.config)
-        kind = load_algorithm(segment.config, spec_of(segment.config))
-        if not kind.samples:
-            raise ConfigError(
-                f"{run_dir}: algorithm.type {segment.config.algorithm.type} does not sample, so it "
-                "cannot be replayed; train again"
-            )
-        if not saves_all_groups(segment.config):
-            raise ConfigError(
-                f"{run_dir}: of the {segment.config.gdpo.num_prompts_per_step} groups of steps {segment.first} to "
-                f"{segment.last} the samples of {segment.config.rollout.save_groups} were written (rollout.save_groups)"
-            )
-        if segment.recorded is not None:
-            _check_comparable(segment, kind)
+        _check_segment(run_dir, segment)
     if state.updates == UPDATES_UNKNOWN:  # an older checkpoint
         state.updates = state.step * updates_per_step(segments[0].config, spec_of(segments[0].config))
     out = run_dir / f"replay_{last}" if out is None else out
@@ -226,6 +213,28 @@ def plan_rerun(
         raise ConfigError(f"--check: {run_dir} has no checkpoint of step {last}; there are: {steps}")
     model = _model(run_dir, segments[0].config)
     return Plan(run_dir, out, entries, segments, state, checkpoint, model, original)
+
+
+def _check_segment(run_dir: Path, segment: Segment) -> None:
+    """Check that the steps of a segment can be trained again from the recorded samples.
+
+    Raises:
+        ConfigError: if they cannot.
+    """
+    check_own_functions(segment.config)
+    kind = load_algorithm(segment.config, spec_of(segment.config))
+    if not kind.samples:
+        raise ConfigError(
+            f"{run_dir}: algorithm.type {segment.config.algorithm.type} does not sample, so it "
+            "cannot be replayed; train again"
+        )
+    if not saves_all_groups(segment.config):
+        raise ConfigError(
+            f"{run_dir}: of the {segment.config.gdpo.num_prompts_per_step} groups of steps {segment.first} to "
+            f"{segment.last} the samples of {segment.config.rollout.save_groups} were written (rollout.save_groups)"
+        )
+    if segment.recorded is not None:
+        _check_comparable(segment, kind)
 
 
 def _check_comparable(segment: Segment, kind: type[Algorithm[Any, Any]]) -> None:
@@ -461,9 +470,8 @@ def _quiet(config: Config, out: Path) -> Config:
 
 def compare_metrics(plan: Plan) -> list[str]:
     """Return a sentence for each metric in ``COMPARED`` and each step at which the replay differs from the run."""
-    before, now = (
-        {row["step"]: row for row in read_metrics(folder) if "lr" in row} for folder in (plan.run_dir, plan.out)
-    )
+    before = _training_rows(plan.run_dir)
+    now = _training_rows(plan.out)
     found = []
     for step in range(plan.segments[0].first, plan.last + 1):
         if step not in before:
@@ -473,6 +481,11 @@ def compare_metrics(plan: Plan) -> list[str]:
             if before[step].get(key) != now[step].get(key):
                 found.append(f"step {step}: {key} is {now[step].get(key)!r} and was {before[step].get(key)!r}")
     return found
+
+
+def _training_rows(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return the metrics of each training step of a run."""
+    return {row["step"]: row for row in read_metrics(folder) if "lr" in row}
 
 
 def compare_weights(plan: Plan) -> list[str]:

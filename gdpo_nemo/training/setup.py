@@ -33,9 +33,10 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable, Iterator
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -60,8 +61,8 @@ from gdpo_nemo.rollouts.batches import PromptStream
 from gdpo_nemo.training.components import RunComponents, Stop
 from gdpo_nemo.training.inputs import Inputs, read_inputs
 from gdpo_nemo.training.recovery import Decision, RetainedSession
-from gdpo_nemo.training.resume import find_start, record_config, run_date, total_updates
-from gdpo_nemo.training.supervisor import current_attempt, report
+from gdpo_nemo.training.resume import Start, find_start, record_config, run_date, total_updates
+from gdpo_nemo.training.supervisor import report
 from gdpo_nemo.utils.errors import START_AGAIN, GdpoError, InfrastructureFailed
 from gdpo_nemo.utils.progress import importing, phase
 from gdpo_nemo.utils.signals import answered_by, raw_lines_in
@@ -81,14 +82,12 @@ RAW_LINES = "driver.log"
 
 
 @contextlib.contextmanager
-def run_context(
-    resolved: Resolved, begin: float | None = None, retained: RetainedSession | None = None
-) -> Iterator[RunComponents]:
+def run_context(resolved: Resolved, retained: RetainedSession | None = None) -> Iterator[RunComponents]:
     """Yield the components of a run, ready to train. When the block ends, they are closed and the reason is logged.
 
     Args:
-        begin: time of the user's request, in seconds since the epoch. None: start of this process.
-        retained: parts of the previous attempt. After the block, its ``decision`` states whether to restart.
+        retained: the current attempt, and parts of the previous one. After the block, its ``decision`` states whether
+            to restart.
     """
     config = resolved.config
     retained = retained or RetainedSession()
@@ -110,21 +109,21 @@ def run_context(
         start = find_start(resolved, run_dir, inputs)
         start.checkpoints.set_aside()
         record_config(config, run_dir, start.state.step)
-        last, reason = last_step(config.gdpo, limit), current_attempt().reason
-        log = RunLog(config, run_dir, start.state.step, last, owner.check, reason)
+        attempt = retained.attempt
+        last = last_step(config.gdpo, limit)
+        log = RunLog(config, run_dir, start.state.step, last, owner.check, attempt.reason)
         outcome = ["failed"]
         stack.callback(lambda: log.close(outcome[0]))
-        for line in (*inputs.alerts, *start.damaged):
-            log.alert(line)
-        for line in (*([owner.predecessor] if owner.predecessor else []), *start.remarks):
-            log.note(line)
-        parts = RunComponents(resolved, run_dir, log, stop, start.checkpoints, start.state, limit, inputs.held_out)
+        _log_findings(log, inputs, start, owner.predecessor)
+        parts = RunComponents(
+            resolved, run_dir, log, stop, start.checkpoints, start.state, limit, inputs.held_out, attempt
+        )
         status = StatusFile(run_dir, parts.describe)
         stack.callback(lambda: status.close(outcome[0]))
         stack.enter_context(raw_lines_in(run_dir / RAW_LINES))
         try:
             retained.handle_lost_ray(partial(_end_without_ray, parts, status))
-            _start_processes(parts, stack, inputs, start.path, begin, retained)
+            _start_processes(parts, stack, inputs, start.path, retained)
             if start.changes:
                 upcoming = parts.policy.next_learning_rate()
                 log.note(_learning_rates(run_dir, start.state.step, upcoming))
@@ -134,10 +133,8 @@ def run_context(
             yield parts
             outcome[0] = "stopped" if stop.requested else "complete"
         except GdpoError as error:
-            if isinstance(error, WaitExpired):  # Processes are examined before any process is closed.
-                status.write(error.waits)
-                diagnosis = examine(run_dir)
-                error.args = (f"{error}; {diagnosis.sentence} (see {diagnosis.folder})",)
+            if isinstance(error, WaitExpired):
+                _diagnose(error, status, run_dir)
             if retained.decide(parts, error) is Decision.RESTART:
                 outcome[0] = RESTARTING
             log.alert(str(error))
@@ -147,12 +144,28 @@ def run_context(
             raise SystemExit(stop.status or end.code) from None  # While waiting, Ray changes every exit status to 1.
 
 
+def _log_findings(log: RunLog, inputs: Inputs, start: Start, predecessor: str | None) -> None:
+    """Log what was found in the inputs, the checkpoints and the run folder."""
+    for line in (*inputs.alerts, *start.damaged):
+        log.alert(line)
+    if predecessor:
+        log.note(predecessor)
+    for line in start.remarks:
+        log.note(line)
+
+
+def _diagnose(error: WaitExpired, status: StatusFile, run_dir: Path) -> None:
+    """Add to the error what the run's processes do. Call this before any process is closed."""
+    status.write(error.waits)
+    diagnosis = examine(run_dir)
+    error.args = (f"{error}; {diagnosis.sentence} (see {diagnosis.folder})",)
+
+
 def _start_processes(
     parts: RunComponents,
     stack: contextlib.ExitStack,
     inputs: Inputs,
     checkpoint: Path | None,
-    begin: float | None,
     retained: RetainedSession,
 ) -> None:
     """Start Ray and the policy's ranks. If the algorithm samples, also start engines and environments concurrently."""
@@ -160,6 +173,7 @@ def _start_processes(
 
     resolved = parts.resolved.with_ranks()
     config = resolved.config
+    begin = retained.attempt.begin
     lap = parts.log.stopwatch("start", psutil.Process().create_time() if begin is None else begin)
     lap("imports, config, data")
     if retained.placement is None:

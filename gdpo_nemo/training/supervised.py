@@ -1,19 +1,22 @@
 """Algorithms that train on answers in the data: supervised fine-tuning, and preference tuning.
 
 These algorithms do not sample, so neither engines nor environments are started. Training loop, policy, checkpoints,
-resuming and export are the same as for all algorithms. The preference losses are in
-``algorithms/preference_losses.py``.
+resuming and export are the same as for all algorithms. The preference objectives are in
+``algorithms/preference_objectives.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from gdpo_nemo.algorithms import LossSettings, token_weights
-from gdpo_nemo.algorithms.preference_settings import PreferenceSettings, PreferenceUpdate
+from gdpo_nemo.algorithms.losses import TOKEN_INPUTS
+from gdpo_nemo.algorithms.preference_objectives import PREFERENCES, PreferenceSettings, PreferenceUpdate
 from gdpo_nemo.config.schema import Config
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.records import Prompt, UpdateResult
@@ -56,8 +59,7 @@ class SupervisedFineTuning(Algorithm["PromptBatch", list[list[TrainSequence]]]):
 
     def prepare(self, batch: PromptBatch) -> list[list[TrainSequence]]:
         """Return the sequences of each update."""
-        sequences = [sequence for prompt in batch.prompts for sequence in sequences_of(prompt)]
-        return _updates(sequences, self.config)
+        return _updates(sequences_of(batch.prompts), self.config)
 
     def updates(self, prepared: list[list[TrainSequence]]) -> Iterator[list[TrainSequence]]:
         """Yield the sequences of each update, weighted so that their loss is the mean selected by
@@ -74,12 +76,12 @@ class SupervisedFineTuning(Algorithm["PromptBatch", list[list[TrainSequence]]]):
         self, prepared: list[list[TrainSequence]], results: Sequence[UpdateResult], version: int
     ) -> dict[str, float]:
         """Return the metrics of loss, gradient norm, entropy and packing."""
-        tokens = sum(s.num_policy_tokens for update in prepared for s in update)
+        tokens = sum(map(self.count_tokens, prepared))
         return {**_update_metrics(results), "train/tokens": float(tokens)}
 
     def validate(self, evaluated: Sequence[Prompt]) -> dict[str, float]:
         """Return the mean cross-entropy per trained token on the held-out rows."""
-        sequences = [sequence for prompt in evaluated for sequence in sequences_of(prompt)]
+        sequences = sequences_of(evaluated)
         values = [s.where_written(found) for s, found in zip(sequences, self.policy.logprobs(sequences))]
         return {"validation/loss": -float(np.concatenate(values).astype(np.float64).mean())}
 
@@ -93,7 +95,7 @@ class PreparedPairs:
 
 
 class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
-    """Training on preferences between answers in the data (``algorithm.type`` dpo, kto, orpo, simpo or cpo)."""
+    """Training on preferences between answers in the data (all objectives of ``PREFERENCES`` but reward_model)."""
 
     samples = False
 
@@ -101,6 +103,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
         super().__init__(config, policy, tokenizer, log)
         self.kind = config.algorithm.type
         self.settings: PreferenceSettings = config.preference
+        self._estimates_kl = PREFERENCES[self.kind].estimates_kl
         self._reference = self.settings.needs_reference(self.kind)
 
     @classmethod
@@ -119,7 +122,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
     def updates(self, prepared: PreparedPairs) -> Iterator[list[TrainSequence]]:
         """Yield the sequences of each update, and set ``loss`` to the settings that the ranks receive with it."""
         for number, update in enumerate(prepared.updates):
-            if self.kind == "kto":
+            if self._estimates_kl:
                 prepared.kl[number] = self._kl(update)
             self.loss = self._update_settings(update, prepared.kl[number])
             yield update
@@ -130,11 +133,12 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
         for result in results:
             for name, value in result.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
-        common = [
-            replace(r, sums={n: r.sums[n] for n in ("tokens", "entropy") if n in r.sums}, maxima={}) for r in results
-        ]
+        common = []
+        for result in results:
+            shared = {name: value for name, value in result.sums.items() if name in ("tokens", "entropy")}
+            common.append(replace(result, sums=shared, maxima={}))
         row = {**_update_metrics(common), **preference_metrics(sums), "train/tokens": sums["tokens"]}
-        if self.kind == "kto":
+        if self._estimates_kl:
             row["preference/kl"] = float(np.mean(prepared.kl))
         return row
 
@@ -149,7 +153,7 @@ class PreferenceTuning(Algorithm["PromptBatch", PreparedPairs]):
         if self._reference:
             for sequence, values in zip(sequences, self.policy.logprobs(sequences, reference=True)):
                 sequence.reference_logprobs = values
-        settings = self._update_settings(sequences, self._kl(sequences) if self.kind == "kto" else 0.0)
+        settings = self._update_settings(sequences, self._kl(sequences) if self._estimates_kl else 0.0)
         values = np.concatenate([s.where_written(found) for s, found in zip(sequences, now)])
         loss, metrics = preference_loss(torch.from_numpy(values), None, _fields(sequences), settings)
         found = preference_metrics({name: float(value) for name, value in metrics.sums.items()})
@@ -222,7 +226,7 @@ def _mismatched(update: Sequence[TrainSequence]) -> list[TrainSequence]:
     by_prompt: dict[bytes, list[TrainSequence]] = {}
     for sequence in update:
         by_prompt.setdefault(sequence.prompt_ids.tobytes(), []).append(sequence)
-    rows = [sequence for prompt_rows in by_prompt.values() for sequence in prompt_rows]
+    rows = list(chain.from_iterable(by_prompt.values()))
     largest = max(map(len, by_prompt.values()))
     answers = rows[-largest:] + rows[:-largest]
     return [
@@ -244,18 +248,14 @@ def _scored(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
     return found
 
 
-def sequences_of(prompt: Prompt) -> list[TrainSequence]:
-    """Return the answers of a prompt as sequences. Every trained token has weight 1."""
-    return [
-        TrainSequence(
-            prompt.token_ids,
-            answer.token_ids,
-            np.full(len(answer.token_ids), np.nan, np.float32),
-            weight=1.0,
-            loss_mask=answer.mask,
-        )
-        for answer in prompt.fields["answers"]
-    ]
+def sequences_of(prompts: Sequence[Prompt]) -> list[TrainSequence]:
+    """Return the answers of all prompts as sequences. Every trained token has weight 1."""
+    found = []
+    for prompt in prompts:
+        for answer in prompt.fields["answers"]:
+            unknown = np.full(len(answer.token_ids), np.nan, np.float32)
+            found.append(TrainSequence(prompt.token_ids, answer.token_ids, unknown, weight=1.0, loss_mask=answer.mask))
+    return found
 
 
 def _numbered(prompts: Sequence[Prompt]) -> list[TrainSequence]:
@@ -263,7 +263,7 @@ def _numbered(prompts: Sequence[Prompt]) -> list[TrainSequence]:
     for rejected answers."""
     found = []
     for number, prompt in enumerate(prompts, start=1):
-        for sequence, answer in zip(sequences_of(prompt), prompt.fields["answers"]):
+        for sequence, answer in zip(sequences_of([prompt]), prompt.fields["answers"]):
             sequence.pair = answer.sign * number
             found.append(sequence)
     return found
@@ -304,12 +304,12 @@ def _fields(sequences: Sequence[TrainSequence]) -> Any:
 
     from gdpo_nemo.algorithms import TokenFields
 
+    inputs: dict[str, Any] = {}
+    for name in TOKEN_INPUTS:
+        if sequences and getattr(sequences[0], name) is not None:
+            parts = [s.where_written(getattr(s, name)) for s in sequences]
+            inputs[name] = torch.from_numpy(np.concatenate(parts))
     ids = torch.repeat_interleave(torch.arange(len(sequences)), torch.tensor([s.num_policy_tokens for s in sequences]))
     ones = torch.ones(len(ids))
-    references = [s.reference_logprobs for s in sequences]
-    reference = None
-    if all(values is not None for values in references):
-        parts = [s.where_written(values) for s, values in zip(sequences, references) if values is not None]
-        reference = torch.from_numpy(np.concatenate(parts))
     pairs = torch.tensor([s.pair for s in sequences])[ids]
-    return TokenFields(ones, ones, ids, len(sequences), reference_logprobs=reference, pairs=pairs)
+    return TokenFields(ones, ones, ids, len(sequences), pairs=pairs, **inputs)

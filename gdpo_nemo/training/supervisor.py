@@ -3,7 +3,7 @@
 The process of the command, which has not imported any large library, forks the run and waits for it::
 
     supervisor (the command)                         child (the run)
-    supervised: fork ─────────────────────────────►  own process group, killed with its parent ─► attempt(begin)
+    supervised: fork ─────────────────────────────►  own process group, killed with its parent ─► run(attempt)
     _wait: forward each signal (USR1 as TERM) ────►  Stop: ends after the step and a checkpoint
     outcome ◄── pipe: kind and message ────────────  report(error)
     outcome ◄── exit status ───────────────────────  exit
@@ -34,9 +34,10 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from gdpo_nemo.cluster.worker_processes import remove_leftovers
 from gdpo_nemo.config.schema import Config
@@ -88,6 +89,8 @@ class Attempt:
     """True if a supervisor may restart the run after this attempt."""
     rebuilds: int = 0
     """Number of times that this process has restarted the policy (see ``recovery``)."""
+    begin: float | None = None
+    """Time of the user's request or of the restart, in seconds since the epoch. None: start of this process."""
 
     def __str__(self) -> str:
         return f"rebuild {self.rebuilds} of the policy" if self.rebuilds else f"restart {self.restarts}"
@@ -105,6 +108,10 @@ class Attempt:
         return row
 
 
+FIRST_ATTEMPT = Attempt()
+"""Attempt of a run without a supervisor."""
+
+
 @dataclass(frozen=True)
 class Failure:
     """Reason why an attempt failed."""
@@ -115,40 +122,26 @@ class Failure:
     """Message for the user."""
 
 
-_attempt = Attempt()
+def supervised(config: Config, run: Callable[[Attempt], int]) -> int:
+    """Call ``run`` in a child process, again after each infrastructure failure, and return the exit status.
 
-
-def current_attempt() -> Attempt:
-    """Return the attempt that runs in this process. Without a supervisor, this is always the first attempt."""
-    return _attempt
-
-
-def count_rebuild(sentence: str) -> None:
-    """Record that this process restarts its policy because of the failure that ``sentence`` describes."""
-    global _attempt
-    _attempt = replace(_attempt, rebuilds=_attempt.rebuilds + 1, lost_at=time.time(), reason=sentence)
-
-
-def supervised(config: Config, attempt: Callable[[float | None], int]) -> int:
-    """Call ``attempt`` in a child process, again after each infrastructure failure, and return the exit status.
-
-    This function returns, or raises the exception of ``attempt``, in the child process and in the parent process. The
+    This function returns, or raises the exception of ``run``, in the child process and in the parent process. The
     caller must end both processes in the same way.
 
     Args:
-        attempt: called with its start time in seconds since the epoch, or with None for the start of this process.
+        run: called with the attempt.
     """
-    global _attempt
     run_dir = Path(config.run.dir).absolute()
     furthest = _furthest_step(run_dir)
     restarts = stuck = 0
-    _attempt = Attempt(supervised=True)
+    attempt = Attempt(supervised=True)
     _control(_ADOPT_ORPHANS, 1)
     while True:
-        begin = time.time() if restarts else None
+        if restarts:
+            attempt = replace(attempt, begin=time.time())
         child = _Child.forked()
         if child is None:
-            return _reported(attempt, begin)
+            return _reported(run, attempt)
         status, failure = child.outcome(lambda pid: _last_ray_message(run_dir, pid))
         lost_at = time.time()
         if failure is None or failure.kind != FailureKind.INFRASTRUCTURE:
@@ -169,7 +162,7 @@ def supervised(config: Config, attempt: Callable[[float | None], int]) -> int:
         )
         _announce(run_dir, step, sentence, RESTARTING)
         time.sleep(pause)
-        _attempt = Attempt(restarts, lost_at, sentence, supervised=True)
+        attempt = Attempt(restarts, lost_at, sentence, supervised=True)
 
 
 def in_child(work: Callable[[], int]) -> int:
@@ -322,9 +315,9 @@ def _settle() -> None:
                 time.sleep(0.05)
 
 
-def _reported(attempt: Callable[[float | None], int], begin: float | None) -> int:
+def _reported(run: Callable[[Attempt], int], attempt: Attempt) -> int:
     try:
-        return attempt(begin)
+        return run(attempt)
     except BaseException as error:
         report(error)
         raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from gdpo_nemo.config.load import CONFIG, save_config
 from gdpo_nemo.data.records import Group, UpdateResult
 from gdpo_nemo.observe.display import active
 from gdpo_nemo.observe.journal import TrainedBatch
-from gdpo_nemo.training.supervisor import current_attempt
+from gdpo_nemo.training.supervisor import FIRST_ATTEMPT, Attempt
 from gdpo_nemo.utils.errors import GdpoError, NumericsFailed, UserCodeFailed
 from gdpo_nemo.utils.progress import frozen, phase
 from gdpo_nemo.utils.state import to_json
@@ -65,6 +66,7 @@ class Trainer:
 
     def __init__(self, parts: RunComponents):
         self.config = parts.config
+        self.attempt = parts.attempt
         self.state = parts.state
         self.updates_per_step = parts.resolved.updates_per_step
         self.algorithm = parts.algorithm
@@ -175,7 +177,7 @@ class Trainer:
 
     def _recovery(self, now: float) -> dict[str, float]:
         """Return the metrics of restarts for a row. The first row after a restart includes the recovery time."""
-        attempt = current_attempt()
+        attempt = self.attempt
         row = attempt.metrics(None if self.recovered else now)
         if not self.recovered and attempt.lost_at is not None:
             self.log.note(f"{attempt}: training continued {now - attempt.lost_at:.0f} s after the failure")
@@ -284,11 +286,8 @@ class Trainer:
         return period > 0 and (self.state.step % period == 0 or self.complete)
 
 
-def run(resolved: Resolved, begin: float | None = None) -> int:
+def run(resolved: Resolved, attempt: Attempt = FIRST_ATTEMPT) -> int:
     """Run a validated config until its end. Returns the exit status: 0, or 129, 130 or 143 if a signal stopped the run.
-
-    Args:
-        begin: see ``run_context``.
 
     Raises:
         ConfigError: if the config or an input is invalid.
@@ -297,23 +296,23 @@ def run(resolved: Resolved, begin: float | None = None) -> int:
     with phase("imports"):
         from gdpo_nemo.training.recovery import Decision, RetainedSession
 
-    retained = RetainedSession()
+    retained = RetainedSession(attempt)
     with contextlib.closing(retained):
         while True:
             try:
-                return _once(resolved, begin, retained)
+                return _once(resolved, retained)
             except GdpoError:
                 if retained.decision is Decision.FAIL:
                     raise
-            begin = time.time()
+            retained.attempt = replace(retained.attempt, begin=time.time())
             if display := active():
                 display.restart()
 
 
-def _once(resolved: Resolved, begin: float | None, retained: RetainedSession) -> int:
+def _once(resolved: Resolved, retained: RetainedSession) -> int:
     from gdpo_nemo.training.setup import run_context
 
-    with run_context(resolved, begin, retained) as parts:
+    with run_context(resolved, retained) as parts:
         trainer = Trainer(parts)
         with frozen():
             trainer.fit()

@@ -351,7 +351,8 @@ def test_an_own_correction_weighs_the_tokens_and_gets_no_gradient():
     place = "mine.py:f"
     lengths = torch.tensor([0, 0, 1])
     logprobs = torch.zeros(3, requires_grad=True)
-    fields = TokenFields(torch.ones(3), torch.ones(3), lengths, 2, None, torch.tensor([-0.5, 0.0, float("nan")]))
+    sampled = torch.tensor([-0.5, 0.0, float("nan")])
+    fields = TokenFields(torch.ones(3), torch.ones(3), lengths, 2, sampler_logprobs=sampled)
     settings = LossSettings(type="reinforce", off_policy=OffPolicySettings(mode=place, options={"power": 2.0}))
 
     def f(log_gap, fields, settings, power=1.0):

@@ -57,7 +57,7 @@ def trained(update, settings, now):
     chosen = None if update[1].chosen is None else flat(update, [s.chosen for s in update]).bool()
     fields = TokenFields(
         flat(update, [s.token_advantages() for s in update]), torch.ones(len(leaf)), torch.zeros(len(leaf)).long(), 1,
-        flat(update, [s.old_logprobs for s in update]), chosen=chosen,
+        old_logprobs=flat(update, [s.old_logprobs for s in update]), chosen=chosen,
     )  # fmt: skip
     loss, _ = policy_loss(leaf, None, fields, settings)
     loss.backward()

@@ -1,10 +1,13 @@
 """Each estimator against its formula, written with loops over groups."""
 
+import inspect
+
 import numpy as np
 import pytest
 
-from gdpo_nemo.algorithms import ESTIMATORS, compute_advantages
+from gdpo_nemo.algorithms import ESTIMATORS, Settings, compute_advantages
 from gdpo_nemo.algorithms.selection import check_selection
+from gdpo_nemo.algorithms.table import build_table
 
 WEIGHTS = np.array([1.0, 0.5, 2.0])
 EPS = 1e-6
@@ -339,3 +342,22 @@ def test_leave_one_out_is_divided_as_scale_rewards_says(estimator, scale, diviso
     got = compute_advantages({"r": rewards}, [0, 0, 0, 1, 1, 1], estimator=estimator, **options).values.numpy()
     others = [(np.delete(rewards[part], i)).mean() for part in (slice(0, 3), slice(3, 6)) for i in range(3)]
     np.testing.assert_allclose(got, (rewards - others) / divisor)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_registry_entry_declares_the_properties_of_its_estimator(name):
+    entry = ESTIMATORS[name]
+    rewards = {"a": [0.1, 0.5, 0.9, 0.3], "b": [0.2, 0.6, 0.4, 0.8]}
+
+    def terms(**settings):
+        return entry.function(build_table(rewards, [0, 0, 0, 0]), Settings(**settings))
+
+    def values(**settings) -> np.ndarray:
+        return terms(**settings).values
+
+    assert terms().holds_kl is entry.sums_rewards
+    assert np.allclose(values(), values(epsilon=0.5)) is (entry.scale == "none")
+    assert np.allclose(values(), values(scale_rewards="none")) is (entry.scale != "settings")
+    parameters = list(inspect.signature(entry.function).parameters)
+    assert tuple(parameters[2:]) == entry.options
+    assert entry.drops_rows or terms().dropped is None

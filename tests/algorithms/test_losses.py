@@ -169,7 +169,8 @@ def test_loss_is_the_corrected_policy_term_plus_kl_minus_entropy():
         torch.tensor(x).double() for x in ([-1.0, -2], [-1.1, -1.9], [-1.3, -2.9], [-1, -1])
     )
     entropy, advantages, weights = (torch.tensor(x).double() for x in ([0.7, 0.2], [1.0, -0.5], [0.25, 0.25]))
-    fields = TokenFields(advantages, weights, torch.tensor([0, 0]), 1, old, sampler, reference)
+    logprobs_of = dict(old_logprobs=old, sampler_logprobs=sampler, reference_logprobs=reference)
+    fields = TokenFields(advantages, weights, torch.tensor([0, 0]), 1, **logprobs_of)
     settings = LossSettings(
         ratio_clip_min=1.0,
         ratio_clip_max=9.0,
@@ -232,7 +233,7 @@ def test_clip_stops_the_gradient_where_the_ratio_has_gone_far_enough():
 def test_clips_are_counted_by_side_and_the_ratio_has_both_ends():
     ratios = torch.tensor([0.5, 1.0, 1.25, 1.5, 0.5, 1.5])
     advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
-    fields = TokenFields(advantages, torch.ones(6), torch.zeros(6, dtype=torch.int64), 1, torch.zeros(6))
+    fields = TokenFields(advantages, torch.ones(6), torch.zeros(6, dtype=torch.int64), 1, old_logprobs=torch.zeros(6))
     _, metrics = policy_loss(ratios.log(), None, fields, LossSettings())
     assert (metrics.sums["clipped"], metrics.sums["clipped_low"]) == (2, 1)
     assert metrics.maxima["ratio"].item() == pytest.approx(1.5)

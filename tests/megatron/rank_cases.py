@@ -12,7 +12,7 @@ import numpy as np
 
 from gdpo_nemo.config.schema import GenerationConfig, LoraConfig, PolicyConfig
 from gdpo_nemo.data.packing import assign, assign_singly
-from gdpo_nemo.data.shares import TRAINING, Share
+from gdpo_nemo.data.shares import Share
 
 
 @dataclass
@@ -197,7 +197,7 @@ def in_groups(place, folder, batch, sharing, budget=200, count=1, settings=None,
     return Measured(values, steps, sum(layout.shared))
 
 
-def share_of_units(place, batch, sharing, budget=120, fields=TRAINING):
+def share_of_units(place, batch, sharing, budget=120):
     """The share of a batch of pairs or trajectories that the driver would send here, its micro-batches as places, and
     the layout."""
     from megatron.core import parallel_state
@@ -215,7 +215,7 @@ def share_of_units(place, batch, sharing, budget=120, fields=TRAINING):
         2 * given.context_parallel_size if given.context_parallel_size > 1 else 1,
     )
     mine = layout.assignment[parallel_state.get_data_parallel_rank()]
-    return pickle.loads(pickle.dumps(Share.of(batch, mine, fields, layout.shared))), mine, layout
+    return pickle.loads(pickle.dumps(Share.of(batch, mine, shared=layout.shared))), mine, layout
 
 
 def gradients_of_terms(place, folder, batch, terms, sharing):
@@ -227,7 +227,7 @@ def gradients_of_terms(place, folder, batch, terms, sharing):
     from gdpo_nemo.megatron.component_gradients import ComponentGradients
 
     optimizer = dict(lr=1e-5, weight_decay=0.0, adam_beta1=0.0)
-    share, _, _ = share_of_units(place, batch, sharing, fields=(*TRAINING, "terms"))
+    share, _, _ = share_of_units(place, batch, sharing)
     given = share.sequences(), share.micro_batches
     policy, plain = (build_policy(place, folder, optimizer=optimizer) for _ in range(2))
     for one in (policy, plain):

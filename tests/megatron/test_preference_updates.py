@@ -14,7 +14,7 @@ from hf_reference import relative_error
 from tiny_models import VOCABULARY
 from torch.nn.functional import logsigmoid
 
-from gdpo_nemo.algorithms.preference_settings import PreferenceSettings, PreferenceUpdate
+from gdpo_nemo.algorithms.preference_objectives import PreferenceSettings, PreferenceUpdate
 from gdpo_nemo.data.packing import TrainSequence
 from gdpo_nemo.data.prefixes import whole_layout
 

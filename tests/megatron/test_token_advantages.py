@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from functools import cache
 
@@ -16,9 +17,11 @@ import torch
 from hf_reference import relative_error
 
 from gdpo_nemo.algorithms.loss_settings import TermLoss
+from gdpo_nemo.algorithms.losses import TOKEN_INPUTS
 from gdpo_nemo.algorithms.policy_loss import LossSettings
 from gdpo_nemo.data.packing import TrainSequence, pack_rows
-from gdpo_nemo.megatron.micro_batch import make_micro_batch
+from gdpo_nemo.data.shares import Share
+from gdpo_nemo.megatron.micro_batch import MicroBatch, make_micro_batch
 
 LAYOUTS = ["DP2", "TP2+SP", "PP2", "CP2", "TP2xCP2"]
 
@@ -32,13 +35,19 @@ def by_token(batch: list[TrainSequence], seed: int = 4) -> list[TrainSequence]:
     ]
 
 
-def advantages_of_rows(batch: list[TrainSequence], context: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """The advantage of every trained row of a micro-batch, and (sequence, offset) of all of its rows."""
+def packed(batch: list[TrainSequence], context: tuple[int, int]) -> tuple[MicroBatch, np.ndarray]:
+    """A micro-batch of all sequences, and (sequence, offset) of its trained rows."""
     places = (lambda length, rank, size: np.arange(length)[rank::size]) if context[1] > 1 else None
     rows = pack_rows(batch, range(len(batch)), context_rank=context[0], context_size=context[1], positions=places)
     made = make_micro_batch(rows, batch, context, torch.device("cpu"), attention=None, with_fields=True)
     kept = slice(None) if made.trained is None else made.trained.numpy()
-    return made.fields.advantages.numpy(), np.stack([rows.sequence, rows.offset], 1)[kept]
+    return made, np.stack([rows.sequence, rows.offset], 1)[kept]
+
+
+def advantages_of_rows(batch: list[TrainSequence], context: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """The advantage of every trained row of a micro-batch, and (sequence, offset) of these rows."""
+    made, places = packed(batch, context)
+    return made.fields.advantages.numpy(), places
 
 
 @pytest.mark.parametrize("context", [(0, 1), (0, 2), (1, 2)])
@@ -50,6 +59,24 @@ def test_every_row_of_a_micro_batch_has_the_advantage_of_its_own_token(context):
     assert found.dtype == np.float32 and len(found) == len(places) > 0
     expected = [np.float32(np.broadcast_to(batch[i].advantage, len(batch[i].completion_ids))[k]) for i, k in places]
     np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("name", TOKEN_INPUTS)
+@pytest.mark.parametrize("context", [(0, 1), (0, 2), (1, 2)])
+def test_every_declared_token_input_reaches_the_rows_of_its_tokens(name, context):
+    batch = tiny_models.make_batch()
+    draw = np.random.default_rng(5)
+    for s in batch:
+        setattr(s, name, draw.integers(0, 2, len(s.completion_ids)).astype(TOKEN_INPUTS[name].dtype))
+    received = pickle.loads(pickle.dumps(Share.of(batch, [list(range(len(batch)))]))).sequences()
+    made, places = packed(received, context)
+    found = getattr(made.fields, name).numpy()
+    assert found.dtype == TOKEN_INPUTS[name].dtype and len(found) == len(places) > 0
+    np.testing.assert_array_equal(found, [getattr(batch[i], name)[k] for i, k in places])
+    if TOKEN_INPUTS[name].missing is not None:
+        setattr(batch[0], name, None)
+        filled = getattr(Share.of(batch, [[0, 1]]).sequences()[0], name)
+        assert (filled == TOKEN_INPUTS[name].missing).all() and filled.dtype == TOKEN_INPUTS[name].dtype
 
 
 def test_equal_advantages_of_all_tokens_are_that_of_the_sequence_bit_for_bit():

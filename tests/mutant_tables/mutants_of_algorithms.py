@@ -28,8 +28,8 @@ ALGORITHMS = (
     ),
     mutant(
         "algorithms/advantages.py",
-        "scale = BatchScale(*_counted(table, terms, settings), np.inf)",
-        "scale = BatchScale(*_counted(table, terms, settings), 1.0)",
+        "BatchScale(*_counted(table, terms, settings), np.inf)",
+        "BatchScale(*_counted(table, terms, settings), 1.0)",
         "rollouts/test_span_credit.py::test_rewards_that_cancel_have_no_advantage_in_their_spans",
         "terms of a batch whose rewards cancel count nothing",
     ),
@@ -119,8 +119,8 @@ ALGORITHMS = (
     ),
     mutant(
         "algorithms/advantages.py",
-        "values = terms.values - _penalty(table, terms)",
-        "values = terms.values + _penalty(table, terms)",
+        "return terms.values - _penalty(table, terms), None",
+        "return terms.values + _penalty(table, terms), None",
         "algorithms/test_kl_in_reward.py::test_kl_is_added_to_normalised_terms_with_its_coefficient_and_its_sign",
         "sign of KL in the reward",
     ),

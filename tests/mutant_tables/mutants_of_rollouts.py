@@ -211,8 +211,8 @@ ROLLOUTS = (
     ),
     mutant(
         "data/shares.py",
-        '"loss_mask": (bool, True)',
-        '"loss_mask": (bool, False)',
+        '"loss_mask": TokenInput(bool, missing=True)',
+        '"loss_mask": TokenInput(bool, missing=False)',
         "data/test_shares.py::test_every_rank_gets_its_sequences_unchanged_and_in_order",
         "a sequence without a mask is trained whole",
     ),

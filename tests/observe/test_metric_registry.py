@@ -117,7 +117,8 @@ def every_measurement_of_a_loss() -> tuple[dict[str, float], dict[str, float]]:
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
     ones = torch.ones(4)
-    fields = TokenFields(ones, ones, torch.tensor([0, 0, 1, 1]), 2, -ones, -1.1 * ones, -1.2 * ones)
+    logprobs = dict(old_logprobs=-ones, sampler_logprobs=-1.1 * ones, reference_logprobs=-1.2 * ones)
+    fields = TokenFields(ones, ones, torch.tensor([0, 0, 1, 1]), 2, **logprobs)
     for kind, mode, level in product(LOSSES, CORRECTIONS, ("token", "sequence")):
         correction = OffPolicySettings(mode=mode, level=level, sequence_mask_threshold=0.05)
         if kind == "gspo" and corrects_by_token(correction):

@@ -93,9 +93,9 @@ def test_the_gradient_does_not_depend_on_what_stands_under_the_mask(four_turns, 
         for place, t in enumerate(four_turns):
             values = np.where(t.loss_mask, t.logprobs, fill).astype(np.float32)
             sequence = TrainSequence(
-                t.prompt.token_ids, t.completion_ids, values, 1.0 - place, 1.0 / written, values, values
+                t.prompt.token_ids, t.completion_ids, values, 1.0 - place, 1.0 / written, loss_mask=t.loss_mask
             )
-            sequence.loss_mask = t.loss_mask
+            sequence.old_logprobs = sequence.reference_logprobs = values
             sequences.append(sequence)
         return stage.policy.train(sequences, LossSettings(reference_policy_kl_penalty=0.1))
 

@@ -179,7 +179,7 @@ def trained(monkeypatch, tmp_path):
 
 
 def test_the_result_holds_the_status_the_last_rows_and_the_model(trained, tmp_path):
-    def fit(resolved, begin):
+    def fit(resolved, attempt):
         folder = Path(resolved.config.run.dir)
         folder.mkdir()
         rows = [{"step": 0, "validation/a": 0.5}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}]
@@ -193,7 +193,7 @@ def test_the_result_holds_the_status_the_last_rows_and_the_model(trained, tmp_pa
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_run_that_a_signal_ended_returns_instead_of_ending_the_process(trained, number):
-    def ended(config, begin):
+    def ended(config, attempt):
         raise SystemExit(128 + number)
 
     result = trained(ended)

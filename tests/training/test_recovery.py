@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from gdpo_nemo.training.recovery import Decision, RetainedSession
-from gdpo_nemo.training.supervisor import Attempt, current_attempt
+from gdpo_nemo.training.supervisor import Attempt
 from gdpo_nemo.utils.errors import START_AGAIN, ConfigError, InfrastructureFailed, NumericsFailed, RunError
 
 LOST = InfrastructureFailed("training: a worker process died" + START_AGAIN)
@@ -53,24 +53,16 @@ def run(step=5, lost=True, patient=True, requested=False, max_restarts=10):
     )
 
 
-def kept(ready=True, shared=(), lost_nodes=()):
-    found = RetainedSession()
+SECOND_RESTART = Attempt(restarts=2, supervised=True)
+
+
+def kept(ready=True, shared=(), lost_nodes=(), attempt=SECOND_RESTART):
+    found = RetainedSession(attempt)
     found.fleet = Fleet(ready)
     found.placement = SimpleNamespace(
         places=SimpleNamespace(policy=(0, 0, 1), shared=shared), is_lost=lambda node: node in lost_nodes
     )
     return found
-
-
-@pytest.fixture(autouse=True)
-def attempt(monkeypatch):
-    """A start of the run, supervised, and not the first one."""
-
-    def is_now(attempt: Attempt) -> None:
-        monkeypatch.setattr("gdpo_nemo.training.supervisor._attempt", attempt)
-
-    is_now(Attempt(restarts=2, supervised=True))
-    return is_now
 
 
 def test_a_run_that_lost_ranks_and_nothing_else_goes_on_with_its_engines():
@@ -85,8 +77,8 @@ def test_a_run_that_lost_ranks_and_nothing_else_goes_on_with_its_engines():
     stays.end_session()
     assert fleet.forgot and not fleet.closed and stays.fleet is fleet and stays.placement is not None
     assert START_AGAIN not in str(error) and "the policy is restarted" in str(error)
-    assert current_attempt().rebuilds == 1 and current_attempt().metrics(None)["driver/rebuilds"] == 1.0
-    assert current_attempt().reason == str(error) and current_attempt().restarts == 2
+    assert stays.attempt.rebuilds == 1 and stays.attempt.metrics(None)["driver/rebuilds"] == 1.0
+    assert stays.attempt.reason == str(error) and stays.attempt.restarts == 2
 
 
 @pytest.mark.parametrize(
@@ -99,7 +91,7 @@ def test_a_run_that_lost_ranks_and_nothing_else_goes_on_with_its_engines():
         pytest.param(run(patient=False), kept(), id="it had not begun to train"),
         pytest.param(run(requested=True), kept(), id="somebody asked it to stop"),
         pytest.param(run(max_restarts=2), kept(), id="no restart is left"),
-        pytest.param(run(), RetainedSession(), id="nothing was started"),
+        pytest.param(run(), RetainedSession(SECOND_RESTART), id="nothing was started"),
     ],
 )
 def test_where_anything_else_is_amiss_the_supervisor_decides(parts, stays):
@@ -107,7 +99,7 @@ def test_where_anything_else_is_amiss_the_supervisor_decides(parts, stays):
     fleet = stays.fleet
     stays.decide(parts, error)
     assert stays.decision is Decision.FAIL and not parts.policy.closed and str(error) == str(LOST)
-    assert current_attempt().rebuilds == 0
+    assert stays.attempt.rebuilds == 0
     stays.end_engines()
     stays.end_session()
     assert stays.fleet is None and stays.placement is None and (fleet is None or fleet.closed)
@@ -134,17 +126,16 @@ def test_ranks_lost_twice_without_a_further_step_are_for_the_supervisor():
         assert (stays.decision is Decision.RESTART) is restarts
 
 
-def test_a_run_without_a_supervisor_ends(attempt):
-    attempt(Attempt())
-    stays = kept()
+def test_a_run_without_a_supervisor_ends():
+    stays = kept(attempt=Attempt())
     stays.decide(run(), InfrastructureFailed(str(LOST)))
     assert stays.decision is Decision.FAIL
 
 
-def test_rebuilds_count_among_the_restarts_that_are_allowed(attempt):
-    attempt(Attempt(restarts=1, rebuilds=2, supervised=True))
+def test_rebuilds_count_among_the_restarts_that_are_allowed():
+    attempt = Attempt(restarts=1, rebuilds=2, supervised=True)
     for most, restarts in ((3, False), (4, True)):
-        stays = kept()
+        stays = kept(attempt=attempt)
         stays.decide(run(max_restarts=most), InfrastructureFailed(str(LOST)))
         assert (stays.decision is Decision.RESTART) is restarts
 

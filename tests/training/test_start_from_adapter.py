@@ -66,7 +66,7 @@ def test_an_adapter_is_loaded_once_and_a_resume_goes_by_its_checkpoint(checkpoin
     resolved = resolve(Config())
     parts = SimpleNamespace(config=resolved.config, resolved=resolved, log=log, run_dir=Path("/run"), state=state)
     with contextlib.ExitStack() as stack:
-        setup._start_processes(parts, stack, inputs, checkpoint, None, RetainedSession())
+        setup._start_processes(parts, stack, inputs, checkpoint, RetainedSession())
     assert parts.policy.asked[:2] == ["model /base", "ready"] and parts.policy.asked[-1] == last
     assert len(parts.policy.asked) == (2 if last == "ready" else 3)
     assert parts.algorithm.loaded == [{"kept": 1}]

@@ -54,13 +54,13 @@ def say(word):
     with open(folder / "said", "a") as file:
         file.write(f"{word}\\n")
 
-def attempt(begin):
-    number = supervisor.current_attempt().restarts
+def run(attempt):
+    number = attempt.restarts
     say(number)
     exec(sys.argv[3], globals(), {"number": number})
     return 0
 
-report.run = lambda arguments: supervisor.supervised(config, attempt)
+report.run = lambda arguments: supervisor.supervised(config, run)
 sys.exit(cli.main(["report", "x"]))
 """
 WAIT_FOR_SIGNALS = """

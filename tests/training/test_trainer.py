@@ -22,6 +22,7 @@ from gdpo_nemo.training import gdpo
 from gdpo_nemo.training.algorithm import Algorithm
 from gdpo_nemo.training.checkpoints import RunState
 from gdpo_nemo.training.gdpo import GDPO
+from gdpo_nemo.training.supervisor import Attempt
 from gdpo_nemo.training.trainer import METRICS, Trainer
 from gdpo_nemo.utils import progress
 from gdpo_nemo.utils.errors import RunError, UserCodeFailed
@@ -84,6 +85,7 @@ class Recorder:
             checkpoints=checkpoints,
             # fmt: skip
             stop=SimpleNamespace(requested=False),
+            attempt=Attempt(),
             validation_prompts=[],
             prompt_limit=prompt_limit,
             total_updates=4,

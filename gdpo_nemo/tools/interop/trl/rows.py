@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from gdpo_nemo.algorithms.preference_settings import LOSS_TYPES
+from gdpo_nemo.algorithms.preference_objectives import PREFERENCES
 from gdpo_nemo.tools.interop.translation import Act, Findings, RuleResult, combined, fixed, idle, missing, to, where
 from gdpo_nemo.tools.interop.trl.code_module import CodeModule
 from gdpo_nemo.tools.interop.trl.names import Resolver, Unresolved
@@ -135,7 +135,7 @@ def _objective(run: TrlRun, findings: Findings) -> str:
     elif kind == "cpo" and given == "simpo":
         return "simpo"
     elif kind in ("cpo", "kto") and given != ("kto" if kind == "kto" else "sigmoid"):
-        if given not in LOSS_TYPES[kind]:
+        if given not in PREFERENCES[kind].loss_types:
             findings.blocks("loss_type", f"the loss {given!r} is not supported for {kind}; known: {_known(kind)}")
         else:
             findings.set("preference.loss_type", given, "loss_type")
@@ -146,7 +146,7 @@ def _known(kind: str) -> str:
     if kind == "kto":
         return "kto"
     others = ("simpo",) if kind == "cpo" else ()
-    return ", ".join((*LOSS_TYPES[kind], *others))
+    return ", ".join((*PREFERENCES[kind].loss_types, *others))
 
 
 def _dpo(losses: list[Any], run: TrlRun, findings: Findings) -> None:
@@ -160,7 +160,7 @@ def _dpo(losses: list[Any], run: TrlRun, findings: Findings) -> None:
         )
         return
     [(name, weight)] = by_name.items()
-    if name not in (*LOSS_TYPES["dpo"], "sigmoid_norm"):
+    if name not in (*PREFERENCES["dpo"].loss_types, "sigmoid_norm"):
         findings.blocks(
             "loss_type", f"the loss {name!r} is not supported for dpo; known: {_known('dpo')}, sigmoid_norm"
         )
