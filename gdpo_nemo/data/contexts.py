@@ -8,7 +8,8 @@ token is thus trained exactly once, after the tokens that the sampler saw.
 
 from __future__ import annotations
 
-from typing import Iterable, NamedTuple, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 

@@ -8,7 +8,8 @@ such values as Python's text, or drop them.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.data.replies import answer_of, parsed_arguments
 from gdpo_nemo.utils.files import check_pairs

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import numpy as np
 

@@ -10,9 +10,10 @@ its predecessor. This order also shares prefixes that are common to several prom
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 from gdpo_nemo.config.layout import Resolved, prompt_sharing, shares_with_flex_attention
 from gdpo_nemo.config.schema import Config

@@ -13,10 +13,11 @@ import logging
 import os
 import re
 from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, Iterable, Mapping, Sequence, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from gdpo_nemo.data.tokenizer import special_tokens
 from gdpo_nemo.utils.errors import ConfigError, RunError, first_line

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
-from datetime import datetime, timezone
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
-from typing import Any, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -108,8 +109,8 @@ def retry_after_s(value: str | None) -> float | None:
             when = parsedate_to_datetime(value)
         except ValueError:
             return None
-        when = when if when.tzinfo else when.replace(tzinfo=timezone.utc)
-        seconds = (when - datetime.now(timezone.utc)).total_seconds()
+        when = when if when.tzinfo else when.replace(tzinfo=UTC)
+        seconds = (when - datetime.now(UTC)).total_seconds()
     return None if seconds != seconds else max(0.0, seconds)
 
 

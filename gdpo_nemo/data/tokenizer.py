@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Mapping, Protocol, Sequence, overload
+from typing import Any, Literal, Protocol, overload
 
 from gdpo_nemo.config.model_checks import TOKENIZER_FILES
 from gdpo_nemo.config.sections import PolicyConfig

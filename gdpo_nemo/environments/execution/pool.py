@@ -8,11 +8,12 @@ import math
 import os
 import threading
 from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Callable, Container, Iterator, Mapping, Sequence, cast
+from typing import Any, cast
 
 from pebble import ProcessExpired, ProcessPool
 

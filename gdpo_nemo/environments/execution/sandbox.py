@@ -23,9 +23,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.environments.execution import sandbox_script
 from gdpo_nemo.environments.execution.sandbox_script import NOBODY, TMP_BYTES

@@ -21,7 +21,8 @@ import signal
 import sys
 import types
 import warnings
-from typing import Any, Callable, Mapping, NoReturn, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 TMP_BYTES = 2**24
 """Size of ``/tmp`` and maximum size of a file, in bytes."""

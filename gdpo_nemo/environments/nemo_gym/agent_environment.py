@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.server_replies import Failure, FailureKind, check_measurement

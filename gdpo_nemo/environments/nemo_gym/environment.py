@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import Any, Coroutine, Mapping, Sequence, TypeVar
+from typing import Any, TypeVar
 
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
 from gdpo_nemo.data.server_replies import Failure

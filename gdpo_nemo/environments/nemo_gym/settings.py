@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from gdpo_nemo.data.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.environments.base import read_options

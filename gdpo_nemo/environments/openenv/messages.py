@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Mapping
+from typing import Any
 
 from gdpo_nemo.data.records import Prompt
 from gdpo_nemo.data.server_replies import Failure, FailureKind, error_text, parse_json, printable

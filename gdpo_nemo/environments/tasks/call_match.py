@@ -14,7 +14,8 @@ calls as answers, and each answer, in order, finds an unused call with these pro
 from __future__ import annotations
 
 import re
-from typing import Any, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 Call = tuple[str, Mapping[str, Any]]
 """Name and parameters."""

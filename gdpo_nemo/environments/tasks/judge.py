@@ -13,9 +13,10 @@ import hashlib
 import json
 import re
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Callable, Mapping, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 from gdpo_nemo.data import server_replies
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict

@@ -9,9 +9,10 @@ import asyncio
 import inspect
 import json
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Callable, Mapping, Sequence, TypeVar
+from typing import Any, TypeVar
 
 from gdpo_nemo.data.records import Outcome, Prompt
 from gdpo_nemo.data.replies import Reply, message_of

@@ -11,9 +11,10 @@ import inspect
 import json
 import signal
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Callable, Iterator, Mapping, NoReturn, Sequence
+from typing import Any, NoReturn
 
 from gdpo_nemo.data.records import Trajectory, Verdict
 from gdpo_nemo.data.replies import Reply, message_of
