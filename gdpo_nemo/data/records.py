@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from gdpo_nemo.config.schema import Config
-from gdpo_nemo.config.sections import PolicyConfig
 from gdpo_nemo.data.replies import Reply
 
 
@@ -276,14 +274,3 @@ class TokenValues:
     """int64 [tokens]: index of the token in its completion"""
     values: np.ndarray
     """float32 [tokens] or [tokens, values per token]"""
-
-
-def splits_to_read(config: Config) -> tuple[str, ...]:
-    """Return the names of the dataset splits that a training run reads."""
-    validates = config.data.validation and (config.gdpo.val_period or config.gdpo.val_at_start)
-    return ("train", "validation") if validates else ("train",)
-
-
-def max_prompt_tokens(policy: PolicyConfig) -> int:
-    """Return the maximum number of tokens in a prompt, which leaves one token for the completion."""
-    return policy.max_total_sequence_length - 1
