@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import tenacity
 
-from gdpo_nemo.data.server_replies import (
+from gdpo_nemo.environments.server_replies import (
     Failure,
     FailureKind,
     error_text,

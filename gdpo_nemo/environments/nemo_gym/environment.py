@@ -9,12 +9,12 @@ from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from gdpo_nemo.data.records import Prompt, Trajectory, Verdict
-from gdpo_nemo.data.server_replies import Failure
 from gdpo_nemo.environments.base import Environment
 from gdpo_nemo.environments.http_client import HttpClient, api_key
 from gdpo_nemo.environments.nemo_gym.episodes import Verifier, preflight
 from gdpo_nemo.environments.nemo_gym.rows import ROW, agent_of, choose_server, find_routes, read_row
 from gdpo_nemo.environments.nemo_gym.settings import read_settings
+from gdpo_nemo.environments.server_replies import Failure
 from gdpo_nemo.utils.errors import RunError
 
 _T = TypeVar("_T")

@@ -13,10 +13,10 @@ import yaml
 from gdpo_nemo.data.conversation import output_items
 from gdpo_nemo.data.records import Trajectory
 from gdpo_nemo.data.replies import Reply
-from gdpo_nemo.data.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.environments.base import character_spans
 from gdpo_nemo.environments.http_client import HttpClient, base_url
 from gdpo_nemo.environments.nemo_gym.settings import Settings
+from gdpo_nemo.environments.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
 from gdpo_nemo.utils.files import parse_yaml
 

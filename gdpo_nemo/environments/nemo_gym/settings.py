@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gdpo_nemo.data.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.environments.base import read_options
 from gdpo_nemo.environments.http_client import base_url
+from gdpo_nemo.environments.server_replies import Failure, FailureKind, printable
 from gdpo_nemo.utils.errors import ConfigError, nearest
 
 STRAGGLER_GRACE_S = 5.0

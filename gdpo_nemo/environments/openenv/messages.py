@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from gdpo_nemo.data.records import Prompt
-from gdpo_nemo.data.server_replies import Failure, FailureKind, error_text, parse_json, printable
 from gdpo_nemo.environments.episodes import MAX_OBSERVATION_CHARACTERS, Observation
 from gdpo_nemo.environments.openenv.settings import ANSWER, ActionFormat, FirstPrompt, Settings
+from gdpo_nemo.environments.server_replies import Failure, FailureKind, error_text, parse_json, printable
 from gdpo_nemo.utils.errors import ConfigError, nearest
 
 MAX_JSON_DEPTH = 100

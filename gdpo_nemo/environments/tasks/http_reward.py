@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gdpo_nemo.data import server_replies
 from gdpo_nemo.data.records import TrainerState
+from gdpo_nemo.environments import server_replies
 from gdpo_nemo.environments.base import Failure, SpanReward, character_spans, reward_value
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url, with_retries
 from gdpo_nemo.environments.tasks.reward_functions import plain

@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-from gdpo_nemo.data import server_replies
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
-from gdpo_nemo.data.server_replies import error_text, printable
+from gdpo_nemo.environments import server_replies
 from gdpo_nemo.environments.base import Environment, Failure, read_options
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url as checked_url, with_retries
+from gdpo_nemo.environments.server_replies import error_text, printable
 from gdpo_nemo.environments.tasks.answers import column, completion_text
 from gdpo_nemo.utils.errors import ConfigError
 
