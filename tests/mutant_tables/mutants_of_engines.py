@@ -288,8 +288,8 @@ ENGINES = (
     ),
     mutant(
         "cluster/policy_group.py",
-        "            self._shared_attention,\n        )",
-        "            1.0,\n        )",
+        "attention=self._shared_attention",
+        "attention=1.0",
         "cluster/test_prompt_sharing.py::test_batches_on_gpus_are_shared_if_that_pays_with_the_slower_attention",
         "updates on GPUs are shared as if FlexAttention were as fast as TransformerEngine's attention",
     ),
