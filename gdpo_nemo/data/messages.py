@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from gdpo_nemo.data.replies import answer_of, parsed_arguments
@@ -112,7 +113,7 @@ def _accepts_null(schema: Any) -> bool:
         return True
     if None in (schema.get("enum") or ()):
         return True
-    return any(_accepts_null(choice) for key in ("anyOf", "oneOf") for choice in schema.get(key) or ())
+    return any(map(_accepts_null, chain(schema.get("anyOf") or (), schema.get("oneOf") or ())))
 
 
 def without_nulls(value: Any) -> Any:

@@ -296,8 +296,8 @@ ENVIRONMENTS = (
     ),
     mutant(
         "data/rows.py",
-        "if chosen.min <= rate <= chosen.max",
-        "if chosen.min <= rate",
+        "chosen.min <= rate <= chosen.max",
+        "chosen.min <= rate",
         "tools/test_profile.py::test_rows_of_a_profile_select_and_order_the_data",
         "easy rows are left out",
     ),
