@@ -124,11 +124,14 @@ def reward_spans_of(
     named = {name: every[name] for name in rewards if name in every}
     if named and offset < 0:
         raise Failure(FailureKind.BAD_REPLY, "reward_spans: the output message is not part of the completion")
-    try:
-        found = {name: character_spans(spans, len(text), "reward_spans") for name, spans in named.items()}
-    except RunError as error:
-        raise Failure(FailureKind.BAD_REPLY, str(error)) from None
-    return {name: tuple((a + offset, b + offset) for a, b in spans) for name, spans in found.items()}
+    found = {}
+    for name, given in named.items():
+        try:
+            spans = character_spans(given, len(text), "reward_spans")
+        except RunError as error:
+            raise Failure(FailureKind.BAD_REPLY, str(error)) from None
+        found[name] = tuple((start + offset, end + offset) for start, end in spans)
+    return found
 
 
 def seed_body(row: Mapping[str, Any]) -> bytes:

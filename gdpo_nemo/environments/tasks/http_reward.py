@@ -13,6 +13,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 from gdpo_nemo.data.records import TrainerState
@@ -49,6 +50,7 @@ class HttpReward:
     def __init__(
         self,
         url: str,
+        *,
         columns: Sequence[str] | None = None,
         completion_ids: bool = False,
         api_key_env: str | None = None,
@@ -75,18 +77,16 @@ class HttpReward:
         sent = self._columns_to_send(columns)
         sent |= {"prompts": list(prompts), "completions": list(completions)}
         size = self._batch_size or max(1, len(completions))
-        starts = range(0, len(completions), size)
-        bodies = [
-            self._body({name: values[start : start + size] for name, values in sent.items()}, trainer_state)
-            for start in starts
-        ]
-        parts = [completions[start : start + size] for start in starts]
+        parts = []
+        for start in range(0, len(completions), size):
+            part = {name: values[start : start + size] for name, values in sent.items()}
+            parts.append((self._body(part, trainer_state), part["completions"]))
         deadline = asyncio.get_running_loop().time() + self._time_limit_s
         slots = asyncio.Semaphore(self._concurrency)
         client = HttpClient(self._concurrency, self._max_reply_bytes, _MAX_JSON_DEPTH, self._api_key)
         try:
-            requests = [self._rewards(client, slots, deadline, body, part) for body, part in zip(bodies, parts)]
-            return [reward for part in await asyncio.gather(*requests) for reward in part]
+            requests = [self._rewards(client, slots, deadline, *part) for part in parts]
+            return list(chain.from_iterable(await asyncio.gather(*requests)))
         finally:
             await client.close()
 
@@ -98,7 +98,10 @@ class HttpReward:
         for name in names:
             if name not in available:
                 raise ValueError(f"columns: the rows have no column {name!r}{nearest(name, available)}")
-        return {name: available[name] for name in names} | ({"completion_ids": ids} if self._with_ids else {})
+        sent = {name: available[name] for name in names}
+        if self._with_ids:
+            sent["completion_ids"] = ids
+        return sent
 
     def _body(self, part: Mapping[str, list[Any]], state: TrainerState) -> bytes:
         columns = {name: values for name, values in part.items() if name not in _NOT_COLUMNS}
