@@ -92,8 +92,11 @@ class PromptSource:
         render = _Renderer(dataset, self._environments, self._tokenizer, split)
         rows = [_cleaned(row, split, index) for index, row in enumerate(rows)]
         prompts = [render(index, row, verifier) for index, (row, verifier) in enumerate(zip(rows, verifiers))]
-        texts = [text for text, _ in prompts]
-        from_template = [render.chat or messages is not None for _, messages in prompts]
+        texts = []
+        from_template = []
+        for text, messages in prompts:
+            texts.append(text)
+            from_template.append(render.chat or messages is not None)
         with uncollected():  # tokenization creates a few permanent objects per row
             token_ids = tokenise(self._tokenizer, texts, from_template)
             if [] in token_ids:

@@ -130,7 +130,7 @@ def reward_spans_of(
             spans = character_spans(given, len(text), "reward_spans")
         except RunError as error:
             raise Failure(FailureKind.BAD_REPLY, str(error)) from None
-        found[name] = tuple((start + offset, end + offset) for start, end in spans)
+        found[name] = tuple((a + offset, b + offset) for a, b in spans)
     return found
 
 

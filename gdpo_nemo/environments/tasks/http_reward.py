@@ -18,10 +18,10 @@ from typing import Any
 
 from gdpo_nemo.data.records import TrainerState
 from gdpo_nemo.environments import server_replies
-from gdpo_nemo.environments.base import Failure, SpanReward, character_spans, reward_value
+from gdpo_nemo.environments.base import Failure, SpanReward, character_spans, number_option, reward_value
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url, with_retries
 from gdpo_nemo.environments.tasks.reward_functions import plain
-from gdpo_nemo.utils.errors import ConfigError, RunError, nearest
+from gdpo_nemo.utils.errors import RunError, nearest
 
 _MAX_JSON_DEPTH = 8
 _NOT_COLUMNS = ("prompts", "completions", "completion_ids")
@@ -64,11 +64,11 @@ class HttpReward:
         self._columns = columns
         self._with_ids = completion_ids
         self._api_key = api_key(api_key_env)
-        self._time_limit_s = _number("time_limit_s", time_limit_s, 0.001)
-        self._max_retries = int(_number("max_retries", max_retries, 0))
-        self._batch_size = None if batch_size is None else int(_number("batch_size", batch_size, 1))
-        self._concurrency = int(_number("concurrency", concurrency, 1))
-        self._max_reply_bytes = int(_number("max_reply_bytes", max_reply_bytes, 1))
+        self._time_limit_s = number_option("time_limit_s", time_limit_s, 0.001)
+        self._max_retries = int(number_option("max_retries", max_retries, 0))
+        self._batch_size = None if batch_size is None else int(number_option("batch_size", batch_size, 1))
+        self._concurrency = int(number_option("concurrency", concurrency, 1))
+        self._max_reply_bytes = int(number_option("max_reply_bytes", max_reply_bytes, 1))
 
     async def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], trainer_state: TrainerState, **columns: Any
@@ -164,9 +164,3 @@ def _characters(completion: Any) -> int:
 
 def _bad(detail: str) -> server_replies.Failure:
     return server_replies.Failure(server_replies.FailureKind.BAD_REPLY, detail)
-
-
-def _number(name: str, value: Any, minimum: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not minimum <= value < float("inf"):
-        raise ConfigError(f"{name}: must be a number of at least {minimum:g}, not {value!r}")
-    return value

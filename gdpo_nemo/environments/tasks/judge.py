@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from gdpo_nemo.data.records import Outcome, Prompt, Trajectory, Verdict
 from gdpo_nemo.environments import server_replies
-from gdpo_nemo.environments.base import Environment, Failure, read_options
+from gdpo_nemo.environments.base import Environment, Failure, count_option, read_options
 from gdpo_nemo.environments.http_client import HttpClient, api_key, base_url as checked_url, with_retries
 from gdpo_nemo.environments.server_replies import error_text, printable
 from gdpo_nemo.environments.tasks.answers import column, completion_text
@@ -93,13 +93,13 @@ class JudgeModel:
         self._max_reply_bytes = int(self.max_reply_bytes)
         if self._time_limit_s <= 0 or self._concurrency < 1 or self._max_retries < 0:
             raise ConfigError("time_limit_s and concurrency must be greater than 0, max_retries at least 0")
-        votes = self.votes = _positive("votes", self.votes) or 1
-        longest = _positive("max_completion_tokens", self.max_completion_tokens)
+        votes = self.votes = count_option("votes", self.votes) or 1
+        longest = count_option("max_completion_tokens", self.max_completion_tokens)
         sampling = {
             "model": self.model,
             "max_completion_tokens": longest,
             "temperature": _temperature(self.temperature),
-            "max_tokens": _positive("max_tokens", self.max_tokens) if longest is None else None,
+            "max_tokens": count_option("max_tokens", self.max_tokens) if longest is None else None,
         }
         if votes > _MOST_VOTES:
             raise ConfigError(f"votes: must be at most {_MOST_VOTES}, got {votes}")
@@ -290,7 +290,7 @@ class Judge(Environment):
         self._system = (_COMPARISON if chosen.compare else _RUBRIC).format(criteria="\n".join(lines))
         self._judge = JudgeModel(**{field.name: getattr(chosen, field.name) for field in fields(JudgeModel)})
         source = self._judge.key([{"role": "system", "content": self._system}])
-        limits = {key: _positive(key, getattr(chosen, key)) for key in ("max_calls", "max_total_tokens")}
+        limits = {key: count_option(key, getattr(chosen, key)) for key in ("max_calls", "max_total_tokens")}
         self._record = _Record(source, limits)
 
     def use_run_folder(self, folder: Path) -> None:
@@ -508,9 +508,9 @@ def requests_of(key: str, plugin: str, options: Mapping[str, Any]) -> list[tuple
             judges[f"{key}.functions.{name}"] = entry if isinstance(entry, Mapping) else {}
     found = []
     for place, given in judges.items():
-        votes = _positive(f"{place}.votes", given.get("votes")) or 1
-        tokens = _positive(f"{place}.max_completion_tokens", given.get("max_completion_tokens"))
-        tokens = tokens or _positive(f"{place}.max_tokens", given.get("max_tokens", _MAX_TOKENS))
+        votes = count_option(f"{place}.votes", given.get("votes")) or 1
+        tokens = count_option(f"{place}.max_completion_tokens", given.get("max_completion_tokens"))
+        tokens = tokens or count_option(f"{place}.max_tokens", given.get("max_tokens", _MAX_TOKENS))
         found.append((place, votes * (2 if given.get("compare") else 1), tokens))
     return found
 
@@ -556,12 +556,6 @@ def _temperature(value: Any) -> float | None:
     if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < float("inf")):
         return value
     raise ConfigError(f"temperature: must be a number of at least 0, or null ({value!r})")
-
-
-def _positive(key: str, value: Any) -> int | None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{key}: must be a positive integer or null ({value!r})")
-    return value
 
 
 def _scale(key: str, scale: Any) -> tuple[float, float]:
